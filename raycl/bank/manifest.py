@@ -196,6 +196,22 @@ class Snapshot(Section):
         names = ", ".join(adapter.name for adapter in self.adapters[:20]) or "none"
         raise BankError(f"snapshot {self.number} has no adapter '{name}': expected one of {names}")
 
+    def token_limits(self, task: str = "") -> tuple[int | None, int | None]:
+        """Most tokens of a source and of a target of a task, as its run had them; None: no run made it.
+
+        Args:
+            task: none of its tasks: the most of any.
+        """
+        stream = self.provenance.get("config", {}).get("stream", {})
+        known = [info.name for info in self.tasks]
+        names = [task] if task in known else known
+
+        def most(key: str) -> int | None:
+            own = stream.get(f"{key}_by_task", {})
+            return max((own.get(name, stream[key]) for name in names), default=stream[key]) if key in stream else None
+
+        return most("max_source_tokens"), most("max_target_tokens")
+
     @property
     def sha256(self) -> str:
         """Hash of its record."""

@@ -75,7 +75,7 @@ def _check(options: argparse.Namespace) -> int:
     from raycl.data.check import check_task
     from raycl.data.stream import open_stream
 
-    codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    codec = load_codec(config.backbone, *config.stream.token_limits)
     load_skeleton(config.backbone, codec)  # whose positions and vocabulary the texts must fit
     stream = open_stream(config.stream, config.seed)
     tasks = [*stream.tasks, *stream.unseen]
@@ -159,7 +159,7 @@ def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
         if split.labels and name != "dev":
             blocks.append(Text(f"labels of {name}: {_counts(split.labels)}"))
     if one.examples:
-        limits = f"{config.stream.max_source_tokens} and {config.stream.max_target_tokens} tokens"
+        limits = "{} and {} tokens".format(*config.stream.limits_of(one.name))
         blocks.append(Text(f"\nas {config.backbone.name} reads it, with prompt and special tokens, up to {limits}:"))
     for example in one.examples:
         lines = [f"row {example.row}: {example.source}", *_tokens(example.source_tokens)]

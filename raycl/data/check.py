@@ -192,7 +192,7 @@ def _duplicates(
 
 
 def _lengths(found: TaskCheck, stream: Stream, task: Task, codec: TextCodec, seed: int) -> None:
-    prompt, (source, target) = stream.prompt(task, codec), stream.token_limits
+    prompt, limits = stream.prompt(task, codec), stream.limits(task, codec)
     for name in tuple(found.splits):
         split: Split = next(one for one in SPLITS if one == name)
         raw = stream.source(task, split)
@@ -205,8 +205,7 @@ def _lengths(found: TaskCheck, stream: Stream, task: Task, codec: TextCodec, see
                 sources += map(len, prompt.encode(texts, codec))
                 if not codec.needs_labels and task.objective == "answer":
                     targets += map(len, prompt.encode_answers(texts, [names[0] for names in references], codec))
-        limits = min(source, codec.max_source_tokens), min(target, codec.max_target_tokens)
-        measured = [_of(lengths, limit) for lengths, limit in zip((sources, targets), limits, strict=True)]
+        measured = _of(sources, limits.source), _of(targets, limits.target)
         found.splits[name] = replace(found.splits[name], sources=measured[0], targets=measured[1])
 
 

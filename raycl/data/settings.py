@@ -204,6 +204,13 @@ class StreamConfig(Section):
     max_target_tokens: int = Field(
         32, ge=2, description="answer tokens at most; a longer answer is cut before the end-of-sequence token"
     )
+    max_source_tokens_by_task: dict[str, Annotated[int, Field(ge=8)]] = Field(
+        default_factory=dict,
+        description="task name -> max_source_tokens, where it differs, for example a task of chats",
+    )
+    max_target_tokens_by_task: dict[str, Annotated[int, Field(ge=2)]] = Field(
+        default_factory=dict, description="task name -> max_target_tokens, where it differs"
+    )
     cache_dir: PathOrUri = Field(None, description="node-local cache; null: $RAYCL_CACHE, else ~/.cache/raycl")
 
     @field_validator("unseen", mode="before")
@@ -226,6 +233,17 @@ class StreamConfig(Section):
                 "are learned themselves, leave prompt at auto"
             )
         return self
+
+    def limits_of(self, task: str) -> tuple[int, int]:
+        """Most tokens of a source and of a target of this task."""
+        source = self.max_source_tokens_by_task.get(task, self.max_source_tokens)
+        return source, self.max_target_tokens_by_task.get(task, self.max_target_tokens)
+
+    @property
+    def token_limits(self) -> tuple[int, int]:
+        """Most tokens of a source and of a target of any task."""
+        source = max((self.max_source_tokens, *self.max_source_tokens_by_task.values()))
+        return source, max((self.max_target_tokens, *self.max_target_tokens_by_task.values()))
 
     def train_rows_of(self, task: str) -> int | None:
         """Upper limit of the train rows of this task; None: all."""

@@ -82,8 +82,13 @@ class Stream:
 
     @property
     def token_limits(self) -> tuple[int, int]:
-        """Most tokens of a source and of a target."""
-        return self._config.max_source_tokens, self._config.max_target_tokens
+        """Most tokens of a source and of a target of any task."""
+        return self._config.token_limits
+
+    def limits(self, task: Task, codec: TextCodec) -> Lengths:
+        """Most tokens of a source and of a target of a task."""
+        source, target = self._config.limits_of(task.name)
+        return Lengths(min(source, codec.max_source_tokens), min(target, codec.max_target_tokens))
 
     def table(self, task: Task, split: Split, codec: TextCodec) -> TokenTable:
         """The tokenised rows of one split, from the node's cache if they are there.
@@ -93,7 +98,7 @@ class Stream:
             ConfigError: the prompt leaves no room for text.
         """
         chosen = self._chosen(task, split)
-        return prepare(task, split, chosen, self.prompt(task, codec), codec, self._lengths(codec), self._cache)
+        return prepare(task, split, chosen, self.prompt(task, codec), codec, self.limits(task, codec), self._cache)
 
     def has_data(self, task: Task) -> bool:
         """Whether the task has rows; a learned task whose data is out of reach has none."""
@@ -147,7 +152,7 @@ class Stream:
             DataError, ConfigError: see `table`.
         """
         for task in (*self.tasks, *self.unseen):
-            check_codec(task, self.prompt(task, codec), codec, self._lengths(codec))
+            check_codec(task, self.prompt(task, codec), codec, self.limits(task, codec))
 
     def instruction(self, task: Task, codec: TextCodec) -> str:
         """The instruction in the prompts of `task`; "" where they have none."""
@@ -258,13 +263,6 @@ class Stream:
             return Chosen(raw, rows)
         counts = np.array([len(names) for names in raw.open().values("references", rows)], dtype=np.int64)
         return Chosen(raw, rows, pick_reference(self._seed, task.name, split, counts))
-
-    def _lengths(self, codec: TextCodec) -> Lengths:
-        config = self._config
-        return Lengths(
-            min(config.max_source_tokens, codec.max_source_tokens),
-            min(config.max_target_tokens, codec.max_target_tokens),
-        )
 
 
 def open_stream(config: StreamConfig, seed: int) -> Stream:

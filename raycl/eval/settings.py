@@ -64,7 +64,7 @@ class EvalConfig(Section):
         "one ends, the next example takes its place",
     )
     max_new_tokens: int | None = Field(
-        None, ge=1, description="tokens of a generated answer at most; null: stream.max_target_tokens"
+        None, ge=1, description="tokens of a generated answer at most; null: stream.max_target_tokens of its task"
     )
     decoding: Literal["auto", "generate"] = Field(
         "auto",

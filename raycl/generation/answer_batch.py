@@ -69,12 +69,14 @@ class Prompts(NamedTuple):
 
     Attributes:
         task: its name. batch: real rows only. mixture: of the rows; None: none is active.
+        max_tokens: of an answer.
         start: ids that every row begins with, which may be read once.
         allowed: the only answers; (): all.
     """
 
     task: str
     batch: Batch
+    max_tokens: int
     mixture: Mixture | None = None
     start: Sequence[int] = ()
     allowed: tuple[str, ...] = ()
@@ -92,6 +94,7 @@ class Answer(NamedTuple):
 class _Row:
     task: str
     number: int
+    max_tokens: int
     mixture: Mixture | None
     allowed: AllowedTokens | None
     ids: list[int] = field(default_factory=list)
@@ -104,14 +107,14 @@ class AnswerBatch:
         steps: forward passes of one token so far. decoded: tokens so far.
     """
 
-    def __init__(self, backbone: Backbone, activate: Activate, max_tokens: int, max_rows: int) -> None:
+    def __init__(self, backbone: Backbone, activate: Activate, max_rows: int) -> None:
         """Start empty.
 
         Args:
-            max_tokens: of an answer. max_rows: decoded together.
+            max_rows: decoded together.
         """
         self._backbone, self._activate = backbone, activate
-        self._max_tokens, self._max_rows = max_tokens, max_rows
+        self._max_rows = max_rows
         self.read_rows = rows_read_together(max_rows)
         self.steps = self.decoded = 0
         self._rows: list[_Row] = []
@@ -150,7 +153,7 @@ class AnswerBatch:
         for place, number in enumerate(prompts.batch.rows.tolist()):
             mixture = prompts.mixture
             one = None if mixture is None else Mixture(mixture.names, mixture.weights[place : place + 1])
-            self._rows.append(_Row(prompts.task, number, one, allowed))
+            self._rows.append(_Row(prompts.task, number, prompts.max_tokens, one, allowed))
 
     def _read(self, prompts: Prompts) -> DynamicKVCache:
         batch, mixture = prompts.batch, prompts.mixture
@@ -180,7 +183,7 @@ class AnswerBatch:
         going = []
         for place, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
             row.ids.append(token)
-            if token not in self._ends and len(row.ids) < self._max_tokens:
+            if token not in self._ends and len(row.ids) < row.max_tokens:
                 going.append(place)
         ended = self._keep(going)
         if self._state is not None:

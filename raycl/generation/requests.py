@@ -15,6 +15,7 @@ class Sampling:
     """How tokens are drawn (the usual terms).
 
     Attributes:
+        as_trained: `max_tokens` is not the request's, so an answer is no longer than those of the task that it is from.
         temperature: 0 takes the most likely token. top_p: nucleus.
         seed: of this answer's draws, which depend on nothing else.
         stop: the answer ends before any of these.
@@ -25,6 +26,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    as_trained: bool = False
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from raycl.launch.worker import error_file, in_process_worker, leave_error, work
 from raycl.run import checks
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
-from raycl.run.extension import other_changes, with_tasks
+from raycl.run.extension import other_changes, own_limits, with_tasks
 from raycl.run.fingerprints import inputs_of
 from raycl.run.folder import CONFIG, resume_arguments, run_at
 from raycl.storage import Storage
@@ -154,6 +154,7 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
     storage, old, state = run_in(folder)
     learned = [str(record["times"]["phase"]) for record in state.phases]
     new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added, learned)
+    new = own_limits(old, new, len(added))
     _refuse(folder, other_changes(old, new, len(added)))
     return _continued(new, storage, state)
 

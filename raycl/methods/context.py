@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from raycl.data.prepare import fit_sources, fit_targets, leaves_room
-from raycl.data.prompts import Prompt
 from raycl.data.selection import Indices
 from raycl.data.stream import Stream
 from raycl.data.tokens import HeldRows, Rows, Split, TokenTable
@@ -120,7 +119,8 @@ class TaskContext:
         Args:
             instruction: in the place of the task's own; see `takes_instruction`.
         """
-        return fit_sources(texts, self.stream.prompt(task, self.codec, instruction), self.codec, self._source_limit)[0]
+        prompt = self.stream.prompt(task, self.codec, instruction)
+        return fit_sources(texts, prompt, self.codec, self.stream.limits(task, self.codec).source)[0]
 
     def instruction(self, task: Task) -> str:
         """The instruction in the task's prompts; "" where they have none."""
@@ -128,20 +128,17 @@ class TaskContext:
 
     def takes_instruction(self, task: Task, instruction: str) -> bool:
         """Whether prompts with this instruction leave room for a text."""
-        return leaves_room(self.stream.prompt(task, self.codec, instruction), self.codec, self._source_limit)
+        limit = self.stream.limits(task, self.codec).source
+        return leaves_room(self.stream.prompt(task, self.codec, instruction), self.codec, limit)
 
-    @property
-    def _source_limit(self) -> int:
-        return min(self.stream.token_limits[0], self.codec.max_source_tokens)
+    def target_limit(self, task: Task) -> int:
+        """Most tokens of an answer of a task."""
+        return self.stream.limits(task, self.codec).target
 
-    @property
-    def target_limit(self) -> int:
-        """Most tokens of an answer."""
-        return min(self.stream.token_limits[1], self.codec.max_target_tokens)
-
-    def targets(self, answers: Sequence[str]) -> list[list[int]]:
-        """Ids of answers, cut as those of rows are; empty lists for encoder-only backbones."""
-        return fit_targets([""] * len(answers), answers, Prompt(), self.codec, self.target_limit)[0]
+    def targets(self, task: Task, answers: Sequence[str]) -> list[list[int]]:
+        """Ids of answers of a task, written and cut as those of its rows; empty lists for encoder-only backbones."""
+        prompt = self.stream.prompt(task, self.codec)
+        return fit_targets([""] * len(answers), answers, prompt, self.codec, self.target_limit(task))[0]
 
     def stored_rows(self, task: Task, share: float = 1.0, limit: int | None = None) -> Indices:
         """Training rows of a task that a replay buffer of this share holds, at most `limit` (`Stream.stored`)."""

@@ -38,7 +38,7 @@ def build(
         commit: of the backbone on the hub, where its revision is resolved already.
     """
     chosen = config.backbone if commit is None else config.backbone.model_copy(update={"revision": commit})
-    codec = load_codec(chosen, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    codec = load_codec(chosen, *config.stream.token_limits)
     stream = open_stream(config.stream, config.seed)
     is_sharded = isinstance(config.engine, FSDPConfig)
     backbone = load_backbone(chosen, codec, world.device, config.seed, stream.learns_texts, True, is_sharded)

@@ -58,7 +58,7 @@ def check(config: RunConfig) -> Stream:
     Raises:
         RayclError: the first thing that is wrong.
     """
-    codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    codec = load_codec(config.backbone, *config.stream.token_limits)
     check_engine(config)
     check_optimizer(config)
     check_dropout(config)
@@ -111,13 +111,22 @@ def check(config: RunConfig) -> Stream:
         "stream.train_rows_by_task": config.stream.train_rows_by_task,
         **{f"method.{path}": given for path, given in config.method.settings_by_task().items()},
     }
-    for key, given in by_task.items():
-        unknown = set(given) - {task.name for task in stream.tasks}
-        if unknown:
-            names = ", ".join(task.name for task in stream.tasks)
-            raise ConfigError(f"{key} names {sorted(unknown)}, which the stream lacks: expected some of {names}")
+    _check_names(by_task, stream.tasks)
+    limits: dict[str, Mapping[str, Any]] = {
+        "stream.max_source_tokens_by_task": config.stream.max_source_tokens_by_task,
+        "stream.max_target_tokens_by_task": config.stream.max_target_tokens_by_task,
+    }
+    _check_names(limits, (*stream.tasks, *stream.unseen))
     caution(config, stream)
     return stream
+
+
+def _check_names(by_task: Mapping[str, Mapping[str, Any]], tasks: Sequence[Task]) -> None:
+    names = [task.name for task in tasks]
+    for key, given in by_task.items():
+        if unknown := set(given) - set(names):
+            listed = ", ".join(names)
+            raise ConfigError(f"{key} names {sorted(unknown)}, which the stream lacks: expected some of {listed}")
 
 
 def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> None:

@@ -47,7 +47,7 @@ else:
 
 LABEL_HEAD = ("train.head_learning_rate", "train.label_loss")
 
-GENERATION = ("stream.max_target_tokens", "eval.max_new_tokens")
+GENERATION = ("stream.max_target_tokens", "stream.max_target_tokens_by_task", "eval.max_new_tokens")
 
 """Settings that act on label heads, and on texts that a backbone generates."""
 

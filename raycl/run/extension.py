@@ -18,7 +18,7 @@ from raycl.data.stream import open_stream
 from raycl.errors import ConfigError, ResumeError
 from raycl.methods.registry import method_class
 from raycl.run.config import RunConfig
-from raycl.run.start import changes_beside_tasks
+from raycl.run.start import changes_beside_tasks, keep_limits
 
 
 def with_tasks(config: RunConfig, added: Sequence[str], learned: Collection[str] = ()) -> RunConfig:
@@ -71,7 +71,7 @@ def check_takes_more_tasks(config: RunConfig) -> None:
     Raises:
         ResumeError: its method or schedule used all tasks from the start.
     """
-    codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    codec = load_codec(config.backbone, *config.stream.token_limits)
     kind = method_class(config.method.name)
     if config.stream.schedule == "joint":
         raise ResumeError("stream.schedule=joint trains all tasks in one phase: start a new run instead")
@@ -80,7 +80,19 @@ def check_takes_more_tasks(config: RunConfig) -> None:
         raise ResumeError("this run read its whole stream before the first task: start a new run instead")
 
 
+def own_limits(old: RunConfig, new: RunConfig, count: int) -> RunConfig:
+    """The config with token limits that were changed as those of its last `count` tasks alone."""
+    tree = configs.as_tree(new)
+    keep_limits(configs.as_tree(old)["stream"], tree["stream"], _last(new, count))
+    return configs.validate(RunConfig, tree)
+
+
+def _last(config: RunConfig, count: int) -> list[str]:
+    """Names of the last tasks."""
+    return [task if isinstance(task, str) else task.name for task in (config.stream.tasks or ())[-count:]]
+
+
 def other_changes(old: RunConfig, new: RunConfig, count: int) -> dict[str, tuple[Any, Any]]:
     """What differs beside the last `count` tasks and their own epochs and rows; dotted key -> (old, new)."""
-    fresh = {task if isinstance(task, str) else task.name for task in (new.stream.tasks or ())[-count:]}
+    fresh = _last(new, count)
     return changes_beside_tasks(configs.as_tree(old), configs.as_tree(new), fresh)

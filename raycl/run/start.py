@@ -31,7 +31,13 @@ log = logging.getLogger("raycl")
 OWN = ("launch", "tracking", "output", "bank")
 """Sections that say where and how a run runs: they are never taken over from the snapshot's run."""
 
-BY_TASK = ("train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task")
+LIMITS = ("max_source_tokens", "max_target_tokens")
+"""Settings of the stream that are a task's own, as it was learned."""
+
+BY_TASK = (
+    *("train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task"),
+    *(f"stream.{name}_by_task" for name in LIMITS),
+)
 """Settings by the names of tasks, beside those of methods."""
 
 STARTS = ("start", "revise", "revise_from")
@@ -101,6 +107,7 @@ def read_start(given: Tree) -> Start | None:
         holder[key] = {name: value for name, value in holder[key].items() if name in names}
     specs = _moved(specs, stream.get("tasks"), learned)
     tree = _merged({key: value for key, value in base.items() if key not in OWN}, given)
+    keep_limits(base["stream"], tree["stream"], list(map(_name, added)))
     tree["stream"]["tasks"] = [*_reachable(specs, snapshot, tree), *added]
     tree["bank"] = {**section, "dir": address, "start": f"{address}@{snapshot.sha256}"}
     return Start(tree, base, tuple(map(_name, added)), str(written))
@@ -212,6 +219,18 @@ def _merged(base: Any, given: Any) -> Any:
     if isinstance(base, dict) and isinstance(given, list) and sorted(map(str, given)) == sorted(base):
         return base
     return given
+
+
+def keep_limits(before: Tree, after: Tree, fresh: Collection[str]) -> None:
+    """Token limits that were changed are those of `fresh` tasks alone: other tasks keep theirs.
+
+    Args:
+        before, after: the section `stream`; the second is changed.
+    """
+    for key in LIMITS:
+        if after.get(key) != before.get(key):
+            after[f"{key}_by_task"] = {**dict.fromkeys(fresh, after[key]), **after.get(f"{key}_by_task", {})}
+            after[key] = before[key]
 
 
 def refuse_changes(start: Start, tree: Tree) -> None:

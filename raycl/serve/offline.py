@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -113,7 +114,7 @@ class OfflineModel:
             self._warn_of(task)
         sampling = None
         if self.answers != "label":
-            sampling = Sampling(max_tokens or self._engine.max_target)
+            sampling = Sampling(max_tokens) if max_tokens else Sampling(sys.maxsize, as_trained=True)
         source = iter(texts)
         while window := list(islice(source, WINDOW * self._max_batch)):
             yield from self._window(window, task, sampling)

@@ -185,9 +185,9 @@ class Service:
             if given > most:
                 raise LimitExceededError(f"{name} is {given}: this endpoint allows at most {most}")
         seed = request.seed if request.seed is not None else secrets.randbits(62)
-        tokens = max_tokens or min(limits.max_tokens, self.engine.max_target)
+        tokens = max_tokens or limits.max_tokens
         top_p = 1.0 if request.top_p is None else request.top_p
-        return Sampling(tokens, request.temperature or 0.0, top_p, seed, request.stops)
+        return Sampling(tokens, request.temperature or 0.0, top_p, seed, request.stops, max_tokens is None)
 
     @property
     def deadline(self) -> float:

@@ -13,6 +13,7 @@ import torch
 from axes import FULL
 from tiny import Lab, matrix, trace, work
 
+from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, head_of, line_of
 from raycl.bank.operations.maintenance import prune, verify
@@ -172,6 +173,18 @@ def test_settings_by_task_of_tasks_that_are_not_learned_are_left_out(lab: Lab, t
         config = started(uri, [{**lab.tasks[1], "name": "third"}], reference)
         assert config.stream.train_rows_by_task == {} == config.train.epochs_by_task
         assert config.train.learning_rate_by_task == {}
+
+
+def test_a_new_task_may_have_longer_texts_than_those_that_were_learned(lab: Lab, tmp_path: Path) -> None:
+    begun(tree_of(lab, "slm", lab.tasks[:1], tmp_path / "bank"), tmp_path / "runs/first")
+    stream = {"max_source_tokens": 40, "max_source_tokens_by_task": {}}
+    config = started(str(tmp_path / "bank"), lab.tasks[1:], stream=stream)
+    assert [config.stream.limits_of(task["name"])[0] for task in lab.tasks] == [24, 40]
+    assert run_config.from_tree(configs.as_tree(config)) == config, "its resolved config means the same"
+    config = started(str(tmp_path / "bank"), lab.tasks[1:], stream={"max_source_tokens_by_task": {"animal": 30}})
+    assert [config.stream.limits_of(task["name"])[0] for task in lab.tasks] == [24, 30]
+    with pytest.raises(ConfigError, match=r"stream.max_source_tokens_by_task.colour was None, now 30"):
+        started(str(tmp_path / "bank"), lab.tasks[1:], stream={"max_source_tokens_by_task": {"colour": 30}})
 
 
 def test_replay_needs_the_rows_of_earlier_tasks(lab: Lab, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from raycl.run.checks import check
 from raycl.run.config import RunConfig
 from raycl.run.extension import with_tasks
 from raycl.run.folder import CONFIG
+from raycl.serve.offline import OfflineModel
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import read_checkpoint
 from raycl.training.records.journal import read_state
@@ -135,11 +136,47 @@ def test_impossible_extensions_are_refused_and_change_nothing(lab: Lab, tmp_path
         driver.extend(str(tmp_path / "nothing"), [later])
 
 
-@pytest.mark.parametrize("key", ["train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task"])
+def test_an_added_task_may_have_longer_texts_and_older_ones_keep_their_limits(lab: Lab, tmp_path: Path) -> None:
+    """In training, evaluation and serving, as in a run that knew both from the start."""
+    own = str(lab.tasks[1]["name"])
+    limits = {"max_source_tokens": 8, "max_target_tokens": 2}
+    its_own = {"max_source_tokens_by_task": {own: 12}, "max_target_tokens_by_task": {own: 3}}
+    whole = lab.config("llama", "lora", stream={**limits, **its_own})
+    first = lab.config("llama", "lora", stream={**limits, "tasks": lab.tasks[:1]})
+    folder = Storage.at(tmp_path / "run")
+    folder.write(CONFIG, configs.to_yaml(first).encode())
+    run(first, folder)
+    later = yaml.safe_dump(lab.tasks[1], default_flow_style=True, width=1000).strip()
+    grown = driver.extend(str(tmp_path / "run"), [later], ("stream.max_source_tokens=12", "stream.max_target_tokens=3"))
+    stream = grown.config.stream
+    assert [stream.limits_of(name) for name in ("colour", own)] == [(8, 2), (12, 3)] == [(8, 2), stream.token_limits]
+    work(grown)
+    run(whole, Storage.at(tmp_path / "whole"))
+    assert trace(folder) == trace(Storage.at(tmp_path / "whole"))
+    assert matrix(folder) == matrix(Storage.at(tmp_path / "whole"))
+    bank = Bank(folder.sub("bank"))
+    with OfflineModel(bank, bank.open(2)) as model:
+        for task, (source, target) in (("colour", (8, 2)), (own, (12, 3))):
+            (answer,) = model.predict(["it purrs a sleeps " * 5], task=task)
+            whole_prompt = len(
+                model._engine.model.backbone.codec.encode_source(["it purrs a sleeps " * 5 + "\nOutput: "])[0]
+            )
+            assert whole_prompt - answer.cut_tokens == source and len(answer.text.split()) <= target
+            (longer,) = model.predict(["it purrs"], task=task, max_tokens=6)
+            assert len(longer.text.split()) <= 6
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task"),
+        *("stream.max_source_tokens_by_task", "stream.max_target_tokens_by_task"),
+    ],
+)
 def test_a_setting_of_one_task_names_a_task_of_the_stream(lab: Lab, key: str) -> None:
     section, name = key.split(".")
     with pytest.raises(ConfigError, match=rf"^{key} names \['sky'\], which the stream lacks: expected some of "):
-        check(lab.config("bert", "lora", **{section: {name: {"sky": 2, "colour": 3}}}))
+        check(lab.config("t5", "lora", **{section: {name: {"sky": 12, "colour": 13}}}))
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def card_metadata(
             shares[task] = shares.get(task, 0.0) + weight
     known = {task.name: CardTask(task.name, task.prompt, task.labels, task.metric) for task in snapshot.tasks}
     run = snapshot.provenance.get("config", {})
-    limits, settings = run.get("stream", {}), run.get("backbone", {"name": snapshot.backbone.name})
+    settings = run.get("backbone", {"name": snapshot.backbone.name})
+    limits = [snapshot.token_limits(task) for task in shares if task in known] or [snapshot.token_limits()]
     if backbone is not None:
         settings = backbone.model_dump()
     pooling = settings.get("pooling", "auto")
@@ -88,8 +89,8 @@ def card_metadata(
         adapters=dict(weights),
         tasks=[known[task] for task in sorted(shares, key=lambda task: -shares[task]) if task in known],
         pooling="mean" if pooling == "auto" else pooling,
-        source_tokens=limits.get("max_source_tokens"),
-        target_tokens=limits.get("max_target_tokens"),
+        source_tokens=max((source for source, _ in limits if source), default=None),
+        target_tokens=max((target for _, target in limits if target), default=None),
         bos=settings.get("bos", "tokenizer"),
         quantization=settings.get("quantization", "none"),
     )

@@ -225,7 +225,7 @@ class Lfpt5(Method):
             answers, labels = [answer for _, answer in pairs], list(task.labels or ())
             codes = [labels.index(answer) if answer in labels else -1 for answer in answers]
             sources = context.prompts(task, [text for text, _ in pairs]) if pairs else []
-            targets = context.targets(answers) if pairs else []
+            targets = context.targets(task, answers) if pairs else []
             self.samples[task.name] = same_everywhere(PseudoSamples(sources, targets, codes), device)
             taught = [self.form.pair(task.name, *pair) for pair in pairs]
             written = PseudoSamples([one for one, _ in taught], [two for _, two in taught], codes)

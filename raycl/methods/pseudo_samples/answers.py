@@ -36,7 +36,7 @@ def answered(samples: PseudoSamples, given: Sequence[str], context: TaskContext,
     labels = phase_labels(context.phase)
     return PseudoSamples(
         [samples.sources[number] for number in kept],
-        context.targets([answers[number] for number in kept]),
+        context.targets(context.phase.tasks[0], [answers[number] for number in kept]),
         [labels.index(answers[number]) if answers[number] in labels else -1 for number in kept],
         samples.fallback_samples,
     )
@@ -45,7 +45,7 @@ def answered(samples: PseudoSamples, given: Sequence[str], context: TaskContext,
 @torch.no_grad()
 def _own(method: Method, sources: Sequence[Sequence[int]], context: TaskContext) -> list[str]:
     """The method's answers, restricted to the labels of the phase, if it has any."""
-    backbone, limit = method.backbone, context.target_limit
+    backbone, limit = method.backbone, context.target_limit(context.phase.tasks[0])
     was_training, allowed = backbone.training, backbone.allowed_labels
     backbone.eval()
     backbone.allowed_labels = tuple(phase_labels(context.phase))

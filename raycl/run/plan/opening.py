@@ -72,8 +72,7 @@ def opened(config: RunConfig) -> Opened:
         BackboneError: there is no config.json. ConfigError: settings that do not fit each other.
     """
     check_engine(config)
-    limits = config.stream.max_source_tokens, config.stream.max_target_tokens
-    backbone = architecture(config.backbone, *limits)
+    backbone = architecture(config.backbone, *config.stream.token_limits)
     notes = (
         ["backbone.dtype=float32: the GPU's FLOP/s are those of bfloat16"] if config.backbone.dtype == "float32" else []
     )
@@ -138,18 +137,18 @@ def _stream(config: RunConfig, notes: list[str]) -> _Rows:
 def _lengths(context: TrainingContext) -> tuple[Lengths, ...]:
     """Of a sample of each task's training rows."""
     stream, codec = context.stream, context.backbone.codec
-    limits, found = stream.token_limits, []
+    found = []
     for task in stream.tasks:
         raw, rows = stream.source(task, "train"), stream.rows(task, "train")
         if raw is None or not len(rows):
             continue
         chosen = rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(np.int64)]
         reader, prompt = raw.open(), stream.prompt(task, codec)
-        texts = reader.values("text", chosen)
-        sources = fit_sources(texts, prompt, codec, limits[0])[0]
+        texts, limits = reader.values("text", chosen), stream.limits(task, codec)
+        sources = fit_sources(texts, prompt, codec, limits.source)[0]
         targets: list[list[int]] = [[]] * len(texts)
         if task.objective == "answer":
             answers = [names[0] for names in reader.values("references", chosen)]
-            targets = fit_targets(texts, answers, prompt, codec, limits[1])[0]
+            targets = fit_targets(texts, answers, prompt, codec, limits.target)[0]
         found.append(Lengths(len(rows), tuple(map(len, sources)), tuple(map(len, targets))))
     return tuple(found)

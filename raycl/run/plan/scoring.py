@@ -45,7 +45,7 @@ def scorer_of(opened: Opened, model: Model, step: Step) -> Scorer | None:
         return None
     capabilities, rows = opened.context.backbone.capabilities, config.eval.batch_size
     generates = capabilities.answers == "text" and not opened.context.stream.learns_texts
-    answer = (config.eval.max_new_tokens or config.stream.max_target_tokens) if generates else 0
+    answer = (config.eval.max_new_tokens or config.stream.token_limits[1]) if generates else 0
     longest = {"source": step.longest["source"], "target": answer}
     if capabilities.one_sequence:
         longest["source"] += answer - step.longest["target"]

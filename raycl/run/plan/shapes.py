@@ -217,8 +217,9 @@ def _step(opened: Opened) -> Step:
     micro = micro_batch_size(train.batch_size, train.micro_batch_size, workers)
     capabilities = opened.context.backbone.capabilities
     joined, prefix = capabilities.one_sequence, _prefix(opened.context.method)
-    target = 0 if capabilities.answers == "label" else stream.max_target_tokens
-    longest = {"source": stream.max_source_tokens + (target if joined else 0) + prefix, "target": target}
+    source, target = stream.token_limits
+    target = 0 if capabilities.answers == "label" else target
+    longest = {"source": source + (target if joined else 0) + prefix, "target": target}
     means = {side: float(tokens) for side, tokens in longest.items()}
     if opened.lengths:
         in_batch = 1 if train.packing else micro

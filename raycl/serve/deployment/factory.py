@@ -69,11 +69,8 @@ def open_engine(config: ServeConfig, snapshot: Snapshot) -> Engine:
     settings = backbone_of(snapshot, config.backbone, config.permissions)
     if config.dtype != "auto":
         settings = settings.model_copy(update={"dtype": config.dtype})
-    limits = snapshot.provenance.get("config", {}).get("stream", {})
-    source, target = (
-        int(limits.get(name) or default)
-        for name, default in (("max_source_tokens", SOURCE_TOKENS), ("max_target_tokens", TARGET_TOKENS))
-    )
+    known = snapshot.token_limits()
+    source, target = known[0] or SOURCE_TOKENS, known[1] or TARGET_TOKENS
     backbone = load_backbone(settings, load_codec(settings, source, target), device, 0)
     model = MultiSnapshotModel(backbone, config.max_loaded_rows)
     static_cache = uses_static_cache(config, backbone)
@@ -107,10 +104,8 @@ def open_front(config: ServeConfig, stream: Stream, object_store_cache: bool = F
     """
     bank = Bank.at(config.bank)
     snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank, config.branch), config))
-    limits = snapshot.provenance.get("config", {}).get("stream", {})
-    target = int(limits.get("max_target_tokens") or TARGET_TOKENS)
     torch.set_num_threads(config.threads)
-    engine = RemoteEngine(stream, snapshot.backbone.kind, config.max_batch, target)
+    engine = RemoteEngine(stream, snapshot.backbone.kind, config.max_batch)
     snapshot_manager = SnapshotManager(
         bank, engine, config, snapshot.backbone.sha256, ObjectStoreCache(bank) if object_store_cache else None
     )

@@ -44,9 +44,9 @@ Stream = Callable[[RemoteRequest], AsyncGenerator[Event, None]]
 class RemoteEngine:
     """Routes requests and passes them to replicas; the interface of `raycl.serve.engine.engine.Engine`."""
 
-    def __init__(self, stream: Stream, kind: str, max_batch: int, max_target: int) -> None:
+    def __init__(self, stream: Stream, kind: str, max_batch: int) -> None:
         """Start the routing thread and the loop that listens to replicas."""
-        self.kind, self.max_batch, self.max_target = kind, max_batch, max_target
+        self.kind, self.max_batch = kind, max_batch
         self.capabilities = capabilities_of(kind)
         self._stream = stream
         self._unfinished: set[int] = set()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetada
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.requests import CLOSED, FAILURES, EngineRequest, input_of, is_last
 from raycl.serve.engine.routing import head_of, mixtures_of, ood_score_of, template_of
-from raycl.serve.engine.truncation import PromptRequest, Truncation
+from raycl.serve.engine.truncation import PromptRequest, RoutedPrompt, Truncation
 from raycl.serve.errors import InternalError
 from raycl.types import Capabilities, Mixture
 
@@ -60,8 +60,8 @@ class Engine:
 
         Args:
             max_batch: rows that are computed together.
-            max_source_tokens: longest prompt; longer inputs are cut at their end, as in training.
-            max_target_tokens: of an answer, unless the request sets it.
+            max_source_tokens: longest prompt of snapshots that no run made; longer inputs are cut at their end.
+            max_target_tokens: of an answer of such a snapshot, unless the request sets it.
             max_prompt_tokens: longest prompt that is not an input; longer ones are rejected.
             static_cache: texts are decoded at fixed addresses (`raycl.generation.static_cache`).
         """
@@ -277,8 +277,10 @@ class Engine:
             zip(routed_prompts, self._truncation.fit([one.prompt_request for one in routed_prompts]), strict=True)
         ):
             request, sampling = requests[number], requests[number].sampling
-            if sampling is not None and truncated.room is not None:
-                sampling = replace(sampling, max_tokens=min(sampling.max_tokens, truncated.room))
+            if sampling is not None:
+                most = [sampling.max_tokens, *([one.max_tokens] if sampling.as_trained else [])]
+                most += [] if truncated.room is None else [truncated.room]
+                sampling = replace(sampling, max_tokens=min(most))
             metadata = ResponseMetadata(
                 snapshot=request.loaded.snapshot.number,
                 weights=dict(sorted(one.weights.items(), key=lambda pair: -pair[1])),
@@ -306,7 +308,9 @@ class Engine:
         for request, task in zip(requests, tasks, strict=True):
             prompt = loaded.prompts.get(task, Prompt()) if request.templated else Prompt()
             is_input = request.templated or request.sampling is None
-            prompts.append(PromptRequest(input_of(request, prompt), prompt, is_input, ahead))
+            prompts.append(
+                PromptRequest(input_of(request, prompt), prompt, is_input, ahead, loaded.snapshot.token_limits(task)[0])
+            )
         ids = [truncated.ids for truncated in self._truncation.fit(prompts)]
         batch = batch_of(ids, self.model.backbone.codec.pad_id).to(self.model.backbone.device)
         self._texts.deactivate()  # hidden states are read without the adapters of texts that are being decoded
@@ -327,8 +331,9 @@ class Engine:
         prompt = loaded.prompts.get(task, Prompt())
         ahead = loaded.prompt_positions(weights.keys())
         is_input = request.templated or request.sampling is None
-        prompt_request = PromptRequest(input_of(request, prompt), prompt, is_input, ahead)
-        return RoutedPrompt(weights, task if prompt != Prompt() else "", prompt_request)
+        source, target = loaded.snapshot.token_limits(task)
+        prompt_request = PromptRequest(input_of(request, prompt), prompt, is_input, ahead, source)
+        return RoutedPrompt(weights, task if prompt != Prompt() else "", prompt_request, target or self.max_target)
 
     # ---- labels ----------------------------------------------------------------------------------------------
 
@@ -359,18 +364,6 @@ class Engine:
             self._send(one.request, Started(one.metadata))
             self._send(one.request, event)
         return ready
-
-
-class RoutedPrompt(NamedTuple):
-    """What is known of an answer before its text is read.
-
-    Attributes:
-        weights: adapter -> weight. template: the task whose prompt stands around the text; "": none does.
-    """
-
-    weights: dict[str, float]
-    template: str
-    prompt_request: PromptRequest
 
 
 def _call(function: Callable[[], Any], done: Future[Any]) -> None:

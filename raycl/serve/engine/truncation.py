@@ -21,12 +21,28 @@ class PromptRequest(NamedTuple):
     Attributes:
         is_input: it may be truncated.
         ahead: positions that soft prompts take.
+        most: tokens of an input, as its task was trained; None: those of the endpoint.
     """
 
     text: str
     prompt: Prompt
     is_input: bool
     ahead: int
+    most: int | None = None
+
+
+class RoutedPrompt(NamedTuple):
+    """What is known of an answer before its text is read.
+
+    Attributes:
+        weights: adapter -> weight. template: the task whose prompt stands around the text; "": none does.
+        max_tokens: of an answer, as that task was trained.
+    """
+
+    weights: dict[str, float]
+    template: str
+    prompt_request: PromptRequest
+    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,7 @@ class Truncation:
         return [found[one] for one in prompt_request]
 
     def _truncate(self, prompt_request: PromptRequest, ids: list[int]) -> TruncatedPrompt:
-        most = self.max_source if prompt_request.is_input else self.max_prompt
+        most = (prompt_request.most or self.max_source) if prompt_request.is_input else self.max_prompt
         if self.positions is not None:
             most = min(most, self.positions - prompt_request.ahead - (self.codec.capabilities.one_sequence))
         if not ids:

@@ -49,7 +49,7 @@ def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -
         )
     codec, device = model.backbone.codec, model.backbone.device
     table = stream.scored(task, settings.split, codec, settings.subsample)
-    limit = settings.max_new_tokens or codec.max_target_tokens
+    limit = settings.max_new_tokens or stream.limits(task, codec).target
 
     def answers(batch: Batch) -> list[str]:
         texts = table.texts(batch.rows.tolist())

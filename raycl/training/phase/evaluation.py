@@ -180,18 +180,18 @@ def _scored(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict
 def _generated(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict[str, Predictions]:
     """This worker's answers to all tasks, decoded in one continuous batch."""
     backbone, settings, method = context.backbone, context.evaluation, context.method
-    limit = settings.max_new_tokens or backbone.codec.max_target_tokens
-    decoder = AnswerBatch(backbone, partial(activate, method), limit, settings.batch_size)
+    decoder = AnswerBatch(backbone, partial(activate, method), settings.batch_size)
 
     def prompts() -> Iterator[Prompts]:
         for task in tasks:
             table = _opened(context, task, row)
             start, labels = table.common_start(), task.labels if settings.labels == "task" else None
+            limit = settings.max_new_tokens or context.stream.limits(task, backbone.codec).target
             for batch in _batches(context, task, table, row, decoder.read_rows):
                 real = int((batch.rows >= 0).sum())  # the last ones of a worker may be fill-ups, without an answer
                 if real:
                     batch = batch.first(real).to(row.world.device)
-                    yield Prompts(task.name, batch, _route(context, batch, row), start, tuple(labels or ()))
+                    yield Prompts(task.name, batch, limit, _route(context, batch, row), start, tuple(labels or ()))
 
     shares: dict[str, Predictions] = {task.name: [] for task in tasks}
     for answer in decoder.answers(prompts()):
@@ -202,7 +202,7 @@ def _generated(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> d
 def _predicted(context: TrainingContext, task: Task, row: _Pass) -> Predictions:
     """This worker's answers, batch by batch."""
     settings = context.evaluation
-    limit = settings.max_new_tokens or context.backbone.codec.max_target_tokens
+    limit = settings.max_new_tokens or context.stream.limits(task, context.backbone.codec).target
     batches = _batches(context, task, _opened(context, task, row), row, settings.batch_size)
     with _allow_labels(context, task):
         return predict_share(batches, lambda batch: _answers(context, batch.to(row.world.device), limit, row))

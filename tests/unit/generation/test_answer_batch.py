@@ -72,11 +72,11 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
                 rows = slice(first, first + 2)
                 batch = batch_of(codec.encode_source(SOURCES[rows]), codec.pad_id)
                 batch.rows += first
-                yield Prompts(task, batch, mixture(rows), start, allowed)
+                yield Prompts(task, batch, 8, mixture(rows), start, allowed)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_prompt, "LEAST_TOKENS", 2)
-        decoder = AnswerBatch(backbone, stack.activate, 8, 5)
+        decoder = AnswerBatch(backbone, stack.activate, 5)
         decoder.read_rows = 2
         found = list(decoder.answers(prompts_of()))
     shares = kind == "llama" and mixtures != "unlike" and prompts != "suffix"
