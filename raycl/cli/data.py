@@ -4,6 +4,7 @@ raycl data check data/tickets                          a folder with train.*, te
 raycl data check hf://fancyzhx/ag_news                 a dataset of the Hugging Face hub
 raycl data check rows.csv columns.text=body columns.label=team backbone.name=google/flan-t5-small
 raycl data check --config run.yaml                     all tasks of a run
+raycl data labels data/intents                         the answers of train as label set: data/intents/labels.json
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ from typing import TYPE_CHECKING, Any
 from raycl.errors import counted
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from raycl.data.check import TaskCheck
     from raycl.run.config import RunConfig
+
+LABELS_FILE = "labels.json"
+"""Label set beside the files of a task."""
 
 LISTED = 12
 """Labels that are listed."""
@@ -31,7 +37,11 @@ SHOWN = 60
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("action", choices=("check",), help="check: describe data and warn of what is probably wrong")
+    found.add_argument(
+        "action",
+        choices=("check", "labels"),
+        help="check: describe data and list what is probably wrong; labels: write the answers of train as label set",
+    )
     found.add_argument(
         "words",
         nargs="*",
@@ -49,20 +59,27 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
     """The parsed command line."""
     found = parser(prog)
     options = found.parse_intermixed_args(words)
-    options.paths = [word for word in options.words if "=" not in word or "://" in word.partition("=")[0]]
+    options.paths = [word for word in options.words if _is_path(word)]
     options.overrides = [word for word in options.words if word not in options.paths]
     if len(options.paths) > 1 or bool(options.paths) == bool(options.config):
         found.error("expected one PATH, or --config FILE")
+    if options.action == "labels" and not options.paths:
+        found.error("labels are those of one task: expected its PATH")
     return options
 
 
+def _is_path(word: str) -> bool:
+    """Whether a word is no setting: `=` stands in names of files and behind that of a host too."""
+    return "=" not in word or "://" in word.partition("=")[0] or Path(word).exists()
+
+
 def run(options: argparse.Namespace) -> int:
-    """Describe each task; status 1 if a run could not start with the data."""
+    """Describe each task, or write a label set; status 1 if a run could not start with the data."""
     logger = logging.getLogger("raycl.data.prepare")
     level = logger.level
     logger.setLevel(logging.ERROR)  # what is cut is in the table
     try:
-        return _check(options)
+        return _check(options) if options.action == "check" else _write_labels(options)
     finally:
         logger.setLevel(level)
 
@@ -77,17 +94,44 @@ def _check(options: argparse.Namespace) -> int:
 
     codec = load_codec(config.backbone, *config.stream.token_limits)
     load_skeleton(config.backbone, codec)  # whose positions and vocabulary the texts must fit
-    stream = open_stream(config.stream, config.seed)
+    stream = open_stream(config.stream.model_copy(update={"on_bad_row": "skip"}), config.seed)
     tasks = [*stream.tasks, *stream.unseen]
     found = []
     for task in tasks:
         one = check_task(stream, task, codec, config.seed, options.examples)
+        if one.unusable and not one.problem and config.stream.on_bad_row == "refuse":
+            rows = counted(one.unusable, "row")
+            one.problem = f"a run stops at {rows} that cannot be used: correct them, or set stream.on_bad_row=skip"
         _print(one, config, len(options.paths) == 1)
         found.append(one)
     if options.json:
         Path(options.json).write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
         print(f"wrote {options.json}")
     return int(any(one.problem for one in found))
+
+
+def _write_labels(options: argparse.Namespace) -> int:
+    """The different answers of the train rows, beside them where the task is a folder."""
+    from raycl.data.stream import open_stream
+    from raycl.errors import DataError
+
+    config = _config(options)
+    stream = open_stream(config.stream, config.seed)
+    (task,) = stream.tasks
+    raw = stream.source(task, "train")
+    assert raw is not None, "a task that is opened has train rows"
+    names = raw.open().values("references", range(raw.count))
+    labels = sorted({name for one in names for name in one if name.strip()})
+    (path,) = options.paths
+    file = Path(path) / LABELS_FILE
+    if not Path(path).is_dir():
+        print(f"labels={json.dumps(labels, ensure_ascii=False)}")
+        return 0
+    if file.exists():
+        raise DataError(f"'{file}' is there already: expected none, remove it to write the answers of train")
+    file.write_text(json.dumps(labels, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {counted(len(labels), 'label')} to {file}")
+    return 0
 
 
 def _config(options: argparse.Namespace) -> RunConfig:
@@ -120,7 +164,7 @@ def _spec(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, A
 
 def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
     from rich import box
-    from rich.console import Group, RenderableType
+    from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -165,12 +209,27 @@ def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
         lines = [f"row {example.row}: {example.source}", *_tokens(example.source_tokens)]
         lines += [f"     -> {example.target}", *_tokens(example.target_tokens)]
         blocks.append(Padding(Text("\n".join(lines)), (0, 0, 0, 2)))
-    blocks += [Text(f"warning: {warning}") for warning in one.warnings]
+    blocks += [Text(f"read: {note}") for note in one.notes]
+    if one.mistakes:
+        blocks.append(_mistakes(one))
     if one.problem:
         blocks.append(Text(f"error: {one.problem}"))
-    elif not one.warnings:
+    elif not one.mistakes:
         blocks.append(Text("nothing to warn of"))
     print(render(Group(*blocks)))
+
+
+def _mistakes(one: TaskCheck) -> RenderableType:
+    """What is probably wrong, how often, and what mends it."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(("probably wrong", "count", "what mends it", "which")):
+        table.add_column(heading, justify="right" if number == 1 else "left")
+    for found in one.mistakes:
+        table.add_row(found.kind, f"{found.count:,}", found.mend, found.which)
+    return table
 
 
 def _tokens(tokens: Sequence[str]) -> list[str]:

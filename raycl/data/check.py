@@ -1,4 +1,4 @@
-"""What a task's data is understood as: rows, labels, lengths, what would be cut, duplicates, examples.
+"""What a task's data is understood as: rows, labels, lengths, what would be cut, mistakes, examples.
 
 Why it exists: most mistakes with data are seen at once when somebody looks at it before training.
 What it does not know: how the findings are shown.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 
 import numpy as np
 
+from raycl.data.mistakes import SPLITS, Mistake, mistakes_of, seen_rows
 from raycl.data.prepare import naming_rows
 from raycl.data.selection import Indices, sample
 from raycl.data.sources.ingest import RawRows
@@ -21,10 +21,10 @@ from raycl.data.tokens import Split
 from raycl.errors import RayclError
 from raycl.types import Task, TextCodec
 
-SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 MOST_MEASURED = 20_000
 """Rows of a split whose tokens are counted, drawn at random from more."""
 MANY_CUT = 0.02
+FEW_TEST_ROWS = 50
 _BATCH = 1024
 
 
@@ -54,6 +54,7 @@ class SplitCheck:
         rows: that are used. left_out: that the settings leave out. unlabelled: that were dropped for having no label.
         labels: label -> rows, the most frequent first; {} for free text.
         answers: different answers. repeated: rows whose text came before in the split.
+        unusable: rows that are left out and that a run refuses; of a carved split those of train count there.
     """
 
     uri: str
@@ -63,6 +64,7 @@ class SplitCheck:
     labels: dict[str, int]
     answers: int
     repeated: int
+    unusable: int = 0
     sources: Lengths | None = None
     targets: Lengths | None = None
 
@@ -89,9 +91,8 @@ class TaskCheck:
 
     Attributes:
         kind: `labels`, `free text`, `conversations`, or `texts` (without answers).
-        shared: rows of test that are in train too, as (row in train, row in test): a few of them. shared_rows: all.
-        contradictions: texts of train with different answers.
-        warnings: sentences about what is probably not intended. problem: why a run could not start; "": it could.
+        notes: how its files were read, where that is not the usual way.
+        mistakes: what is probably not intended. problem: why a run could not start; "": it could.
     """
 
     name: str
@@ -99,12 +100,15 @@ class TaskCheck:
     metric: str
     labels: tuple[str, ...] | None
     splits: dict[str, SplitCheck] = field(default_factory=dict)
-    shared_rows: int = 0
-    shared: list[tuple[int, int]] = field(default_factory=list)
-    contradictions: int = 0
     examples: list[Example] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    mistakes: list[Mistake] = field(default_factory=list)
     problem: str = ""
+
+    @property
+    def unusable(self) -> int:
+        """Rows that a run refuses, unless it leaves them out."""
+        return sum(split.unusable for split in self.splits.values())
 
 
 def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples: int = 5) -> TaskCheck:
@@ -117,39 +121,38 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
     is_chat = any(raw is not None and raw.is_chat for raw in raws.values())
     kind = "conversations" if is_chat else "free text" if task.labels is None else "labels"
     found = TaskCheck(task.name, "texts" if task.objective != "answer" else kind, task.metric, task.labels)
-    digests: dict[str, dict[bytes, int]] = {}
     for split, raw in raws.items():
         rows = stream.rows(task, split)
         if raw is not None and len(rows):
             others = [one for one in SPLITS if one != split and raw is raws[one]] if split == "train" else []
             taken = sum(len(stream.rows(task, one)) for one in others)
             unused = 0 if split != "train" and raw is train else raw.count - len(rows) - taken
-            found.splits[split], digests[split] = _split(raw, rows, task, unused)
-    _duplicates(found, digests, raws, stream, task)
+            unusable = 0 if split != "train" and raw is train else raw.left_out + raw.blank
+            found.splits[split] = replace(_split(raw, rows, task, unused), unusable=unusable)
+            found.notes += [note for note in raw.notes if note not in found.notes]
+    found.mistakes = mistakes_of(stream, task)
     try:
         stream.check(codec)
         _lengths(found, stream, task, codec, seed)
         found.examples = _examples(stream, task, codec, seed, examples)
     except RayclError as error:
         found.problem = str(error)
-    found.warnings += _warnings(found)
+    found.mistakes += [*_cut(found), *_few(found)]
     if test is not raws["test"]:
-        found.warnings.append("test is the same data as train: give a run other rows to test on")
+        rows = stream.rows(task, "test")
+        found.mistakes.append(Mistake("test rows that are train's", len(rows), "one file", "name other rows for test"))
     return found
 
 
-def _split(raw: RawRows, rows: Indices, task: Task, unused: int) -> tuple[SplitCheck, dict[bytes, int]]:
-    """Counts of a split, and the first row of each text by its hash."""
-    first: dict[bytes, int] = {}
-    answers, labels, repeated = set[bytes](), Counter[str](), 0
-    for texts, references, numbers in _batches(raw, rows):
-        for text, names, number in zip(texts, references, numbers, strict=True):
-            repeated += first.setdefault(_digest(text), number) != number
-            answers.add(_digest(names[0]))
-            if task.labels is not None:
-                labels[names[0]] += 1
-    counts = dict(labels.most_common())
-    return SplitCheck(raw.where, len(rows), unused, raw.dropped, counts, len(answers), repeated), first
+def _split(raw: RawRows, rows: Indices, task: Task, unused: int) -> SplitCheck:
+    """Counts of a split."""
+    texts, answers, repeated = set[int](), Counter[str](), 0
+    for row in seen_rows(raw, rows):
+        repeated += row.text in texts
+        texts.add(row.text)
+        answers[row.answer] += 1
+    labels = {} if task.labels is None else dict(answers.most_common())
+    return SplitCheck(raw.where, len(rows), unused, raw.dropped, labels, len(answers), repeated)
 
 
 def _batches(raw: RawRows, rows: Indices) -> Iterator[tuple[list[str], list[list[str]], list[int]]]:
@@ -158,37 +161,6 @@ def _batches(raw: RawRows, rows: Indices) -> Iterator[tuple[list[str], list[list
     for start in range(0, len(rows), _BATCH):
         part = rows[start : start + _BATCH]
         yield columns.values("text", part), columns.values("references", part), columns.values("row", part)
-
-
-def _digest(text: str) -> bytes:
-    return blake2b(" ".join(text.split()).encode(), digest_size=12).digest()
-
-
-def _duplicates(
-    found: TaskCheck,
-    digests: dict[str, dict[bytes, int]],
-    raws: dict[Split, RawRows | None],
-    stream: Stream,
-    task: Task,
-) -> None:
-    """Test rows whose text is in train or dev, and texts of train with several answers."""
-    train = {**digests.get("dev", {}), **digests.get("train", {})}
-    test = raws["test"]
-    if test is not None and train:
-        for texts, _, numbers in _batches(test, stream.rows(task, "test")):
-            pairs = zip(map(_digest, texts), numbers, strict=True)
-            shared = [(train[digest], row) for digest, row in pairs if digest in train]
-            found.shared_rows += len(shared)
-            found.shared += shared[: 5 - len(found.shared)]
-    if raws["train"] is not None and task.objective == "answer":
-        answers: dict[bytes, bytes] = {}
-        several = set()
-        for texts, references, _ in _batches(raws["train"], stream.rows(task, "train")):
-            for text, names in zip(texts, references, strict=True):
-                key, answer = _digest(text), _digest(names[0])
-                if answers.setdefault(key, answer) != answer:
-                    several.add(key)
-        found.contradictions = len(several)
 
 
 def _lengths(found: TaskCheck, stream: Stream, task: Task, codec: TextCodec, seed: int) -> None:
@@ -231,43 +203,19 @@ def _examples(stream: Stream, task: Task, codec: TextCodec, seed: int, count: in
     return found
 
 
-def _warnings(found: TaskCheck) -> Iterator[str]:
+def _cut(found: TaskCheck) -> Iterator[Mistake]:
+    """Texts and answers that are longer than the limits."""
     for side, setting in (("sources", "stream.max_source_tokens"), ("targets", "stream.max_target_tokens")):
         for name, split in found.splits.items():
             lengths: Lengths | None = getattr(split, side)
             if lengths is not None and lengths.cut > MANY_CUT and name != "dev":
-                yield (
-                    f"{lengths.cut:.0%} of the {side} in {name} are longer than {lengths.limit} tokens and will be "
-                    f"cut: set {setting} to {lengths.p99} to keep 99 % of them whole"
-                )
-    test, train = found.splits.get("test"), found.splits.get("train")
-    if found.shared_rows and test is not None:
-        places = ", ".join(f"test {here} = train {there}" for there, here in found.shared)
-        yield (
-            f"{found.shared_rows:,} of {test.rows:,} test rows have a text that is in train (rows: {places}"
-            f"{', ...' if found.shared_rows > len(found.shared) else ''}): scores on them say little, remove them"
-        )
-    if found.contradictions:
-        yield f"{found.contradictions:,} texts of train come with different answers: at most one of them can be learned"
-    if found.kind == "free text" and train is not None and 64 < train.answers < train.rows / 10:
-        yield (
-            f"train has {train.answers:,} different answers for {train.rows:,} rows and counts as free text: if they "
-            "are classes, list them in labels"
-        )
-    if train is not None and test is not None and found.labels is not None:
-        never = [label for label in test.labels if label not in train.labels]
-        if never:
-            yield f"labels of test that train never has: {', '.join(never[:10])}"
-        if len(train.labels) > 1:
-            counts = sorted(train.labels.values())
-            if counts[-1] > 20 * counts[0]:
-                rarest = min(train.labels, key=lambda label: train.labels[label])
-                yield (
-                    f"label '{rarest}' has {counts[0]:,} rows and the most frequent one {counts[-1]:,}: use metric "
-                    "macro_f1, or per_class rows"
-                )
-    yield from (
-        f"split {name} is small: {split.rows} rows, a score moves by {100 / split.rows:.1f} with each"
-        for name, split in found.splits.items()
-        if name == "test" and split.rows < 50
-    )
+                which = f"{lengths.cut:.0%} of those measured are longer than {lengths.limit} tokens"
+                mend = f"set {setting} to {lengths.p99} to keep 99 % of them whole"
+                yield Mistake(f"{side} in {name} that are cut", round(lengths.cut * split.rows), which, mend)
+
+
+def _few(found: TaskCheck) -> Iterator[Mistake]:
+    test = found.splits.get("test")
+    if test is not None and test.rows < FEW_TEST_ROWS:
+        which = f"a score moves by {100 / test.rows:.1f} with each"
+        yield Mistake("few test rows", test.rows, which, f"give test at least {FEW_TEST_ROWS}")

@@ -95,6 +95,19 @@ class TaskSpec(Section):
         None, description="a learned task without data: it is neither trained nor evaluated; null: it has data"
     )
 
+    @field_validator("labels", "words", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        """YAML reads some words and all digits as something else than text."""
+        given = [*value, *value.values()] if isinstance(value, dict) else value
+        others = [one for one in given if not isinstance(one, str)] if isinstance(given, list | tuple) else []
+        if others:
+            raise ValueError(
+                f"{others[0]!r} is no text: write labels in quotes, ['yes', 'no', '1'], for YAML reads yes, no, on and "
+                "off without them as true and false, and digits as numbers"
+            )
+        return value
+
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.recorded is None and self.path is None and self.train is None:

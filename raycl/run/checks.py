@@ -16,6 +16,7 @@ from raycl.bank import Bank
 from raycl.bank.branches import Branch
 from raycl.config import Tree
 from raycl.data.loader import GlobalOrder, check_batch
+from raycl.data.mistakes import MOST_COMPARED, mistakes_of
 from raycl.data.prepare import MIN_TEXT_TOKENS
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import ConfigError, RunError
@@ -162,6 +163,9 @@ def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
             takes no more tasks. BankError: it starts from one of other data. RayclError: see `check`.
     """
     stream = check(config)
+    for task in (*stream.tasks, *stream.unseen):
+        for mistake in mistakes_of(stream, task, MOST_COMPARED):
+            log.warning("%s: %s", task.name, mistake)
     if config.bank.start:
         check_takes_more_tasks(config)
         check_snapshot_inputs(snapshot_at(config.bank.start)[1], inputs_of(config, stream), config.bank.revise)

@@ -33,7 +33,7 @@ Labels = tuple[str, ...] | Literal["auto"] | None
 MAX_AUTO_LABELS = 64
 """More distinct answers than this in a train file are free text, not a label set."""
 
-_VERSION = 6
+_VERSION = 7
 _BATCH = 1024
 _SCHEMA = pa.schema(
     [("text", pa.string()), ("references", pa.list_(pa.string())), ("row", pa.int64()), ("group", pa.string())]
@@ -96,6 +96,11 @@ class RawRows:
     def dropped(self) -> int:
         """Number of unlabelled rows left out."""
         return int(self.entry.info["dropped"])
+
+    @property
+    def blank(self) -> int:
+        """How many of the dropped have an empty label."""
+        return int(self.entry.info["blank"])
 
     @property
     def left_out(self) -> int:
@@ -241,7 +246,13 @@ def write_rows(
     if not check.count:
         refuse("the split is empty: expected at least one row, fill the file or leave the task out")
     found = {"count": check.count, "dropped": check.dropped, "labels": check.labels(), "sha256": digest.hexdigest()}
-    return {**found, **findings.tree(), "is_chat": bool(check.is_chat), "names_groups": check.names_groups}
+    return {
+        **found,
+        **findings.tree(),
+        "blank": check.blank,
+        "is_chat": bool(check.is_chat),
+        "names_groups": check.names_groups,
+    }
 
 
 def _kept(rows: Iterator[Row], check: _Check, findings: Findings) -> Iterator[Row]:
@@ -265,7 +276,7 @@ class _Check:
     """Counts rows, gathers labels, refuses what is outside the label set; None means: drop this row."""
 
     def __init__(self, reading: Reading, refuse: Refuse) -> None:
-        self.count = self.dropped = 0
+        self.count = self.dropped = self.blank = 0
         self._reading = reading
         self._refuse = refuse
         self._words = dict(reading.words)
@@ -279,6 +290,7 @@ class _Check:
         if row.references[0] in self._reading.unlabelled:
             if not self._reading.keep_unlabelled:
                 self.dropped += 1
+                self.blank += not row.references[0].strip()
                 return None
         else:
             row = self._named(row)

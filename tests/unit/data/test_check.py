@@ -11,6 +11,7 @@ from data_samples import MiniLMCodec
 
 from raycl.cli import main
 from raycl.data.check import TaskCheck, check_task
+from raycl.data.mistakes import Mistake
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 
 
@@ -28,6 +29,10 @@ def checked(codec: MiniLMCodec, path: str, spec: dict[str, Any] | None = None, *
     return check_task(stream, stream.tasks[0], codec, seed=0, examples=2)
 
 
+def kinds(found: TaskCheck) -> dict[str, Mistake]:
+    return {one.kind: one for one in found.mistakes}
+
+
 def rows(count: int, start: int = 0, words: int = 1) -> list[tuple[str, str]]:
     return [(f"{'word ' * words}{number}", "ab"[number % 2]) for number in range(start, start + count)]
 
@@ -41,7 +46,10 @@ def test_counts_and_lengths_are_those_of_the_rows(tmp_path: Path, codec: MiniLMC
     assert train.sources is not None and (train.sources.median, train.sources.limit) == (6, 16)
     assert train.sources.longest == 35, "30 words, a number, the prompt and two special tokens"
     assert 0.04 < train.sources.cut < 0.2
-    assert [warning for warning in found.warnings if "set stream.max_source_tokens to 35 to keep 99 %" in warning]
+    assert (
+        "set stream.max_source_tokens to 35 to keep 99 % of them whole"
+        in kinds(found)["sources in train that are cut"].mend
+    )
     assert len(found.examples) == 2 and found.examples[0].source.startswith("[CLS]") and found.problem == ""
     assert found.examples[0].source_tokens[:2] == ["[CLS]", "word"] and found.examples[0].target_tokens[-1] == "[SEP]"
 
@@ -49,22 +57,83 @@ def test_counts_and_lengths_are_those_of_the_rows(tmp_path: Path, codec: MiniLMC
 def test_duplicates_and_contradictions_are_found_whatever_their_spaces(tmp_path: Path, codec: MiniLMCodec) -> None:
     train = [*rows(40), ("the  same", "a"), ("the same", "b"), ("again", "a"), ("again", "a")]
     found = checked(codec, task(tmp_path / "t", train, [("word  3", "b"), *rows(50, 100)]), dev_fraction=0)
-    assert (found.shared_rows, found.shared) == (1, [(4, 1)]) and found.contradictions == 1
+    shared = kinds(found)["test rows with a text that is in train"]
+    assert (shared.count, shared.which) == (1, "test 1 = train 4") and "51 test rows in all" in shared.mend
+    assert kinds(found)["texts of train with several answers"].count == 1
     assert found.splits["train"].repeated == 2
-    text = "\n".join(found.warnings)
-    assert "1 of 51 test rows have a text that is in train (rows: test 1 = train 4)" in text
-    assert "1 texts of train come with different answers" in text
 
 
-def test_labels_that_are_rare_unknown_or_too_many_are_warned_of(tmp_path: Path, codec: MiniLMCodec) -> None:
+def test_labels_that_are_rare_unknown_or_too_many_are_warned_of(
+    tmp_path: Path, codec: MiniLMCodec, capsys: pytest.CaptureFixture[str]
+) -> None:
     rare = [(f"row {number}", "b" if number < 2 else "a") for number in range(100)]
     found = checked(codec, task(tmp_path / "rare", rare, [("x", "a"), ("y", "b")]), dev_fraction=0)
-    assert any("label 'b' has 2 rows and the most frequent one 98" in warning for warning in found.warnings)
-    assert any("split test is small: 2 rows, a score moves by 50.0 with each" in warning for warning in found.warnings)
-    many = [(f"row {number}", str(number % 70)) for number in range(1400)]
-    found = checked(codec, task(tmp_path / "many", many, rows(60)), dev_fraction=0)
-    assert found.kind == "free text"
-    assert any("70 different answers for 1,400 rows and counts as free text" in warning for warning in found.warnings)
+    assert kinds(found)["rare labels"].which == "'b' 2 rows, the most frequent 98"
+    assert kinds(found)["few test rows"].which == "a score moves by 50.0 with each"
+    many = [(f"row {number}", str(number % 77)) for number in range(616)]
+    path = task(tmp_path / "many", many, rows(60))
+    found = checked(codec, path, dev_fraction=0)
+    assert found.kind == "free text" and kinds(found)["different answers"].count == 77
+    (tmp_path / "many" / "test.jsonl").write_text('{"text": "t", "label": "5"}')
+    assert main.main(["data", "labels", path]) == 0 and main.main(["data", "labels", path]) == 1
+    assert "77 labels" in capsys.readouterr().out
+    assert len(checked(codec, path, dev_fraction=0).labels or ()) == 77
+    assert main.main(["data", "labels", f"{path}/train.jsonl"]) == 0
+    assert capsys.readouterr().out.startswith('labels=["0", "1", "10",')
+
+
+DIRTY = [*[("x", "A")] * 30, *[("y", "a")] * 3, ("z", "a "), *[("v", "yes")] * 5, *[("w", "True")] * 2]
+
+
+def test_dirty_labels_are_counted_with_what_mends_them(tmp_path: Path, codec: MiniLMCodec) -> None:
+    path = task(tmp_path / "t", [(f"{text} {n}", label) for n, (text, label) in enumerate(DIRTY)], rows(60, 100)[::2])
+    found = checked(codec, path, dev_fraction=0)
+    assert kinds(found)["rows whose label is written otherwise in most rows"].which == "'A' 30 'a' 3 'a ' 1"
+    assert kinds(found)["rows whose label is written otherwise in most rows"].count == 4
+    assert kinds(found)["rows with true or false beside yes and no"].count == 2
+    assert kinds(found)["labels with one row of train"].which == "a "
+    assert all(one.mend for one in found.mistakes)
+    labels = ("A", "yes")
+    clean = checked(codec, path, {"labels": labels, "test": f"{path}/train.jsonl"}, dev_fraction=0, on_bad_row="skip")
+    assert clean.splits["train"].labels == {"A": 30, "yes": 5}, "what mends them does"
+    assert kinds(clean)["rows of train that cannot be used"].count == 6
+
+
+def test_rows_that_cannot_be_used_are_counted_and_stop_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split, more in (("train", "c,\nd,\n"), ("test", "a,b,c\n")):
+        (tmp_path / f"{split}.csv").write_text("text;label\n".replace(";", ",") + "a 1,x\nb 2,y\n" * 30 + more)
+    assert main.main(["data", "check", str(tmp_path), "--examples", "0"]) == 1
+    out = capsys.readouterr().out
+    assert "empty labels in train" in out and "rows of test that cannot be used" in out
+    assert "error: a run stops at 3 rows that cannot be used: correct them, or set stream.on_bad_row=skip" in out
+    assert main.main(["data", "check", str(tmp_path), "--examples", "0", "stream.on_bad_row=skip"]) == 0
+
+
+def test_turns_of_trained_conversations_and_rows_of_trained_groups_are_counted(
+    tmp_path: Path, codec: MiniLMCodec
+) -> None:
+    def turns(number: int, count: int) -> dict[str, Any]:
+        said = [(role, f"{role} {number} {turn}") for turn in range(count) for role in ("user", "assistant")]
+        return {"messages": [{"role": role, "content": content} for role, content in said]}
+
+    def write(split: str, items: list[dict[str, Any]]) -> None:
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+
+    write("train", [turns(number, 1) for number in range(20)])
+    write("test", [turns(number, 2) for number in range(15, 25)])
+    chat = MiniLMCodec(needs_labels=False)
+    found = kinds(checked(chat, str(tmp_path), {"labels": None}, prompt="plain"))
+    assert found["test rows of a conversation that is trained on"].count == 5, "the second turns of five of them"
+    assert found["test rows with a text that is in train"].count == 5
+    write("train", [{"text": f"t{n}", "label": "ab"[n % 2], "user": n // 2} for n in range(40)])
+    write("test", [{"text": f"s{n}", "label": "ab"[n % 2], "user": n} for n in range(18, 30)])
+    found = kinds(checked(codec, str(tmp_path), group="user"))
+    assert (
+        found["test rows of a group that is trained on"].count,
+        found.get("test rows with a text that is in train"),
+    ) == (2, None)
 
 
 def test_what_a_run_would_refuse_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
@@ -84,7 +153,7 @@ def test_the_command_describes_a_file_a_folder_and_a_config(tmp_path: Path, caps
     (tmp_path / "rows.csv").write_text("body,team\nhello,a\nworld,b\n")
     words = ["data", "check", str(tmp_path / "rows.csv"), "columns.text=body", "columns.label=team"]
     assert main.main(words) == 0
-    assert "warning: test is the same data as train: give a run other rows to test on" in capsys.readouterr().out
+    assert "name other rows for test" in capsys.readouterr().out
     assert main.main(["data", "check", path, "labels=null"]) == 1
     assert "error: task 'tickets' has free-text answers" in capsys.readouterr().out
     (tmp_path / "run.yaml").write_text(json.dumps({"stream": {"tasks": [{"name": "one", "path": path}]}}))

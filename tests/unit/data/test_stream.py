@@ -237,6 +237,8 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
         (["train_rows_by_task.a=0"], r"train_rows_by_task\.a.*greater than 0"),
         (["tasks=[{name: a}]"], "task 'a' has no data"),
         (["tasks=[{name: a, path: x, first_label: 0}]"], "first_label without a list of labels"),
+        (["tasks=[{name: a, path: x, labels: [yes, no]}]"], "True is no text: write labels in quotes"),
+        (["tasks=[{name: a, path: x, words: {b: 1}}]"], "1 is no text: write labels in quotes"),
         (["dev_fraction=1.5"], "dev_fraction"),
         (["tran_rows=5"], "did you mean 'train_rows'"),
     ],

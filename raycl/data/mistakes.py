@@ -1,0 +1,228 @@
+"""Mistakes that data often has: dirty labels, test rows that are trained on, texts with several answers.
+
+Why it exists: they make a result meaningless without making a run fail. `raycl data check` and every new run look for
+the same ones; each has a count, and the setting, command or change that mends it.
+What it does not know: tokens, how the mistakes are shown.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+
+from raycl.data.conversation import messages_of
+from raycl.data.selection import Indices
+from raycl.data.sources.ingest import MAX_AUTO_LABELS, RawRows
+from raycl.data.stream import Stream
+from raycl.data.tokens import Split
+from raycl.types import Task
+
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+MOST_COMPARED = 200_000
+"""Rows of a task whose texts a new run compares; `raycl data check` compares all."""
+_SHOWN = 5
+_RARE = 20
+"""A label is rare where the most frequent one has so many times its rows."""
+_ROWS_OF_A_CLASS = 4
+"""Answers that each come so often on average are more likely classes than free text."""
+_YES, _TRUE = frozenset(("yes", "no", "on", "off")), frozenset(("true", "false"))
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Something in the data of a task that is probably not intended.
+
+    Attributes:
+        kind: what was found. count: how many.
+        which: some of them. mend: what to do about it.
+    """
+
+    kind: str
+    count: int
+    which: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.count:,} ({self.which}); {self.mend}"
+
+
+class SeenRow(NamedTuple):
+    """A row of a split.
+
+    Attributes:
+        text: hash of the text, whatever its white space. answer: the first one. number: in its file.
+        belongs: hash of the group that it names, or of the first question and answer of its conversation.
+    """
+
+    text: int
+    answer: str
+    number: int
+    belongs: int
+
+
+@dataclass
+class SeenRows:
+    """What is kept of the rows of train and dev.
+
+    Attributes:
+        labels: first answer -> rows of train. texts: text -> its first row. groups: that rows belong to.
+        answers: text -> its first answer in train. several: texts with others.
+    """
+
+    labels: Counter[str] = field(default_factory=Counter)
+    texts: dict[int, int] = field(default_factory=dict)
+    groups: set[int] = field(default_factory=set)
+    answers: dict[int, int] = field(default_factory=dict)
+    several: set[int] = field(default_factory=set)
+
+    def add(self, row: SeenRow, split: Split) -> None:
+        """One more."""
+        self.texts.setdefault(row.text, row.number)
+        self.groups.add(row.belongs)
+        if split == "train":
+            self.labels[row.answer] += 1
+            answer = _key(row.answer)
+            if self.answers.setdefault(row.text, answer) != answer:
+                self.several.add(row.text)
+
+
+def mistakes_of(stream: Stream, task: Task, most: int | None = None) -> list[Mistake]:
+    """What is probably wrong with the data of a task.
+
+    Args:
+        most: texts are compared where the task has at most so many rows; None: always.
+    """
+    sources = {split: raw for split in SPLITS if (raw := stream.source(task, split)) is not None}
+    rows = {split: stream.rows(task, split) for split in sources}
+    train, test = sources.get("train"), sources.get("test")
+    if train is not None and test is not None and train.where == test.where and not stream.carves_test(task):
+        test = None  # a file that is checked alone stands for both
+    found = list(_of_reading(sources))
+    if most is not None and sum(map(len, rows.values())) > most:
+        return found
+    seen = SeenRows()
+    for split in SPLITS[:2]:
+        for row in seen_rows(sources[split], rows[split]) if split in sources else ():
+            seen.add(row, split)
+    tested = [] if test is None else list(seen_rows(test, rows["test"]))
+    if task.objective == "answer":
+        found += _of_labels(task, seen.labels, Counter(row.answer for row in tested))
+        if seen.several:
+            mend = "at most one of them can be learned, remove the others"
+            found.append(Mistake("texts of train with several answers", len(seen.several), "", mend))
+    found += _of_test(seen, tested, any(raw.names_groups for raw in sources.values()))
+    return found
+
+
+def seen_rows(raw: RawRows, rows: Indices) -> Iterator[SeenRow]:
+    """Some rows of a source, in order."""
+    used, start = np.zeros(raw.count, dtype=bool), 0
+    used[rows] = True
+    for batch in raw.entry.table().to_batches():
+        mask = used[start : start + len(batch)].tolist()
+        start += len(batch)
+        columns = [batch.column(name).to_pylist() for name in ("text", "references", "row", "group")]
+        for text, names, number, group in compress(zip(*columns, strict=True), mask):
+            key = _key(text)
+            belongs = key
+            if raw.names_groups:
+                belongs = hash(group)
+            elif raw.is_chat:
+                belongs = _beginning(text, names[0])
+            yield SeenRow(key, names[0], number, belongs)
+
+
+def _key(text: str) -> int:
+    return hash(" ".join(text.split()))
+
+
+def _beginning(text: str, answer: str) -> int:
+    """Hash of the first question of a conversation and the answer to it."""
+    contents = [message.content for message in messages_of(text) if message.role != "system"]
+    return hash(tuple([*contents, answer][:2]))
+
+
+def _of_reading(sources: Mapping[Split, RawRows]) -> Iterator[Mistake]:
+    """Rows that are not read."""
+    for split, raw in sources.items():
+        if raw is sources.get("train") and split != "train":
+            continue
+        if raw.left_out:
+            yield Mistake(f"rows of {split} that cannot be used", raw.left_out, raw.problems[0], _LEAVE_OUT)
+        if raw.blank:
+            yield Mistake(f"empty labels in {split}", raw.blank, "left out", _LEAVE_OUT)
+
+
+_LEAVE_OUT = "correct them, or leave them out with stream.on_bad_row=skip"
+
+
+def _of_labels(task: Task, train: Mapping[str, int], test: Mapping[str, int]) -> Iterator[Mistake]:
+    if task.labels is None:
+        rows = sum(train.values())
+        if MAX_AUTO_LABELS < len(train) <= rows / _ROWS_OF_A_CLASS:
+            which = f"of {rows:,} rows, which count as free text"
+            mend = "if they are classes, list them in labels; raycl data labels PATH writes them to labels.json"
+            yield Mistake("different answers", len(train), which, mend)
+        return
+    empty = [label for label in train if not label.strip()]
+    if empty:
+        which = f"{len(empty)} of the {len(train)} labels"
+        yield Mistake("rows with an empty label", sum(train[label] for label in empty), which, _LEAVE_OUT)
+    alike = [names for names in _written_alike(train) if len(names) > 1]
+    if alike:
+        rarer = sum(train[name] for names in alike for name in names[1:])
+        which = "; ".join(" ".join(f"'{name}' {train[name]:,}" for name in names) for names in alike[:_SHOWN])
+        mend = "write them alike, or leave the others out: labels=[...] with one of each and stream.on_bad_row=skip"
+        yield Mistake("rows whose label is written otherwise in most rows", rarer, which, mend)
+    folded = {label.strip().casefold() for label in train}
+    if folded & _YES and folded & _TRUE:
+        wrong = [label for label in train if label.strip().casefold() in _TRUE]
+        which = ", ".join(f"'{label}' {train[label]:,}" for label in wrong)
+        mend = "a program that reads YAML writes yes as true: write them alike"
+        yield Mistake("rows with true or false beside yes and no", sum(map(train.__getitem__, wrong)), which, mend)
+    once = [label for label, count in train.items() if count == 1]
+    if once and len(train) > len(once):
+        mend = "give them more rows, or leave them out: labels=[...] without them and stream.on_bad_row=skip"
+        yield Mistake("labels with one row of train", len(once), _some(once), mend)
+    never = [label for label in test if label not in train]
+    if never and train:
+        yield Mistake("labels of test that train never has", len(never), _some(never), "give train rows of them")
+    rare = [label for label, count in train.items() if max(train.values()) > _RARE * count]
+    if rare:
+        which = ", ".join(f"'{label}' {train[label]:,} rows" for label in rare[:_SHOWN])
+        mend = "use metric=macro_f1, or stream.per_class rows of each"
+        yield Mistake("rare labels", len(rare), f"{which}, the most frequent {max(train.values()):,}", mend)
+
+
+def _written_alike(labels: Mapping[str, int]) -> Iterator[list[str]]:
+    """Labels that differ in case, white space and Unicode's forms alone, the most frequent first."""
+    found: dict[str, list[str]] = {}
+    for label in sorted(labels, key=lambda label: -labels[label]):
+        found.setdefault(" ".join(unicodedata.normalize("NFKC", label).casefold().split()), []).append(label)
+    yield from found.values()
+
+
+def _of_test(train: SeenRows, tested: Collection[SeenRow], by_group: bool) -> Iterator[Mistake]:
+    """Test rows that train has, and those of which it has another turn."""
+    shared = [row for row in tested if row.text in train.texts]
+    if shared:
+        which = ", ".join(f"test {row.number} = train {train.texts[row.text]}" for row in shared[:_SHOWN])
+        more = ", ..." if len(shared) > _SHOWN else ""
+        mend = f"scores on them say little, remove them: {len(tested):,} test rows in all"
+        yield Mistake("test rows with a text that is in train", len(shared), f"{which}{more}", mend)
+    related = [row for row in tested if row.belongs in train.groups and row.text not in train.texts]
+    if related:
+        what = "group" if by_group else "conversation"
+        mend = f"put each {what} in one split: give one file with stream.test_fraction"
+        which = _some([f"row {row.number}" for row in related])
+        yield Mistake(f"test rows of a {what} that is trained on", len(related), which, mend)
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join([*list(names)[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
