@@ -21,6 +21,7 @@
         ├── CheckpointError     a checkpoint that is damaged or incomplete; an older one may be whole
         ├── ResumeError         the run directory and the config do not belong together
         ├── StoppedError        a run that was stopped from outside and can be resumed as it is
+        │   └── InterruptedRunError     the same, by Ctrl-C
         └── StaleAttemptError   a newer attempt owns the run; this one must stop
 
 Each message states in one sentence: what was wrong, the value, what was expected, what to do.
@@ -35,7 +36,7 @@ class RayclError(Exception):
     """Base of all errors meant for users; jobs print its text and exit with its status.
 
     Attributes:
-        exit_status: 1, or 75 (EX_TEMPFAIL) where the same command, typed again, may continue.
+        exit_status: 1, or 75 (EX_TEMPFAIL) where the same command, typed again, may continue; 130 after Ctrl-C.
     """
 
     exit_status = 1
@@ -134,6 +135,12 @@ class StoppedError(RunError):
     """A run was stopped from outside (SIGTERM, a store that is away); the message gives the command that resumes it."""
 
     exit_status = 75
+
+
+class InterruptedRunError(StoppedError):
+    """A run was stopped by Ctrl-C; the message gives the command that resumes it."""
+
+    exit_status = 130
 
 
 class StaleAttemptError(RunError):

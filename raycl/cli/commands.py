@@ -25,6 +25,9 @@ class Command:
     summary: str
 
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
 COMMANDS = {
     "train": Command("raycl.cli.runs.train", "train a model on tasks that arrive one after another"),
     "sweep": Command("raycl.cli.runs.sweep", "search settings: each trial is a run"),
@@ -54,13 +57,16 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
         words: its arguments; None: those of this process. prog: name for messages; None: the file that was started.
     """
     gc.set_threshold(OBJECTS)
-    module = load(name)
-    options = module.arguments(sys.argv[1:] if words is None else words, prog)
     try:
+        module = load(name)
+        options = module.arguments(sys.argv[1:] if words is None else words, prog)
         return int(module.run(options))
     except RayclError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C: what is finished is kept; repeat the command to continue", file=sys.stderr)
+        return INTERRUPTED
 
 
 def load(name: str) -> Any:

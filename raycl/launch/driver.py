@@ -32,7 +32,7 @@ from raycl.errors import (
 from raycl.launch import cluster as clusters
 from raycl.launch.console import LOGS, follow
 from raycl.launch.scoring import needs_scorer, scorer_resources
-from raycl.launch.termination import StopOnSigterm, exit_on_sigterm, exits_on_sigterm
+from raycl.launch.termination import StopOnSignal, exit_on_sigterm, exits_on_sigterm, stopped_by
 from raycl.launch.trainer import StreamTrainer, scaling_of
 from raycl.launch.worker import error_file, in_process_worker, leave_error, worker_main
 from raycl.run import checks
@@ -45,7 +45,7 @@ from raycl.storage import Storage
 from raycl.training.records.journal import RunState, check_inputs, check_owner, last_attempt, read_state
 from raycl.training.records.publish import open_bank, publish_again
 from raycl.training.records.results import build_results
-from raycl.training.records.stop_request import HostStop, is_stop_requested
+from raycl.training.records.stop_request import HostStop
 from raycl.training.records.stop_signal import is_stopped
 from raycl.training.settings import EXEMPT
 from raycl.training.training_context import RunInfo
@@ -230,7 +230,8 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
         LaunchError: the cluster cannot provide the workers. ConfigError: a host or a worker in this process cannot
             have rows scored beside training.
         RunError: the workers failed more often than `launch.max_failures`.
-        StoppedError: SIGTERM or its host stopped it, or its store did not answer for longer than `output.retry_s`.
+        StoppedError: SIGTERM, Ctrl-C or its host stopped it, or its store did not answer for longer than
+            `output.retry_s`.
     """
     storage = prepared.storage.with_retries(prepared.config.output.retry_s)
     if (options and (options.in_process or options.awaits_decision)) and prepared.needs_scorer:
@@ -333,12 +334,12 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
     requested = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if options.in_process else scaling
     train: dict[str, Any] = {"train_loop_config": job, "scaling_config": requested, "run_config": ray_run}
     trainer = StreamTrainer(worker_main, named=clusters.named(config.launch.address) is not None, **train)
-    sigterm = StopOnSigterm(storage, driver, config.launch.grace_s)
+    signals = StopOnSignal(storage, driver, config.launch.grace_s)
     try:
-        with sigterm, in_process_worker() if options.in_process else _log_progress(storage, scaling, options.label):
+        with signals, in_process_worker() if options.in_process else _log_progress(storage, scaling, options.label):
             trainer.fit()
     except SystemExit:
-        if not sigterm.requested:
+        if not signals.reason:
             raise
     except ray.train.TrainingFailedError as error:
         for failure in getattr(error, "worker_failures", {}).values():
@@ -353,10 +354,9 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
         raise RunError(f"{error} (run {storage.uri})") from error
     if storage.exists(error_file(driver)):
         raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
-    stopped = sigterm.requested or (options.stop is not None and is_stop_requested(storage, driver))
-    if stopped and prepared.done < len(prepared.phases):
-        resume = resume_line(storage, config)
-        raise StoppedError(f"stopped by SIGTERM, {_resume_point(prepared)}; continue with {resume}")
+    reason = signals.reason or (options.stop.reason if options.stop is not None else "")
+    if reason and prepared.done < len(prepared.phases):
+        raise stopped_by(reason, f"{_resume_point(prepared)}; continue with {resume_line(storage, config)}")
     if prepared.done == done:
         raise RunError(f"the workers ended without finishing a phase: see '{storage.uri}/{LOGS}'")
 

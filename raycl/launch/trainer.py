@@ -44,6 +44,9 @@ class StreamTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no types
             os.environ.setdefault(name, value)
         return super().fit()
 
+    def _register_sigint_handler(self, controller: Any) -> None:
+        """Ctrl-C belongs to the command (`raycl.launch.termination`): Ray's handler aborts without a checkpoint."""
+
     def _create_default_callbacks(self) -> list[Any]:
         unused = (DatasetsCallback,) if self._named else (DatasetsCallback, PlacementGroupCleanerCallback)
         return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, unused)]

@@ -28,7 +28,7 @@ class LaunchConfig(Section):
     grace_s: float = Field(
         110.0,
         ge=0,
-        description="seconds after SIGTERM in which workers may write a checkpoint, before the command ends",
+        description="seconds after SIGTERM or Ctrl-C in which workers may write a checkpoint, before the command ends",
     )
     hang_s: float | None = Field(
         None,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from raycl import config as configs
 from raycl.config import Section, Tree, trust
 from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
+from raycl.launch.termination import StopOnSignal, stopped_by
 from raycl.report.published import Published, row_of
 from raycl.run.checks import check_singles
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
+from raycl.training.records.stop_request import HostStop
 
 log = logging.getLogger("raycl")
 
@@ -164,28 +167,37 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
         comparison.published.write(Storage.at(directory).sub(comparison.name))
     with driver.cluster(next(iter(planned.values()))):
         if comparison.at_once > 1:
-            outcome = _side_by_side(comparison, planned)
+            outcome = _side_by_side(comparison, planned, directory)
         else:
-            outcome = _outcome({name: partial(_run, name, config, None, 1) for name, config in planned.items()})
+            outcome = _outcome({name: partial(_run, name, config, None, 1, None) for name, config in planned.items()})
     if comparison.published is None:
         return outcome
     shown = {name: comparison.published.beside(tree, row_of(tree)) for name, tree in outcome.results.items()}
     return Outcome(shown, outcome.failed)
 
 
-def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig]) -> Outcome:
+def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> Outcome:
+    """So many runs at a time; SIGTERM and Ctrl-C stop them as they stop one, with a checkpoint.
+
+    Raises:
+        StoppedError: one of the two came.
+    """
     running: dict[str, Future[Tree]] = {}
     pool = ThreadPoolExecutor(comparison.at_once, "run")
+    host = Storage.at(directory).sub(comparison.name)
+    stop = HostStop(host.address, uuid.uuid4().hex[:12])
+    grace_s = max(config.launch.grace_s for config in planned.values())
     try:
-        for name, config in planned.items():
-            first = running.get(_needed(comparison, name))
-            running[name] = pool.submit(_run, name, config, first, comparison.at_once)
-        return _outcome({name: future.result for name, future in running.items()})
-    except (KeyboardInterrupt, SystemExit) as stop:
+        with StopOnSignal(host, stop.driver, grace_s, many=True):
+            for name, config in planned.items():
+                first = running.get(_needed(comparison, name))
+                running[name] = pool.submit(_run, name, config, first, comparison.at_once, stop)
+            return _outcome({name: future.result for name, future in running.items()})
+    except (KeyboardInterrupt, SystemExit) as stopped:
         # Threads inside Ray cannot be interrupted, and taking Ray away from them aborts the process. Workers and a
         # cluster of our own end with it, and the journals keep what is done.
         log.error("stopped: repeat the command to continue")
-        os._exit(stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130)
+        os._exit(stopped.code if isinstance(stopped, SystemExit) and isinstance(stopped.code, int) else 130)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -196,13 +208,15 @@ def _needed(comparison: ComparisonConfig, name: str) -> str:
     return f"{comparison.runs[entry].singles}-s{seed}"
 
 
-def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int) -> Tree:
+def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int, stop: HostStop | None) -> Tree:
     from raycl.launch import driver
 
     if first is not None:
         first.exception()  # the run that it needs is listed before it, so is running already
+    if stop is not None and stop.is_requested:
+        raise stopped_by(stop.reason, f"'{name}' has not begun")
     log.info("== %s", name)
-    options = driver.RunOptions(share=at_once, label=f"{name}: " if at_once > 1 else "")
+    options = driver.RunOptions(share=at_once, label=f"{name}: " if at_once > 1 else "", stop=stop)
     return driver.train(driver.prepare(config), options)
 
 
@@ -212,8 +226,8 @@ def _outcome(results: Mapping[str, Callable[[], Tree]]) -> Outcome:
         try:
             outcome.results[name] = result()
             log.info("== %s is there (%d of %d)", name, number, len(results))
-        except StoppedError:
-            raise
+        except StoppedError as error:
+            raise type(error)(f"{error}; the same command continues with all runs") from error
         except RayclError as error:
             log.error("== %s failed: %s", name, error)
             outcome.failed[name] = str(error)

@@ -21,10 +21,10 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.data.stream import open_stream
-from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError, StoppedError
+from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError
 from raycl.launch import cluster as clusters
 from raycl.launch import driver
-from raycl.launch.termination import StopOnSigterm
+from raycl.launch.termination import StopOnSignal, stopped_by
 from raycl.launch.trainer import scaling_of
 from raycl.run import checks
 from raycl.run import config as run_config
@@ -46,7 +46,12 @@ log = logging.getLogger("raycl")
 SMALL = 1.0
 """Bytes of memory that a trial's own process reserves on the cluster: its workers take what it needs, mostly CPUs."""
 
-QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_WARN_THRESHOLD_S": "60"}
+QUIET = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # it saves Tune's state, and no checkpoint of a trial
+    "TUNE_WARN_THRESHOLD_S": "60",
+}
 
 MAY_CHANGE = ("retries", "concurrency", "resources")
 """Settings of a sweep that may differ when it continues; with other resources, float sums may differ too."""
@@ -72,7 +77,7 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outco
     Raises:
         RunError: the folder holds a sweep already and `resume` is not set, or nothing could run.
         ResumeError: the sweep there is another one. ConfigError, DataError: a trial that cannot run.
-        StoppedError: SIGTERM came; running trials wrote their checkpoints.
+        StoppedError: SIGTERM or Ctrl-C came; running trials wrote their checkpoints.
     """
     directory = Storage.at(directory).address
     folder = SweepFolder.of(sweep, directory)
@@ -173,23 +178,23 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: Plan) -
     log.info("%s: %d of %d trials to run, %d at a time", folder.storage.uri, todo, plan.total, at_once)
     stop = HostStop(folder.storage.address, uuid.uuid4().hex[:12])
     work = Work(configs.as_tree(sweep), directory, stop, plan.shared)
-    sigterm = StopOnSigterm(folder.storage, stop.driver, _launch(sweep).grace_s, many=True)
+    signals = StopOnSignal(folder.storage, stop.driver, _launch(sweep).grace_s, many=True)
     searcher.stop = stop
     try:
-        with sigterm:
+        with signals:
             errors = _fit(sweep, folder, work, searcher, scheduler, todo, at_once)
     except (SystemExit, KeyboardInterrupt):  # Ray makes the one of the other
-        if not sigterm.requested:
+        if not signals.reason:
             raise
         errors = {}
     for number, error in errors.items():
         folder.write_failure(number, error)
-    if sigterm.requested:
-        _refuse_unfinished(folder, plan)
+    if signals.reason:
+        _refuse_unfinished(folder, plan, signals.reason)
 
 
-def _refuse_unfinished(folder: SweepFolder, plan: Plan) -> None:
-    """Nothing to do where SIGTERM came so late that every trial is over.
+def _refuse_unfinished(folder: SweepFolder, plan: Plan, reason: str) -> None:
+    """Nothing to do where the signal came so late that every trial is over.
 
     Raises:
         StoppedError: some are not.
@@ -197,9 +202,10 @@ def _refuse_unfinished(folder: SweepFolder, plan: Plan) -> None:
     over = [number for number in folder.settings() if folder.state(number, plan.tasks)[0] != "unfinished"]
     total = plan.total - len(folder.repeated())
     if len(over) < total:
-        raise StoppedError(
-            f"stopped by SIGTERM, {len(over)} of {total} trials are over, '{folder.storage.uri}' has the "
-            "checkpoints of the others; continue with the same command and --resume"
+        raise stopped_by(
+            reason,
+            f"{len(over)} of {total} trials are over, '{folder.storage.uri}' has the checkpoints of the others; "
+            "continue with the same command and --resume",
         )
 
 

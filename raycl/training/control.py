@@ -61,7 +61,7 @@ class Control:
         Args:
             driver: the driver that can stop the run; empty: none can.
             hang_s: seconds without progress after which the process ends; None: never.
-            host: a sweep that can stop the run as well; None: there is none.
+            host: a sweep or a comparison that can stop the run as well; None: there is none.
         """
         self.storage = storage.with_retries(0)  # what it reads and writes can wait for the next time
         self.world, self.driver = world, driver
@@ -101,8 +101,8 @@ class Control:
     def _look(self) -> bool:
         """Whether there is a request; the host's is copied to the run's folder, so that the run's status shows it."""
         try:
-            if self.host is not None and self.host.is_requested:
-                request_stop(self.storage, self.driver, "SIGTERM")
+            if self.host is not None and (reason := self.host.reason):
+                request_stop(self.storage, self.driver, reason)
             return is_stop_requested(self.storage, self.driver)
         except UnreachableError:
             return False

@@ -5,21 +5,28 @@ What workers do is tested in tests/ray; `make demo` runs a whole comparison on t
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from at_step import learn
 from tiny import Lab, run
 
 from raycl import config as configs
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, StoppedError
 from raycl.launch import driver
 from raycl.launch.driver import Prepared, RunOptions
+from raycl.launch.termination import stopped_by
 from raycl.report.results import find_results
 from raycl.report.tables import comparison_table
+from raycl.storage import Storage
 from raycl.sweep.comparison import ComparisonConfig, plan, run_comparison
+from raycl.training.records.journal import read_state
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
@@ -57,11 +64,47 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
         assert "82.02" in comparison_table(results) and "published: a paper, its table 2" in comparison_table(results)
     assert {options.share for options in hostings} == {at_once}
     assert all(bool(options.label) is (at_once > 1) for options in hostings)
-
     with pytest.raises(ConfigError, match="no row 'lroa': expected some of separate, lora, broken, finetune"):
         run_comparison(comparison, str(tmp_path), only=("lora", "lroa"))
     again = run_comparison(comparison, str(tmp_path), only=("lora", "finetune"))
     assert len(done) == 3 and again.results["lora-s3"]["metrics"] == outcome.results["lora-s3"]["metrics"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_stops_all_runs_with_a_checkpoint(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
+) -> None:
+    """Two runs are learning, the third has not begun; the same command continues them."""
+    both, started = threading.Barrier(2), []
+
+    def train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
+        stop = options.stop
+        assert stop is not None
+        started.append(prepared.name)
+
+        def send() -> None:
+            if both.wait() == 0:
+                os.kill(os.getpid(), number)
+            while not stop.is_requested:
+                time.sleep(0.01)
+
+        learn(prepared.config, prepared.storage, 3, send, stop)
+        raise stopped_by(stop.reason, prepared.name)
+
+    monkeypatch.setattr(driver, "cluster", lambda config: nullcontext())
+    monkeypatch.setattr(driver, "train", train)
+    runs = {name: {"set": ["method=lora", f"method.rank={rank}"]} for rank, name in enumerate(("a", "b", "c"), 1)}
+    tree: dict[str, Any] = {"name": "table", "base": lab.tree("bert"), "runs": runs, "seeds": [3], "at_once": 2}
+    before = signal.getsignal(number)
+    with pytest.raises(
+        StoppedError, match=r"^stopped by .*, [ab]-s3; the same command continues with all runs$"
+    ) as found:
+        run_comparison(configs.validate(ComparisonConfig, tree), str(tmp_path))
+    assert found.value.exit_status == status and signal.getsignal(number) is before
+    assert sorted(started) == ["a-s3", "b-s3"], "a run began after the signal"
+    for name in started:
+        newest = read_state(Storage.at(tmp_path / "table" / name)).checkpoints[-1]
+        assert newest.startswith("phase000-step0000003"), "a checkpoint of the very last step"
 
 
 def test_published_numbers_are_checked() -> None:

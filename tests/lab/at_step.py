@@ -14,6 +14,7 @@ from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
+from raycl.training.records.stop_request import HostStop
 from raycl.training.stream_loop import StreamLoop
 
 
@@ -31,11 +32,13 @@ class At:
         """Nothing happens at a table."""
 
 
-def learn(config: RunConfig, storage: Storage, step: int, act: Callable[[], None]) -> None:
-    """A run as a worker does it, with `act` after so many optimizer steps."""
+def learn(
+    config: RunConfig, storage: Storage, step: int, act: Callable[[], None], host: HostStop | None = None
+) -> None:
+    """A run as a worker does it, with `act` after so many optimizer steps; `host` can stop it."""
     alone = DistributedContext.alone(torch.device("cpu"))
     context, open_engine = assembly.build(config, alone)
-    with Control(storage, alone, "mine", poll_s=0.0) as control:
+    with Control(storage, alone, "mine", poll_s=0.0, host=host) as control:
         StreamLoop(context, open_engine, storage, alone, At(step, act), driver="mine", control=control).run()
 
 

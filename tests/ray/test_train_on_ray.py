@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.usefixtures("s3_uri", "ray_cluster"), pytest.mark.time
 REPO = Path(__file__).resolve().parents[2]
 DASHBOARD = True
 STEPS = (300, 600)
-"""Optimizer steps of the two tasks: 4 an epoch. The second is long, since a run is stopped four times in it."""
+"""Optimizer steps of the two tasks: 4 an epoch. The second is long, since a run is stopped five times in it."""
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +143,10 @@ def with_checkpoint(storage: Storage) -> RunState:
 def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
     whole: tuple[Storage, dict[str, Any]], small: Path, own_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """A killed worker in the first task; in the second a killed driver, a worker that hangs, SIGTERM, a store away.
+    """A killed worker in the first task; in the second a killed driver, a hung worker, SIGTERM, Ctrl-C, a store away.
 
-    A worker that hangs (SIGSTOP) is ended, its group starts again; SIGTERM writes a checkpoint and exits with 75; a
-    store that stays away exits with 75 as well. A finished run is not started again.
+    A worker that hangs (SIGSTOP) is ended, its group starts again; SIGTERM writes a checkpoint and exits with 75,
+    Ctrl-C with 130; a store that stays away exits with 75 as well. A finished run is not started again.
     """
     store, picture = Store(), tmp_path / "matrix.png"
     storage = Storage.at(store.uri("runs/mine"))
@@ -166,8 +166,17 @@ def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
     second.send_signal(signal.SIGTERM)
     assert_stopped_by_sigterm(storage, second)
 
-    third = own_driver("--resume", storage.address, "output.retry_s=1", "launch.max_failures=0")
+    interrupted = own_driver("--resume", storage.address)
     in_second_task(storage, 5)
+    interrupted.send_signal(signal.SIGINT)
+    _, said = interrupted.communicate(timeout=280)
+    assert interrupted.returncode == 130 and "Traceback" not in said, said
+    wanted = rf"stopped by Ctrl-C, 1 of 2 tasks are done, .*; continue with --resume '{storage.address}'$"
+    assert re.search(wanted, said.splitlines()[-1]), said
+    assert status_of(storage.address).state == "stopped"
+
+    third = own_driver("--resume", storage.address, "output.retry_s=1", "launch.max_failures=0")
+    in_second_task(storage, 6)
     store.stop()
     _, said = third.communicate(timeout=280)
     store.start()
@@ -182,7 +191,7 @@ def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
     assert storage.list("journal/attempt-0002") == before, "the dead attempt wrote on"
     assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole[0]), tiny.matrix(whole[0]))
     results, attempts = storage.read_json("results.json"), read_state(storage).attempts
-    assert cells(results) == cells(whole[1]) and results["attempts"] == len(attempts) == 6
+    assert cells(results) == cells(whole[1]) and results["attempts"] == len(attempts) == 7
     assert status_of(storage.address).state == "finished"
     assert launch.train(launch.reopen(storage.address))["matrix"] == results["matrix"]
     assert read_state(storage).attempts == attempts, "a finished run was started again"

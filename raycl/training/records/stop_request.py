@@ -2,7 +2,7 @@
 
 Why it exists: SIGTERM reaches the driver, training happens in other processes, and all that they share is the run's
 folder. A request is for the workers of one driver: it does not stop the run again when another driver resumes it.
-A sweep has one request in its own folder for the workers of all its trials.
+A sweep or a comparison has one request in its own folder for the workers of all its runs.
 What it does not know: where it comes from, and how it is carried out.
 """
 
@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from raycl.errors import UnreachableError
+from raycl.errors import StorageError, UnreachableError
 from raycl.storage import Storage
 from raycl.storage.records import read_record, seal
 
@@ -27,7 +27,8 @@ class StopRequested(Exception):
 
 @dataclass(frozen=True)
 class HostStop:
-    """Where the host of many runs (a sweep) requests that all of them stop; a plain value that travels to workers.
+    """Where the host of many runs (a sweep, a comparison) requests that all of them stop; a plain value that travels to
+    workers.
 
     Attributes:
         folder: address of the host's storage. driver: the host's process, as in `request_stop`.
@@ -37,12 +38,20 @@ class HostStop:
     driver: str
 
     @property
-    def is_requested(self) -> bool:
-        """Whether there is a request; False while the storage does not answer."""
+    def reason(self) -> str:
+        """Why they are to stop; "": there is no request, or the storage does not answer."""
         try:
-            return is_stop_requested(Storage.at(self.folder), self.driver)
+            found = stop_of(Storage.at(self.folder), self.driver)
         except UnreachableError:
-            return False
+            return ""
+        except StorageError:
+            return "a request that cannot be read"
+        return "" if found is None else str(found["reason"])
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether there is a request."""
+        return bool(self.reason)
 
 
 def request_stop(storage: Storage, driver: str, reason: str) -> None:
