@@ -27,7 +27,8 @@ from raycl.data.loader import batch_of
 from raycl.data.sources.fields import Columns
 from raycl.run.banks import snapshot_at
 from raycl.serve.offline import WINDOW, OfflineModel
-from raycl.serve.prediction_files import Input, files_at, write_predictions
+from raycl.serve.prediction_files import write_predictions
+from raycl.serve.prediction_input import Input, files_at
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, router_of
 from raycl.storage import Storage

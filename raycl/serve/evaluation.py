@@ -17,7 +17,7 @@ from raycl.data.sources.ingest import MAX_AUTO_LABELS
 from raycl.errors import DataError
 from raycl.eval.metrics import NEED_SOURCES, check_metric, score, taken_for_same
 from raycl.serve.offline import OfflineModel, Text
-from raycl.serve.prediction_files import Input
+from raycl.serve.prediction_input import Input
 from raycl.types import Score
 
 

@@ -21,11 +21,12 @@ import torch
 
 from raycl.bank import Bank, Snapshot
 from raycl.data.conversation import Message, text_of
-from raycl.errors import ConfigError
+from raycl.errors import AdapterError, ConfigError, ConversationError, RetrievalError
 from raycl.generation.requests import Event, Failed, Sampling
 from raycl.serve.deployment.factory import open_engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last, text_for
+from raycl.serve.errors import InternalError
 from raycl.serve.service import Answer, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.snapshot_model import adapters_of, router_of
@@ -34,6 +35,9 @@ log = logging.getLogger("raycl")
 
 Text = str | Sequence[Message]
 """A text, or the messages of a conversation, whose last one is answered."""
+
+TEXT_ERRORS = (AdapterError, ConversationError, InternalError, RetrievalError)
+"""What the model may fail with on one text while others are answered."""
 
 WINDOW = 16
 """Batches of texts that are sorted by length together, so that a batch has little padding."""
@@ -49,6 +53,7 @@ class Prediction:
         tasks: task -> sum of its adapters' weights. adapters: adapter -> weight. The largest come first.
         ood_score: from 0 to 1, near 1 for a text unlike all learned tasks; None: the router has no such score.
         cut_tokens: tokens cut from the end of the text, which was longer than in training.
+        error: why there is no answer; "": there is one.
     """
 
     text: str
@@ -57,6 +62,7 @@ class Prediction:
     adapters: Mapping[str, float] = field(default_factory=dict)
     ood_score: float | None = None
     cut_tokens: int = 0
+    error: str = ""
 
 
 def settings_here(bank: Bank) -> dict[str, Any]:
@@ -94,7 +100,11 @@ class OfflineModel:
             stack.pop_all()  # it stays open
 
     def predict(
-        self, texts: Iterable[Text], task: str | None = None, max_tokens: int | None = None
+        self,
+        texts: Iterable[Text],
+        task: str | None = None,
+        max_tokens: int | None = None,
+        keep_errors: bool = False,
     ) -> Iterator[Prediction]:
         """The answer to each text or conversation, in order; texts are read as answers are taken, a few batches ahead.
 
@@ -103,6 +113,7 @@ class OfflineModel:
         Args:
             task: of all texts, if it is known; a warning says where the router does not go by it.
             max_tokens: of generated answers; None: as in training.
+            keep_errors: a text that the model fails on gets a prediction without an answer (`Prediction.error`).
 
         Raises:
             ConfigError: no such task. RayclError: a text cannot be answered.
@@ -117,7 +128,7 @@ class OfflineModel:
             sampling = Sampling(max_tokens) if max_tokens else Sampling(sys.maxsize, as_trained=True)
         source = iter(texts)
         while window := list(islice(source, WINDOW * self._max_batch)):
-            yield from self._window(window, task, sampling)
+            yield from self._window(window, task, sampling, keep_errors=keep_errors)
 
     def _warn_of(self, task: str) -> None:
         """Once, where the router does not go by the task."""
@@ -138,7 +149,12 @@ class OfflineModel:
         return [dict(one.tasks) for one in self._window(texts, None, None, route_only=True)]
 
     def _window(
-        self, texts: Sequence[Text], task: str | None, sampling: Sampling | None, route_only: bool = False
+        self,
+        texts: Sequence[Text],
+        task: str | None,
+        sampling: Sampling | None,
+        route_only: bool = False,
+        keep_errors: bool = False,
     ) -> list[Prediction]:
         events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         began = time.perf_counter()
@@ -159,19 +175,25 @@ class OfflineModel:
             requests.append(EngineRequest(read, partial(send, number), sampling, is_chat=is_chat, **settings))
         for request in sorted(requests, key=lambda one: -len(one.text)):
             self._engine.submit(request)
-        answers = [Answer() for _ in texts]
+        answers, errors = [Answer() for _ in texts], dict[int, str]()
         left = len(texts)
         try:
             while left:
                 number, event = events.get()
                 if isinstance(event, Failed):
-                    raise event.error
-                take(answers[number], event, began)
+                    if not (keep_errors and isinstance(event.error, TEXT_ERRORS)):
+                        raise event.error
+                    errors[number] = str(event.error)
+                else:
+                    take(answers[number], event, began)
                 left -= is_last(requests[number], event)
         finally:
             for request in requests:
                 request.cancelled = True
-        return [self._prediction(answer) for answer in answers]
+        return [
+            Prediction("", error=errors[number]) if number in errors else self._prediction(answer)
+            for number, answer in enumerate(answers)
+        ]
 
     def _prediction(self, answer: Answer) -> Prediction:
         metadata = answer.metadata

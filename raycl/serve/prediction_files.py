@@ -2,7 +2,7 @@
 
     predictions.json         what is answered: files with their hashes, snapshot, settings; written first
     part-000000.jsonl ...    one object for each row, complete or absent
-    summary.json             written last: rows, answers, tasks
+    summary.json             written last: rows, answers, tasks, rows that could not be answered
 
 What it does not know: how a text is answered.
 """
@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from itertools import count, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raycl.bank import Snapshot
 from raycl.config import Tree
 from raycl.data.conversation import messages_of
-from raycl.data.sources.cache import cache_folder
-from raycl.data.sources.fields import Columns, Row
-from raycl.data.sources.formats import Format, Source, read_rows
-from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
-from raycl.data.sources.source import SourceFile
 from raycl.errors import ConfigError, DataError, counted
+from raycl.serve.prediction_input import Input, InputRow
 from raycl.storage import Storage
 
 if TYPE_CHECKING:
@@ -36,106 +33,76 @@ if TYPE_CHECKING:
 log = logging.getLogger("raycl")
 
 MANIFEST, SUMMARY = "predictions.json", "summary.json"
-SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
+PART = re.compile(r"part-(\d{6,})\.jsonl")
+"""A part's name; what else is in the folder is no part, a compressed copy for example."""
+PLACE = ("file", "row")
+OWN = (*PLACE, "answer", "error", "scores", "tasks", "ood_score", "cut_tokens")
+"""Columns of the output that are not those of the input; the first say where a row is."""
+
 PART_ROWS = 4096
 LOG_EVERY_S = 10.0
 
 
-@dataclass(frozen=True)
-class Input:
-    """Rows of files, in order.
-
-    Attributes:
-        columns: where text (and label) are. format: of all files.
-    """
-
-    files: tuple[Source, ...]
-    columns: Columns
-    format: Format = "auto"
-
-    def rows(self) -> Iterator[tuple[Source, Row]]:
-        """Each row with its file.
-
-        Raises:
-            DataError: a file or row cannot be used.
-        """
-        for file in self.files:
-            for row in read_rows(file, self.format, self.columns):
-                yield file, row
-
-    def tree(self) -> Tree:
-        """What identifies it: names and hashes of the files, and how they are read."""
-        hashes = {file.uri: file.content_hash(cache_folder(None)) for file in self.files}
-        return {"files": hashes, "format": self.format, "columns": [list(self.columns.text), list(self.columns.label)]}
+def record_of(one: InputRow, prediction: Prediction | None, names_file: bool) -> Tree:
+    """A row of the output: where it is, the answer or why there is none, and the other columns of the input."""
+    found: Tree = {"file": one.file.name} if names_file else {}
+    error = one.problem if prediction is None else prediction.error
+    found |= {"row": one.row.number, "answer": None if prediction is None or error else prediction.text}
+    if error:
+        found["error"] = error
+    elif prediction is not None:
+        if prediction.scores:
+            found["scores"] = {label: round(score, 6) for label, score in prediction.scores.items()}
+        found["tasks"] = {task: round(weight, 6) for task, weight in prediction.tasks.items()}
+        if prediction.ood_score is not None:
+            found["ood_score"] = round(prediction.ood_score, 4)
+        if prediction.cut_tokens:
+            found["cut_tokens"] = prediction.cut_tokens
+    others = plain(one.row.others or {})
+    return found | {f"input.{name}" if name in OWN else name: value for name, value in others.items()}
 
 
-def files_at(addresses: Sequence[str], split: str = "test", config: str | None = None) -> tuple[Source, ...]:
-    """Files at paths or URIs; of a folder, those with a known suffix, in the order of their names; datasets.
-
-    Args:
-        split, config: of a dataset: an `hf://` name, or a local folder in the hub's layout.
-
-    Raises:
-        DataError: a file does not exist, or a folder has none.
-    """
-    found: list[Source] = []
-    for address in addresses:
-        if address.startswith(HUB) and not address.endswith(SUFFIXES):
-            found.append(HubSplit(address, split, config))
-            continue
-        file, folder = SourceFile.at(address), Storage.at(address)
-        if address.partition("?")[0].endswith(SUFFIXES):
-            file.require()
-            found.append(file)
-            continue
-        names = sorted(name for name in folder.list() if name.endswith(SUFFIXES))
-        local = Path(folder.root) if folder.is_local else None
-        is_saved = local is not None and any((local / name).is_file() for name in SAVED)
-        if local is not None and is_dataset_folder(local) and (config or is_saved or not names):
-            name = "" if (local / SAVED[1]).is_file() else split
-            found.append(HubSplit(str(local), name, config, cache=str(cache_folder(None) / "hub")))
-            continue
-        if not names:
-            file.refuse(f"expected a file, or a folder with files, that end with {', '.join(SUFFIXES)}, or a dataset")
-        found += [SourceFile(folder, name) for name in names]
-    return tuple(found)
+def plain(value: Any) -> Any:
+    """A value of a file as JSON has it: text for dates and the like, null for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {_whole(str(key)): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, float | Decimal):
+        return float(value) if math.isfinite(value) else None
+    return value if value is None or isinstance(value, int) else _whole(str(value))
 
 
-def record_of(file: Source, row: Row, prediction: Prediction, names_file: bool) -> Tree:
-    """A row of the output."""
-    found: Tree = {"file": file.name} if names_file else {}
-    found |= {"row": row.number, "answer": prediction.text}
-    if prediction.scores:
-        found["scores"] = {label: round(score, 6) for label, score in prediction.scores.items()}
-    found["tasks"] = {task: round(weight, 6) for task, weight in prediction.tasks.items()}
-    if prediction.ood_score is not None:
-        found["ood_score"] = round(prediction.ood_score, 4)
-    if prediction.cut_tokens:
-        found["cut_tokens"] = prediction.cut_tokens
-    return found
+def _whole(text: str) -> str:
+    """Without halves of surrogate pairs, which no file can hold."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def answered(model: OfflineModel, given: Input, pairs: Iterable[tuple[Source, Row]], **settings: Any) -> Iterator[Tree]:
-    """The record of each row, in order.
+def answered(model: OfflineModel, given: Input, rows: Iterable[InputRow], **settings: Any) -> Iterator[Tree]:
+    """The record of each row, in order; of a row that cannot be answered, the error.
 
     Args:
         settings: of `OfflineModel.predict`.
 
     Raises:
-        DataError: a row cannot be used. RayclError: a text cannot be answered.
+        DataError: a file cannot be used. RayclError: no text can be answered.
     """
-    waiting: list[tuple[Source, Row]] = []
+    waiting, several = deque[InputRow](), len(given.files) > 1
 
     def texts() -> Iterator[Text]:
-        for file, row in pairs:
-            if not row.text.strip():
-                file.refuse("the text is empty: expected at least one word, complete or remove the row", row.number)
-            waiting.append((file, row))
-            yield messages_of(row.text) if row.is_chat else row.text
+        for one in rows:
+            waiting.append(one)
+            if not one.problem:
+                yield messages_of(one.row.text) if one.row.is_chat else one.row.text
 
-    several = len(given.files) > 1
-    for prediction in model.predict(texts(), **settings):
-        yield record_of(*waiting.pop(0), prediction, several)
+    def bad() -> Iterator[Tree]:
+        while waiting and waiting[0].problem:
+            yield record_of(waiting.popleft(), None, several)
+
+    for prediction in model.predict(texts(), keep_errors=True, **settings):
+        yield from bad()
+        yield record_of(waiting.popleft(), prediction, several)
+    yield from bad()
 
 
 def write_predictions(
@@ -159,13 +126,13 @@ def write_predictions(
     return summarise(to, progress.rows, time.monotonic() - began)
 
 
-def parts_of(given: Input, part_rows: int) -> Iterator[tuple[int, list[tuple[Source, Row]]]]:
+def parts_of(given: Input, part_rows: int) -> Iterator[tuple[int, list[InputRow]]]:
     """The rows in numbered parts, in order.
 
     Raises:
-        DataError: a file or row cannot be used.
+        DataError: a file cannot be used.
     """
-    rows = given.rows()
+    rows = given.all_rows()
     for number in count():
         part = list(islice(rows, part_rows))
         if not part:
@@ -174,7 +141,7 @@ def parts_of(given: Input, part_rows: int) -> Iterator[tuple[int, list[tuple[Sou
 
 
 def write_part(
-    model: OfflineModel, given: Input, number: int, part: list[tuple[Source, Row]], to: Storage, settings: Tree
+    model: OfflineModel, given: Input, number: int, part: list[InputRow], to: Storage, settings: Tree
 ) -> None:
     """Answer one part and write it.
 
@@ -187,7 +154,14 @@ def write_part(
 
 def done_parts(to: Storage) -> frozenset[int]:
     """Numbers of the parts that are written."""
-    return frozenset(int(name[len("part-") : -len(".jsonl")]) for name in to.list() if name.startswith("part-"))
+    return frozenset(int(found[1]) for name in to.list() if (found := PART.fullmatch(name)))
+
+
+def records_of(to: Storage) -> Iterator[Tree]:
+    """The records of all parts, in order."""
+    for name in to.list():
+        if PART.fullmatch(name):
+            yield from to.read_json_lines(name)
 
 
 class Progress:
@@ -242,21 +216,21 @@ def summarise(to: Storage, answered_now: int, seconds: float) -> Tree:
     Raises:
         DataError: there are none.
     """
-    rows, answers, tasks, scores, scored = 0, Counter[str](), Counter[str](), 0.0, 0
-    for name in to.list():
-        if not name.startswith("part-"):
+    rows, errors, answers, tasks, scores, scored = 0, 0, Counter[str](), Counter[str](), 0.0, 0
+    for record in records_of(to):
+        rows += 1
+        if "error" in record:
+            errors += 1
             continue
-        for line in to.read_text(name).splitlines():
-            record = json.loads(line)
-            rows += 1
-            answers[record["answer"]] += 1
-            tasks.update({next(iter(record["tasks"]), ""): 1})
-            if "ood_score" in record:
-                scores, scored = scores + record["ood_score"], scored + 1
+        answers[record["answer"]] += 1
+        tasks.update({next(iter(record["tasks"]), ""): 1})
+        if "ood_score" in record:
+            scores, scored = scores + record["ood_score"], scored + 1
     if not rows:
         raise DataError(f"there are no rows to answer: expected at least one ({counted(0, 'row')} read)")
     summary = {
         "rows": rows,
+        "errors": errors,
         "answered_now": answered_now,
         "rows_per_s": answered_now / seconds if answered_now else None,
         "answers": dict(answers.most_common(20)),

@@ -29,7 +29,8 @@ from raycl.errors import LaunchError, RayclError
 from raycl.launch import cluster
 from raycl.serve.deployment.resources import replica_takes, settled_device
 from raycl.serve.offline import OfflineModel
-from raycl.serve.prediction_files import Input, Progress, claim, done_parts, parts_of, summarise, write_part
+from raycl.serve.prediction_files import Progress, claim, done_parts, parts_of, plain, summarise, write_part
+from raycl.serve.prediction_input import Input, InputRow
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
 
@@ -58,7 +59,10 @@ class PartReader(ray.data.Datasource):  # type: ignore[misc]
             for number, part in parts_of(given, part_rows):
                 if number not in done:
                     places = {file.uri: place for place, file in enumerate(given.files)}
-                    rows = [(places[file.uri], row.number, row.text, row.is_chat) for file, row in part]
+                    rows = [
+                        (places[file.uri], row.number, row.text, row.is_chat, plain(row.others or {}), problem)
+                        for file, row, problem in part
+                    ]
                     yield pa.table({"part": [number], "rows": [json.dumps(rows)]})
 
         metadata = {"num_rows": None, "size_bytes": None, "input_files": None, "exec_stats": None}
@@ -98,7 +102,10 @@ class PartWorker:
         files = self._work.given.files
         counts = []
         for number, text in zip(batch["part"], batch["rows"], strict=True):
-            rows = [(files[place], Row(row, words, ("",), is_chat)) for place, row, words, is_chat in json.loads(text)]
+            rows = [
+                InputRow(files[place], Row(row, words, ("",), is_chat, others=others), problem)
+                for place, row, words, is_chat, others, problem in json.loads(text)
+            ]
             write_part(self._model, self._work.given, int(number), rows, self._to, self._work.settings)
             counts.append(len(rows))
         return {"part": [int(number) for number in batch["part"]], "rows": counts}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -142,6 +143,67 @@ def test_files_of_every_format_are_answered_row_by_row(
     assert all(record["tasks"] and record["scores"] for record in records)
 
 
+ROWS = (
+    {"id": 7, "text": "the sky", "answer": "blue", "when": "2026-01-01", "tags": ["a", "b"]},
+    {"id": 8, "text": " ", "answer": "?", "when": None, "tags": []},
+    {"id": 9, "text": 5, "answer": "?", "when": "", "tags": None},
+    {"id": 10, "text": "the sea\u2028is cold", "answer": "", "when": "never", "tags": None},
+)
+"""Two rows of four can be answered; a column has the name of one of the output's."""
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_rows_that_cannot_be_answered_have_an_error_and_all_keep_their_columns(
+    complete: Complete, model: Model, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, output = tmp_path / "rows.jsonl", tmp_path / f"answers.{suffix}"
+    lines = [json.dumps(row) for row in ROWS]
+    rows.write_text("\n".join([*lines, '{"id": 11, "text": "cut off']) + "\n")
+    status, out, err = command(capsys, "predict", uri(complete, "bert"), str(rows), "--output", str(output))
+    assert status == 0, err
+    assert f"5 rows in {output}" in out and "3 rows could not be answered: the column 'error' says why" in out
+    read = {"csv": pandas.read_csv, "parquet": pandas.read_parquet}
+    if suffix == "jsonl":
+        found = [json.loads(line) for line in output.read_text().split("\n")[:-1]]
+    else:
+        found = json.loads(read[suffix](output).to_json(orient="records"))
+        assert list(found[0])[:5] == ["row", "id", "input.answer", "when", "tags"]
+        assert list(found[0])[5:9] == ["answer", "error", "scores", "tasks"]
+    assert [row["row"] for row in found] == [1, 2, 3, 4, 5]
+    assert [row.get("id") for row in found] == [7, 8, 9, 10, None]
+    wanted = [one.text for one in model("bert").predict([str(ROWS[0]["text"]), str(ROWS[3]["text"])])]
+    assert [found[number]["answer"] for number in (0, 3)] == wanted and not found[1]["answer"]
+    errors = [found[number]["error"].partition(":")[0] for number in (1, 2, 4)]
+    assert errors[:2] == ["the text is empty", "the text is a int"] and errors[2].startswith("malformed JSON")
+    assert not found[0].get("error") and found[0]["input.answer"] == "blue" and found[0]["when"] == "2026-01-01"
+    assert found[0]["tags"] == (["a", "b"] if suffix == "jsonl" else '["a", "b"]')
+    weights = found[0]["tasks"] if suffix == "jsonl" else json.loads(found[0]["tasks"])
+    assert set(weights) <= {"colour", "animal"} and sum(weights.values()) == pytest.approx(1)
+
+
+def test_labels_may_hold_any_line_separator(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a compressed copy of a part beside the parts is none of them."""
+    labels = ("yes\u2028indeed", "no\x85never")
+    for split in ("train", "test"):
+        lines = [
+            json.dumps({"text": text, "label": labels[row % 2]}) for row, text in enumerate(["the sky", "fire"] * 6)
+        ]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    task = {"name": "lines", "path": str(tmp_path)}
+    storage = run(lab.config("bert", "lora", stream={"tasks": [task]}), Storage.at(tmp_path / "run")).storage
+    given = ["predict", storage.sub("bank").uri, str(tmp_path / "test.jsonl"), "--part-rows", "5"]
+    given += ["--to", str(tmp_path / "out")]
+    assert command(capsys, *given)[0] == 0
+    (tmp_path / "out/part-000000.jsonl.gz").write_bytes(
+        gzip.compress((tmp_path / "out/part-000000.jsonl").read_bytes())
+    )
+    (tmp_path / "out/part-000001.jsonl").unlink()
+    status, out, err = command(capsys, *given)
+    assert status == 0 and "5 answered now" in out, err
+    answers = json.loads((tmp_path / "out/summary.json").read_text())["answers"]
+    assert sum(answers.values()) == 12 and set(answers) <= set(labels)
+
+
 def test_parts_that_are_written_are_not_answered_again(
     complete: Complete, lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +241,8 @@ def test_parts_that_are_written_are_not_answered_again(
         (["BANK", "FILE", "--text", "body"], "the body is a missing value: expected a string"),
         (["BANK", "FILE", "max_btch=4"], "did you mean 'max_batch'"),
         (["BANK", "EMPTY"], "row 1: the text is empty"),
+        (["BANK", "FILE", "--output", "answers.xlsx"], "expected a file that ends with .csv, .jsonl, .parquet"),
+        (["BANK", "FILE", "--output", "FILE"], "which is read: name another file"),
         (["BANK", "FILE", "--to", "FULL"], "is not empty and holds no predictions.json"),
     ],
 )

@@ -108,19 +108,21 @@ def test_workers_write_what_one_process_writes(
     texts = [text for text, _ in TRAIN]
     (tmp_path / "data").mkdir()
     Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "data" / "test-00000-of-00001.parquet")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    rows = [{"text": text if number != 3 else 7, "id": number} for number, text in enumerate(texts)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["predict", bank, str(tmp_path / "data"), str(tmp_path / "rows.jsonl"), "--part-rows", "5", "--to"]
     assert main.main([*words, str(tmp_path / "one")]) == 0
     assert main.main([*words, str(tmp_path / "two"), "--workers", "2"]) == 0
     assert "24 answered now" in capfd.readouterr().out
     parts = {path.name: path.read_text() for path in (tmp_path / "one").glob("part-*")}
+    assert '"row": 4, "answer": null, "error": "the text is a int' in "".join(parts.values())
     assert len(parts) == 5 and parts == {path.name: path.read_text() for path in (tmp_path / "two").glob("part-*")}
     (tmp_path / "two" / "part-000003.jsonl").unlink()
     assert main.main([*words, str(tmp_path / "two"), "--workers", "1"]) == 0
     assert "5 answered now" in capfd.readouterr().out
     assert (tmp_path / "two" / "part-000003.jsonl").read_text() == parts["part-000003.jsonl"]
-    (tmp_path / "bad.jsonl").write_text('{"text": "red"}\n{"text": 7}\n')
+    (tmp_path / "bad.jsonl").write_text('{"text": 7}\n')
     given = ["predict", bank, str(tmp_path / "bad.jsonl"), "--to", str(tmp_path / "bad"), "--workers", "1"]
     assert main.main(given) == 1
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert line.endswith("bad.jsonl, row 2: the text is a int: expected a string, repair or remove the row")
+    assert line.endswith("bad.jsonl, row 1: the text is a int: expected a string, repair or remove the row")

@@ -6,7 +6,6 @@ What it does not know: which cases are worth running.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -113,8 +112,8 @@ class Battery:
             self._attempt(config, storage, device, None)
         steps = tuple((step["loss"], step["grad_norm"]) for step in read_trace(storage))
         folder = f"predictions/{len(TASKS) - 1:03d}-{TASKS[-1]}"
-        lines = [line for task in TASKS for line in storage.read(f"{folder}/{task}.jsonl").decode().splitlines()]
-        return Outcome(steps, tuple(json.loads(line)["answer"] for line in lines))
+        rows = [row for task in TASKS for row in storage.read_json_lines(f"{folder}/{task}.jsonl")]
+        return Outcome(steps, tuple(row["answer"] for row in rows))
 
     @staticmethod
     def _attempt(config: RunConfig, storage: Storage, device: torch.device, after: int | None) -> None:

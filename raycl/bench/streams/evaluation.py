@@ -103,7 +103,7 @@ def _figures(options: argparse.Namespace, storage: Storage) -> Iterator[Figure]:
         vars(context.method)["route"] = route
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         cpu: dict[str, list[float]] = {way: [] for way in WAYS}
-        answers: dict[str, list[str]] = {}
+        answers: dict[str, list[dict[str, Any]]] = {}
         for number in range(options.rounds):
             for way in WAYS:
                 began, used = time.perf_counter(), time.process_time()
@@ -121,7 +121,7 @@ def _figures(options: argparse.Namespace, storage: Storage) -> Iterator[Figure]:
         for way in WAYS[1:]:
             yield Figure(f"{name}: {way}, on padded batches", rows / median(seconds[way]), "rows/s")
             by_cpu, by_clock = (_ratio(took["auto"], took[way]) for took in (cpu, seconds))
-            differ = sum(map(str.__ne__, answers["auto"], answers[way]))
+            differ = sum(mine != other for mine, other in zip(answers["auto"], answers[way], strict=True))
             detail = f"{rows} rows, {differ} with another answer; by CPU time {by_cpu:.2f}"
             target = TARGET if way == WAYS[-1] else None
             yield Figure(f"{name}: time over that of {way}", by_clock, "x", target, detail=detail)
@@ -157,7 +157,7 @@ def _varied(method: Method) -> Any:
     return varied
 
 
-def _evaluated(context: TrainingContext, storage: Storage, way: str) -> list[str]:
+def _evaluated(context: TrainingContext, storage: Storage, way: str) -> list[dict[str, Any]]:
     """The answers to all test rows of all tasks."""
     update = {"decoding": way.partition(" ")[0], "subsample": None}
     context.evaluation = context.evaluation.model_copy(update=update)
@@ -165,7 +165,7 @@ def _evaluated(context: TrainingContext, storage: Storage, way: str) -> list[str
     with _as_it_trains(context.backbone) if way == WAYS[-1] else nullcontext():
         evaluate_row(context, phase, world, storage, Observations())
     folder = f"predictions/{phase.index:03d}-{phase.name}"
-    return [line for task in phase.tasks for line in _lines(storage, f"{folder}/{task.name}.jsonl")]
+    return [row for task in phase.tasks for row in storage.read_json_lines(f"{folder}/{task.name}.jsonl")]
 
 
 @contextmanager
@@ -180,7 +180,3 @@ def _as_it_trains(backbone: Backbone) -> Iterator[None]:
     finally:
         head._forward_pre_hooks.update(hooks)
         backbone.inference_attention, backbone.inference_by_onednn = attention, by_onednn
-
-
-def _lines(storage: Storage, name: str) -> list[str]:
-    return storage.read(name).decode().splitlines()

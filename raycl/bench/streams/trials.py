@@ -137,6 +137,6 @@ def _answers(storage: Storage, results: dict[str, Any]) -> list[str]:
     found = []
     for index, phase in enumerate(results["phases"]):
         for task in tasks[: index + 1]:
-            lines = storage.read(f"predictions/{index:03d}-{phase}/{task}.jsonl").decode().splitlines()
-            found += [json.loads(line)["answer"] for line in lines]
+            rows = storage.read_json_lines(f"predictions/{index:03d}-{phase}/{task}.jsonl")
+            found += [row["answer"] for row in rows]
     return found

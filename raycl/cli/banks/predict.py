@@ -1,6 +1,7 @@
 """Answer the rows of files with a snapshot of a bank, without a server: labels or texts, as the endpoint would.
 
 raycl predict runs/mine/bank reviews.csv --text body            one JSON object for each row on standard output
+raycl predict runs/mine/bank reviews.csv --output answers.csv   one table, with the columns of the input
 raycl predict runs/mine/bank@main DATA --to predictions         in parts; the same command continues after a stop
 raycl predict s3://team/bank@7 s3://team/rows.parquet --to s3://team/answers device=cuda
 """
@@ -12,13 +13,14 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raycl.bank import Bank, Snapshot
     from raycl.serve.offline import OfflineModel
-    from raycl.serve.prediction_files import Input
+    from raycl.serve.prediction_input import Input
     from raycl.serve.settings import ServeConfig
+    from raycl.storage import Storage
 
 FORMATS = ("auto", "jsonl", "csv", "parquet", "text", "olora", "natural_instructions", "phrasebank")
 
@@ -28,6 +30,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_input(found)
     found.add_argument("--to", metavar="FOLDER", help="folder or URI for parts; default: standard output")
+    found.add_argument("--output", metavar="FILE", help="also one file of all rows: .csv, .jsonl or .parquet")
     found.add_argument(
         "--workers", type=int, metavar="N", help="answer parts on N workers of the Ray cluster at RAY_ADDRESS, or here"
     )
@@ -90,38 +93,57 @@ def open_model(options: argparse.Namespace) -> OfflineModel:
 def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
     """The rows; with a label, which `predict` does not read."""
     from raycl.data.sources.fields import TEXT_NAMES, Columns
-    from raycl.serve.prediction_files import Input, files_at
+    from raycl.serve.prediction_input import Input, files_at
 
     text = (options.text,) if options.text else TEXT_NAMES
     return Input(files_at(options.files, options.split, options.config), Columns(text, label), options.format)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer; a summary follows where parts are written."""
-    from raycl.serve.prediction_files import answered, write_predictions
+    """Answer; a summary follows where files are written."""
+    from contextlib import ExitStack
+    from tempfile import TemporaryDirectory
+
+    from raycl.errors import counted
+    from raycl.serve.prediction_files import answered
+    from raycl.serve.prediction_tables import check_output, write_table
     from raycl.storage import Storage
 
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("raycl").setLevel(logging.INFO)
     given = input_of(options)
     settings = {"task": options.task, "max_tokens": options.max_tokens}
-    if options.to is None:
+    if options.output:
+        check_output(options.output, given)
+    if not (options.to or options.output):
         with open_model(options) as model:
-            for record in answered(model, given, given.rows(), **settings):
+            for record in answered(model, given, given.all_rows(), **settings):
                 print(json.dumps(record, ensure_ascii=False))
         return 0
-    to = Storage.at(options.to)
+    with ExitStack() as stack:
+        to = Storage.at(options.to or stack.enter_context(TemporaryDirectory()))
+        summary = _write_parts(options, given, to, settings)
+        if options.output:
+            write_table(to, options.output)
+    speed = f", {summary['rows_per_s']:.0f} rows/s" if summary["rows_per_s"] else ""
+    where = " and ".join(filter(None, [options.to and to.uri, options.output]))
+    print(f"{summary['rows']:,} rows in {where}, {summary['answered_now']:,} answered now{speed}")
+    if summary["errors"]:
+        print(f"{counted(summary['errors'], 'row')} could not be answered: the column 'error' says why")
+    for name in ("answers", "tasks"):
+        print(f"{name:8}" + ", ".join(f"{key} {count:,}" for key, count in summary[name].items()))
+    return 0
+
+
+def _write_parts(options: argparse.Namespace, given: Input, to: Storage, settings: dict[str, Any]) -> dict[str, Any]:
+    """Answer here or on workers; returns the summary."""
+    from raycl.serve.prediction_files import write_predictions
+
     if options.workers:
         from raycl.serve.prediction_workers import write_on_workers
 
         bank, snapshot, config = snapshot_of(options)
         sizes = {"workers": options.workers, "part_rows": options.part_rows}
-        summary = write_on_workers(bank, snapshot, config, given, to, **sizes, **settings)
-    else:
-        with open_model(options) as model:
-            summary = write_predictions(model, given, to, options.part_rows, **settings)
-    speed = f", {summary['rows_per_s']:.0f} rows/s" if summary["rows_per_s"] else ""
-    print(f"{summary['rows']:,} rows in {to.uri}, {summary['answered_now']:,} answered now{speed}")
-    for name in ("answers", "tasks"):
-        print(f"{name:8}" + ", ".join(f"{key} {count:,}" for key, count in summary[name].items()))
-    return 0
+        return write_on_workers(bank, snapshot, config, given, to, **sizes, **settings)
+    with open_model(options) as model:
+        return write_predictions(model, given, to, options.part_rows, **settings)

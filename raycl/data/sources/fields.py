@@ -49,6 +49,7 @@ class Row(NamedTuple):
         references: acceptable answers, at least one; an empty text where no answers are read.
         is_chat: the text stands for the messages of a conversation (`raycl.data.conversation`).
         group: what it shares with the rows that belong to it, by `Columns.group`; "" without one.
+        others: the item's other fields, where `Columns.others` keeps them; else None.
     """
 
     number: int
@@ -56,6 +57,7 @@ class Row(NamedTuple):
     references: tuple[str, ...]
     is_chat: bool = False
     group: str = ""
+    others: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Columns:
         parts: fields that are the text together, one below the other, instead of `text`.
         turns: which turns of conversations are rows.
         group: field whose value is the same in rows that belong together; "": none.
+        others: rows keep the fields that are not their text.
     """
 
     text: tuple[str, ...] = TEXT_NAMES
@@ -76,6 +79,7 @@ class Columns:
     parts: tuple[str, ...] = ()
     turns: Turns = "all"
     group: str = ""
+    others: bool = False
 
     @property
     def is_default(self) -> bool:
@@ -92,6 +96,8 @@ class Columns:
         twice = [name for name in dict.fromkeys(found) if found.count(name) > 1]
         if twice:
             refuse(f"several columns have the name '{twice[0]}': expected one, rename or remove the others")
+        if self.others:
+            return list(names)
         group = _column(self.group, names) if self.group else None
         return found if group is None or group in found else [*found, group]
 
@@ -154,6 +160,7 @@ def usable_rows(
         try:
             rows = rows_of(item, number, columns, refuse)
         except BadRow as problem:
+            problem.item = item
             findings.bad_row(problem)
         else:
             yield from rows
@@ -173,8 +180,19 @@ def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> list[Ro
     if columns.group:
         value = _field(item, (columns.group,))
         if value is not None and value != "":
-            return [row._replace(group=str(value)) for row in rows]
+            rows = [row._replace(group=str(value)) for row in rows]
+    if columns.others:
+        rows = [row._replace(others=other_fields(item, columns)) for row in rows]
     return rows
+
+
+def other_fields(item: Any, columns: Columns) -> dict[str, Any]:
+    """The fields of an item that are not its text; none of what is no object."""
+    if not isinstance(item, Mapping):
+        return {}
+    names = (*CHAT_NAMES, *columns.text) if columns.is_default else columns.text
+    text = next((name for name in names if name in item), None)
+    return {name: value for name, value in item.items() if name != text}
 
 
 def _refuse_half_characters(text: str, number: int, refuse: Refuse) -> None:

@@ -18,7 +18,17 @@ SHOWN = 3
 
 
 class BadRow(DataError):
-    """A row that cannot be used; the other rows of its source can."""
+    """A row that cannot be used; the other rows of its source can.
+
+    Attributes:
+        row: 1-based. problem: the message without the place.
+        item: what was read of it; None: nothing.
+    """
+
+    def __init__(self, message: str, row: int = 0, problem: str = "") -> None:
+        super().__init__(message)
+        self.row, self.problem = row, problem
+        self.item: Any = None
 
 
 @dataclass

@@ -171,7 +171,7 @@ def read_definition(file: SourceFile) -> str:
 
 
 def _natural_instructions(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
-    names = Columns(("input",), ("output",) if columns.label else (), group=columns.group)
+    names = Columns(("input",), ("output",) if columns.label else (), group=columns.group, others=columns.others)
     return usable_rows(enumerate(_json_items(file, "Instances.item"), start=1), names, file.refuse, findings)
 
 

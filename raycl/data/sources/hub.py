@@ -64,7 +64,7 @@ class HubSplit:
         """Raise a DataError about this split, or a BadRow about one row of it (1-based)."""
         if row is None:
             raise DataError(f"{self.uri}: {problem}")
-        raise BadRow(f"{self.uri}, row {row}: {problem}")
+        raise BadRow(f"{self.uri}, row {row}: {problem}", row, problem)
 
     def exists(self) -> bool:
         """Whether it can be read; raises what `require` does where it cannot."""

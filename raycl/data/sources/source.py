@@ -62,7 +62,7 @@ class SourceFile:
         """Raise a DataError about this file, or a BadRow about one row of it (1-based)."""
         if row is None:
             raise DataError(f"{self.uri}: {problem}")
-        raise BadRow(f"{self.uri}, row {row}: {problem}")
+        raise BadRow(f"{self.uri}, row {row}: {problem}", row, problem)
 
     def exists(self) -> bool:
         """Whether the file is there."""
@@ -184,7 +184,7 @@ class SourceFiles:
         """Raise a DataError about these files, or a BadRow about one row of all together (1-based)."""
         if row is None:
             raise DataError(f"{self.uri}: {problem}")
-        raise BadRow(f"{self.uri}, row {row} of all: {problem}")
+        raise BadRow(f"{self.uri}, row {row} of all: {problem}", row, problem)
 
     def exists(self) -> bool:
         """Whether all files are there."""

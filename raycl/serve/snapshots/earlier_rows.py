@@ -110,4 +110,5 @@ def _alone(tree: Tree, spec: Any) -> Tree:
 def _fingerprint(snapshot: Snapshot, task: str, split: Split) -> str | None:
     """SHA-256 of the rows that a task had; None: it is not recorded."""
     rows = snapshot.provenance.get("inputs", {}).get("tasks", {}).get(task, {})
-    return rows.get(split, {}).get("sha256")
+    found: str | None = rows.get(split, {}).get("sha256")
+    return found

@@ -65,15 +65,15 @@ class TraceReader:
         """Add the lines behind those that are known: the writer only ever adds lines to a file."""
         found = self.storage.read_from(f"{FOLDER}/{name}", self._read.get(name, 0))
         new = found[: found.rfind(b"\n") + 1]  # HDFS may show a part of a line
-        for record in self._records(name, new.decode(errors="replace")):
+        for record in self._records(name, new):
             key = (record["phase"], record["step"])
             if key not in self._merged or self._merged[key][0] <= name:
                 self._merged[key] = (name, record)
         self._read[name] = self._read.get(name, 0) + len(new)
 
-    def _records(self, name: str, text: str) -> Iterator[dict[str, Any]]:
+    def _records(self, name: str, data: bytes) -> Iterator[dict[str, Any]]:
         before = self._lines.get(name, 0)
-        lines = text.splitlines()
+        lines = data.splitlines()
         for number, line in enumerate(lines, before + 1):
             try:
                 yield json.loads(line)

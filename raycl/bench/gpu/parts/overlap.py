@@ -147,10 +147,10 @@ class Overlap:
         differ = count = 0
         for phase, task in enumerate(TASKS[:-1]):
             files = [f"predictions/{phase:03d}-{task}/{seen}.jsonl" for seen in TASKS[: phase + 1]]
-            theirs = [line for file in files for line in storage.read_text(file).splitlines()]
+            theirs = [row for file in files for row in storage.read_json_lines(file)]
             name = max(one for one in checkpoints if one.startswith(f"phase{phase:03d}"))
             score_checkpoint(build(config, self.world)[0], storage, name, self.world, lambda task: None)
-            mine = [line for file in files for line in storage.read_text(file).splitlines()]
+            mine = [row for file in files for row in storage.read_json_lines(file)]
             differ += sum(one != other for one, other in zip(mine, theirs, strict=True))
             count += len(mine)
             self.setup.free()

@@ -1,0 +1,156 @@
+"""Rows of files that are answered, in order, with those that cannot be used and the other columns of each.
+
+What it does not know: how a row is answered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from raycl.config import Tree
+from raycl.data.sources.cache import cache_folder
+from raycl.data.sources.fields import Columns, Row, other_fields
+from raycl.data.sources.findings import BadRow, Findings
+from raycl.data.sources.formats import Format, Source, read_rows
+from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
+from raycl.data.sources.source import SourceFile
+from raycl.storage import Storage
+
+log = logging.getLogger("raycl")
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
+
+EMPTY = "the text is empty: expected at least one word, complete or remove the row"
+
+FIRST_ROWS = 100
+"""Rows of a file of which one must be usable: else what is wrong is wrong with the file or the command."""
+
+
+class InputRow(NamedTuple):
+    """A row with its file.
+
+    Attributes:
+        problem: why it cannot be answered; "": it can.
+    """
+
+    file: Source
+    row: Row
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Input:
+    """Rows of files, in order.
+
+    Attributes:
+        columns: where text (and label) are. format: of all files.
+    """
+
+    files: tuple[Source, ...]
+    columns: Columns
+    format: Format = "auto"
+
+    def rows(self) -> Iterator[tuple[Source, Row]]:
+        """Each row with its file.
+
+        Raises:
+            DataError: a file or row cannot be used.
+        """
+        for file in self.files:
+            findings = Findings()
+            for row in read_rows(file, self.format, self.columns, findings):
+                yield file, row
+            _log_notes(findings)
+
+    def all_rows(self) -> Iterator[InputRow]:
+        """As `rows`, with those that cannot be used, and with the other fields of each.
+
+        Raises:
+            DataError: a file cannot be used, or none of its first `FIRST_ROWS` rows can.
+        """
+        for file in self.files:
+            bad: list[InputRow] = []
+            is_usable = False
+            for one in self._all_rows(file):
+                is_usable |= not one.problem
+                bad.append(one)
+                if is_usable:
+                    yield from bad
+                    bad.clear()
+                elif len(bad) == FIRST_ROWS:
+                    break
+            if bad:
+                file.refuse(bad[0].problem, bad[0].row.number)
+
+    def _all_rows(self, file: Source) -> Iterator[InputRow]:
+        findings = _KeptFindings(file, self.columns)
+        for row in read_rows(file, self.format, replace(self.columns, others=True), findings):
+            yield from findings.taken()
+            yield InputRow(file, row, "" if row.text.strip() else EMPTY)
+        yield from findings.taken()
+        _log_notes(findings)
+
+    def tree(self) -> Tree:
+        """What identifies it: names and hashes of the files, and how they are read."""
+        hashes = {file.uri: file.content_hash(cache_folder(None)) for file in self.files}
+        return {"files": hashes, "format": self.format, "columns": [list(self.columns.text), list(self.columns.label)]}
+
+
+def files_at(addresses: Sequence[str], split: str = "test", config: str | None = None) -> tuple[Source, ...]:
+    """Files at paths or URIs; of a folder, those with a known suffix, in the order of their names; datasets.
+
+    Args:
+        split, config: of a dataset: an `hf://` name, or a local folder in the hub's layout.
+
+    Raises:
+        DataError: a file does not exist, or a folder has none.
+    """
+    found: list[Source] = []
+    for address in addresses:
+        if address.startswith(HUB) and not address.endswith(SUFFIXES):
+            found.append(HubSplit(address, split, config))
+            continue
+        file, folder = SourceFile.at(address), Storage.at(address)
+        if address.partition("?")[0].endswith(SUFFIXES):
+            file.require()
+            found.append(file)
+            continue
+        names = sorted(name for name in folder.list() if name.endswith(SUFFIXES))
+        local = Path(folder.root) if folder.is_local else None
+        is_saved = local is not None and any((local / name).is_file() for name in SAVED)
+        if local is not None and is_dataset_folder(local) and (config or is_saved or not names):
+            name = "" if (local / SAVED[1]).is_file() else split
+            found.append(HubSplit(str(local), name, config, cache=str(cache_folder(None) / "hub")))
+            continue
+        if not names:
+            file.refuse(f"expected a file, or a folder with files, that end with {', '.join(SUFFIXES)}, or a dataset")
+        found += [SourceFile(folder, name) for name in names]
+    return tuple(found)
+
+
+class _KeptFindings(Findings):
+    """Bad rows are kept until they are taken."""
+
+    def __init__(self, file: Source, columns: Columns) -> None:
+        super().__init__()
+        self._file, self._columns = file, columns
+        self._bad: list[InputRow] = []
+
+    def bad_row(self, problem: BadRow) -> None:
+        """Keep it."""
+        row = Row(problem.row, "", ("",), others=other_fields(problem.item, self._columns))
+        self._bad.append(InputRow(self._file, row, problem.problem))
+
+    def taken(self) -> list[InputRow]:
+        """The bad rows since the last call."""
+        found, self._bad = self._bad, []
+        return found
+
+
+def _log_notes(findings: Findings) -> None:
+    for note in findings.notes:
+        log.info("%s", note)
