@@ -16,6 +16,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from raycl.config import Section, validate
+from raycl.config.names import REFERENCE_SIGNS, problem_of, shown
 from raycl.errors import BankError, ConfigError, DamagedError, FormatError
 from raycl.storage.records import number_of, numbered, seal, unseal
 from raycl.types import Activation
@@ -27,13 +28,13 @@ OBJECT = re.compile(r"objects/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors")
 
 
 def check_name(name: str) -> str:
-    """An adapter's name is a plain file name, so that it cannot leave the bank's folder.
+    """An adapter's name is a plain file name, in any script, so that it cannot leave the bank's folder.
 
     Raises:
         BankError: it is not.
     """
-    if not NAME.fullmatch(name) or ".." in name:
-        raise BankError(f"'{name}' cannot name an adapter: use 1 to 100 letters, digits, '.', '_', '-', no '..'")
+    if problem := problem_of(name, REFERENCE_SIGNS):
+        raise BankError(f"{shown(name)} cannot name an adapter, {problem}")
     return name
 
 
@@ -243,7 +244,7 @@ def adapter_of(file: str) -> AdapterRef | None:
     folder, _, rest = file.partition("/")
     name, _, record = rest.partition("/")
     number = number_of(record)
-    if folder != "adapters" or number is None or not NAME.fullmatch(name) or ".." in name:
+    if folder != "adapters" or number is None or problem_of(name, REFERENCE_SIGNS):
         return None
     return AdapterRef(name=name, version=number)
 

@@ -8,6 +8,7 @@ What it does not know: how training works (`raycl.training`), what the parts are
 from __future__ import annotations
 
 import copy
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -163,7 +164,7 @@ def _continued(config: RunConfig, storage: Storage, state: RunState) -> Prepared
     """The run with a config that may follow that of `state`; the next claim records it."""
     stream, singles = checks.check(config), checks.read_singles(config)
     check_inputs(storage, state, inputs_of(config, stream))
-    return Prepared(config, stream, storage, storage.uri.rsplit("/", 1)[-1], singles, state.fingerprint)
+    return Prepared(config, stream, storage, storage.root.rsplit("/", 1)[-1], singles, state.fingerprint)
 
 
 def run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
@@ -326,7 +327,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
     if prepared.needs_scorer:
         job["scorer"] = scorer_resources(config, float((scaling.resources_per_worker or {}).get("GPU", 0.0)))
     ray_run = RayRunConfig(
-        name=f"{prepared.name}-{driver}",
+        name=f"{re.sub(r'[^A-Za-z0-9._-]+', '-', prepared.name)}-{driver}",  # Ray takes ASCII alone
         storage_path=storage.path("ray"),
         storage_filesystem=None if storage.is_local else storage.filesystem,
         failure_config=FailureConfig(max_failures=config.launch.max_failures),

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import MultipleLocator
 from numpy.typing import NDArray
 
@@ -157,5 +158,8 @@ def save_png(figure: Figure, path: str | Path) -> Path:
     """Write the picture without empty margins, and its folder where there is none."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, format="png", bbox_inches="tight")
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # names with two dollars are no formulas
+    with rc_context({"text.parse_math": False}):
+        figure.savefig(target, format="png", bbox_inches="tight")
     return target

@@ -16,8 +16,10 @@ from raycl import config as configs
 from raycl.backbone import BackboneConfig, at_commit
 from raycl.backbone.load import because_of_kind, known_capabilities
 from raycl.config import Section, Tree, trust
+from raycl.config.names import problem_of, shown
 from raycl.config.unused import refuse, unused_written
 from raycl.data.stream import Stream, StreamConfig
+from raycl.errors import ConfigError
 from raycl.eval.settings import EvalConfig
 from raycl.methods.lora.lora import LoraConfig
 from raycl.methods.registry import MODIFIERS, WRAPPERS, MethodChoice, ModifierChoice, method_class
@@ -234,14 +236,20 @@ def directory(config: RunConfig) -> Storage:
 
 def name_of(config: RunConfig) -> str | None:
     """The name of the run's folder from the config or the environment; None: there is none."""
-    return config.output.name or os.environ.get("RAYCL_RUN_NAME") or None
+    return config.output.name or _folder_name(os.environ.get("RAYCL_RUN_NAME") or "", "RAYCL_RUN_NAME") or None
+
+
+def _folder_name(name: str, source: str) -> str:
+    if name and (problem := problem_of(name)):
+        raise ConfigError(f"{source} gives the run the name {shown(name)}, which cannot be a folder's: {problem}")
+    return name
 
 
 def free_names(config: RunConfig) -> Iterator[str]:
     """Telling names for a run that has none: those that no folder beside it has, one after another."""
     backbone = config.backbone.name.rstrip("/").split("/")[-1]
     schedule = "" if config.stream.schedule == "sequential" else f"-{config.stream.schedule}"
-    base = f"{config.stream.name}-{backbone}-{config.method.name}{schedule}-s{config.seed}"
+    base = _folder_name(f"{config.stream.name}-{backbone}-{config.method.name}{schedule}-s{config.seed}", "stream.name")
     root = directory(config)
     taken = set(root.list()) if root.exists() else set()
     names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))

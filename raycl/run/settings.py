@@ -8,6 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from raycl.config import Section
+from raycl.config.names import FolderName
 
 
 class LaunchConfig(Section):
@@ -47,8 +48,10 @@ class OutputConfig(Section):
         description="folder or s3:// URI that every worker reaches; null: $RAYCL_RUNS, else ~/raycl-runs in a "
         "submitted job (whose own folder is temporary), else ./runs",
     )
-    name: str | None = Field(
-        None, description="folder of this run; null: $RAYCL_RUN_NAME, else made from stream, backbone, method, seed"
+    name: FolderName | None = Field(
+        None,
+        description="folder of this run, a plain name in any script; null: $RAYCL_RUN_NAME, else made from stream, "
+        "backbone, method, seed",
     )
     retry_s: float = Field(
         180.0, ge=0, description="seconds for which operations of a store that does not answer are retried"

@@ -23,7 +23,8 @@ from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import MARK, LoadedSnapshot
 from raycl.serve.engine.requests import AdapterSelection, EngineRequest, text_for
 from raycl.serve.errors import BusyError, DeadlineExceededError, LimitExceededError, NotFoundError
-from raycl.serve.http.schema import MAX_NUMBER, Generation, Request, ResponseDetails
+from raycl.serve.http.answers import ResponseDetails
+from raycl.serve.http.schema import MAX_NUMBER, Generation, Request
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.manager import SnapshotManager
 

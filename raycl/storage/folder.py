@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 from pyarrow import ArrowException, NativeFile
 from pyarrow import fs as pafs
@@ -27,6 +27,9 @@ from raycl.storage.outage import with_retries
 from raycl.storage.unfinished import UNFINISHED, Buffer, finished_beside
 
 T = TypeVar("T")
+
+_OF_URIS = "%:/?#[]@!$&'()*+,;=~"
+"""Signs of a URI that stay as they are; pyarrow takes no others but letters and digits of ASCII."""
 
 _READ_ATTEMPTS = 10
 """Reads of an object that is being replaced all the time before `read` gives up."""
@@ -52,7 +55,8 @@ class Storage:
     """A folder on some file system; every name below is relative to it, with forward slashes.
 
     Attributes:
-        uri: as the user wrote it without its query, absolute for local paths.
+        uri: as the user wrote it without its query, absolute for local paths; in others, signs that a URI cannot have
+            are encoded.
         endpoint: address of an S3-compatible server other than AWS (the URI's `endpoint_override`).
         retry_s: how long operations of a store that does not answer are retried, with growing pauses.
     """
@@ -74,6 +78,7 @@ class Storage:
         if "://" not in text:
             path = str(Path(text).expanduser().absolute())
             return Storage(path, pafs.LocalFileSystem(), path.rstrip("/"))
+        text = quote(text, safe=_OF_URIS)
         if any(urlsplit(part).password for part in (text, _endpoint(text) or "")):
             raise StorageError("the URI holds a secret, which would end up in logs: give it by AWS_* variables instead")
         try:
@@ -103,7 +108,13 @@ class Storage:
 
     def sub(self, name: str) -> Storage:
         """A folder below this one."""
-        return Storage(f"{self.uri}/{name}", self.filesystem, self.path(name), self.endpoint, self.retry_s)
+        return Storage(
+            f"{self.uri}/{name if self.is_local else quote(name)}",
+            self.filesystem,
+            self.path(name),
+            self.endpoint,
+            self.retry_s,
+        )
 
     def with_retries(self, seconds: float) -> Storage:
         """The same folder, whose operations are retried for so long if the store does not answer, before they fail."""

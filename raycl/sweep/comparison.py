@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 
 from raycl import config as configs
 from raycl.config import Section, Tree, trust
+from raycl.config.names import FolderName
 from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch.termination import StopOnSignal, stopped_by
@@ -47,7 +48,7 @@ class Entry(Section):
 class ComparisonConfig(Section):
     """Runs that differ only in what is named."""
 
-    name: str = Field(description="name of the comparison and of its folder")
+    name: FolderName = Field(description="name of the comparison and of its folder")
     base: dict[str, Any] = Field(default_factory=dict, description="config tree that all runs share")
     runs: dict[str, Entry] = Field(description="name of a row -> what it sets")
     seeds: tuple[int, ...] = Field(

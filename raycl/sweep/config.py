@@ -19,6 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
 from raycl.config import Section, Tree, trust
+from raycl.config.names import FolderName
 from raycl.config.unused import covering, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError
 from raycl.run.config import RunConfig, from_tree
@@ -75,7 +76,7 @@ TAKEN = ("workers", "cpus_per_worker", "gpus_per_worker")
 class SweepConfig(Section):
     """One sweep."""
 
-    name: str = Field(pattern=r"^[\w.-]+$", description="name of the sweep and of its folder")
+    name: FolderName = Field(description="name of the sweep and of its folder")
     base: Tree = Field(default_factory=dict, description="config tree that all trials share")
     space: dict[str, Draw] = Field(min_length=1, description="dotted path -> its values")
     metric: Metrics = Field(("ap",), description="ap, ap - f_ra, task('agnews'), ...; several: a Pareto front")

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from raycl.config.names import REFERENCE_SIGNS, problem_of, shown
 from raycl.data.benchmarks.knowledge import OLORA_GROUPS, fold, folder_names
 from raycl.data.sources.source import SourceFile, SourceFiles
 from raycl.errors import DataError, MissingTasksError, counted
@@ -35,15 +36,14 @@ class TaskFolder:
 
 
 def check_name(name: str) -> None:
-    """Refuse a task name that could lead out of its folder.
+    """Refuse a task name that cannot be a file's and an adapter's, in any script.
 
     Raises:
-        DataError: the name is empty or has a path in it.
+        DataError: the name is empty, too long, or has a path or signs in it that adapters' names cannot have.
     """
-    if not name.strip() or "/" in name or "\\" in name or ".." in name:
+    if problem := problem_of(name, REFERENCE_SIGNS):
         raise DataError(
-            f"task name '{name}' cannot be used: expected a plain name without '/', '\\' or '..'; "
-            "give the place of the files in 'path' or 'root'"
+            f"task name {shown(name)} cannot be used, {problem}; give the place of the files in 'path' or 'root'"
         )
 
 

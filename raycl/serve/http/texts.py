@@ -19,7 +19,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from raycl.errors import RayclError
 from raycl.generation.requests import Sampling, Started, TextDelta
 from raycl.serve.errors import InvalidRequestError, error_response
-from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
+from raycl.serve.http.answers import ChatAnswer, TextAnswer
+from raycl.serve.http.schema import ChatRequest, CompletionRequest, Generation
 from raycl.serve.service import Answer, Service, details_of, finished_text, take
 
 EVENT = {

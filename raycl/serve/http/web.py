@@ -18,12 +18,9 @@ from raycl import __version__
 from raycl.errors import BankError, RayclError
 from raycl.serve.errors import InvalidRequestError, NotFoundError, body_of, error_response
 from raycl.serve.http.access import AccessMiddleware, Keys
-from raycl.serve.http.playground import add_playground
-from raycl.serve.http.schema import (
+from raycl.serve.http.answers import (
     ActivateAnswer,
-    ActivateRequest,
     AdaptersAnswer,
-    ClassifyRequest,
     ErrorAnswer,
     HealthAnswer,
     LabelAnswer,
@@ -32,6 +29,8 @@ from raycl.serve.http.schema import (
     RouteAnswer,
     SnapshotsAnswer,
 )
+from raycl.serve.http.playground import add_playground
+from raycl.serve.http.schema import ActivateRequest, ClassifyRequest
 from raycl.serve.http.texts import add_texts, usage
 from raycl.serve.service import Answer, Service, details_of, labelled, routed
 

@@ -22,7 +22,8 @@ from pydantic import Field, ValidationError
 from raycl import __version__
 from raycl.serve.errors import InvalidRequestError, LimitExceededError, UnavailableError
 from raycl.serve.http.access import AccessMiddleware, Keys
-from raycl.serve.http.schema import HealthAnswer, Message, ModelsAnswer, Name, Text, Unsupported, Wire, conversation
+from raycl.serve.http.answers import HealthAnswer, ModelsAnswer
+from raycl.serve.http.schema import Message, Name, Text, Unsupported, Wire, conversation
 from raycl.serve.http.web import ERROR_RESPONSES, add_errors
 from raycl.serve.settings import ServeConfig
 from raycl.serve.upstream.choice import AdapterChoice

@@ -32,6 +32,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
+def test_names_with_dollars_are_no_formulas(tmp_path: Path, make_result: Make) -> None:
+    result = make_result("$x_$")
+    result["stream"]["tasks"] = result["phases"] = ["$x_$", "a$\\frac$", "c"]
+    assert heatmap(result, tmp_path / "matrix.png").is_file()
+    assert forgetting_curves(result, tmp_path / "curves.png").is_file()
+
+
 def test_heatmap_writes_scores_and_leaves_the_rest_blank(
     tmp_path: Path, make_result: Make, drawn: list[Figure]
 ) -> None:
