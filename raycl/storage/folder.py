@@ -78,7 +78,7 @@ class Storage:
         if "://" not in text:
             path = str(Path(text).expanduser().absolute())
             return Storage(path, pafs.LocalFileSystem(), path.rstrip("/"))
-        text = quote(text, safe=_OF_URIS)
+        text = quote(text, safe=_OF_URIS, errors="replace")
         if any(urlsplit(part).password for part in (text, _endpoint(text) or "")):
             raise StorageError("the URI holds a secret, which would end up in logs: give it by AWS_* variables instead")
         try:
