@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -126,7 +126,7 @@ class Backbone(nn.Module, ABC):
         head: label head of encoder-only backbones, else None.
         prefix: what stands in front of every text, or None. suffix: what stands behind it, before its answer, or None.
         dtype: what the model computes in, whatever an engine keeps trained parameters in.
-        allowed_labels: the only answers that evaluation accepts; (): all.
+        allowed_labels: the only answers that evaluation accepts, and their ids; {}: all.
         competing_labels: in training, the only labels that compete for an example which has one of them; (): all do.
             Read by backbones that answer with labels.
         every_position: logits are computed at every position of a text, though only some carry loss, since something
@@ -149,7 +149,7 @@ class Backbone(nn.Module, ABC):
         self.head = None
         self.prefix = None
         self.suffix = None
-        self.allowed_labels: tuple[str, ...] = ()
+        self.allowed_labels: Mapping[str, Sequence[int]] = {}
         self.competing_labels: tuple[str, ...] = ()
         self.every_position = self.packs = self.synchronized = False
         self.inference_attention: Attention | None = None

@@ -19,7 +19,7 @@ import numpy as np
 from raycl.data import prompts
 from raycl.data.benchmarks import builtin
 from raycl.data.language import TextObjective, text_objective
-from raycl.data.prepare import Chosen, Lengths, check_codec, prepare
+from raycl.data.prepare import Chosen, Lengths, check_codec, fit_targets, prepare
 from raycl.data.prompts import Prompt
 from raycl.data.resolve import StreamPlan, TaskPlan, resolve
 from raycl.data.selection import Indices, carve_dev, carve_test, draw_groups, per_class, pick_reference, sample
@@ -99,6 +99,11 @@ class Stream:
         """
         chosen = self._chosen(task, split)
         return prepare(task, split, chosen, self.prompt(task, codec), codec, self.limits(task, codec), self._cache)
+
+    def answer_ids(self, task: Task, answers: Sequence[str], codec: TextCodec) -> list[list[int]]:
+        """Ids of answers, written and cut as those of the task's rows; empty lists for encoder-only backbones."""
+        prompt, limit = self.prompt(task, codec), self.limits(task, codec).target
+        return fit_targets([""] * len(answers), answers, prompt, codec, limit)[0]
 
     def has_data(self, task: Task) -> bool:
         """Whether the task has rows; a learned task whose data is out of reach has none."""

@@ -5,24 +5,23 @@ What it does not know: models, batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from raycl.backbone.codec import HFCodec
+from collections.abc import Iterable, Sequence
 
 
 class AllowedTokens:
     """The tokens of some answers, as a tree."""
 
-    def __init__(self, codec: HFCodec, answers: Sequence[str], forced: int | None = None) -> None:
-        """Tokenise them.
+    def __init__(self, answers: Iterable[Sequence[int]], end: int, forced: int | None = None) -> None:
+        """Make it.
 
         Args:
+            answers: their ids, as they are learned. end: id of the end of the sequence.
             forced: the model's own first token of every answer, if it has one.
         """
-        self._end = [codec.eos_id]
+        self._end = [end]
         self._after: dict[tuple[int, ...], list[int]] = {}
-        for answer in codec.encode_target(answers):
-            ids = answer if forced is None else [forced, *answer]
+        for answer in answers:
+            ids = [*answer] if forced is None else [forced, *answer]
             for place, token in enumerate(ids):
                 known = self._after.setdefault(tuple(ids[:place]), [])
                 known += [token] if token not in known else []

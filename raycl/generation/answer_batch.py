@@ -71,7 +71,7 @@ class Prompts(NamedTuple):
         task: its name. batch: real rows only. mixture: of the rows; None: none is active.
         max_tokens: of an answer.
         start: ids that every row begins with, which may be read once.
-        allowed: the only answers; (): all.
+        allowed: ids of the only answers; (): all.
     """
 
     task: str
@@ -79,7 +79,7 @@ class Prompts(NamedTuple):
     max_tokens: int
     mixture: Mixture | None = None
     start: Sequence[int] = ()
-    allowed: tuple[str, ...] = ()
+    allowed: tuple[tuple[int, ...], ...] = ()
 
 
 class Answer(NamedTuple):
@@ -120,7 +120,7 @@ class AnswerBatch:
         self._rows: list[_Row] = []
         self._state: DynamicKVCache | None = None
         self._open, self._is_open = ExitStack(), False
-        self._constraints: dict[tuple[str, ...], AllowedTokens] = {}
+        self._constraints: dict[tuple[tuple[int, ...], ...], AllowedTokens] = {}
         self._start: SharedPrompt | None = None
         self._ends = _end_ids(backbone)
 
@@ -169,9 +169,9 @@ class AnswerBatch:
         with self._activate(mixture):
             return self._start.followed_by([ids[len(prompts.start) :] for ids in sources])
 
-    def _constraint(self, allowed: tuple[str, ...]) -> AllowedTokens | None:
+    def _constraint(self, allowed: tuple[tuple[int, ...], ...]) -> AllowedTokens | None:
         if allowed and allowed not in self._constraints:
-            self._constraints[allowed] = AllowedTokens(self._backbone.codec, allowed)
+            self._constraints[allowed] = AllowedTokens(allowed, self._backbone.codec.eos_id)
         return self._constraints.get(allowed)
 
     def _step(self) -> Iterator[Answer]:

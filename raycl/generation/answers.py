@@ -48,7 +48,8 @@ def _constraint(backbone: Backbone, inputs: GenerationInputs) -> dict[str, Calla
     """Arguments that keep `generate` to the allowed labels, token by token; nothing if there are none."""
     if not backbone.allowed_labels:
         return {}
-    allowed, first = AllowedTokens(backbone.codec, backbone.allowed_labels, inputs.forced), inputs.prompt_columns
+    answers, first = backbone.allowed_labels.values(), inputs.prompt_columns
+    allowed = AllowedTokens(answers, backbone.codec.eos_id, inputs.forced)
     return {"prefix_allowed_tokens_fn": lambda _, ids_S: allowed.after(ids_S[first:].tolist())}
 
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from raycl.data.prepare import fit_sources, fit_targets, leaves_room
+from raycl.data.prepare import fit_sources, leaves_room
 from raycl.data.selection import Indices
 from raycl.data.stream import Stream
 from raycl.data.tokens import HeldRows, Rows, Split, TokenTable
@@ -137,8 +137,7 @@ class TaskContext:
 
     def targets(self, task: Task, answers: Sequence[str]) -> list[list[int]]:
         """Ids of answers of a task, written and cut as those of its rows; empty lists for encoder-only backbones."""
-        prompt = self.stream.prompt(task, self.codec)
-        return fit_targets([""] * len(answers), answers, prompt, self.codec, self.target_limit(task))[0]
+        return self.stream.answer_ids(task, answers, self.codec)
 
     def stored_rows(self, task: Task, share: float = 1.0, limit: int | None = None) -> Indices:
         """Training rows of a task that a replay buffer of this share holds, at most `limit` (`Stream.stored`)."""

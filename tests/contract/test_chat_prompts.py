@@ -50,6 +50,9 @@ def compare(codec: HFCodec, folder: Path) -> None:
     columns = table.columns(range(len(table)))
     assert [ids.tolist() for ids in columns.source_ids] == served
     assert table.truncated_sources > 0 and max(map(len, served)) <= LIMIT
+    answers = [names[0] for names in table.references(range(len(table)))]
+    targets = [ids.tolist() for ids in columns.target_ids]
+    assert stream.answer_ids(stream.tasks[0], answers, codec) == targets, "what evaluation keeps answers to"
     texts = table.texts(range(len(table)))
     plain = [text.replace(special, "") for text in texts]
     assert texts != plain and controls(prompt.encode(texts, codec), codec) == controls(

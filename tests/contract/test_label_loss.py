@@ -49,9 +49,9 @@ def test_predictions_are_limited_to_the_allowed_labels(lab: Lab) -> None:
         backbone.head.bias.copy_(torch.tensor([2.0, 0.0, 1.0]))
     batch = batch_of(backbone.codec.encode_source(["red blue cat", "a dog"]), backbone.codec.pad_id)
     assert predict(backbone, batch, 1) == ["old", "old"]
-    backbone.allowed_labels = ("left", "right")
+    backbone.allowed_labels = dict.fromkeys(("left", "right"), ())
     assert predict(backbone, batch, 1) == ["right", "right"]
-    backbone.allowed_labels = ("unseen",)
+    backbone.allowed_labels = {"unseen": ()}
     assert predict(backbone, batch, 1) == ["", ""]
 
 
@@ -67,17 +67,18 @@ def test_generated_answers_are_allowed_labels(
     batch = batch_of(codec.encode_source(["red blue cat", "a dog", "a"]), codec.pad_id)
     with activate_batch(context.method, batch):
         free = predict(backbone, batch, 6)
-        backbone.allowed_labels = ("red cat", "red dog", "blue")
+        labels = ("red cat", "red dog", "blue")
+        backbone.allowed_labels = dict(zip(labels, codec.encode_target(labels), strict=True))
         told = predict(backbone, batch, 6)
-        backbone.allowed_labels = tuple(reversed(backbone.allowed_labels))
+        backbone.allowed_labels = dict(reversed(backbone.allowed_labels.items()))
         assert predict(backbone, batch, 6) == told
-        backbone.allowed_labels = ("blue",)
+        backbone.allowed_labels = {"blue": codec.encode_target(["blue"])[0]}
         assert predict(backbone, batch, 6) == ["blue"] * 3
         if kind == "t5":
             monkeypatch.setattr(backbone.model.generation_config, "forced_bos_token_id", 0)
             assert predict(backbone, batch, 6) == ["blue"] * 3
             monkeypatch.undo()
-        backbone.allowed_labels = ()
+        backbone.allowed_labels = {}
         assert predict(backbone, batch, 6) == free
     assert set(told) <= {"red cat", "red dog", "blue"} and not set(free) & set(told)
 

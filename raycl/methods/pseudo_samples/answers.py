@@ -48,7 +48,8 @@ def _own(method: Method, sources: Sequence[Sequence[int]], context: TaskContext)
     backbone, limit = method.backbone, context.target_limit(context.phase.tasks[0])
     was_training, allowed = backbone.training, backbone.allowed_labels
     backbone.eval()
-    backbone.allowed_labels = tuple(phase_labels(context.phase))
+    labels = phase_labels(context.phase)
+    backbone.allowed_labels = dict(zip(labels, context.targets(context.phase.tasks[0], labels), strict=True))
     found: list[str] = []
     try:
         for start in range(0, len(sources), AT_ONCE):

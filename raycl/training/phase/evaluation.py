@@ -185,13 +185,13 @@ def _generated(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> d
     def prompts() -> Iterator[Prompts]:
         for task in tasks:
             table = _opened(context, task, row)
-            start, labels = table.common_start(), task.labels if settings.labels == "task" else None
+            start, allowed = table.common_start(), tuple(map(tuple, _allowed_labels(context, task).values()))
             limit = settings.max_new_tokens or context.stream.limits(task, backbone.codec).target
             for batch in _batches(context, task, table, row, decoder.read_rows):
                 real = int((batch.rows >= 0).sum())  # the last ones of a worker may be fill-ups, without an answer
                 if real:
                     batch = batch.first(real).to(row.world.device)
-                    yield Prompts(task.name, batch, limit, _route(context, batch, row), start, tuple(labels or ()))
+                    yield Prompts(task.name, batch, limit, _route(context, batch, row), start, allowed)
 
     shares: dict[str, Predictions] = {task.name: [] for task in tasks}
     for answer in decoder.answers(prompts()):
@@ -284,11 +284,17 @@ def _without_task(batch: Batch) -> Batch:
 @contextmanager
 def _allow_labels(context: TrainingContext, task: Task) -> Iterator[None]:
     """Restrict answers to the task's own labels, if `eval.labels` is `task`."""
-    context.backbone.allowed_labels = tuple(task.labels or ()) if context.evaluation.labels == "task" else ()
+    context.backbone.allowed_labels = _allowed_labels(context, task)
     try:
         yield
     finally:
-        context.backbone.allowed_labels = ()
+        context.backbone.allowed_labels = {}
+
+
+def _allowed_labels(context: TrainingContext, task: Task) -> dict[str, list[int]]:
+    """The task's labels with their ids, if `eval.labels` is `task`."""
+    labels = (task.labels or ()) if context.evaluation.labels == "task" else ()
+    return dict(zip(labels, context.stream.answer_ids(task, labels, context.backbone.codec), strict=True))
 
 
 def _answers(context: TrainingContext, batch: Batch, limit: int, row: _Pass) -> list[str]:

@@ -72,7 +72,7 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
                 rows = slice(first, first + 2)
                 batch = batch_of(codec.encode_source(SOURCES[rows]), codec.pad_id)
                 batch.rows += first
-                yield Prompts(task, batch, 8, mixture(rows), start, allowed)
+                yield Prompts(task, batch, 8, mixture(rows), start, tuple(map(tuple, codec.encode_target(allowed))))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_prompt, "LEAST_TOKENS", 2)
@@ -83,7 +83,7 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
     assert (decoder._start is not None) == shares, "a common beginning is read once where the mixture is the same"
     expected = {}
     for task, allowed in (("free", ()), ("limited", LABELS)):
-        backbone.allowed_labels = allowed
+        backbone.allowed_labels = dict(zip(allowed, codec.encode_target(allowed), strict=True))
         for row, source in enumerate(SOURCES):
             batch = batch_of(codec.encode_source([source]), codec.pad_id)
             with stack.activate(mixture(slice(row, row + 1))):
