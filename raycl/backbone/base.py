@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from raycl.backbone.codec import HFCodec
-from raycl.backbone.limits import positions_of
 from raycl.backbone.linears.cpu import by_onednn
 from raycl.errors import BackboneError
+from raycl.pretrained.positions import positions_of
 from raycl.types import IGNORE, Batch, Capabilities
 
 Side = Literal["source", "target"]

@@ -90,6 +90,14 @@ class MethodConfig(Section):
         """
         return 0
 
+    def prompt_positions(self, tasks: int) -> int:
+        """Positions that soft prompts take beside each text at most.
+
+        Args:
+            tasks: of the run.
+        """
+        return 0
+
     @property
     def sample_share(self) -> tuple[str, float] | None:
         """Setting, by dotted path, that says which share of a task's rows is kept for later tasks, and its value."""

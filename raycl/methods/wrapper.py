@@ -48,6 +48,10 @@ class WrapperConfig(MethodConfig):
             del settings[name]
         return settings
 
+    def prompt_positions(self, tasks: int) -> int:
+        """As the learner."""
+        return self.learner.prompt_positions(tasks)
+
     @property
     def needs_task(self) -> bool:
         """As the learner."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from raycl.config import Section
 from raycl.errors import RetrievalError
 from raycl.pretrained import fingerprint_of, folder_of, resolve_path
+from raycl.pretrained.positions import positions_of
 
 log = logging.getLogger("raycl")
 
@@ -97,8 +98,9 @@ class SentenceEncoder:
 
             folder = str(folder_of(self.config.name, self.config.revision))
             self._model = SentenceTransformer(folder, device=self._device)
-            positions = getattr(self._model[0].auto_model.config, "max_position_embeddings", self.config.max_tokens)
-            self._model.max_seq_length = min(self.config.max_tokens, positions, self._model.tokenizer.model_max_length)
+            limits = [self.config.max_tokens, self._model.tokenizer.model_max_length]
+            positions = positions_of(self._model[0].auto_model)
+            self._model.max_seq_length = min(limits if positions is None else [*limits, positions])
             self._model.eval()
             if self.config.layer != "last":
                 self._model[0].auto_model.config.output_hidden_states = True

@@ -38,6 +38,7 @@ from raycl.run.method_checks import (
     check_objective,
     check_optimizer,
     check_packing,
+    check_prompt_positions,
     check_quantized,
     check_roles,
 )
@@ -89,6 +90,7 @@ def check(config: RunConfig) -> Stream:
     stream = open_stream(config.stream, config.seed)
     stream.check(codec)
     method.check(stream.tasks)
+    check_prompt_positions(config, skeleton, len(stream.tasks))
     check_objective(config, stream.tasks)
     check_data(config, stream)
     check_selection(config, stream)

@@ -167,6 +167,27 @@ def check_packing(config: RunConfig, method: Method) -> None:
         )
 
 
+def check_prompt_positions(config: RunConfig, backbone: Backbone, tasks: int) -> None:
+    """Soft prompts take positions beside the text.
+
+    Args:
+        tasks: of the run.
+
+    Raises:
+        ConfigError: the backbone has too few for both.
+    """
+    prompts, limit = config.method.prompt_positions(tasks), backbone.max_positions
+    stream, one_sequence = config.stream, backbone.capabilities.one_sequence
+    texts = stream.max_source_tokens + (stream.max_target_tokens if one_sequence else 0)
+    if limit is not None and prompts and texts + prompts > limit:
+        answer = f" + max_target_tokens {stream.max_target_tokens}" if one_sequence else ""
+        raise ConfigError(
+            f"method '{config.method.name}' puts up to {prompts} positions of soft prompts beside a text, and with "
+            f"stream.max_source_tokens {stream.max_source_tokens}{answer} that is more than the {limit} positions of "
+            "this backbone: lower it, or use shorter or fewer prompts"
+        )
+
+
 def check_compiled(config: RunConfig, method: Method) -> None:
     """torch.compile pays where each step computes the same in the layers, and has been tried.
 

@@ -382,13 +382,6 @@ def test_a_missing_encoder_is_an_error() -> None:
         SentenceEncoder(EncoderConfig(name="./nowhere"))
 
 
-def test_an_encoder_truncates_to_its_positions(lab: Lab) -> None:
-    from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
-
-    encoder = SentenceEncoder(EncoderConfig(name=str(lab.model_folder("bert")), max_tokens=256))
-    assert torch.isfinite(encoder.embed(["fire " * 200])).all() and encoder.truncated == 1
-
-
 def test_a_damaged_router_is_named(complete: Complete, tmp_path: Path) -> None:
     bank = Bank(complete("bert", "slm", "torch").copy(tmp_path).sub("bank"))
     assert verify(bank).problems == []

@@ -76,6 +76,10 @@ class EpiConfig(MethodConfig):
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("ridge",)
     pre_trains: ClassVar[bool] = False
 
+    def prompt_positions(self, tasks: int) -> int:
+        """Those of the text's own prompt."""
+        return self.length if self.value == "prompt" else 0
+
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Settings of another kind of adapter."""
         others = ("length",) if self.value == "lora" else ("rank", "alpha", "dropout")

@@ -51,6 +51,10 @@ class L2pConfig(MethodConfig):
 
     task_id_in_training: ClassVar[bool] = False
 
+    def prompt_positions(self, tasks: int) -> int:
+        """Those of the selected prompts."""
+        return self.top_k * self.prompt_length
+
     @model_validator(mode="after")
     def _pool_is_large_enough(self) -> Self:
         if self.top_k > self.pool_size:

@@ -91,6 +91,10 @@ class Lfpt5Config(MethodConfig):
     )
     pre_trains: ClassVar[bool] = False
 
+    def prompt_positions(self, tasks: int) -> int:
+        """One prompt."""
+        return self.prompt_length
+
     @property
     def sample_share(self) -> tuple[str, float]:
         """Of rows or pseudo-samples."""

@@ -81,6 +81,10 @@ class MoclConfig(MethodConfig):
         """Where the task id restricts the composition."""
         return self.task_id
 
+    def prompt_positions(self, tasks: int) -> int:
+        """The weighted sum of all prompts."""
+        return self.prompt_length if self.value == "prompt" else 0
+
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Settings of other modules, and of other weights."""
         others = ("prompt_length",) if self.value == "lora" else ("rank", "alpha", "dropout", "targets")

@@ -54,6 +54,10 @@ class ProgPromptConfig(MethodConfig):
         """Where the task id picks the prompts."""
         return self.task_id
 
+    def prompt_positions(self, tasks: int) -> int:
+        """A prompt of each task."""
+        return tasks * self.prompt_length
+
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """The width of an MLP that is not there."""
         if self.prompt_form != "mlp":

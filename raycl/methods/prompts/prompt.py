@@ -34,6 +34,10 @@ class SeqPromptConfig(MethodConfig):
 
     task_id_in_training: ClassVar[bool] = False
 
+    def prompt_positions(self, tasks: int) -> int:
+        """One prompt."""
+        return self.prompt_length
+
 
 class SeqPrompt(SingleAdapter):
     """The frozen backbone with one soft prompt that every task overwrites."""

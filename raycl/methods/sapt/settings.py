@@ -78,6 +78,10 @@ class SaptConfig(MethodConfig):
         """Pseudo-samples, unless nothing reads them."""
         return ABLATIONS[self.ablation].reads_samples
 
+    def prompt_positions(self, tasks: int) -> int:
+        """The weighted sum of all prompts."""
+        return max(self.prompt_length, *self.prompt_length_by_task.values(), 0) if self.value == "prompt" else 0
+
     @property
     def sample_share(self) -> tuple[str, float] | None:
         """Of pseudo-samples, where something reads them."""

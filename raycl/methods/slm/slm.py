@@ -110,6 +110,15 @@ class SlmConfig(MethodConfig):
             settings["keys"] = {key: value for key, value in settings["keys"].items() if key != "centrifugal"}
         return settings
 
+    def prompt_positions(self, tasks: int) -> int:
+        """Those of the selected slots, or of their weighted sum; each group may select others."""
+        if self.value != "prompt":
+            return 0
+        longest = max(self.prompt_length, *self.prompt_length_by_task.values(), 0)
+        selected = self.retrieval.top_k * (self.keys.groups if self.retrieval.rule == "group_union" else 1)
+        slots = max(self.keys.slots, *self.keys.slots_by_task.values(), 0) * tasks
+        return longest * (min(selected, slots) if self.prompt_mixing == "concat" else 1)
+
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What slots of another kind hold."""
         rank, length = ("rank", "rank_by_task"), ("prompt_length", "prompt_length_by_task")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny import Lab
 from torch import Tensor
+from transformers import RobertaConfig, RobertaModel
 
 from raycl.errors import BankError, RetrievalError
 from raycl.retrieval.discriminant import Discriminant, Statistics
@@ -253,3 +256,13 @@ def test_router_sum_activates_all_adapters_without_reading_texts() -> None:
     mixture = make_router(state, {"one": ("one",), "two": ("two",)}).route(["a", "b", "c"], None)
     assert mixture.names == ("one", "two") and torch.equal(mixture.weights, torch.ones(3, 2))
     assert without(state, "one") == state
+
+
+def test_an_encoder_truncates_to_its_positions(lab: Lab, tmp_path: Path) -> None:
+    roberta = shutil.copytree(lab.model_folder("bert"), tmp_path / "roberta")
+    settings = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 8, "pad_token_id": 0}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64}
+    RobertaModel(RobertaConfig(**settings, **layers)).save_pretrained(roberta)
+    for folder in (lab.model_folder("bert"), roberta):
+        encoder = SentenceEncoder(EncoderConfig(name=str(folder), max_tokens=256))
+        assert torch.isfinite(encoder.embed(["fire " * 200])).all() and encoder.truncated == 1

@@ -8,7 +8,29 @@ import pytest
 from tiny import Lab
 
 from raycl.errors import ConfigError
+from raycl.run.checks import check
 from raycl.run.method_checks import check_engine
+
+PROMPTS: dict[str, tuple[dict[str, Any], int]] = {
+    "prompt": ({"prompt_length": 41}, 41),
+    "l2p": ({"prompt_length": 21, "top_k": 2}, 42),
+    "progprompt": ({"prompt_length": 21}, 42),
+    "mocl": ({"value": "prompt", "prompt_length": 41}, 41),
+    "epi": ({"value": "prompt", "length": 41}, 41),
+    "sapt": ({"value": "prompt", "prompt_length_by_task": {"animal": 41}}, 41),
+    "slm": ({"value": "prompt", "prompt_length": 7, "keys": {"groups": 4, "slots": 3}}, 42),
+}
+"""Method -> settings, and the positions of the prompts beside a text of 24 tokens on a model of 64."""
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_soft_prompts_have_positions_beside_the_text(lab: Lab, name: str) -> None:
+    settings, positions = PROMPTS[name]
+    config = lab.config("bert", {"name": name, **settings})
+    with pytest.raises(ConfigError, match=rf"up to {positions} positions of soft prompts .* than the 64 positions"):
+        check(config)
+    check(lab.config("bert", {"name": name, **settings}, stream={"max_source_tokens": 64 - positions}))
+    check(lab.config("t5", {"name": name, **settings}))
 
 
 @pytest.mark.parametrize(
