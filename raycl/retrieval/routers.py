@@ -146,6 +146,8 @@ class TextRouter(Router):
 
     def __init__(self, router: SlotRouter, encoder: SentenceEncoder) -> None:
         self.router, self.encoder = router, encoder
+        if router.samples:
+            router.calibrated()  # ahead of the first text
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
         """By each text's query; with `task_id`, among the slots of its own task alone.

@@ -192,6 +192,14 @@ class SlotRouter:
             RetrievalError: no dev text of any task was kept, or a query does not fit or is not finite.
         """
         split_groups(queries_BC, self.groups)
+        return self.calibrated().scores(queries_BC)
+
+    def calibrated(self) -> OodCalibrator:
+        """What `ood_score` compares with; the first call takes up to half a second at a hundred tasks.
+
+        Raises:
+            RetrievalError: no dev text of any task was kept.
+        """
         if self._calibrator is None:
             samples = [self.samples[task] for task in self.tasks if task in self.samples]
             if not samples:
@@ -200,7 +208,7 @@ class SlotRouter:
                     "raycl wrote it): there is no out-of-distribution score"
                 )
             self._calibrator = OodCalibrator(self.discriminant.relative_distances, samples)
-        return self._calibrator.scores(queries_BC)
+        return self._calibrator
 
     def novelty(self) -> dict[str, float]:
         """The newest task and, in percent, how well its dev texts stood out before it was learned (AUROC).
