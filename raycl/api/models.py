@@ -10,7 +10,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from raycl import config as configs
+from raycl.data.conversation import text_of
 from raycl.data.sources.chats import conversation_of
+from raycl.data.sources.fields import half_character
 from raycl.errors import DataError, RunError
 from raycl.run.banks import snapshot_at
 from raycl.serve.offline import OfflineModel, Prediction, settings_here
@@ -100,7 +102,9 @@ def _several(texts: Text | Sequence[Text]) -> list[Any]:
 
 def _read(text: Any, number: int) -> Any:
     if isinstance(text, list | tuple) and text and all(isinstance(one, Mapping) for one in text):
-        return conversation_of(text)
+        messages = conversation_of(text, f"conversation {number}")
+        _refuse_half_characters(text_of(messages), number)
+        return messages
     if not isinstance(text, str):
         raise DataError(
             f"text {number} is {text!r}: expected a string, or a conversation as a list of messages with role and "
@@ -108,7 +112,13 @@ def _read(text: Any, number: int) -> Any:
         )
     if not text.strip():
         raise DataError(f"text {number} is empty: expected at least one word")
+    _refuse_half_characters(text, number)
     return text
+
+
+def _refuse_half_characters(text: str, number: int) -> None:
+    if problem := half_character(text):
+        raise DataError(f"text {number}: {problem}")
 
 
 def load(bank: str, **settings: Any) -> Model:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from raycl.data.sources.chats import CHAT_NAMES, conversation_of, is_chat
+from raycl.data.sources.chats import BESIDE, CHAT_NAMES, conversation_of, is_chat
+from raycl.data.sources.fields import half_character
 from raycl.data.sources.hub import NO_LABEL, class_names, named
 from raycl.errors import DataError, counted
 from raycl.storage import Storage
@@ -68,6 +69,7 @@ def task(
     dev: Rows = None,
     text: str = "text",
     label: str = "label",
+    group: str = "",
     **settings: Any,
 ) -> InMemoryTask | dict[str, Any]:
     """A task for `raycl.train`, `Run.add` and `Run.revise`.
@@ -77,7 +79,7 @@ def task(
             path or URI of a file, for all of them. dev: None: a part of train. train alone: a folder, a dataset's
             folder or a name on the hub (`hf://fancyzhx/ag_news`), as `path` of `stream.tasks`. Rows with `messages`
             are conversations.
-        text, label: names of the columns.
+        text, label: names of the columns. group: of the column that `stream.group` names, which is kept with the rows.
         settings: of `stream.tasks` (metric, labels, definition, format).
 
     Raises:
@@ -102,41 +104,54 @@ def task(
     names = _class_names(train, label)
     if names is not None:
         settings = {"labels": names, **settings}
-    return InMemoryTask(name, {split: _rows(name, split, rows, text, label) for split, rows in there.items()}, settings)
+    saved = {split: _rows(name, split, rows, text, label, group) for split, rows in there.items()}
+    return InMemoryTask(name, saved, settings)
 
 
-def _rows(name: str, split: str, rows: Rows, text: str, label: str) -> list[dict[str, Any]]:
+def _rows(name: str, split: str, rows: Rows, text: str, label: str, group: str) -> list[dict[str, Any]]:
     names = _class_names(rows, label)
     found: list[dict[str, Any]] = []
     unlabelled = 0
     for number, item in enumerate(_items(name, split, rows, text, label), 1):
-        if isinstance(item, Mapping) and is_chat(item.get(CHAT_NAMES[0])):
-            found.append({CHAT_NAMES[0]: [message._asdict() for message in conversation_of(item[CHAT_NAMES[0]])]})
-            continue
-        if isinstance(item, Mapping):
-            pair = item.get(text), item.get(label)
-        elif isinstance(item, list | tuple) and len(item) == 2:
-            pair = item[0], item[1]
-        else:
-            raise DataError(
-                f"task '{name}', {split} row {number} is a {type(item).__name__}: expected (text, label), or a dict "
-                f"with {text} and {label}"
-            )
-        if not isinstance(pair[0], str) or pair[1] is None:
-            raise DataError(
-                f"task '{name}', {split} row {number}: expected a string under '{text}' and an answer under '{label}', "
-                f"got {pair[0]!r} and {pair[1]!r}"
-            )
-        answer = named(pair[1], names) if names else _answer(pair[1])
-        if names and answer == NO_LABEL:
+        row = _row(f"task '{name}', {split} row {number}", item, text, label, names)
+        if row is None:
             unlabelled += 1
             continue
-        found.append({"text": pair[0], "label": answer})
+        if group and isinstance(item, Mapping) and group in item:
+            row[group] = _answer(item[group])
+        found.append(row)
     if unlabelled:
         log.warning("task '%s': %d %s rows without a class are left out", name, unlabelled, split)
     if not found:
         raise DataError(f"task '{name}' has no {split} rows: expected at least one")
     return found
+
+
+def _row(where: str, item: Any, text: str, label: str, names: list[str] | None) -> dict[str, Any] | None:
+    """A row as its file has it; None: its class is not known."""
+    if isinstance(item, Mapping) and is_chat(item.get(CHAT_NAMES[0])):
+        conversation_of(item[CHAT_NAMES[0]], where)
+        return _whole({key: item[key] for key in (CHAT_NAMES[0], *BESIDE) if key in item}, where)
+    if isinstance(item, Mapping):
+        pair = item.get(text), item.get(label)
+    elif isinstance(item, list | tuple) and len(item) == 2:
+        pair = item[0], item[1]
+    else:
+        raise DataError(
+            f"{where} is a {type(item).__name__}: expected (text, label), or a dict with {text} and {label}"
+        )
+    if not isinstance(pair[0], str) or pair[1] is None:
+        raise DataError(
+            f"{where}: expected a string under '{text}' and an answer under '{label}', got {pair[0]!r} and {pair[1]!r}"
+        )
+    answer = named(pair[1], names) if names else _answer(pair[1])
+    return None if names and answer == NO_LABEL else _whole({"text": pair[0], "label": answer}, where)
+
+
+def _whole(row: dict[str, Any], where: str) -> dict[str, Any]:
+    if problem := half_character(json.dumps(row, ensure_ascii=False)):
+        raise DataError(f"{where}: {problem}")
+    return row
 
 
 def _class_names(rows: Rows, label: str) -> list[str] | None:

@@ -156,10 +156,10 @@ def _of_reading(sources: Mapping[Split, RawRows]) -> Iterator[Mistake]:
         if raw.left_out:
             yield Mistake(f"rows of {split} that cannot be used", raw.left_out, raw.problems[0], _LEAVE_OUT)
         if raw.blank:
-            yield Mistake(f"empty labels in {split}", raw.blank, "left out", _LEAVE_OUT)
+            yield Mistake(f"empty labels in {split}", raw.blank, f"of {raw.count + raw.dropped:,} rows", _LEAVE_OUT)
 
 
-_LEAVE_OUT = "correct them, or leave them out with stream.on_bad_row=skip"
+_LEAVE_OUT = "correct them; stream.on_bad_row=skip leaves them out"
 
 
 def _of_labels(task: Task, train: Mapping[str, int], test: Mapping[str, int]) -> Iterator[Mistake]:
@@ -189,11 +189,16 @@ def _of_labels(task: Task, train: Mapping[str, int], test: Mapping[str, int]) ->
     once = [label for label, count in train.items() if count == 1]
     if once and len(train) > len(once):
         mend = "give them more rows, or leave them out: labels=[...] without them and stream.on_bad_row=skip"
-        yield Mistake("labels with one row of train", len(once), _some(once), mend)
+        yield Mistake("labels with one row of train", len(once), _some([f"'{label}'" for label in once]), mend)
     never = [label for label in test if label not in train]
     if never and train:
-        yield Mistake("labels of test that train never has", len(never), _some(never), "give train rows of them")
-    rare = [label for label, count in train.items() if max(train.values()) > _RARE * count]
+        yield Mistake(
+            "labels of test that train never has",
+            len(never),
+            _some([f"'{label}'" for label in never]),
+            "give train rows of them",
+        )
+    rare = [label for label, count in train.items() if 1 < count < max(train.values()) / _RARE]
     if rare:
         which = ", ".join(f"'{label}' {train[label]:,} rows" for label in rare[:_SHOWN])
         mend = "use metric=macro_f1, or stream.per_class rows of each"

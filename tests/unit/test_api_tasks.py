@@ -49,6 +49,22 @@ def test_columns_have_other_names_and_labels_are_numbers(tmp_path: Path) -> None
     assert json.loads((Path(spec["path"]) / "train.jsonl").read_text()) == {"text": "the sky", "label": "3"}
 
 
+def test_what_belongs_to_a_row_is_kept_and_what_is_wrong_names_it(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "weight": 0}] * 2
+    chat = {"messages": turns, "system": "be brief", "user": np.int64(3), "note": "x"}
+    spec = raycl.task("mine", [chat], [chat], group="user").saved(Storage.at(tmp_path))
+    kept = json.loads((Path(spec["path"]) / "train.jsonl").read_text())
+    assert kept == {"messages": turns, "system": "be brief", "user": "3"}
+    bad: list[tuple[Any, str]] = [
+        ([chat, {"messages": turns[1:]}], "train row 2: message 1 of the conversation is of assistant"),
+        ([*PAIRS, ("cut \ud83d", "a")], r"train row 3: half a character \(.ud83d"),
+        ([*PAIRS, ("a", "cut \ud83d")], r"train row 3: half a character \(.ud83d"),
+    ]
+    for rows, problem in bad:
+        with pytest.raises(DataError, match=f"task 'mine', {problem}"):
+            raycl.task("mine", rows, PAIRS)
+
+
 def test_files_stay_where_they_are() -> None:
     spec = raycl.task("mine", "a.csv", "b.csv", text="body", definition="Name the colour.")
     assert spec == {

@@ -137,15 +137,18 @@ def _weight(message: Mapping[str, Any], number: int, refuse: Refuse) -> bool:
     return bool(weight != 0)
 
 
-def conversation_of(value: Any) -> list[Message]:
+def conversation_of(value: Any, where: str) -> list[Message]:
     """The messages of a conversation in memory, in any of the forms that files have.
+
+    Args:
+        where: what error messages call it.
 
     Raises:
         DataError: roles that are not known or do not alternate, contents that are no texts.
     """
 
     def refuse(problem: str, row: int | None = None) -> NoReturn:
-        raise DataError(problem)
+        raise DataError(f"{where}: {problem}")
 
     return _messages(_parsed(value, 1, refuse), 1, refuse)
 

@@ -175,8 +175,8 @@ def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> list[Ro
     rows = list(_rows_of(item, number, columns, refuse))
     for row in rows:
         for text in (row.text, *row.references):
-            if not text.isascii():
-                _refuse_half_characters(text, number, refuse)
+            if not text.isascii() and (problem := half_character(text)):
+                refuse(problem, number)
     if columns.group:
         value = _field(item, (columns.group,))
         if value is not None and value != "":
@@ -195,16 +195,16 @@ def other_fields(item: Any, columns: Columns) -> dict[str, Any]:
     return {name: value for name, value in item.items() if name != text}
 
 
-def _refuse_half_characters(text: str, number: int, refuse: Refuse) -> None:
-    """Half of a surrogate pair, as it is left where a text was cut inside an emoji, is no character of any text."""
+def half_character(text: str) -> str:
+    """What is wrong with a text that was cut inside an emoji, so that half of a surrogate pair is left; or ""."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        refuse(
-            f"half a character ({half} at character {error.start + 1}): expected whole ones, repair or remove the row",
-            number,
+        return (
+            f"half a character ({half} at character {error.start + 1}): expected whole ones, repair or remove the row"
         )
+    return ""
 
 
 def _rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterator[Row]:

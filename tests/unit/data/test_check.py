@@ -91,7 +91,7 @@ def test_dirty_labels_are_counted_with_what_mends_them(tmp_path: Path, codec: Mi
     assert kinds(found)["rows whose label is written otherwise in most rows"].which == "'A' 30 'a' 3 'a ' 1"
     assert kinds(found)["rows whose label is written otherwise in most rows"].count == 4
     assert kinds(found)["rows with true or false beside yes and no"].count == 2
-    assert kinds(found)["labels with one row of train"].which == "a "
+    assert kinds(found)["labels with one row of train"].which == "'a '"
     assert all(one.mend for one in found.mistakes)
     labels = ("A", "yes")
     clean = checked(codec, path, {"labels": labels, "test": f"{path}/train.jsonl"}, dev_fraction=0, on_bad_row="skip")
