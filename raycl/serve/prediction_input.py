@@ -115,7 +115,7 @@ def files_at(addresses: Sequence[str], split: str = "test", config: str | None =
             found.append(HubSplit(address, split, config))
             continue
         file, folder = SourceFile.at(address), Storage.at(address)
-        if address.partition("?")[0].endswith(SUFFIXES):
+        if file.name.endswith(SUFFIXES):
             file.require()
             found.append(file)
             continue
