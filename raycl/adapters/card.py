@@ -41,12 +41,15 @@ class CardTask:
 
     Attributes:
         prompt: what stands before and behind its texts.
+        chat_template: Jinja source that renders them as a user's messages, behind the message `system`; "": none does.
     """
 
     name: str
     prompt: tuple[str, str] = ("", "")
     labels: tuple[str, ...] | None = None
     metric: str = ""
+    chat_template: str = ""
+    system: str = ""
 
 
 @dataclass(frozen=True)
@@ -197,14 +200,41 @@ def _loading(metadata: CardMetadata, merged: bool) -> list[str]:
 def _input_code(metadata: CardMetadata) -> list[str]:
     without_bos = ["inputs = {name: held[:, 1:] for name, held in inputs.items()}  # trained without its first token"]
     cut = without_bos if metadata.bos == "none" else []
+    if metadata.capabilities.one_sequence:
+        cut = [
+            *cut,
+            'if inputs["input_ids"][0, -1] == tokenizer.eos_token_id:  # texts end here, prompts do not',
+            "    inputs = {name: held[:, :-1] for name, held in inputs.items()}",
+        ]
     if not metadata.tasks:
         return ["", f"text = {json.dumps(TEXT)}", 'inputs = tokenizer(text, return_tensors="pt")', *cut]
-    return [
+    first = metadata.tasks[0]
+    start = [
         "",
         f"text = {json.dumps(TEXT)}",
-        f'task = next(task for task in about["tasks"] if task["name"] == {json.dumps(metadata.tasks[0].name)})',
+        f'task = next(task for task in about["tasks"] if task["name"] == {json.dumps(first.name)})',
+    ]
+    if first.chat_template:
+        return [*start, *_chat_code(first, not metadata.capabilities.one_sequence)]
+    return [
+        *start,
         'inputs = tokenizer(task["prompt"][0] + text + task["prompt"][1], return_tensors="pt")',
         *cut,
+    ]
+
+
+def _chat_code(task: CardTask, special_tokens: bool) -> list[str]:
+    """The prompt under a chat template: all that it writes before an answer (`raycl.backbone.markup`)."""
+    system = ['{"role": "system", "content": task["system"]}'] if task.system else []
+    messages = ", ".join([*system, '{"role": "user", "content": text}'])
+    return [
+        f"messages = [{messages}]",
+        'settings = {"chat_template": task["chat_template"], "tokenize": False}',
+        "before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **settings)",
+        'answered = [*messages, {"role": "assistant", "content": "\\uf8ff"}]  # all before any answer is prompt',
+        'start = tokenizer.apply_chat_template(answered, **settings).rpartition("\\uf8ff")[0]',
+        'prompt = start.rstrip(" ") if start[len(before) :].strip() else before',
+        f'inputs = tokenizer(prompt, add_special_tokens={special_tokens}, return_tensors="pt")',
     ]
 
 
@@ -257,8 +287,8 @@ def _tasks(metadata: CardMetadata) -> str:
     if not metadata.tasks:
         return ""
     rows = [
-        f"| {task.name} | {_cell(task.prompt[0])} | {_cell(task.prompt[1])} | {', '.join(task.labels or ())} | "
-        f"{task.metric} |"
+        f"| {task.name} | {'chat template' if task.chat_template else _cell(task.prompt[0])} | "
+        f"{_cell(task.prompt[1])} | {', '.join(task.labels or ())} | {task.metric} |"
         for task in metadata.tasks
     ]
     head = "| task | before the text | behind it | labels | metric |\n|---|---|---|---|---|"

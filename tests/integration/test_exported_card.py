@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fork_server import Call, ForkServer
@@ -42,6 +44,12 @@ def limit_of(done: Done) -> Sampling:
 
 
 TYPES = {"llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}
+TEMPLATE = (
+    "{% for m in messages %}{{ {'system': 'very', 'user': 'a', 'assistant': 'Output :'}[m['role']] + ' ' }}"
+    "{% if m['role'] == 'assistant' %}{{ 'much ' }}{% endif %}{{ m['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Output : ' }}{% endif %}"
+)
+"""It writes a word of its own before an answer."""
 UNLIKE = {"animal.0": 0.75, "colour.0": 0.5}
 
 
@@ -66,8 +74,12 @@ def cards(taught: Taught, fork_server: ForkServer, tmp_path_factory: pytest.Temp
     exports |= {"lora": (banks["lora"], "lora"), "merged": (banks["lora"], "lora", "--merged")}
     exports |= {"animal": (banks["sapt"], "animal")}
     exports |= {"headless": (banks["sapt"], "colour=0.5,animal=0.5", "--without-head")}
-    banks["unlike"] = unlike_prompts(bank_of(taught("llama", "slm"), root / "unlike"))
+    bank = bank_of(taught("llama", "slm"), root / "unlike")
+    banks["unlike"] = with_prompts(bank, lambda name: {"prompt": (f'Say "{name}":\n', "\nOutput: ")})
     exports["unlike"] = (banks["unlike"], ",".join(f"{name}={weight}" for name, weight in UNLIKE.items()))
+    chat = {"prompt": ("", ""), "chat_template": TEMPLATE, "system": "runs warm"}
+    banks["chat"] = with_prompts(bank_of(taught("llama", "slm"), root / "chat"), lambda name: chat)
+    exports["chat"] = (banks["chat"], adapters)
     for name, (bank, *options) in exports.items():
         export(bank, root / "out" / name, *options)
     files = [Path(taught(kind, "slm").config.backbone.name) / "generation_config.json" for kind in TYPES]
@@ -82,12 +94,10 @@ def cards(taught: Taught, fork_server: ForkServer, tmp_path_factory: pytest.Temp
     return Cards(root / "out", banks, dict(zip(exports, found, strict=True)))
 
 
-def unlike_prompts(bank: Bank) -> Bank:
+def with_prompts(bank: Bank, prompt_of: Callable[[str], dict[str, Any]]) -> Bank:
     """The same, each task with a template of its own."""
     snapshot = bank.open(max(bank.snapshots()))
-    unlike = [
-        summary.model_copy(update={"prompt": (f'Say "{summary.name}":\n', "\nOutput: ")}) for summary in snapshot.tasks
-    ]
+    unlike = [summary.model_copy(update=prompt_of(summary.name)) for summary in snapshot.tasks]
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
     provenance = dict(snapshot.provenance)
     fields = (entries, snapshot.backbone, snapshot.router, unlike, snapshot.encoder)
@@ -152,4 +162,14 @@ def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, ca
     with serving(cards.banks["unlike"]) as client:
         for text, answer in cards.said["unlike"].items():
             reply = client.ask(text, weights=UNLIKE, sampling=limit_of(taught("llama", "slm")))
+            assert answer.strip() == reply.text.strip() and reply.metadata.template == "animal"
+
+
+def test_a_card_of_conversations_reads_a_text_as_the_endpoint_does(taught: Taught, cards: Cards) -> None:
+    """With all that the chat template writes before an answer, behind the task's system message."""
+    card = (cards.root / "chat" / "README.md").read_text()
+    assert "| colour | chat template |" in card
+    with serving(cards.banks["chat"]) as client:
+        for text, answer in cards.said["chat"].items():
+            reply = client.ask(text, weights=WEIGHTS, sampling=limit_of(taught("llama", "slm")))
             assert answer.strip() == reply.text.strip() and reply.metadata.template == "animal"

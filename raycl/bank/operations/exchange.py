@@ -72,7 +72,10 @@ def card_metadata(
     for name, weight in weights.items():
         for task in snapshot.adapter(name).tasks if weight else ():
             shares[task] = shares.get(task, 0.0) + weight
-    known = {task.name: CardTask(task.name, task.prompt, task.labels, task.metric) for task in snapshot.tasks}
+    known = {
+        task.name: CardTask(task.name, task.prompt, task.labels, task.metric, task.chat_template, task.system)
+        for task in snapshot.tasks
+    }
     run = snapshot.provenance.get("config", {})
     settings = run.get("backbone", {"name": snapshot.backbone.name})
     limits = [snapshot.token_limits(task) for task in shares if task in known] or [snapshot.token_limits()]
