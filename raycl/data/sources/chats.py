@@ -161,7 +161,7 @@ def _parsed(value: Any, number: int, refuse: Refuse) -> list[Any]:
 def _loaded(text: str, name: str, number: int, refuse: Refuse) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         refuse(f"the {name} is no JSON ({error}): expected a list, repair or remove the row", number)
 
 

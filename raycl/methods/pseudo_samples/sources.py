@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raycl.adapters import AdapterStack
+from raycl.data.sources.fields import half_character
 from raycl.errors import DataError
 from raycl.methods.base import Method
 from raycl.methods.context import TaskContext
@@ -131,6 +132,9 @@ def read_texts(
             f"'{path}' with pseudo-samples is missing: expected one JSON line {{\"text\": ...}} for each of them "
             f"({setting.rpartition('.')[0]}.files), or choose {setting}=real"
         )
+    for number, pair in enumerate(found, 1):
+        if problem := half_character("".join(pair)):
+            raise DataError(f"'{path}', pseudo-sample {number}: {problem}")
     known = task.labels
     unknown = [answer for _, answer in found if answers and answer and known is not None and answer not in known]
     if unknown:
@@ -144,10 +148,12 @@ def read_texts(
 def _lines(path: Path) -> list[tuple[str, str]]:
     found = []
     for number, line in enumerate(StringIO(_utf8(path, 'a JSON line {"text": ...} for each input')), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             text, answer = row["text"], row.get("label")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"'{path}' line {number} is no pseudo-sample: expected {{\"text\": ...}}") from error
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"'{path}' line {number} has no text: remove the line, or write an input")
@@ -161,7 +167,7 @@ def _released(path: Path) -> list[tuple[str, str]]:
     expected = '{"Instances": [{"input": ...}, ...]}'
     try:
         found = [(one["input"], one.get("output")) for one in json.loads(_utf8(path, expected))["Instances"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"'{path}' holds no pseudo-samples: expected {expected}") from error
     if not found or not all(isinstance(text, str) and text.strip() for text, _ in found):
         raise DataError(f"'{path}' holds an empty pseudo-sample, or none: expected {expected}, each input with text")

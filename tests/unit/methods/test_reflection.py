@@ -154,7 +154,7 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     codec = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))[0].backbone.codec
     assert found.sources == codec.encode_source(["fire is warm", "the sea"]), "as many as 15 % of 14 rows"
     assert given == ["", ""]
-    file.write_text('{"text": "the\u2028sea"}\r\n{"text": "cold sky"}\n', encoding="utf-8")
+    file.write_text('{"text": "the\u2028sea"}\r\n\r\n{"text": "cold sky"}\n', encoding="utf-8")
     (colour,) = rows.phase.tasks
     read = [text for text, _ in read_texts(str(tmp_path), colour)]
     assert read == ["the\u2028sea", "cold sky"], "a line ends where JSON lines do"
@@ -162,6 +162,8 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
         ("", "holds no pseudo-sample"),
         ('{"text": " "}', "line 1 has no text"),
         ("fire", "line 1 is no pseudo-sample"),
+        ("[" * 100_000, "line 1 is no pseudo-sample"),
+        ('{"text": "cut \\ud83d"}', "pseudo-sample 1: half a character"),
     ):
         file.write_text(text)
         with pytest.raises(DataError, match=said):
