@@ -140,6 +140,10 @@ class Loader:
         self._order = order
         self._rank, self._world, self._micro = rank, world_size, micro_batch_size
 
+    def named(self, rows: Sequence[int]) -> list[str]:
+        """`row 3 of task 'topic'` for each of these rows (`Batch.rows`), by its number in its file."""
+        return self._collate.named(rows)
+
     def micro_batches(self, step: int) -> list[Batch]:
         """This worker's share of optimizer step `step`: always `accumulation` micro-batches.
 
@@ -239,6 +243,14 @@ class Collate:
     def _places(self, rows: Indices) -> list[tuple[int, int]]:
         """(row, number of its table)."""
         return [(row, self._table_of(row)) for row in rows.tolist()]
+
+    def named(self, rows: Sequence[int]) -> list[str]:
+        """See `Loader.named`."""
+        places = [
+            (self._tables[number], row - int(self._starts[number])) for row, number in self._places(np.array(rows))
+        ]
+        numbered = [(int(table.row_numbers([row])[0]), table.task.name) for table, row in places]
+        return [f"{f'row {number}' if number else 'a sample'} of task '{task}'" for number, task in numbered]
 
     def _table_of(self, row: int) -> int:
         return int(np.searchsorted(self._starts, row, side="right")) - 1

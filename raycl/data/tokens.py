@@ -47,6 +47,7 @@ class Rows(Protocol):
     def source_lengths(self) -> NDArray[np.int64]: ...
     def columns(self, rows: RowIndices) -> TokenColumns: ...
     def texts(self, rows: RowIndices) -> list[str]: ...
+    def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]: ...
 
 
 class TokenTable:
@@ -180,3 +181,7 @@ class HeldRows:
     def texts(self, rows: RowIndices) -> list[str]:
         """Blanks."""
         return [""] * len(rows)
+
+    def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:
+        """Zeros: they are in no file."""
+        return np.zeros(len(rows), dtype=np.int64)

@@ -88,7 +88,7 @@ def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles
     ended = [
         found
         for name, found in drivers.items()
-        if found and "-hang-" not in name and (name == driver or found.get("time", 0.0) > since)
+        if found and "-" not in name and (name == driver or found.get("time", 0.0) > since)
     ]
     heartbeat = _json(storage, HEARTBEAT)
     return RunFiles(

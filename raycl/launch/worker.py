@@ -9,9 +9,11 @@ import gc
 import logging
 import socket
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import ray
@@ -57,8 +59,9 @@ def leave_error(storage: Storage, driver: str, error: RayclError) -> None:
 def worker_main(job: dict[str, Any]) -> None:
     """What every Ray Train worker runs.
 
-    Ray starts a failed worker group again. That helps after a crash, not after an error of ours, which would only
-    come back: it is written to storage, and the new group ends at once, so that the driver can raise it.
+    Ray starts a failed worker group again. That helps after a crash, not after an error of ours, or an exception that
+    repeats itself (`_Crash`), which would only come back: it is written to storage, and the new group ends at once, so
+    that the driver can raise it.
     """
     storage = Storage.at(job["folder"]).with_retries(job["retry_s"])
     if not storage.exists(CONFIG):
@@ -87,7 +90,7 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     world = _world(job, device)
     config = configs.validate(RunConfig, job["config"])
     hang_s = None if job["in_process"] else config.launch.hang_s  # the host's process must not be ended
-    with Control(storage, world, job["driver"], hang_s, host=job["stop"]) as control:
+    with Control(storage, world, job["driver"], hang_s, host=job["stop"]) as control, _Crash(storage, world, control):
         try:
             _learn(job, storage, world, config, control)
         except (MemoryError, RuntimeError) as error:
@@ -95,6 +98,67 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
                 raise
             where = f"worker {world.rank + 1} of {world.size} on {socket.gethostname()}, {device.type.upper()}"
             raise RunError(out_of_memory(control.activity, job["config"], world.size, where)) from error
+
+
+class _Crash:
+    """An exception that is none of ours ends this worker; the same one again becomes an error of ours.
+
+    Ray starts the workers again, from the last checkpoint. An exception that comes back at the same step would come
+    back each time; one of the set-up is not tried again at all.
+    """
+
+    def __init__(self, storage: Storage, world: DistributedContext, control: Control) -> None:
+        self.storage, self.world, self.control = storage, world, control
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, RayclError):
+            return
+        frames = traceback.extract_tb(error.__traceback__)
+        if self.world.size > 1 and "/torch/distributed/" in frames[-1].filename:
+            return  # another worker is gone
+        at = f"{frames[-1].filename}:{frames[-1].lineno}"
+        found = {
+            "type": type(error).__name__,
+            "at": at,
+            "position": self.control.position,
+            "rows": self.control.failed_rows,
+        }
+        file = f"errors/crash-{self.world.rank}.json"
+        before = self.storage.read_json(file) if self.storage.exists(file) else {}
+        self.storage.write_json(file, {**found, "message": str(error), "time": time.time()})
+        again = found == {key: before.get(key) for key in found}
+        if not again and not _is_of_setup(error, self.control.activity):
+            return
+        ours = [f"{one.filename}:{one.lineno}" for one in frames if "/raycl/" in one.filename][-1:]
+        called = f", called at {ours[0]}" if ours and ours[0] != at else ""
+        rows = f", in a micro-batch of {', '.join(self.control.failed_rows)}" if self.control.failed_rows else ""
+        raise RunError(
+            f"{type(error).__name__}: {error} (at {at}{called}), {'twice ' if again else ''}while "
+            f"{_described(self.control.position)}{rows}: it would come back, so it is not tried again; mend its cause "
+            "first"
+        ) from error
+
+
+SETUP = ("starting", "preparing")
+"""Activities before a phase's first step."""
+
+
+def _is_of_setup(error: Exception, activity: str) -> bool:
+    """Whether an exception comes from modules, config or data; stores, devices and networks may fail once."""
+    if isinstance(error, ImportError | SyntaxError):
+        return True
+    return activity in SETUP and not isinstance(error, OSError | RuntimeError)
+
+
+def _described(position: dict[str, Any]) -> str:
+    task = f" task '{position['task']}'" if "task" in position else ""
+    step = f" after step {position['step']}" if position["activity"] == "training" and "step" in position else ""
+    return f"{position['activity']}{task}{step}"
 
 
 def _learn(

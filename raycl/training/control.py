@@ -45,6 +45,7 @@ class Control:
 
     Attributes:
         activity: what the worker does now, for messages.
+        failed_rows: of the micro-batch that raised an exception, with their tasks.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Control:
         self.world, self.driver = world, driver
         self.hang_s, self.poll_s, self.host = hang_s, poll_s, host
         self.activity = "starting"
+        self.failed_rows: list[str] = []
         self._summary: dict[str, Any] = {}
         self._progress = time.monotonic()
         self._looked, self._calls, self._skip, self._stop = time.monotonic(), 0, 0, False
@@ -81,6 +83,12 @@ class Control:
         """
         self.activity, self._progress = activity, time.monotonic()
         self._summary = {**self._summary, **summary}
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """What the worker does, and where in the run: `activity`, and `phase`, `task`, `step` once they are known."""
+        known = {key: value for key, value in self._summary.items() if key in ("phase", "task", "step")}
+        return {"activity": self.activity, **known}
 
     def stop_requested(self, now: bool = False) -> bool:
         """Whether a stop was requested. Collective; the storage is polled at most every `poll_s` seconds.

@@ -216,6 +216,7 @@ def ingest_pairs(
     pairs: Iterable[tuple[str, str]], where: str, key: str, labels: tuple[str, ...], cache: Path
 ) -> RawRows:
     """Generated (text, label) pairs; `pairs` is consumed only if `key` is not cached."""
+    key = key_of(_VERSION, key)
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
         rows = (Row(number, text, (label,)) for number, (text, label) in enumerate(pairs, start=1))

@@ -85,6 +85,10 @@ class KeyedRows:
         """Blanks: ids alone are kept."""
         return [""] * len(rows)
 
+    def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:
+        """Zeros: where they came from is not kept."""
+        return np.zeros(len(rows), dtype=np.int64)
+
 
 class ExampleMemory(ReplayBuffer[KeyedRows]):
     """Examples of all tasks so far."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 
@@ -17,6 +18,9 @@ from raycl.methods.modifier import Modifiers
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import NONE, Engine
 from raycl.types import Batch
+
+NOTE = "in a micro-batch of the rows "
+"""Begins what an exception is noted to be of."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,38 @@ def train_step(
 
 def _accumulate(engine: Engine, method: Method, batch: Batch, total: float, modifiers: Modifiers) -> torch.Tensor:
     """Forward and backward of one micro-batch, of which no tensor outlives the call but the summed task loss."""
-    with activate_batch(method, batch):  # until backward has ended: recomputation reads the mixture again
+    with (
+        _RowsNoted(batch),
+        activate_batch(method, batch),
+    ):  # until backward has ended: recomputation reads the mixture again
         output = modifiers.observe_forward(engine.forward, batch)
         penalty = method.penalty(batch, output)
         objective = output.loss_sum if penalty is None else output.loss_sum + penalty * loss_count(batch)
         engine.backward(objective, total)
     return output.loss_sum.detach()
+
+
+class _RowsNoted:
+    """An exception inside is noted to be of the micro-batch's rows (`noted_rows`)."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            rows = self.batch.rows[self.batch.rows >= 0].tolist()
+            error.add_note(f"{NOTE}{' '.join(map(str, rows))}")
+
+
+def noted_rows(error: BaseException) -> list[int]:
+    """The rows (`Batch.rows`) of the micro-batch in which an exception was raised; [] if in none."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(NOTE)]
+    return [int(row) for note in notes[:1] for row in note.removeprefix(NOTE).split()]
 
 
 def token_count(batch: Batch) -> int:

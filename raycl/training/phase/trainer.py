@@ -9,6 +9,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from types import TracebackType
 from typing import Protocol
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from raycl.training.phase.data import PhaseData, nothing, order_of, rows_of
 from raycl.training.phase.gradient_check import GradientMaskCheck
 from raycl.training.phase.preparation import encode_texts
 from raycl.training.phase.selection import Selection
-from raycl.training.phase.step import train_step
+from raycl.training.phase.step import noted_rows, train_step
 from raycl.training.recorder import Recorder
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.publish import open_bank
@@ -118,7 +119,8 @@ class TaskTrainer:
             task_context.step = Step(index, seed, len(batches))
             mask_check.before_step()
             method, modifiers, written = self.context.method, self.context.modifiers, self.recorder.finish_saving
-            result = train_step(engine, method, batches, self.world, seed, modifiers, written)
+            with _RowsNamed(loader, self.control):
+                result = train_step(engine, method, batches, self.world, seed, modifiers, written)
             mask_check.after_step()
             seconds = time.perf_counter() - began
             spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
@@ -267,6 +269,22 @@ class TaskTrainer:
             self.recorder.publish(phase, context.schedule.published(phase, context.method, learned), done)
         self.recorder.save(done)
         done.parameters = {}  # they may be the engine's own memory, which evaluation can use
+
+
+class _RowsNamed:
+    """The rows of the micro-batch that raises an exception inside go to `Control.failed_rows`."""
+
+    def __init__(self, loader: Loader, control: Control) -> None:
+        self.loader, self.control = loader, control
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.control.failed_rows = self.loader.named(noted_rows(error))
 
 
 def begin_phase(data: PhaseData, resumed: bool) -> TaskContext:
