@@ -22,9 +22,9 @@ from raycl.storage import Storage
 
 TEMPLATE = (
     "{% for m in messages %}{{ {'system': 'very', 'user': 'a', 'assistant': 'Output :'}[m['role']] }} "
-    "{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}Output : {% endif %}"
+    "{% if loop.last and m['role'] == 'assistant' %}much {% endif %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}Output : {% endif %}"
 )
-"""Of words that the tiny tokenizer knows."""
+"""Of words that the tiny tokenizer knows; before the last answer it writes one of its own, as others do a block."""
 
 WORDS = {"chat": {"sky": "blue", "fire": "red"}, "talk": {"purrs": "cat", "barks": "dog"}}
 """Task -> (word of a question -> its answer)."""
@@ -111,4 +111,4 @@ def test_answers_are_learned_by_turn_and_cut_ones_keep_their_last_message(config
     columns = table.columns(range(24))
     for ids, text in zip(columns.source_ids, table.texts(range(24)), strict=True):
         shown = codec.shown(ids.tolist())
-        assert len(ids) <= 14 and shown.endswith("Output :") and messages_of(text)[-1].content in shown
+        assert len(ids) <= 14 and shown.endswith("Output : much") and messages_of(text)[-1].content in shown
