@@ -90,6 +90,11 @@ class MethodConfig(Section):
         """
         return 0
 
+    @property
+    def fixed_roles(self) -> tuple[str, ...]:
+        """Roles by which it chooses linears whatever its settings."""
+        return ()
+
     def prompt_positions(self, tasks: int) -> int:
         """Positions that soft prompts take beside each text at most.
 

@@ -48,6 +48,11 @@ class WrapperConfig(MethodConfig):
             del settings[name]
         return settings
 
+    @property
+    def fixed_roles(self) -> tuple[str, ...]:
+        """As the learner."""
+        return self.learner.fixed_roles
+
     def prompt_positions(self, tasks: int) -> int:
         """As the learner."""
         return self.learner.prompt_positions(tasks)

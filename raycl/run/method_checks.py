@@ -12,6 +12,7 @@ from raycl import config as configs
 from raycl.backbone import Backbone
 from raycl.backbone.linears.quantization import check_quantization
 from raycl.backbone.roles import GROUPS, ROLES, without_role
+from raycl.config.unused import covering, unused_in
 from raycl.errors import ConfigError
 from raycl.methods.base import Method
 from raycl.methods.registry import method_class
@@ -218,13 +219,15 @@ def check_roles(config: RunConfig, backbone: Backbone) -> None:
     leaves = configs.flatten(
         {"method": configs.as_tree(config.method), "modifiers": configs.as_tree(config)["modifiers"]}
     )
-    lists = [value for value in leaves.values() if isinstance(value, list | tuple)]
-    roles = sorted({str(one) for value in lists for one in value} & {*ROLES, *GROUPS})
+    unused = unused_in(config.method, "method.")
+    lists = [value for path, value in leaves.items() if isinstance(value, list | tuple) and not covering(path, unused)]
+    given = {str(one) for value in lists for one in value} & {*ROLES, *GROUPS}
+    roles = sorted(given | {*config.method.fixed_roles})
     left = without_role(backbone.model) if roles else []
     if left:
         log.warning(
-            "%s has linears that no role names, so %s leave them as they are: %s; to choose them too, name them there "
-            "by regular expression, except experts that share one tensor, which no adapter can stand for",
+            "%s has linears that no role names, so %s do not select them: %s; where settings choose linears, "
+            "regular expressions name these too, but for experts that share one tensor, which no adapter can stand for",
             type(backbone.model).__name__,
             ", ".join(roles),
             ", ".join(left),

@@ -63,6 +63,11 @@ class DasConfig(MethodConfig):
     temperature: float = Field(0.05, gt=0, description="temperature of the contrastive loss")
 
     @property
+    def fixed_roles(self) -> tuple[str, ...]:
+        """Units of both kinds of layers are masked."""
+        return "attention", "ffn"
+
+    @property
     def needs_dropout(self) -> bool:
         """For general knowledge."""
         return self.general

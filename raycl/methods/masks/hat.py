@@ -39,6 +39,11 @@ class HatConfig(HatSettings):
 
     name: Literal["hat"] = "hat"
 
+    @property
+    def fixed_roles(self) -> tuple[str, ...]:
+        """Units of both kinds of layers are masked."""
+        return "attention", "ffn"
+
 
 class Hat(ChosenByTask):
     """Full fine-tuning behind the masks of each task. Its adapters hold label rows alone."""

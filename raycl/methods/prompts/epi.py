@@ -76,6 +76,11 @@ class EpiConfig(MethodConfig):
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("ridge",)
     pre_trains: ClassVar[bool] = False
 
+    @property
+    def fixed_roles(self) -> tuple[str, ...]:
+        """Where `targets` names none."""
+        return TARGETS[self.value] if self.targets is None else ()
+
     def prompt_positions(self, tasks: int) -> int:
         """Those of the text's own prompt."""
         return self.length if self.value == "prompt" else 0

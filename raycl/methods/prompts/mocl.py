@@ -81,6 +81,11 @@ class MoclConfig(MethodConfig):
         """Where the task id restricts the composition."""
         return self.task_id
 
+    @property
+    def fixed_roles(self) -> tuple[str, ...]:
+        """Of prefixes."""
+        return ("attention.out",) if self.value == "prefix" else ()
+
     def prompt_positions(self, tasks: int) -> int:
         """The weighted sum of all prompts."""
         return self.prompt_length if self.value == "prompt" else 0

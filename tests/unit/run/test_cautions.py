@@ -86,9 +86,12 @@ def test_linears_that_roles_leave_out(lab: Lab, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, logger="raycl"):
         check_roles(lab.config("llama", {"name": "lora", "targets": ["q_proj"]}), backbone)
         check_roles(lab.config("llama", "finetune"), backbone)
-        assert not caplog.records
+        check_roles(lab.config("llama", {"name": "sapt", "value": "prompt"}), backbone)
+        assert not caplog.records, "no role acts, though settings without effect name some"
         check_roles(lab.config("llama", "lora"), backbone)
         check_roles(lab.config("llama", "finetune", modifiers=["migu"]), backbone)
-    first, second = (record.getMessage() for record in caplog.records)
+        check_roles(lab.config("llama", {"name": "ogd", "learner": {"name": "das", "general": False}}), backbone)
+    first, second, third = (record.getMessage() for record in caplog.records)
     assert first.startswith("MixtralForCausalLM has linears that no role names, so attention.query, attention.value ")
-    assert "model.layers.*.mlp.experts.gate_up_proj" in first and "so attention, ffn leave" in second
+    assert "model.layers.*.mlp.experts.gate_up_proj" in first and "so attention, ffn do not" in second
+    assert "so attention, ffn do not select them" in third
