@@ -56,7 +56,7 @@ def matrix_table(result: Tree) -> str:
 
 def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
     """Several matrices next to each other, as many in a row as fit into `width` characters."""
-    blocks = [matrix_table(result).splitlines() for result in results]
+    blocks = [matrix_table(result).split("\n") for result in results]
     bands: list[list[list[str]]] = []
     for block in blocks:
         if bands and _width([*bands[-1], block]) <= width:
@@ -372,4 +372,4 @@ def render(content: RenderableType) -> str:
         file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None, force_jupyter=False
     )
     console.print(content)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+    return "\n".join(line.rstrip() for line in text.getvalue().split("\n")).strip("\n")

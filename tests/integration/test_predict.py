@@ -202,6 +202,10 @@ def test_labels_may_hold_any_line_separator(lab: Lab, tmp_path: Path, capsys: py
     assert status == 0 and "5 answered now" in out, err
     answers = json.loads((tmp_path / "out/summary.json").read_text())["answers"]
     assert sum(answers.values()) == 12 and set(answers) <= set(labels)
+    out = command(capsys, "evaluate", given[1], given[2])[1]
+    for start in ("yes", "no"):
+        line = next(line for line in out.split("\n") if line.strip().startswith(start))
+        assert len(line.split()) > 4, "a label's figures stand in its line"
 
 
 def test_parts_that_are_written_are_not_answered_again(

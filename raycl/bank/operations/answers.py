@@ -33,4 +33,4 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         drawn.add_row(*map(str, row))
     text = io.StringIO()
     Console(file=text, width=160, markup=False, highlight=False, emoji=False, color_system=None).print(drawn)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
+    return "\n".join(line.rstrip() for line in text.getvalue().split("\n") if line.strip())
