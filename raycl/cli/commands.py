@@ -7,9 +7,11 @@ What it does not know: what the commands do.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -60,13 +62,24 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     try:
         module = load(name)
         options = module.arguments(sys.argv[1:] if words is None else words, prog)
-        return int(module.run(options))
+        with _allowed(options):
+            return int(module.run(options))
     except RayclError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print("stopped by Ctrl-C: what is finished is kept; repeat the command to continue", file=sys.stderr)
         return INTERRUPTED
+
+
+def _allowed(options: argparse.Namespace) -> AbstractContextManager[None]:
+    """Config files may read the environment variables that the command allows."""
+    names = vars(options).get("allow_env")
+    if not names:
+        return nullcontext()
+    from raycl.config.environment import allowing
+
+    return allowing(names)
 
 
 def load(name: str) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raycl.cli.files import add_allow_env, local_or_installed
 from raycl.errors import counted
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         "...) and of the run (backbone.name, stream.max_source_tokens, ...)",
     )
     found.add_argument("--config", metavar="FILE", help="check the tasks of this run's config")
+    add_allow_env(found)
     found.add_argument("--examples", type=int, default=5, metavar="N", help="examples of each task (default: 5)")
     found.add_argument("--json", metavar="FILE", help="also write everything here")
     return found
@@ -136,7 +138,6 @@ def _write_labels(options: argparse.Namespace) -> int:
 
 def _config(options: argparse.Namespace) -> RunConfig:
     """The run that would read the data."""
-    from raycl.cli.files import local_or_installed
     from raycl.data.settings import TaskSpec
     from raycl.run.places import load_present
 

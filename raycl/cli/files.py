@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import raycl
 from raycl.config import require_file
 
 FOLDER = Path(raycl.__file__).parent / "files"
+
+
+def add_allow_env(found: argparse.ArgumentParser) -> None:
+    """The option of commands that read a config file."""
+    found.add_argument(
+        "--allow-env",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="the config file may read this environment variable by ${oc.env:NAME}, beside RAYCL_DATA and RAYCL_MODELS",
+    )
 
 
 def local_or_installed(name: str) -> str:

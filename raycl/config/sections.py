@@ -31,6 +31,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import ErrorDetails
 
 from raycl.config.assignment import Tree, apply_override, name_of, one_line, overlay, without_name
+from raycl.config.environment import reading
 from raycl.errors import ConfigError, meant
 
 
@@ -102,7 +103,7 @@ def from_yaml(text: str, source: str) -> Tree:
     Raises:
         ConfigError: it is not YAML, or is not a mapping.
     """
-    return _resolve(_mapping(text, f"'{source}'"), f"'{source}'")
+    return _resolve(_mapping(text, f"'{source}'"), f"'{source}'", files=False)
 
 
 def read_tree(path: str, below: Sequence[str] = ()) -> Tree:
@@ -157,9 +158,10 @@ def _mapping(text: str, source: str) -> Tree:
     return {str(key): value for key, value in tree.items()}
 
 
-def _resolve(tree: Tree, source: str) -> Tree:
+def _resolve(tree: Tree, source: str, files: bool = True) -> Tree:
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
+        with reading(files):
+            resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{source} cannot be resolved: {one_line(error)}") from error
     assert isinstance(resolved, dict), "a mapping resolves to a mapping"

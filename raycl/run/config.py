@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from raycl import config as configs
 from raycl.backbone import BackboneConfig, at_commit
 from raycl.backbone.load import because_of_kind, known_capabilities
+from raycl.backbone.markup.chat_templates import with_template_files
 from raycl.config import Section, Tree, trust
 from raycl.config.names import problem_of, shown
 from raycl.config.unused import refuse, unused_written
@@ -194,6 +195,7 @@ def from_tree(given: Tree) -> RunConfig:
     Raises:
         ConfigError: an unknown key, a wrong value, or one that the snapshot excludes. BankError: no such snapshot.
     """
+    given = with_template_files(given)
     start = read_start(given)
     config = configs.validate(RunConfig, given if start is None else start.tree)
     if start is not None:

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from raycl import config as configs
+from raycl.backbone.markup.chat_templates import with_template_files
 from raycl.config import Section, Tree, trust
 from raycl.config.names import FolderName
 from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
@@ -250,5 +251,5 @@ def plan(comparison: ComparisonConfig, directory: str) -> dict[str, RunConfig]:
             tree["output"] = {"dir": folder.address, "name": f"{name}-s{seed}", "exists": "resume"}
             if entry.singles is not None:
                 tree.setdefault("eval", {})["singles"] = folder.sub(f"{entry.singles}-s{seed}").address
-            planned[f"{name}-s{seed}"] = configs.validate(RunConfig, tree)
+            planned[f"{name}-s{seed}"] = configs.validate(RunConfig, with_template_files(tree))
     return planned

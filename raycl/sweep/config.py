@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
+from raycl.backbone.markup.chat_templates import with_template_files
 from raycl.config import Section, Tree, trust
 from raycl.config.names import FolderName
 from raycl.config.unused import covering, leaves, refuse, setting, unused_in
@@ -256,7 +257,7 @@ def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
         else:
             configs.assign(tree, key, value, f"override '{override}'")
     tree["space"] = {key: value for key, value in (tree.get("space") or {}).items() if value is not None}
-    sweep = configs.validate(SweepConfig, tree)
+    sweep = configs.validate(SweepConfig, {**tree, "base": with_template_files(tree.get("base") or {})})
     check_space(sweep)
     trust.require(_requested(sweep), overrides, f"sweep file '{file}'", "base.")
     refuse(_unused(sweep), f"sweep file '{file}'")

@@ -14,7 +14,9 @@ from omegaconf import OmegaConf
 from pydantic import Field, field_validator
 
 from raycl import config
+from raycl.cli.main import main
 from raycl.config import Section, sections
+from raycl.config.environment import allowing
 from raycl.errors import ConfigError
 from raycl.run.config import load_config
 
@@ -225,8 +227,8 @@ def test_overrides_beat_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
 
 
 def test_interpolations_see_the_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYCL_TEST_DIR", "/scratch")
-    path = written(tmp_path, "output: {dir: '${oc.env:RAYCL_TEST_DIR}/${data.path}-${seed}'}")
+    monkeypatch.setenv("RAYCL_DATA", "/scratch")
+    path = written(tmp_path, "output: {dir: '${oc.env:RAYCL_DATA}/${data.path}-${seed}'}")
     run = config.load(Run, path, ["data.path=c4", "seed=7", "output.note=${output.dir}"])
     assert run.output.dir == run.output.note == "/scratch/c4-7"
 
@@ -334,3 +336,37 @@ def test_a_relative_bank_is_in_the_folder_of_the_command(monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     assert load_config(None, ["bank.dir=bank"]).bank.dir == str(tmp_path / "bank")
     assert load_config(None, ["bank.dir=s3://team/bank"]).bank.dir == "s3://team/bank"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["${oc.env:A_KEY}", "${oc.env:A_KEY,none}", "s3://b?x=${oc.env:${seed}}", "${oc.${kind}:A_KEY}"],
+    ids=["plain", "with a default", "a name from a setting", "a resolver from a setting"],
+)
+def test_a_file_reads_no_environment_variable_that_the_command_does_not_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Else a stranger's config could send a key to an address."""
+    monkeypatch.setenv("A_KEY", "k3y")
+    path = written(tmp_path, f"seed: A_KEY\nkind: env\noutput: {{dir: '{text}'}}")
+    with pytest.raises(ConfigError, match=r"the environment variable 'A_KEY'.*or add --allow-env A_KEY") as refused:
+        config.load_tree(path)
+    assert "k3y" not in str(refused.value)
+    with allowing(["A_KEY"]):
+        assert "k3y" in config.load_tree(path)["output"]["dir"]
+        with pytest.raises(ConfigError, match="a record has none"):
+            config.from_yaml(Path(path).read_text(), "a record")
+    with pytest.raises(ConfigError, match="--allow-env"):
+        config.load_tree(path)
+    assert OmegaConf.create({"x": "${oc.env:A_KEY}"}).x == "k3y", "OmegaConf's own resolver is back"
+
+
+def test_the_command_allows_environment_variables_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("A_NAME", "mine")
+    path = written(tmp_path, "output: {name: '${oc.env:A_NAME}'}")
+    assert main(["train", "--config", path, "--print-config"]) == ConfigError.exit_status
+    assert "--allow-env A_NAME" in capsys.readouterr().err
+    assert main(["train", "--config", path, "--print-config", "--allow-env", "A_NAME"]) == 0
+    assert "name: mine" in capsys.readouterr().out

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from raycl.config import Tree
+from raycl.errors import ConfigError
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -27,20 +30,55 @@ Render = Callable[[Conversation, bool], str]
 """The text of a conversation; True: as it is, False: with the generation prompt behind it."""
 
 
+SUFFIXES, LARGEST = (".jinja", ".jinja2", ".j2"), 2**20
+"""Of a file that holds a template: its names' ends, and bytes at most."""
+
+
 def template_source(value: str | None) -> str | None:
     """The Jinja source that `backbone.chat_template` names, so that every node and snapshot has the template itself.
 
     Raises:
-        ValueError: the file does not exist.
+        ValueError: it is none; files are read before (`with_template_files`), since records name none.
     """
-    if value is None or "{%" in value or "{{" in value:
+    if value is None or _is_source(value):
         return value
     if value == "chatml":
         return CHATML
+    raise ValueError(f"the chat template '{value:.80}' is no Jinja source: expected that, or chatml")
+
+
+def with_template_files(tree: Tree) -> Tree:
+    """A config that a person wrote, with each `backbone.chat_template` that names a file replaced by what it holds.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be a template.
+    """
+    return {key: _with_file(value) if key == "backbone" else _inner(value) for key, value in tree.items()}
+
+
+def _inner(value: Any) -> Any:
+    return with_template_files(value) if isinstance(value, dict) else value
+
+
+def _with_file(backbone: Any) -> Any:
+    value = backbone.get("chat_template") if isinstance(backbone, dict) else None
+    if not isinstance(value, str) or value == "chatml" or _is_source(value):
+        return backbone
     file = Path(value).expanduser()
     if not file.is_file():
-        raise ValueError(f"the chat template '{value}' is no file: expected a Jinja file, or chatml")
-    return file.read_text(encoding="utf-8")
+        raise ConfigError(
+            f"backbone.chat_template: the chat template '{value}' is no file: expected a Jinja file, or chatml"
+        )
+    if file.suffix not in SUFFIXES or file.stat().st_size > LARGEST:
+        raise ConfigError(
+            f"backbone.chat_template: '{value}' has {file.stat().st_size:,} bytes: expected a template of up to "
+            f"{LARGEST:,} bytes whose name ends in {' or '.join(SUFFIXES)}, since it is copied into the bank"
+        )
+    return {**backbone, "chat_template": file.read_text(encoding="utf-8")}
+
+
+def _is_source(value: str) -> bool:
+    return "{%" in value or "{{" in value
 
 
 class Around(NamedTuple):

@@ -14,6 +14,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from raycl.cli.files import add_allow_env
+
 UNNAMED = "RUN_DIR"
 """Stands for the bank in a printed config for which none is named."""
 
@@ -23,6 +25,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--bank", metavar="PATH", help="folder or URI of the bank, or of the run that publishes to it")
     found.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
+    add_allow_env(found)
     found.add_argument("--max-drop", type=float, help="points that an old task may lose (promote; default 1)")
     found.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
     found.add_argument(

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from raycl.cli.files import local_or_installed
+from raycl.cli.files import add_allow_env, local_or_installed
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -20,6 +20,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     found.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example base.train.epochs=1")
     found.add_argument("--dir", default="runs", help="folder or URI for all runs (default: runs)")
     found.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows")
+    add_allow_env(found)
     found.add_argument("--png", metavar="FILE", help="write the matrices as heat maps side by side")
     return found
 

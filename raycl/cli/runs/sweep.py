@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from raycl.cli.files import local_or_installed
+from raycl.cli.files import add_allow_env, local_or_installed
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -21,6 +21,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     found.add_argument("sweep", metavar="FILE", help="YAML with name, base, space, metric, search, scheduler, ...")
     found.add_argument("--dir", help="folder or URI for sweeps (default: as output.dir of a run)")
     found.add_argument("--resume", action="store_true", help="continue the sweep; failed trials are tried again")
+    add_allow_env(found)
     found.add_argument("--set", nargs="+", action="extend", default=[], metavar="key.path=value")
     return found
 

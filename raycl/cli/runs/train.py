@@ -16,7 +16,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from raycl.cli.files import local_or_installed
+from raycl.cli.files import add_allow_env, local_or_installed
 
 GPU_NAMES = ("a10g-24", "l4-24", "a100-40", "a100-80", "h100-80", "h200-141")
 """Those of `raycl.run.plan.hardware`, so that `--help` does not wait for it."""
@@ -36,6 +36,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     found.add_argument("words", nargs="*", metavar="FILE.yaml key.path=value", help="for example method=lora")
     found.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
+    add_allow_env(found)
     found.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
     found.add_argument("--status", metavar="RUN_DIR", help="state of a run on any machine; starts nothing")
     found.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML")

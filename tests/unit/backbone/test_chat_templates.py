@@ -11,13 +11,14 @@ from tiny import WORDS
 
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.load import BackboneConfig
-from raycl.backbone.markup.chat_templates import CHATML, template_source
+from raycl.backbone.markup.chat_templates import CHATML, template_source, with_template_files
 from raycl.bench.gpu.tiny import word_tokenizer
 from raycl.data.conversation import Message, messages_of, text_of
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.errors import BackboneError, ConfigError, DataError
+from raycl.run.config import from_tree
 
 ROLES = ("system", "user", "assistant", "model")
 LLAMA = (
@@ -129,10 +130,25 @@ def test_the_instruction_is_the_system_message_unless_the_conversation_has_one()
 
 def test_a_template_is_a_file_or_chatml_and_is_kept_itself(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text(LLAMA)
-    assert template_source(str(tmp_path / "mine.jinja")) == LLAMA == template_source(LLAMA)
+    named = {"chat_template": str(tmp_path / "mine.jinja")}
+    given = {"backbone": named, "method": {"generator": {"backbone": named}}, "seed": 3}
+    read = {"chat_template": LLAMA}
+    assert with_template_files(given) == {"backbone": read, "method": {"generator": {"backbone": read}}, "seed": 3}
+    assert template_source(LLAMA) == LLAMA
     assert template_source("chatml") == CHATML and template_source(None) is None
     assert BackboneConfig(chat_template="chatml").chat_template == CHATML
-    with pytest.raises(
-        ValueError, match=r"the chat template 'none.jinja' is no file: expected a Jinja file, or chatml"
-    ):
-        BackboneConfig(chat_template="none.jinja")
+    with pytest.raises(ConfigError, match=r"template 'none.jinja' is no file: expected a Jinja file, or chatml"):
+        from_tree({"backbone": {"chat_template": "none.jinja"}})
+
+
+def test_a_record_names_no_file_and_no_other_file_is_taken_for_a_template(tmp_path: Path) -> None:
+    """What is read is copied into the bank."""
+    (tmp_path / "secret.txt").write_text("k3y")
+    (tmp_path / "large.jinja").write_text("k3y" * 2**19)
+    for name in ("secret.txt", "large.jinja"):
+        with pytest.raises(
+            ConfigError, match=r"expected a template of up to 1,048,576 bytes whose name ends in \.jinja"
+        ):
+            from_tree({"backbone": {"chat_template": str(tmp_path / name)}})
+        with pytest.raises(ValueError, match="is no Jinja source"):
+            BackboneConfig(chat_template=str(tmp_path / name))

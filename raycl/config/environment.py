@@ -1,0 +1,59 @@
+"""Environment variables that a config file may read by `${oc.env:NAME}`.
+
+Why it exists: a config of another author could put any variable, a key for example, into an address that the run then
+sends requests to. So only folders of data and models are read, and what the command allows by name.
+What it does not know: which settings the values are for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.resolvers import oc
+
+from raycl.errors import ConfigError
+
+ALWAYS = ("RAYCL_DATA", "RAYCL_MODELS")
+"""Where data and models lie, as the shipped configs name it."""
+
+_allowed: ContextVar[Collection[str]] = ContextVar("allowed environment variables", default=())
+_lock = threading.Lock()
+
+
+@contextmanager
+def allowing(names: Collection[str]) -> Iterator[None]:
+    """Config files that are read inside may read these variables too."""
+    token = _allowed.set((*_allowed.get(), *names))
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+@contextmanager
+def reading(files: bool) -> Iterator[None]:
+    """Inside, OmegaConf reads the variables that are allowed, and no other.
+
+    Args:
+        files: what is resolved was named by the command; False: it is a record, which reads no variable at all.
+    """
+    names = (*ALWAYS, *_allowed.get()) if files else ()
+
+    def read(name: str, *default: Any) -> str | None:
+        if name not in names:
+            expected = f"expected {', '.join(names)}, or add --allow-env {name}" if files else "a record has none"
+            raise ConfigError(f"it reads the environment variable '{name}', which may be a secret: {expected}")
+        found: str | None = oc.env(name, *default)
+        return found
+
+    with _lock:  # OmegaConf's resolvers are of the whole process
+        OmegaConf.register_resolver("oc.env", read, replace=True)
+        try:
+            yield
+        finally:
+            OmegaConf.register_resolver("oc.env", oc.env, replace=True)
