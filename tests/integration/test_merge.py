@@ -106,8 +106,9 @@ def test_branches_of_one_snapshot_are_merged_by_the_command_with_the_router_sele
 
     from raycl.launch import driver
 
-    for name, task in (("main", one), ("team", two)):
-        given = {"bank": {"start": f"{bank.storage.uri}@1", "branch": name}, "stream": {"tasks": [task]}}
+    for name, task, tokens in (("main", one, 24), ("team", two, 40)):
+        stream = {"tasks": [task], "max_source_tokens": tokens}
+        given = {"bank": {"start": f"{bank.storage.uri}@1", "branch": name}, "stream": stream}
         config = run_config.from_tree({**given, "output": {"dir": str(tmp_path), "name": f"run-{name}"}})
         work(driver.prepare(config))
     main = runpy.run_path(str(REPO / "jobs/bank.py"))["main"]
@@ -117,6 +118,8 @@ def test_branches_of_one_snapshot_are_merged_by_the_command_with_the_router_sele
     merged = head_of(bank)
     assert merged.router.kind in ("keys", "discriminant") and merged.parent == 2
     assert len(mixtures(bank, merged, None)) == 3
+    limits = [merged.token_limits(name)[0] for name in ("colour", "animal", "third", "")]
+    assert limits == [24, 24, 40, 40], "each task is read as it was learned"
     assert main(["--bank", bank.storage.uri, "merge", "main", str(tmp_path / "nowhere") + "@main"]) == 1
     assert "has no 'main'" in capsys.readouterr().err
 

@@ -24,6 +24,7 @@ from raycl.errors import BankError
 from raycl.methods.base import at
 from raycl.methods.registry import method_config
 from raycl.retrieval.routers import router_class
+from raycl.run.start import LIMITS
 from raycl.training.inputs import changes, different_versions, joined
 from raycl.types import RouterState
 
@@ -171,6 +172,10 @@ def _config(ours: Snapshot, theirs: Snapshot) -> dict[str, Any]:
     learned = {task.name for task in theirs.tasks}
     new = [spec for spec, name in zip(specs[1], names[1], strict=True) if name in learned and name not in names[0]]
     config["stream"] = {**config["stream"], "tasks": [*specs[0], *new]}
+    for place, key in enumerate(LIMITS):
+        own = {name: theirs.token_limits(name)[place] for name in names[1] if name in learned - set(names[0])}
+        differing = {name: limit for name, limit in own.items() if limit != config["stream"].get(key)}
+        config["stream"][f"{key}_by_task"] = {**config["stream"].get(f"{key}_by_task", {}), **differing}
     config["method"] = copy.deepcopy(config["method"])
     for path, given in method_config(theirs.provenance["config"]["method"]).settings_by_task().items():
         holder, key = at(config["method"], path)
