@@ -24,7 +24,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ {'system': 'very', 'user': 'a', 'assistant': 'Output :'}[m['role']] }} "
     "{% if loop.last and m['role'] == 'assistant' %}much {% endif %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}Output : {% endif %}"
 )
-"""Of words that the tiny tokenizer knows, one of which it writes before the last answer, as others do a block."""
+"""Of words that the tiny tokenizer knows; it writes one of them before the last answer, as others do a block."""
 
 WORDS = {"chat": {"sky": "blue", "fire": "red"}, "talk": {"purrs": "cat", "barks": "dog"}}
 """Task -> (word of a question -> its answer)."""

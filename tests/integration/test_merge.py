@@ -121,7 +121,7 @@ def test_branches_of_one_snapshot_are_merged_by_the_command_with_the_router_sele
     limits = [merged.token_limits(name)[0] for name in ("colour", "animal", "third", "")]
     assert limits == [24, 24, 40, 40], "each task is read as it was learned"
     assert main(["--bank", bank.storage.uri, "merge", "main", str(tmp_path / "nowhere") + "@main"]) == 1
-    assert "has no 'main'" in capsys.readouterr().err
+    assert "there is no bank at '" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
