@@ -22,7 +22,8 @@ from raycl.storage import Storage
 
 TEMPLATE = (
     "{% for m in messages %}{{ {'system': 'very', 'user': 'a', 'assistant': 'Output :'}[m['role']] }} "
-    "{% if loop.last and m['role'] == 'assistant' %}much {% endif %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}Output : {% endif %}"
+    "{% if loop.last and m['role'] == 'assistant' %}much {% endif %}"
+    "{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}Output : {% endif %}"
 )
 """Of words that the tiny tokenizer knows; it writes one of them before the last answer, as others do a block."""
 
