@@ -31,13 +31,18 @@ class Activation:
     Attributes:
         number: of the decision, ascending.
         seen: newest move of the branch when it was taken: only later ones are news.
-        provenance: reason and time, for people.
+        provenance: reason and time, for people; with `rejected`, the snapshot that was not activated.
     """
 
     number: int
     snapshot: int
     seen: int
     provenance: dict[str, object]
+
+    @property
+    def rejection(self) -> str:
+        """Why the newest snapshot was not activated; "" where something else was decided."""
+        return str(self.provenance["why"]) if "rejected" in self.provenance else ""
 
 
 _ACTIVATION = TypeAdapter(Activation)
@@ -89,12 +94,15 @@ class Activations:
             raise BankError(f"'{file}' holds decision {found.number}: it was moved; activate a snapshot again")
         return found
 
-    def add(self, snapshot: int | Snapshot, why: str, seen: int | None = None) -> Activation:
+    def add(
+        self, snapshot: int | Snapshot, why: str, seen: int | None = None, rejected: int | None = None
+    ) -> Activation:
         """Decide for a snapshot of the bank.
 
         Args:
             snapshot: its number, or what was just read under it.
             seen: only later moves of the branch are news; None: the newest that is there.
+            rejected: the snapshot that is not activated, where that is the decision.
 
         Raises:
             BankError: the bank has no such snapshot, or decisions come faster than this one.
@@ -104,6 +112,8 @@ class Activations:
             self.bank.open(snapshot)
         for _ in range(RACES):
             provenance: dict[str, object] = {"why": why, "time": time.time()}
+            if rejected is not None:
+                provenance["rejected"] = rejected
             # the last record is not read: a damaged one is followed, and so repaired, by this one
             newest = max(self.branch.numbers(), default=0) if seen is None else seen
             fresh = Activation(self._newest() + 1, number, newest, provenance)

@@ -61,6 +61,7 @@ def connect(
     if ray.is_initialized():
         return
     began, given = time.monotonic(), named(address)
+    log.info("%s", f"joining Ray at {given}" if given else "starting Ray here")
     quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "error"}
     if env_vars:
         quiet["runtime_env"] = {"env_vars": dict(env_vars)}

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from raycl.errors import BackboneError
 
@@ -38,6 +41,9 @@ LAYERS = "[0-9]_*/model.safetensors"
 WEIGHTS = (WHOLE, INDEX, "model-*-of-*.safetensors", LAYERS)
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin")
 CODE = ("*.py",)
+
+REACH_S = 5.0
+"""Seconds for the hub to take a connection."""
 
 
 def resolve_path(name: str) -> str:
@@ -117,8 +123,34 @@ def _fetch_weights(where: str, commit: str) -> None:
 def _download(where: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """The folder of a hub model, with its files of these names."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    return Path(snapshot_download(where, revision=revision, allow_patterns=list(patterns)))
+    why = _unreachable()
+    offline, files = bool(why), list(patterns)
+    try:
+        return Path(snapshot_download(where, revision=revision, allow_patterns=files, local_files_only=offline))
+    except LocalEntryNotFoundError as error:
+        raise OSError(f"it is not on this machine, and {why or 'the hub does not answer'}") from error
+
+
+def _unreachable() -> str:
+    """Why the hub cannot be asked; "" where it can. Its library asks one that does not answer for a minute."""
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _no_answer(constants.ENDPOINT)
+
+
+@lru_cache(maxsize=4)
+def _no_answer(endpoint: str) -> str:
+    """Why a hub takes no connection, found once in a process; a proxy is left to the library."""
+    hub = urlsplit(endpoint)
+    if hub.scheme in getproxies():
+        return ""
+    try:
+        socket.create_connection((str(hub.hostname), hub.port or 443), timeout=REACH_S).close()
+    except OSError as error:
+        return f"{hub.hostname} does not answer ({error})"
+    return ""
 
 
 def commit_of(name: str, revision: str | None = None) -> str | None:

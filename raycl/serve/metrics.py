@@ -8,10 +8,21 @@ from __future__ import annotations
 import threading
 import time
 
+import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from raycl.serve.engine.engine import Engine
 from raycl.serve.service import Answer, Service
+
+
+def metrics_urls(node_id: str | None = None) -> list[str]:
+    """Where Prometheus reads the metrics of each node of the cluster, or of one of them."""
+    return [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in ray.nodes()
+        if node["Alive"] and node_id in (None, node["NodeID"])
+    ]
+
 
 MS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000]
 EVERY_S = 2.0
@@ -59,6 +70,7 @@ class Metrics:
         self.problem = Gauge("raycl_follow_problem", "1 while the newest snapshot cannot be used")
         self._counted = dict.fromkeys(self.engine, 0.0)
         service.observe = self.finished
+        service.metrics_url = next(iter(metrics_urls(ray.get_runtime_context().get_node_id())), None)
         threading.Thread(target=self._report, name="raycl-metrics", daemon=True).start()
 
     def finished(self, answer: Answer) -> None:

@@ -88,6 +88,7 @@ class Service:
         kind: of the backbone, by name. capabilities: what it can do.
         observe: called with every finished answer, for metrics.
         gate_problem: why the gate has not evaluated the newest snapshot, where there is a gate.
+        metrics_url: where Prometheus reads this replica's metrics; None: nothing collects them.
     """
 
     def __init__(self, config: ServeConfig, engine: Engine | RemoteEngine, snapshot_manager: SnapshotManager) -> None:
@@ -95,13 +96,14 @@ class Service:
         self.kind, self.capabilities = engine.kind, engine.capabilities
         self.observe: Observe = lambda answer: None
         self.gate_problem = ""
+        self.metrics_url: str | None = None
         self._loading = 0
         self._mailbox: EventQueues | None = None
 
     @property
     def problem(self) -> str:
         """Why the newest snapshot does not answer although it should, or might; "" where nothing is wrong."""
-        return self.snapshot_manager.problem or self.gate_problem
+        return self.snapshot_manager.problem or self.gate_problem or self.snapshot_manager.rejection
 
     # ---- selection -------------------------------------------------------------------------------------------
 

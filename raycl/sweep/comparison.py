@@ -26,10 +26,12 @@ from raycl.config import Section, Tree, trust
 from raycl.config.names import FolderName
 from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
+from raycl.launch.status import status_of
 from raycl.launch.termination import StopOnSignal, stopped_by
 from raycl.report.published import Published, row_of
 from raycl.run.checks import check_singles
 from raycl.run.config import RunConfig
+from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.training.records.stop_request import HostStop
 
@@ -151,16 +153,7 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     Raises:
         ConfigError: `only` names no row, or any row's config is wrong; all are checked before the first one starts.
     """
-    unknown = [name for name in only if name not in comparison.runs]
-    if unknown:
-        raise ConfigError(
-            f"the comparison has no row {', '.join(map(repr, unknown))}: expected some of {', '.join(comparison.runs)}"
-        )
-    planned = {
-        name: config
-        for name, config in plan(comparison, directory).items()
-        if not only or name.rsplit("-s", 1)[0] in only
-    }
+    planned = _planned(comparison, directory, only)
     if not planned:
         return Outcome({}, {})
     from raycl.launch import driver
@@ -176,6 +169,34 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
         return outcome
     shown = {name: comparison.published.beside(tree, row_of(tree)) for name, tree in outcome.results.items()}
     return Outcome(shown, outcome.failed)
+
+
+def states(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> dict[str, str]:
+    """Run -> its state in a sentence, from its files alone; nothing is started.
+
+    Raises:
+        ConfigError: `only` names no row.
+    """
+    folder = Storage.at(directory).sub(comparison.name)
+    return {name: _state(folder.sub(name)) for name in _planned(comparison, directory, only)}
+
+
+def _state(run: Storage) -> str:
+    if not run.exists(CONFIG):
+        return "not started"
+    found = status_of(run.address)
+    return f"{found.state}: {found.message}; {found.details['tasks']}"
+
+
+def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]) -> dict[str, RunConfig]:
+    """As `plan`, of the rows in `only`, or of all."""
+    unknown = [name for name in only if name not in comparison.runs]
+    if unknown:
+        raise ConfigError(
+            f"the comparison has no row {', '.join(map(repr, unknown))}: expected some of {', '.join(comparison.runs)}"
+        )
+    planned = plan(comparison, directory)
+    return {name: config for name, config in planned.items() if not only or name.rsplit("-s", 1)[0] in only}
 
 
 def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> Outcome:

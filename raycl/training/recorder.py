@@ -99,10 +99,10 @@ class Recorder:
             log.warning("%s", reason)
             self.journal.go_back(checkpoint_names, phases)
 
-    def begin(self, phase: Phase, rows: int, steps: int, start: int, later: int) -> None:
-        """Training of a phase begins, or continues after `start` steps; `later` steps of other phases follow."""
+    def begin(self, phase: Phase, rows: int, steps: int, start: int, later: int, prepared_s: float) -> None:
+        """Training of a phase begins, or continues after `start` steps; see `Progress.begin`."""
         if self.journal is not None:
-            self.progress.begin(phase.index, phase.name, rows, steps, start, later)
+            self.progress.begin(phase.index, phase.name, rows, steps, start, later, prepared_s)
 
     def step(self, phase: Phase, step: int, steps: int, result: StepResult, seconds: float) -> None:
         """An optimizer step is done."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,6 +16,8 @@ from tiny import Done, Taught, opened
 
 from raycl.bank import Bank
 from raycl.serve.snapshots.snapshot_model import SnapshotModel
+
+REPO = Path(__file__).resolve().parents[2]
 
 LONG = "the sea is"
 
@@ -235,6 +239,16 @@ def test_classification(labels: Wire, taught: Taught) -> None:
         labels.chat("fire is")
 
 
+def test_the_examples_of_the_guide_run_as_printed(wire: Wire, labels: Wire) -> None:
+    """The first for a backbone that writes its answers, the second for one that gives labels."""
+    guide = (REPO / "docs/guides/serving.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    for example, served in zip(examples, (wire, labels), strict=True):
+        names: dict[str, Any] = {}
+        exec(example.replace("http://127.0.0.1:8000", served.url), names)
+        assert isinstance(names["answer"], str) and names["answer"]
+
+
 def test_adapters_and_snapshots_are_listed(wire: Wire, model: SnapshotModel) -> None:
     found = wire.get("/v1/adapters")
     assert found["snapshot"] == 2 and [one["name"] for one in found["data"]] == list(model.loaded.keys)
@@ -243,5 +257,9 @@ def test_adapters_and_snapshots_are_listed(wire: Wire, model: SnapshotModel) -> 
     shown = wire.get("/v1/snapshots")
     assert (shown["active"], shown["data"], shown["kind"], shown["problem"]) == (2, [1, 2], "decoder", "")
     assert shown["tasks"] == ["colour", "animal"] and shown["decision"] == {}
-    assert wire.get("/healthz") == {"status": "ok"} and wire.get("/readyz") == {"status": "ready", "snapshot": 2}
+    assert wire.get("/healthz") == {"status": "ok"} and wire.get("/readyz") == {
+        "status": "ready",
+        "snapshot": 2,
+        "metrics": None,
+    }
     assert wire.http.get("/").headers["content-type"].startswith("text/html")

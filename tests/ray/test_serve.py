@@ -23,6 +23,7 @@ from raycl.bank.branches import Branch
 from raycl.run.assembly import build
 from raycl.serve.deployment.app import NAME, build_from
 from raycl.serve.deployment.endpoint import start
+from raycl.serve.metrics import metrics_urls
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
@@ -187,7 +188,7 @@ def kill_one_of_two() -> None:
 
 def gauge(name: str) -> list[float]:
     """A gauge of raycl as Ray's Prometheus endpoint on this machine has it."""
-    text = httpx.get(f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics").text
+    text = httpx.get(metrics_urls()[0]).text
     return [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"ray_raycl_{name}{{")]
 
 
@@ -217,6 +218,7 @@ def test_following_with_a_gate(lab: Lab, tmp_path: Path) -> None:
         return dict(client.get("/v1/snapshots").json())
 
     learner.learn_one()
+    assert client.get("/readyz").json()["metrics"] == metrics_urls()[0]
     waits = "snapshot 2 waits for the gate, which needs 0.2 CPUs: the cluster has 0.05 of 2 CPUs free"
     until(lambda: waits in found()["problem"])
     until(lambda: 1.0 in gauge("gate_problem") and max(gauge("gate_waiting_s"), default=0) > 0, pause=0.5)
@@ -236,6 +238,7 @@ def test_following_with_a_gate(lab: Lab, tmp_path: Path) -> None:
     on_main(bank, bank.snapshot(worse, *fields, provenance=good.provenance))
     until(lambda: (found()["decision"].get("why") or "").startswith("snapshot 3 was rejected: colour falls by"), 120)
     assert active(client) == 2
+    until(lambda: found()["problem"].startswith("snapshot 3 was rejected: colour falls by"))
     entries = [(entry, good.layouts[entry.layout]) for entry in good.adapters]
     on_main(bank, bank.snapshot(entries, *fields, provenance={}))
     unknown = "snapshot 4 cannot be evaluated, snapshot 2 stays active: snapshot 4 has no record"

@@ -12,7 +12,11 @@ from raycl import __version__
 from raycl.cli import main
 from raycl.cli.commands import COMMANDS, load
 from raycl.cli.files import FOLDER, local_or_installed
+from raycl.config import to_yaml
 from raycl.errors import ConfigError
+from raycl.run.folder import CONFIG
+from raycl.storage import Storage
+from raycl.sweep.comparison import load_comparison, plan
 
 REPO = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "ray", "numpy", "pydantic", "matplotlib")
@@ -114,6 +118,18 @@ def test_completion_knows_commands_and_their_options(capsys: pytest.CaptureFixtu
 def test_settings_may_follow_the_rows_of_a_comparison() -> None:
     options = load("compare").arguments(["c.yaml", "at_once=2", "--only", "lora", "slm", "seeds=[0]"])
     assert options.only == ["lora", "slm"] and options.overrides == ["at_once=2", "seeds=[0]"]
+
+
+def test_the_state_of_a_comparison_is_that_of_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One was begun and never ran."""
+    comparison = load_comparison(str(REPO / "jobs/configs/compare/demo.yaml"))
+    first, *others = plan(comparison, str(tmp_path)).items()
+    Storage.at(tmp_path).sub(comparison.name).sub(first[0]).write(CONFIG, to_yaml(first[1]).encode())
+    assert main.main(["compare", "jobs/configs/compare/demo.yaml", "--dir", str(tmp_path), "--status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [first[0], *(name for name, _ in others)]
+    assert "waiting: no worker has started yet" in lines[0] and "0 done" in lines[0]
+    assert all(line.endswith("not started") for line in lines[1:])
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 raycl compare jobs/configs/compare/builtin.yaml
 raycl compare jobs/configs/compare/builtin.yaml --only lora joint --png matrices.png
+raycl compare jobs/configs/compare/builtin.yaml --status        state of each run; starts nothing
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     found.add_argument("--dir", default="runs", help="folder or URI for all runs (default: runs)")
     found.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows")
     add_allow_env(found)
+    found.add_argument("--status", action="store_true", help="state of each run, and stop")
     found.add_argument("--png", metavar="FILE", help="write the matrices as heat maps side by side")
     return found
 
@@ -42,6 +44,13 @@ def run(options: argparse.Namespace) -> int:
     console.log_to_stderr()
     termination.exit_on_sigterm()
     comparison = load_comparison(file, options.overrides)
+    if options.status:
+        from raycl.sweep.comparison import states
+
+        found = states(comparison, options.dir, tuple(options.only))
+        width = max(map(len, found))
+        print("\n".join(f"{name:{width}}  {state}" for name, state in found.items()))
+        return 0
     outcome = run_comparison(comparison, options.dir, tuple(options.only))
     from raycl.report.plots import heatmaps
     from raycl.report.tables import comparison_table, side_by_side

@@ -6,6 +6,8 @@ What it does not know: what a slot's value is, where queries come from.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from typing import Literal
 
@@ -15,6 +17,11 @@ from torch import Tensor, nn
 
 from raycl.config import Section, Size
 from raycl.errors import RetrievalError
+
+log = logging.getLogger("raycl")
+
+EVERY_S = 5.0
+"""Seconds between two lines about the progress."""
 
 DECAY, DECAY_EPOCHS = 0.1, 2
 """Of the rate in the authors' scripts."""
@@ -129,7 +136,14 @@ def learn_keys(
     draw = torch.Generator().manual_seed(seed)
     earlier_NgH = earlier_NgH if config.centrifugal else None
     step = _paper_step if config.update == "paper" else _OptimizerStep(keys, config)
-    for epoch, rows in _batches(len(queries_BgH), config, draw):
+    began = logged = time.monotonic()
+    total = _updates(len(queries_BgH), config)
+    for number, (epoch, rows) in enumerate(_batches(len(queries_BgH), config, draw)):
+        if number and (now := time.monotonic()) - logged >= EVERY_S:
+            logged = now
+            log.info(
+                "    keys: %d of %d updates, %.0f s left", number, total, (now - began) / number * (total - number)
+            )
         if isinstance(step, _OptimizerStep):
             step.set_rate(config, epoch)
         chosen = choose(cosines(queries_BgH[rows], keys), top_k, config.mask, draw)
@@ -137,10 +151,14 @@ def learn_keys(
     return keys
 
 
+def _updates(texts: int, config: KeyConfig) -> int:
+    """How many there are for so many texts."""
+    return config.steps if config.epochs is None else config.epochs * -(-texts // config.batch_size)
+
+
 def _batches(texts: int, config: KeyConfig, draw: torch.Generator) -> Iterator[tuple[int, Tensor]]:
     """Epoch and rows of each step, every epoch in a new order."""
-    a_pass = -(-texts // config.batch_size)
-    left = config.steps if config.epochs is None else config.epochs * a_pass
+    a_pass, left = -(-texts // config.batch_size), _updates(texts, config)
     for epoch in range(-(-left // a_pass)):
         for rows in torch.split(torch.randperm(texts, generator=draw), config.batch_size)[: left - epoch * a_pass]:
             yield epoch, rows

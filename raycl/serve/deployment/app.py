@@ -21,6 +21,8 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.errors import RayclError
 from raycl.generation.requests import Event, Failed
+from raycl.launch import cluster
+from raycl.pretrained import present_folder
 from raycl.serve.deployment.factory import close_service, open_front, open_service
 from raycl.serve.deployment.resources import gate_device, gate_takes, replica_takes, settled_device
 from raycl.serve.engine.disaggregated import RemoteRequest
@@ -32,6 +34,7 @@ from raycl.serve.service import Answer, finished_text, labelled, routed, take
 from raycl.serve.settings import ServeConfig, at_bank
 from raycl.serve.snapshots.decisions import decide_first
 from raycl.serve.snapshots.gate_actor import GateActor, poll_gate
+from raycl.serve.snapshots.snapshot_model import backbone_of
 from raycl.serve.upstream.choice import open_choice
 from raycl.serve.upstream.export import read_record
 from raycl.serve.upstream.web import make_front_web
@@ -210,13 +213,16 @@ def build_from(config: ServeConfig) -> Any:
     """The application of a validated config; what answers first is written into the bank.
 
     Raises:
-        ConfigError, BankError: see `build`.
+        ConfigError, BankError: see `build`. BackboneError: `backbone` names none.
     """
     check_access(config)
     if config.forwards:
         read_record(config.upstream.export or "")  # a wrong folder is an error before anything starts
         return serve.deployment(serve.ingress()(Forward), **options_of(config)).bind(configs.as_tree(config))
-    decide_first(Bank.at(config.bank), config)
+    bank = Bank.at(config.bank)
+    first = decide_first(bank, config)
+    if config.backbone and (present_folder(config.backbone) or cluster.named() is None):
+        backbone_of(bank.open(first), config.backbone, config.permissions)  # another model is an error here already
     tree = {**configs.as_tree(config), "device": settled_device(config.device)}
     others = []
     if config.gates:

@@ -21,16 +21,20 @@ from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.branches import resolve
 from raycl.bank.integrity import IntegrityCheck
-from raycl.errors import BankError, LaunchError
+from raycl.errors import BankError, LaunchError, StorageError
 from raycl.launch import cluster
 from raycl.pages.address import url_of
 from raycl.serve.deployment.app import NAME, build_from
 from raycl.serve.deployment.resources import gate_takes, total_resources
 from raycl.serve.http.server import PROXY_HOOK, claimed, limit_proxy
+from raycl.serve.metrics import metrics_urls
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.gate import GateResult, judge
 
 log = logging.getLogger("raycl")
+
+LOOK_S = 1.0
+"""Seconds between two looks for what is new in the bank."""
 
 
 def serve_forever(config: ServeConfig) -> None:
@@ -53,11 +57,42 @@ def _serve_forever(config: ServeConfig) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets a handler of its own
             signal.signal(number, lambda *_: stopped.set())
         log.info("serving %s on %s (Ctrl-C ends it)", config.bank, url_of(config.host, config.port))
-        stopped.wait()
+        log.info("metrics for Prometheus: %s", ", ".join(metrics_urls()))
+        news = _News(config)
+        while not stopped.wait(LOOK_S):
+            news.log()
     log.info("stopping: answers that have begun are finished")
     with redirect_stdout(io.StringIO()):  # Serve's controller ends itself in the midst of a call, which Ray prints
         serve.shutdown()
         ray.shutdown()
+
+
+class _News:
+    """Log lines about what is to answer: moves of the branch that is followed, and decisions."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._follows = config.follow.enabled and not config.follow.gated and not config.forwards
+        self._activations = Activations(Bank.at(config.bank), config.branch)
+        self._move = self._decision = -1
+        self.log()
+
+    def log(self) -> None:
+        """What is new since the last call; nothing while the bank cannot be read."""
+        try:
+            move, decision = self._activations.branch.last(), self._activations.latest()
+        except (BankError, StorageError):
+            return
+        if decision is not None and decision.number > self._decision:
+            why = decision.provenance["why"]
+            if self._decision >= 0:
+                log.info("decision %d: snapshot %d answers (%s)", decision.number, decision.snapshot, why)
+            self._decision = decision.number
+        if move is not None and move.number > self._move:
+            if self._move >= 0:
+                answers = " and answers once it is loaded" if self._follows else ""
+                log.info("branch '%s' is at snapshot %s%s", self._activations.branch.name, move.snapshot, answers)
+            self._move = move.number
+        self._decision, self._move = max(self._decision, 0), max(self._move, 0)
 
 
 def start(config: ServeConfig, application: object, name: str = NAME, prefix: str = "/") -> None:

@@ -183,6 +183,7 @@ class HealthAnswer(BaseModel):
 
     status: str
     snapshot: int | None = None
+    metrics: str | None = Field(None, description="where Prometheus reads this replica's metrics")
 
 
 class ErrorBody(BaseModel):

@@ -236,4 +236,5 @@ def _add_health(app: FastAPI, service: Service) -> None:
         """Whether it takes more requests now."""
         if service.engine.pending >= service.config.limits.queue:
             return _Plain(body_of("the queue is full", "server_error"), 503)
-        return JSONResponse({"status": "ready", "snapshot": service.snapshot_manager.active.snapshot.number})
+        active = service.snapshot_manager.active.snapshot.number
+        return JSONResponse({"status": "ready", "snapshot": active, "metrics": service.metrics_url})

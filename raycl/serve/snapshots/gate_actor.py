@@ -146,7 +146,7 @@ class GateActor:
             self._activations.add(pending.number, why, pending.move)
         else:
             why = f"snapshot {pending.number} was rejected: {result.reason}"
-            self._activations.add(last.snapshot, why, pending.move)
+            self._activations.add(last.snapshot, why, pending.move, rejected=pending.number)
 
     def _evaluate(self) -> GateResult | str | None:
         """The result, or why there is none; None: it has been decided meanwhile, or a newer snapshot is there."""

@@ -57,6 +57,7 @@ class SnapshotManager:
     Attributes:
         active: answers from now on.
         problem: why what should answer now does not, "" if it does.
+        rejection: why the gate did not let the newest answer, "" if it did.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class SnapshotManager:
         """
         self.bank, self.engine, self.config = bank, engine, config
         self.activations = Activations(bank, config.branch)
-        self.problem = ""
+        self.problem = self.rejection = ""
         self._identity, self._cache = identity, object_store_cache
         self._integrity = (
             IntegrityCheck.of(bank) if object_store_cache is None else IntegrityCheck(object_store_cache.check)
@@ -272,6 +273,9 @@ class SnapshotManager:
             if self._replaced:
                 self._make_room()
             wanted = wanted_snapshots(self.bank, self.activations, self.config)
+            if self.config.gates:
+                last = self.activations.latest()
+                self.rejection = "" if last is None else last.rejection
             self._failed = {number: failed for number, failed in self._failed.items() if number in wanted}
             now = self.active.snapshot.number
             current = now in wanted and self._open.get(now) is self.active

@@ -90,6 +90,7 @@ class TaskTrainer:
         Raises:
             StopRequested: a checkpoint was written, and the run is to stop.
         """
+        began = time.perf_counter()
         data = PhaseData(self.context, phase, self.world)
         task_context = self._begin(phase, data, resumed=resume is not None)
         loader, order = data.loader(task_context)
@@ -100,7 +101,7 @@ class TaskTrainer:
         trained = sum(parameter.numel() for parameter in self.context.backbone.parameters() if parameter.requires_grad)
         engine = self.open_engine(loader.accumulation, order.steps, phase.name)
         start, spent = self._restore(engine, resume)
-        self._announce(phase, order, start, by_phase)
+        self._announce(phase, order, start, by_phase, time.perf_counter() - began)
         self.context.backbone.train()
         selection = Selection(self.context, phase, self.world, order.steps_per_epoch, engine, resume)
         if resume is not None:  # each has a whole copy
@@ -196,8 +197,10 @@ class TaskTrainer:
                 log.warning("%s", warning)
         self._disk_is_checked = True
 
-    def _announce(self, phase: Phase, order: GlobalOrder, start: int, by_phase: list[int]) -> None:
-        self.recorder.begin(phase, order.count, order.steps, start, sum(by_phase[phase.index + 1 :]))
+    def _announce(self, phase: Phase, order: GlobalOrder, start: int, by_phase: list[int], prepared_s: float) -> None:
+        each_prepares = not self.context.method.config.fits_ahead
+        later = sum(by_phase[phase.index + 1 :])
+        self.recorder.begin(phase, order.count, order.steps, start, later, prepared_s if each_prepares else 0.0)
         self.control.progress("training", step=start, steps=order.steps, steps_by_phase=by_phase)
 
     def _checkpoint_if_due(self, now: BetweenSteps) -> None:

@@ -99,10 +99,17 @@ class Progress:
         self._seconds = 0.0
         self._steps = 0
         self._later = 0
+        self._prepared_s = 0.0
 
-    def begin(self, index: int, name: str, rows: int, steps: int, start: int, later: int) -> None:
-        """A phase starts, or is resumed after `start` steps; `later` steps follow in later phases."""
-        self._later = later
+    def begin(
+        self, index: int, name: str, rows: int, steps: int, start: int, later: int, prepared_s: float = 0.0
+    ) -> None:
+        """A phase starts, or is resumed after `start` steps; `later` steps follow in later phases.
+
+        Args:
+            prepared_s: seconds that the phase took before its first step, as each later one will: keys are learned.
+        """
+        self._later, self._prepared_s = later, prepared_s
         again = f", continuing after step {start}" if start else ""
         log.info("[%d/%d] %s: %d rows, %d steps%s", index + 1, self.phases, name, rows, steps, again)
         self._logged, self._tokens, self._seconds, self._steps = time.monotonic(), 0, 0.0, 0
@@ -127,7 +134,7 @@ class Progress:
             result.loss,
             f"{rate:,.0f}",
             clock((steps - step) * pace),
-            clock((steps - step + self._later) * pace),
+            clock((steps - step + self._later) * pace + (self.phases - index - 1) * self._prepared_s),
         )
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,3 +88,13 @@ def test_pickles_and_code_are_fetched_where_they_are_allowed(hub: Hub, lab: Lab,
 def test_a_model_that_the_hub_lacks(hub: Hub) -> None:
     with pytest.raises(BackboneError, match=r"backbone 'me/nothing' cannot be loaded: .*; expected 'minilm', a hub id"):
         load_codec(BackboneConfig(name="me/nothing"), 24, 4)
+
+
+def test_a_hub_that_does_not_answer_is_one_sentence_at_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library would ask again and again."""
+    with socket.socket() as taken:  # bound, and listening to nobody
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(BackboneError, match=r"it is not on this machine, and 127\.0\.0\.1 does not answer"):
+            load_codec(BackboneConfig(name="me/elsewhere"), 24, 4)
+    assert not hub.sent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from raycl.errors import RetrievalError
 from raycl.methods.slm.slm import SlmConfig
+from raycl.retrieval.memory_slots import keys as keys_module
 from raycl.retrieval.memory_slots.keys import (
     KeyConfig,
     choose,
@@ -283,3 +286,14 @@ def test_key_accuracy_wants_more_than_half(right: int, counts: bool) -> None:
 def test_impossible_settings_are_errors(queries: Tensor, config: KeyConfig, top_k: int, said: str) -> None:
     with pytest.raises(RetrievalError, match=said):
         learn_keys(queries, config, top_k, seed=0)
+
+
+def test_progress_and_the_time_left_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keys_module, "EVERY_S", 0.0)
+    monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
+    caplog.set_level(logging.INFO, "raycl")
+    learn_keys(torch.randn(4, 6), KeyConfig(groups=2, slots=2, steps=3), 1, seed=0)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.rpartition(",")[0].strip() for line in said] == [f"keys: {done} of 3 updates" for done in (1, 2)]

@@ -70,7 +70,7 @@ def test_progress_is_logged_at_intervals_and_at_the_end(
     monkeypatch.setattr(logger, "handlers", [handler])
     caplog.set_level(logging.INFO, "raycl")
     progress = Progress(5.0, phases=3)
-    progress.begin(1, "animal", 40, 10, 2, 30)
+    progress.begin(1, "animal", 40, 10, 2, 30, prepared_s=60.0)
     said = []
     for step in range(3, 11):
         now[0] += 2
@@ -78,7 +78,7 @@ def test_progress_is_logged_at_intervals_and_at_the_end(
     assert said == [False, False, True, False, False, True, False, True]
     assert lines[0] == "[2/3] animal: 40 rows, 10 steps, continuing after step 2"
     assert (
-        lines[1] == "[2/3] animal  step 5/10  loss 0.2500  50 tokens/s  training left: 0:10 in this task, 1:10 in all"
+        lines[1] == "[2/3] animal  step 5/10  loss 0.2500  50 tokens/s  training left: 0:10 in this task, 2:10 in all"
     )
 
 
