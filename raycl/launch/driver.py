@@ -157,7 +157,9 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
     new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added, learned)
     new = own_limits(old, new, len(added))
     _refuse(folder, other_changes(old, new, len(added)))
-    return _continued(new, storage, state)
+    found = _continued(new, storage, state)
+    checks.warn_of_mistakes(found.stream, len(added))
+    return found
 
 
 def _continued(config: RunConfig, storage: Storage, state: RunState) -> Prepared:

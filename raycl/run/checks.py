@@ -157,6 +157,17 @@ def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> N
             )
 
 
+def warn_of_mistakes(stream: Stream, newest: int | None = None) -> None:
+    """A line for each kind of mistake in the data of a task.
+
+    Args:
+        newest: so many tasks at the end of the stream alone; None: all of them, and unseen ones.
+    """
+    for task in (*stream.tasks, *stream.unseen) if newest is None else stream.tasks[-newest:]:
+        for mistake in mistakes_of(stream, task, MOST_COMPARED):
+            log.warning("%s: %s", task.name, mistake)
+
+
 def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
     """As `check`, for a run that begins: its branch of a shared bank must be new. Also returns `eval.singles`' scores.
 
@@ -165,9 +176,7 @@ def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
             takes no more tasks. BankError: it starts from one of other data. RayclError: see `check`.
     """
     stream = check(config)
-    for task in (*stream.tasks, *stream.unseen):
-        for mistake in mistakes_of(stream, task, MOST_COMPARED):
-            log.warning("%s: %s", task.name, mistake)
+    warn_of_mistakes(stream)
     if config.bank.start:
         check_takes_more_tasks(config)
         check_snapshot_inputs(snapshot_at(config.bank.start)[1], inputs_of(config, stream), config.bank.revise)

@@ -207,6 +207,24 @@ def test_a_new_task_may_have_a_size_of_its_own(lab: Lab, tmp_path: Path) -> None
     assert grown.method.settings_by_task()["rank_by_task"] == {own: 3}
 
 
+def test_mistakes_in_data_are_said_before_it_is_trained_on(
+    lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for split in ("train", "test"):
+        rows = [f"{split} {number},{'A' if number % 2 else 'b'}\n" for number in range(60)]
+        (tmp_path / f"{split}.csv").write_text("".join(["text,label\n", *rows, *["the same,A\nodd,a\n"] * 4]))
+    output = {"dir": str(tmp_path / "runs"), "name": "first"}
+    config = lab.config("bert", stream={"tasks": [{"name": "dirty", "path": str(tmp_path)}]}, output=output)
+    expected = {"rows whose label is written otherwise in most rows", "test rows with a text that is in train"}
+    driver.prepare(config)
+    assert expected <= {line.split(": ")[1] for line in caplog.messages if line.startswith("dirty: ")}
+    caplog.clear()
+    Storage.at(tmp_path / "other").write(CONFIG, configs.to_yaml(halves(lab, "lora")[1]).encode())
+    driver.extend(str(tmp_path / "other"), [f"{{name: dirty, path: {tmp_path}}}"])
+    assert expected <= {line.split(": ")[1] for line in caplog.messages if line.startswith("dirty: ")}
+    assert not any(line.startswith(f"{lab.tasks[0]['name']}: ") for line in caplog.messages), "looked at before"
+
+
 def test_runs_that_used_all_tasks_cannot_be_extended(lab: Lab) -> None:
     with pytest.raises(ResumeError, match=r"stream\.schedule=joint trains all tasks in one phase"):
         with_tasks(lab.config("bert", "joint"), ["other"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -48,7 +49,9 @@ def table_items(file: SourceFile, columns: Columns, findings: Findings) -> Itera
                 yield number, dict(zip(header, cells, strict=True))
             continue
         try:
-            file.refuse(f"{len(cells)} cells: expected {len(header)} as in the header, quote cells with commas", number)
+            file.refuse(
+                f"{len(cells)} cells: expected {len(header)} as in the header, quote cells that hold separators", number
+            )
         except BadRow as problem:
             findings.bad_row(problem)
     if blank:
@@ -69,7 +72,13 @@ def _rows(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[li
     lines = (line for _, line in file.lines())
     first = next((line for line in lines if line.strip()), "")
     usual = "\t" if file.name.lower().endswith(".tsv") else ","
-    separator = _separator(first, usual, columns)
+    try:
+        separator = _separator(first, usual, columns)
+    except csv.Error:
+        file.refuse(
+            "lines end with carriage returns alone: expected line feeds, convert it, for example: "
+            f"tr '\\r' '\\n' < {shlex.quote(file.name)} > converted"
+        )
     if separator != usual:
         findings.note(f"{file.name}: its cells are separated by {SEPARATORS[separator]}")
     whole = chain([first] if first else [], lines)

@@ -202,6 +202,7 @@ BROKEN: list[tuple[str, str | bytes, list[str]]] = [
     ("open.csv", 'text,label\na,b\n"a,b\n', ["row 2", "malformed CSV"]),
     ("utf.csv", b"text,label\n\xff,b\n", ["row 2", "invalid UTF-8", "iconv -f WINDOWS-1252 -t UTF-8 utf.csv"]),
     ("no_mark.csv", "text,label\na,b\n".encode("utf-16-le"), ["zero bytes", "iconv -f UTF-16LE -t UTF-8 no_mark.csv"]),
+    ("mac.csv", "text,label\ra,b\rc,d\r", ["carriage returns alone", r"tr '\r' '\n' < mac.csv > converted"]),
     ("cut.csv", "text,label\n日本,b\n".encode("utf-16")[:-1], ["invalid UTF-16-LE", "expected text"]),
     ("half.jsonl", '{"text": "a", "label": "b"}\n{"text": "x\\ud83d", "label": "b"}', ["row 2", "half a character"]),
     ("half_label.jsonl", '{"text": "a", "label": "x\\ud83d"}', ["row 1", "half a character (\\ud83d at character 2)"]),
