@@ -119,15 +119,15 @@ class HFCodec:
         turns = self._turns(conversations, template, answers)
         if self.needs_labels:
             return [[] for _ in turns]
-        found = self._special.encode([answer for _, answer in turns], False)
         if self.capabilities.one_sequence:
-            prompts, wholes = (
-                self._special.encode(texts, False)
-                for texts in ([prompt for prompt, _ in turns], [f"{prompt}{answer}" for prompt, answer in turns])
-            )
-            for place, (prompt, whole) in enumerate(zip(prompts, wholes, strict=True)):
-                if whole[: len(prompt)] == prompt:
-                    found[place] = whole[len(prompt) :]
+            prompts = self._special.encode([prompt for prompt, _ in turns], False)
+            wholes = self._special.encode([f"{prompt}{answer}" for prompt, answer in turns], False)
+            found = [
+                whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._special.encode([answer], False)[0]
+                for prompt, whole, (_, answer) in zip(prompts, wholes, turns, strict=True)
+            ]
+        else:
+            found = self._special.encode([answer for _, answer in turns], False)
         return [ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id] for ids in found]
 
     def _turns(

@@ -38,11 +38,14 @@ class SpecialStrings:
         folds = any(token.special and token.normalized for token in added.values())
         self._found = re.compile(names, re.IGNORECASE if folds else 0)
         self._exact = re.compile(names)
+        self._starts = {case for name in special for case in {name[0], name[0].lower(), name[0].upper()}}
         self._ending = re.compile(rf"(?:\s*(?:{names}))*")
 
     def broken(self, text: str) -> str:
         """A text of the data for a template, its special strings told from those that the template writes."""
         clean = text.replace(_MARK, "\ufffd").replace(_BREAK, "\ufffd")
+        if not any(start in clean for start in self._starts):  # most texts, in a tenth of the expression's time
+            return clean
         return self._found.sub(lambda found: f"{found[0][:1]}{_BREAK}{found[0][1:]}", clean)
 
     def ending(self, text: str) -> str:
