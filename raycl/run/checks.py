@@ -18,7 +18,7 @@ from raycl.config import Tree
 from raycl.data.loader import GlobalOrder, check_batch
 from raycl.data.mistakes import MOST_COMPARED, mistakes_of
 from raycl.data.prepare import MIN_TEXT_TOKENS
-from raycl.data.stream import Stream, StreamConfig, open_stream
+from raycl.data.stream import Stream, open_stream
 from raycl.errors import ConfigError, RunError
 from raycl.eval.metrics import check_labels, check_metric, taken_for_same
 from raycl.methods.base import Method
@@ -297,15 +297,14 @@ def check_singles(config: RunConfig, theirs: Tree, name: str) -> None:
     Raises:
         ConfigError: it is not the same method and modifiers on the same data, backbone, training and seed.
     """
-    mine = configs.as_tree(config)
-    schedule = theirs["stream"].get("schedule", "sequential")
+    mine, theirs = configs.as_tree(config), configs.as_tree(configs.validate(RunConfig, theirs))  # older runs lack keys
+    schedule = theirs["stream"]["schedule"]
     if schedule != "separate":
         raise ConfigError(f"{name} is a run under stream.schedule={schedule}: expected separate")
     learner = mine["method"]["learner"] if config.method.name in WRAPPERS else mine["method"]
     shared = ("seed", "stream", "backbone", "train", "modifiers")
     expected = {"method": learner, **{key: mine[key] for key in shared}}
-    found = {"method": theirs["method"], **{key: theirs.get(key, {}) for key in shared}}
-    found["stream"] = {**configs.as_tree(StreamConfig()), **found["stream"]}  # older runs lack younger settings
+    found = {"method": theirs["method"], **{key: theirs[key] for key in shared}}
     differing = _single_differences(expected, found)
     if differing:
         raise ConfigError(

@@ -198,8 +198,9 @@ def from_tree(given: Tree) -> RunConfig:
     given = with_template_files(given)
     start = read_start(given)
     config = configs.validate(RunConfig, given if start is None else start.tree)
-    if start is not None:
-        refuse_changes(start, configs.as_tree(config))
+    if start is not None:  # what an older bank does not record has its default, as it has in the run that starts
+        before = configs.as_tree(configs.validate(RunConfig, start.base))
+        refuse_changes(start, before, configs.as_tree(config))
     return config
 
 

@@ -233,20 +233,20 @@ def keep_limits(before: Tree, after: Tree, fresh: Collection[str]) -> None:
             after[key] = before[key]
 
 
-def refuse_changes(start: Start, tree: Tree) -> None:
+def refuse_changes(start: Start, before: Tree, after: Tree) -> None:
     """A run that starts from a snapshot keeps the settings that shape what was learned, as the snapshot's run had them.
 
     Args:
-        tree: the run's resolved config.
+        before, after: resolved configs of the snapshot's run and of the one that starts.
 
     Raises:
         ConfigError: a setting differs.
     """
     changed = changes_beside_tasks(
-        start.base, tree, start.added, (*EXEMPT, *MAY_DIFFER, *(f"bank.{name}" for name in STARTS))
+        before, after, start.added, (*EXEMPT, *MAY_DIFFER, *(f"bank.{name}" for name in STARTS))
     )
     if changed:
-        listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
+        listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
         raise ConfigError(
             f"bank.start={start.written} continues a run whose settings differ: {listed}; leave them out, or start a "
             "new run"

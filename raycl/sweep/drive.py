@@ -102,8 +102,10 @@ def _claim(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
         raise RunError(
             f"'{folder.storage.uri}' holds a sweep already: continue with --resume, or choose another name or --dir"
         )
-    old = configs.from_yaml(folder.storage.read_text(SWEEP), f"{folder.storage.uri}/{SWEEP}")
-    changed = configs.differences(old, plain(configs.as_tree(sweep)), without=MAY_CHANGE)
+    written = configs.from_yaml(folder.storage.read_text(SWEEP), f"{folder.storage.uri}/{SWEEP}")
+    old = configs.validate(SweepConfig, written)  # an older one lacks younger settings
+    before, now = (plain(configs.as_tree(one)) for one in (old, sweep))
+    changed = configs.differences(before, now, without=MAY_CHANGE)
     if sweep.search.name != "grid":
         changed.pop("samples", None)  # more of the same is welcome
     if changed:

@@ -16,15 +16,19 @@ from tiny import Lab, matrix, trace, work
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, head_of, line_of
+from raycl.bank.manifest import FORMAT
 from raycl.bank.operations.maintenance import prune, verify
+from raycl.bank.operations.merge import merge
 from raycl.bank.operations.unlearning import forget
 from raycl.bank.routers import get_router
 from raycl.bank.training_state import state_objects
 from raycl.errors import BankError, ConfigError, RayclError, RunError, StorageError, UnreachableError
 from raycl.launch import driver, worker
+from raycl.methods.base import at
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
+from raycl.storage.records import seal, unseal
 from raycl.training.records.journal import Journal, read_state
 
 GENERATED = {
@@ -251,6 +255,31 @@ def test_what_differs_from_the_snapshots_run_is_refused_with_both_values(
             started(uri, [new], reference)
     with pytest.raises(BankError, match="there is no bank at"):
         started(str(tmp_path / "nothing"), [new])
+
+
+def older(bank: Bank, number: int, *keys: str) -> None:
+    """The snapshot as an older version recorded it, without these settings of its run."""
+    file = f"snapshots/{number:06d}.json"
+    tree = unseal(bank.storage.read(file), file, FORMAT)
+    for key in keys:
+        holder, name = at(tree["provenance"]["config"], key)
+        del holder[name]
+    bank.storage.write(file, seal(tree))
+
+
+def test_settings_that_an_older_bank_lacks_have_their_defaults(
+    lab: Lab, learned: Callable[[Path], Bank], tmp_path: Path
+) -> None:
+    """In a run that starts from it and in a merge; a value that was recorded counts as before."""
+    bank, new = learned(tmp_path), lab.tasks[1]
+    whole = bank.open(1)
+    older(bank, 1, "method.dropout", "backbone.bos", "stream.references", "eval.subsample", "modifiers")
+    config = started(bank.storage.uri, [new], "1")
+    assert (config.method.dropout, config.backbone.bos) == (0.0, "tokenizer")  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"differ: method.dropout was 0\.0, now 0\.1; leave"):
+        started(bank.storage.uri, [new], "1", method={"dropout": 0.1})
+    with pytest.raises(BankError, match="what a task learns depends on the tasks before it"):
+        merge(bank, whole, bank.open(1), bank)
 
 
 def test_a_bank_without_permission_is_refused_before_anything_is_written(

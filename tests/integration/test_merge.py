@@ -114,7 +114,8 @@ def test_branches_of_one_snapshot_are_merged_by_the_command_with_the_router_sele
     main = runpy.run_path(str(REPO / "jobs/bank.py"))["main"]
     assert main(["--bank", bank.storage.uri, "merge", "main", "team"]) == 0
     said = capsys.readouterr().out
-    assert "branch 'main' points at it: colour, animal, third" in said, said
+    assert "branch 'main' points at it: colour, animal, third\nit has no training state: it answers" in said, said
+    assert "no run can start from it; `rollback --to 2` goes back to one that has" in said, said
     merged = head_of(bank)
     assert merged.router.kind in ("keys", "discriminant") and merged.parent == 2
     assert len(mixtures(bank, merged, None)) == 3

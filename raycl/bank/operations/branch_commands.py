@@ -121,7 +121,9 @@ def merge(bank: Bank, options: Namespace) -> Answer:
         Branch(bank, name).advance(merged, f"{options.theirs} merged")
         tree["branch"] = name
         text += f"; branch '{name}' points at it"
-    return Answer(f"{text}: {', '.join(task.name for task in merged.tasks)}", tree)
+    text += f": {', '.join(task.name for task in merged.tasks)}"
+    back = f"`rollback --to {ours.number}` goes back to one that has"
+    return Answer(f"{text}\nit has no training state: it answers, and no run can start from it; {back}", tree)
 
 
 def delete(bank: Bank, options: Namespace) -> Answer:

@@ -19,7 +19,7 @@ from raycl.bank.manifest import AdapterManifest, AdapterRef, Layout, SnapshotAda
 from raycl.bank.pruning import removed_from
 from raycl.bank.routers import get_router, put_router
 from raycl.bank.training_state import get_state
-from raycl.config import remaining
+from raycl.config import as_tree, remaining
 from raycl.errors import BankError
 from raycl.methods.base import at
 from raycl.methods.registry import method_config
@@ -103,7 +103,8 @@ def _check(ours: Snapshot, theirs: Snapshot) -> None:
         if values[0] != values[1]:
             raise BankError(f"{both} cannot be merged: backbone.{key} is '{values[0]}' and '{values[1]}'")
     methods = [(config["method"], config["stream"]["schedule"]) for config in configs if config is not None]
-    alike = [(remaining(method, method_config(method).by_task), schedule) for method, schedule in methods]
+    whole = [(method_config(method), schedule) for method, schedule in methods]  # older ones lack younger settings
+    alike = [(remaining(as_tree(settings), settings.by_task), schedule) for settings, schedule in whole]
     if alike[0] != alike[1]:
         named = [f"{method['name']} (schedule {schedule})" for method, schedule in methods]
         raise BankError(f"{both} cannot be merged: method {named[0]} and {named[1]}, or its settings, differ")

@@ -13,7 +13,7 @@ from typing import Any
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch
-from raycl.bank.manifest import ModelInfo, TaskInfo, dump, parse_snapshot
+from raycl.bank.manifest import AdapterRef, ModelInfo, TaskInfo, dump, manifest_of, parse_snapshot
 from raycl.bank.pruning import removed_from
 from raycl.bank.routers import put_router
 from raycl.bank.training_state import has_state
@@ -214,6 +214,7 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
     _states_again(bank, storage, state, list(known.values()))
     needed = objects_of(bank, known[last]) if last in known and keeps_adapters else []
     _objects_again(bank, storage, state, list(known.values()), {one.summary.sha256 for one in needed if one.adapter})
+    _manifests_again(bank, known)
     for number, found in there.items():
         if found is not None:
             continue
@@ -231,6 +232,29 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
             log.warning("%s: %s", what, error)
         else:
             log.warning("%s: published again", what)
+
+
+def _manifests_again(bank: Bank, snapshots: Mapping[int, Snapshot]) -> None:
+    """Manifests of adapters that are gone or damaged, from the first snapshot that names each."""
+    removed, again = removed_from(bank.storage).adapters, []
+    seen: set[str] = set()
+    for _, snapshot in sorted(snapshots.items()):
+        for entry in snapshot.adapters:
+            if str(entry) in seen | removed:
+                continue
+            seen.add(str(entry))
+            with suppress(BankError):
+                bank.manifest(AdapterRef(name=entry.name, version=entry.version))
+                continue
+            lost = manifest_of(entry, snapshot)
+            bank.storage.write(lost.file, dump(lost))
+            again.append(str(entry))
+    if again:
+        log.warning(
+            "the manifest of %s is gone from the bank '%s' or damaged: published again",
+            _listed(again),
+            bank.storage.uri,
+        )
 
 
 def _states_again(bank: Bank, storage: Storage, state: RunState, snapshots: Sequence[Snapshot]) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from raycl import config as configs
+from raycl.errors import ResumeError
 from raycl.run.config import RunConfig
+from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig
-from raycl.sweep.folder import SweepFolder
+from raycl.sweep.drive import _claim
+from raycl.sweep.folder import SWEEP, SweepFolder, plain
 from raycl.sweep.search.searchers import Planned, TpeSearcher
 from raycl.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.sweep.trials.single_tasks import separate_key, separate_tree
@@ -66,6 +69,18 @@ def test_planned_trials_are_handed_out_once_and_written_down(tmp_path: Path) -> 
         )
     assert searcher.suggest("c") == "FINISHED"
     assert folder.settings() == {1: {"seed": 5}, 3: {"seed": 6}} and folder.error(3) is None
+
+
+def test_a_sweep_continues_with_settings_that_an_older_version_did_not_write(tmp_path: Path) -> None:
+    """They have their defaults; a value that was written counts as before."""
+    found = sweep()
+    folder = SweepFolder(Storage.at(tmp_path), "s")
+    written = plain(configs.as_tree(found))
+    del written["retries"], written["share"]
+    folder.storage.write(SWEEP, configs.tree_to_yaml(written).encode())
+    _claim(found, folder, resume=True)
+    with pytest.raises(ResumeError, match="share was True, now False"):
+        _claim(sweep(share=False), folder, resume=True)
 
 
 def test_nothing_is_proposed_after_a_request_to_stop(tmp_path: Path) -> None:
