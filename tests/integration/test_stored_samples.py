@@ -76,6 +76,28 @@ def test_pruning_removes_what_is_older_than_its_run_allows(sampled: SampleBank, 
     assert [info.name for info in bank.open(done.new).tasks] == ["colour"]
 
 
+def test_those_of_a_training_state_are_counted_and_removed_too(lab: Lab, tmp_path: Path) -> None:
+    """Replay's pseudo-samples are in no adapter's record; runs that start from there go on with those that are left."""
+    (tmp_path / "given").mkdir()
+    for task in lab.tasks:
+        rows = (Path(task["path"]) / "train.jsonl").read_text().splitlines()[:4]
+        (tmp_path / f"given/{task['name']}.jsonl").write_text("\n".join(rows) + "\n")
+    tree = tree_of(lab, "olora", lab.tasks, tmp_path / "bank")
+    tree["method"] = {"name": "replay", "source": "file", "files": str(tmp_path / "given"), "share": 0.3}
+    begun(tree, tmp_path / "runs/first")
+    bank = Bank.at(tmp_path / "bank")
+    kept = stored_samples(bank, bank.open(2))
+    assert set(kept) == {task["name"] for task in lab.tasks} and min(kept.values()) >= 1
+    removed = prune(bank, sample_days=0.0).samples
+    assert len(removed) == 2 and stored_samples(bank, bank.open(2)) == {} and verify(bank).problems == []
+    rows = (Path(lab.tasks[0]["path"]) / "train.jsonl").read_text().splitlines()[4:8]  # the removed ones stay away
+    (tmp_path / "given/third.jsonl").write_text("\n".join(rows) + "\n")
+    third = {**lab.tasks[0], "name": "third"}
+    given = {"bank": {"start": f"{bank.storage.uri}@main"}, "stream": {"tasks": [third]}}
+    assert matrix(begun(given, tmp_path / "later"))[2][2] is not None
+    assert list(stored_samples(bank, head_of(bank))) == ["third"]
+
+
 def test_a_run_that_still_has_removed_samples_does_not_put_them_back(lab: Lab, tmp_path: Path) -> None:
     tree = tree_of(lab, "sapt text", lab.tasks, tmp_path / "bank")
     first, bank = begun(tree, tmp_path / "runs/first"), Bank.at(tmp_path / "bank")

@@ -26,6 +26,7 @@ from raycl.bank.manifest import (
     manifest_file,
     snapshot_file,
 )
+from raycl.bank.operations.samples import samples_in_state
 from raycl.bank.pruning import record_removal, removed_from
 from raycl.bank.training_state import is_state, state_file, state_objects
 from raycl.errors import BankError
@@ -227,7 +228,7 @@ def prune(
         unneeded = (is_object(file) or is_state(file)) and file not in needed_files
         if (info.unfinished or unneeded) and info.age >= grace_s:
             doomed.append(file)
-    pruned.samples = sorted(_old_samples(kept, files, sample_days))
+    pruned.samples = sorted(_old_samples(bank, kept, files, sample_days))
     doomed += pruned.samples
     pruned.files = doomed
     pruned.bytes = sum(files[file].size for file in doomed)
@@ -239,7 +240,9 @@ def prune(
     return pruned
 
 
-def _old_samples(snapshots: Sequence[Snapshot], files: Mapping[str, StoredFile], days: float | None) -> set[str]:
+def _old_samples(
+    bank: Bank, snapshots: Sequence[Snapshot], files: Mapping[str, StoredFile], days: float | None
+) -> set[str]:
     """Files of stored samples that are older than so many days, or than their run allows."""
     found = set()
     for snapshot in snapshots:
@@ -247,6 +250,7 @@ def _old_samples(snapshots: Sequence[Snapshot], files: Mapping[str, StoredFile],
         if limit is None:
             continue
         named = {info.file for entry in snapshot.adapters for info in entry.extras.values()}
+        named |= {info.file for info, _ in samples_in_state(bank, snapshot).values()}
         found |= {file for file in named if file in files and files[file].age > limit * 86400}
     return found
 

@@ -1,4 +1,4 @@
-"""Stored samples of a bank: inputs of users that methods keep beside adapters (SAPT's pseudo-samples).
+"""Stored samples of a bank: inputs of users, beside adapters (SAPT's pseudo-samples) or in training states (Replay's).
 
 What it does not know: what they are used for.
 """
@@ -13,8 +13,9 @@ import torch
 
 from raycl.backbone.codec import HFCodec
 from raycl.bank import Bank, Snapshot
-from raycl.bank.manifest import SnapshotAdapter
+from raycl.bank.manifest import ObjectInfo, SnapshotAdapter
 from raycl.bank.pruning import removed_from
+from raycl.bank.training_state import state_objects
 from raycl.methods.pseudo_samples.samples import PseudoSamples
 
 
@@ -24,7 +25,28 @@ def stored_samples(bank: Bank, snapshot: Snapshot) -> dict[str, int]:
     Raises:
         BankError: samples are missing, and were not removed on purpose, or are damaged.
     """
-    return {task: len(samples) for task, samples in _kept(bank, snapshot.adapters)}
+    beside = {task: len(samples) for task, samples in _kept(bank, snapshot.adapters)}
+    return {task: len(samples) for task, (_, samples) in samples_in_state(bank, snapshot).items()} | beside
+
+
+def samples_in_state(bank: Bank, snapshot: Snapshot) -> dict[str, tuple[ObjectInfo, PseudoSamples]]:
+    """Task -> the samples that the snapshot's training state alone holds, and their object.
+
+    Raises:
+        BankError: the training state is damaged, or samples are missing that were not removed on purpose.
+    """
+    removed = removed_from(bank.storage).samples
+    others = {info.file for entry in snapshot.adapters for info in (entry.tensors, *entry.extras.values())}
+    found = {}
+    for group, info in state_objects(bank, snapshot).items():
+        kind, _, owner = group.rstrip("/").partition("/")
+        gone = info.file in removed and not bank.storage.exists(info.file)
+        if not (kind and owner and group.endswith("/")) or info.file in others or gone:
+            continue
+        tensors = bank.get(info, f"the training state of snapshot {snapshot.number} ({group})")
+        if PseudoSamples.are_in(tensors):
+            found[owner] = (info, PseudoSamples.of(tensors))
+    return found
 
 
 def sample_texts(bank: Bank, snapshot: Snapshot, adapters: Iterable[SnapshotAdapter], codec: HFCodec) -> dict[str, str]:

@@ -345,7 +345,8 @@ class Lfpt5(Method):
 
 
 def _read(tensors: Mapping[str, Tensor], tasks: Sequence[str], kind: str) -> dict[str, PseudoSamples]:
-    return {task: PseudoSamples.of(under(f"{kind}/{task}/", tensors)) for task in tasks}
+    held = {task: under(f"{kind}/{task}/", tensors) for task in tasks}
+    return {task: PseudoSamples.of(kept) for task, kept in held.items() if PseudoSamples.are_in(kept)}
 
 
 def _nothing(low: Tensor, outputs: int) -> None:

@@ -53,6 +53,11 @@ class PseudoSamples:
         return found
 
     @staticmethod
+    def are_in(tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these are what `tensors` gives; samples may have been removed from a bank on purpose."""
+        return {"source_ids", "source_lengths"} <= tensors.keys()
+
+    @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> PseudoSamples:
         """Back from what `tensors` gave."""
         sources = _split(tensors["source_ids"], tensors["source_lengths"])

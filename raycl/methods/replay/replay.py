@@ -166,8 +166,9 @@ class Replay(Wrapper):
         return {**values, KEPT: list(self.samples.entries)}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Of the learner, and pseudo-samples as they were."""
+        """Of the learner, and pseudo-samples as they were, but for those that were removed from the bank."""
+        held = {task: under(f"{KEPT}/{task}/", tensors) for task in values.get(KEPT, ())}
         self.samples.entries = {
-            task: PseudoSamples.of(under(f"{KEPT}/{task}/", tensors)) for task in values.get(KEPT, ())
+            task: PseudoSamples.of(kept) for task, kept in held.items() if PseudoSamples.are_in(kept)
         }
         self.learner.load_state_dict(values, tensors)
