@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -237,9 +238,9 @@ def test_following_with_a_gate(lab: Lab, tmp_path: Path) -> None:
         worse.append(bank.publish(entry.name, bad, good.backbone, entry.tasks))
     on_main(bank, bank.snapshot(worse, *fields, provenance=good.provenance))
     rejected = re.compile(r"snapshot 3 was rejected: (colour|animal) falls by \d+")
-    until(lambda: rejected.match(found()["decision"].get("why") or ""), 120)
+    until(lambda: bool(rejected.match(found()["decision"].get("why") or "")), 120)
     assert active(client) == 2
-    until(lambda: rejected.match(found()["problem"]))
+    until(lambda: bool(rejected.match(found()["problem"])))
     entries = [(entry, good.layouts[entry.layout]) for entry in good.adapters]
     on_main(bank, bank.snapshot(entries, *fields, provenance={}))
     unknown = "snapshot 4 cannot be evaluated, snapshot 2 stays active: snapshot 4 has no record"
