@@ -65,7 +65,7 @@ def bank_and_reference(text: str) -> tuple[Bank, str]:
         BankError: there is no such bank.
     """
     place, at, reference = text.rpartition("@")
-    if at and find_bank(text) is None:
+    if at and ("?" in place or find_bank(text) is None):  # behind the query of a URI, which has no @ of its own
         return bank_at(place)[0], reference
     return bank_at(text)
 
