@@ -90,6 +90,16 @@ class MethodConfig(Section):
         """
         return 0
 
+    def extra_passes(self, epochs: int) -> float:
+        """Cost of passes over a task's rows beside those of its steps, as a share of these, for plans.
+
+        A pass without gradients costs half of one with them. Evaluation is in no plan.
+
+        Args:
+            epochs: of a task.
+        """
+        return 0.0
+
     @property
     def fixed_roles(self) -> tuple[str, ...]:
         """Roles by which it chooses linears whatever its settings."""

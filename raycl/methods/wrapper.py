@@ -48,6 +48,10 @@ class WrapperConfig(MethodConfig):
             del settings[name]
         return settings
 
+    def extra_passes(self, epochs: int) -> float:
+        """As the learner."""
+        return self.learner.extra_passes(epochs)
+
     @property
     def fixed_roles(self) -> tuple[str, ...]:
         """As the learner."""

@@ -81,6 +81,10 @@ class EpiConfig(MethodConfig):
         """Where `targets` names none."""
         return TARGETS[self.value] if self.targets is None else ()
 
+    def extra_passes(self, epochs: int) -> float:
+        """The bare backbone reads every row once, for the means and the covariance of its classes."""
+        return 0.5 / epochs
+
     def prompt_positions(self, tasks: int) -> int:
         """Those of the text's own prompt."""
         return self.length if self.value == "prompt" else 0

@@ -91,6 +91,10 @@ class Lfpt5Config(MethodConfig):
     )
     pre_trains: ClassVar[bool] = False
 
+    def extra_passes(self, epochs: int) -> float:
+        """Each row is also written, its input and its answer; drawing pseudo-samples is not counted."""
+        return 1.0 if self.lm_weight else 0.0
+
     def prompt_positions(self, tasks: int) -> int:
         """One prompt."""
         return self.prompt_length

@@ -80,6 +80,10 @@ class MbpaConfig(WrapperConfig):
 
     pre_trains: ClassVar[bool] = False
 
+    def extra_passes(self, epochs: int) -> float:
+        """The learner's, and a step in so many has twice the examples."""
+        return super().extra_passes(epochs) + (1 / self.every if self.every else 0.0)
+
     @property
     def sample_share(self) -> tuple[str, float]:
         """Of rows."""

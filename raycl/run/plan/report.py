@@ -127,6 +127,7 @@ def tree(found: Report) -> dict[str, Any]:
         "operations_per_step": found.operations,
         "seconds": asdict(found.seconds),
         "steps": list(found.run.steps),
+        "extra_passes": found.run.extra,
         "disk_bytes": dict(found.run.disk),
         "notes": list(found.notes),
     }
@@ -166,7 +167,9 @@ def _lines(found: Report) -> Iterator[str]:
     yield _row("operations", f"{found.operations:.3g}")
     times = found.seconds
     yield _row("time", f"{times.step:.3g} s (compute {times.compute:.3g}, network {times.network:.3g})")
-    yield _row("steps", f"{sum(found.run.steps)}, {_duration(times.training)}" if found.run.steps else "not known")
+    extra = f", {found.run.extra:.0%} more with the method's extra passes" if found.run.extra else ""
+    spent = f"{sum(found.run.steps)}, {_duration(times.training)}{extra}"
+    yield _row("steps", spent if found.run.steps else "not known")
     yield _row("loading", f"{times.loading:.3g} s at {_size(cluster.disk)}/s")
     yield ""
     yield "disk"

@@ -306,4 +306,5 @@ def _run(opened: Opened, trained: int) -> Run:
         "stays_per_task": max(written.stays),
         "growth": growth(written).both,
     }
-    return Run(opened.steps, MOMENTS[context.train.optimizer], disk)
+    extra = opened.config.method.extra_passes(context.train.epochs)
+    return Run(opened.steps, MOMENTS[context.train.optimizer], disk, extra)

@@ -22,7 +22,7 @@ class Seconds:
     Attributes:
         compute: of a step's operations. network: of its bytes. step: the larger of both, where they overlap, and
             their sum where they do not. loading: of the weights, once.
-        training: of all steps; 0 where their number is not known.
+        training: of all steps and the method's extra passes; 0 where their number is not known.
     """
 
     compute: float
@@ -55,4 +55,4 @@ def seconds(model: Model, step: Step, engine: Engine, run: Run, sent: Traffic, c
     overlaps = engine.weights > 1  # gathering of the next layer's weights; sums at the end of a step do not
     whole = max(compute, network) if overlaps else compute + network
     loading = model.parameters * model.compute_bytes / cluster.disk
-    return Seconds(compute, network, whole, loading, whole * sum(run.steps))
+    return Seconds(compute, network, whole, loading, whole * sum(run.steps) * (1 + run.extra))

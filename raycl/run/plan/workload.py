@@ -147,8 +147,10 @@ class Run:
         steps: optimizer steps of each phase; empty: not known without the data.
         moments: tensors that the optimizer keeps for a parameter.
         disk: name -> bytes (`raycl.training.disk_space`).
+        extra: passes beside those of the steps, as a share of these (`MethodConfig.extra_passes`).
     """
 
     steps: tuple[int, ...]
     moments: int
     disk: Mapping[str, int] = field(default_factory=dict)
+    extra: float = 0.0

@@ -161,6 +161,21 @@ def test_what_a_method_keeps_beside_training_is_planned(lab: Lab, method: Any, v
     assert found.gpu["kept_by_method"] == 4 * values * found.model.most_trained
 
 
+@pytest.mark.parametrize(
+    ("method", "extra"),
+    [
+        ({"name": "lora"}, 0.0),
+        ({"name": "mbpa++", "every": 10}, 0.1),
+        ({"name": "mbpa++", "every": 0}, 0.0),
+        ({"name": "epi"}, 0.25),
+    ],
+)
+def test_a_methods_passes_beside_its_steps_are_in_the_time(lab: Lab, method: Any, extra: float) -> None:
+    found = plan(lab.config("bert", method, train={"epochs": 2}), Cluster(GPUS["a100-80"]))
+    assert found.run.extra == extra
+    assert found.seconds.training == pytest.approx(found.seconds.step * sum(found.run.steps) * (1 + extra))
+
+
 def test_quantized_weights_have_the_real_size(lab: Lab) -> None:
     config = lab.config("llama", "lora", backbone={"quantization": "int8"})
     context, _ = begun(config)
