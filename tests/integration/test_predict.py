@@ -18,11 +18,14 @@ from local_endpoint import Served
 from tiny import Complete, Lab, matrix, run
 
 from raycl.bank import Bank
+from raycl.bank.activations import Activations
 from raycl.bank.branches import Branch
 from raycl.cli import main
-from raycl.errors import BankError, ConfigError
+from raycl.errors import BackboneError, BankError, ConfigError
 from raycl.run.banks import snapshot_at
 from raycl.run.checks import check
+from raycl.serve.deployment.app import build_from
+from raycl.serve.deployment.endpoint import activate
 from raycl.serve.offline import WINDOW, OfflineModel
 from raycl.serve.settings import ServeConfig, at_bank
 from raycl.serve.snapshots.snapshot_model import router_of
@@ -356,6 +359,23 @@ def test_a_reference_is_a_branch_a_number_or_a_hash(complete: Complete) -> None:
     bank = Bank.at(address)
     for reference, number in (("", 2), ("@main", 2), ("@1", 1), (f"@{bank.open(1).sha256[:12]}", 1)):
         assert snapshot_at(address + reference)[1].number == number
+
+
+def test_an_endpoint_with_another_backbone_is_refused_before_anything_starts(complete: Complete, lab: Lab) -> None:
+    with pytest.raises(BankError, match="is another model"):
+        build_from(ServeConfig(bank=uri(complete, "bert"), backbone=str(lab.model_folder("llama"))))
+    with pytest.raises(BackboneError, match="does not exist"):
+        build_from(ServeConfig(bank=uri(complete, "bert"), backbone="/nowhere"))
+
+
+def test_a_snapshot_is_activated_by_its_branch(complete: Complete, tmp_path: Path) -> None:
+    shutil.copytree(uri(complete, "bert"), tmp_path / "bank")
+    bank = Bank.at(tmp_path / "bank")
+    Branch(bank, "other").advance(bank.open(1), "a test")
+    activate(ServeConfig(bank=str(tmp_path / "bank")), "other")
+    decided = Activations(bank).latest()
+    assert decided is not None and decided.snapshot == 1 and decided.rejection == ""
+    assert Activations(bank).add(1, "snapshot 2 was rejected: x falls", rejected=2).rejection.endswith("x falls")
 
 
 def test_a_run_stands_for_its_bank_and_a_folder_may_have_an_at_in_its_name(

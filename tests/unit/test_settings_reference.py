@@ -102,6 +102,8 @@ def test_the_printed_config_of_the_endpoint_loads_unchanged(
     file = tmp_path / "printed.yaml"
     file.write_text(printed)
     assert load_serve_config(str(file), []) == load_serve_config(None, ["bank=runs/x/bank", *words])
+    unnamed = _printed("jobs/serve.py", [*words, "--print-config"], monkeypatch, capsys)
+    assert unnamed.splitlines()[1].startswith("bank: ") and "/RUN_DIR" in unnamed and "port: 9000" in unnamed
 
 
 def _printed(job: str, words: list[str], patch: pytest.MonkeyPatch, captured: pytest.CaptureFixture[str]) -> str:
