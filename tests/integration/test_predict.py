@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -18,16 +17,12 @@ from local_endpoint import Served
 from tiny import Complete, Lab, matrix, run
 
 from raycl.bank import Bank
-from raycl.bank.activations import Activations
-from raycl.bank.branches import Branch
 from raycl.cli import main
-from raycl.errors import BackboneError, BankError, ConfigError
+from raycl.errors import ConfigError
 from raycl.run.banks import snapshot_at
 from raycl.run.checks import check
-from raycl.serve.deployment.app import build_from
-from raycl.serve.deployment.endpoint import activate
 from raycl.serve.offline import WINDOW, OfflineModel
-from raycl.serve.settings import ServeConfig, at_bank
+from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.snapshot_model import router_of
 from raycl.storage import Storage
 
@@ -359,43 +354,3 @@ def test_a_reference_is_a_branch_a_number_or_a_hash(complete: Complete) -> None:
     bank = Bank.at(address)
     for reference, number in (("", 2), ("@main", 2), ("@1", 1), (f"@{bank.open(1).sha256[:12]}", 1)):
         assert snapshot_at(address + reference)[1].number == number
-
-
-def test_an_endpoint_with_another_backbone_is_refused_before_anything_starts(complete: Complete, lab: Lab) -> None:
-    with pytest.raises(BankError, match="is another model"):
-        build_from(ServeConfig(bank=uri(complete, "bert"), backbone=str(lab.model_folder("llama"))))
-    with pytest.raises(BackboneError, match="does not exist"):
-        build_from(ServeConfig(bank=uri(complete, "bert"), backbone="/nowhere"))
-
-
-def test_a_snapshot_is_activated_by_its_branch(complete: Complete, tmp_path: Path) -> None:
-    shutil.copytree(uri(complete, "bert"), tmp_path / "bank")
-    bank = Bank.at(tmp_path / "bank")
-    Branch(bank, "other").advance(bank.open(1), "a test")
-    activate(ServeConfig(bank=str(tmp_path / "bank")), "other")
-    decided = Activations(bank).latest()
-    assert decided is not None and decided.snapshot == 1 and decided.rejection == ""
-    assert Activations(bank).add(1, "snapshot 2 was rejected: x falls", rejected=2).rejection.endswith("x falls")
-
-
-def test_a_run_stands_for_its_bank_and_a_folder_may_have_an_at_in_its_name(
-    complete: Complete, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a run that publishes onto a branch of a shared bank, that branch is meant."""
-    address = uri(complete, "bert")
-    shutil.copytree(address, tmp_path / "me@host" / "bank")
-    shared = f"{tmp_path}/me@host/bank"
-    Branch(Bank.at(shared), "other").advance(Bank.at(shared).open(1), "a test")
-    for reference, number in ((shared, 2), (f"{shared}@1", 1), (f"{shared}@other", 1)):
-        assert snapshot_at(reference)[1].number == number
-    (tmp_path / "of@other").mkdir()
-    (tmp_path / "of@other/config.yaml").write_text(f"bank: {{dir: {shared}, branch: other}}\n")
-    assert snapshot_at(f"{tmp_path}/of@other")[1].number == 1
-    assert snapshot_at(f"{tmp_path}/of@other@main")[1].number == 2
-    found = at_bank(ServeConfig(bank=f"{tmp_path}/of@other"))
-    assert (found.bank, found.branch) == (shared, "other")
-    assert at_bank(ServeConfig(bank=f"{tmp_path}/of@other", branch="main")).branch == "main"
-    with pytest.raises(BankError, match="there is no bank at"):
-        snapshot_at(f"{tmp_path}/nobody@nowhere")
-    of_run = command(capsys, "bank", "--bank", f"{tmp_path}/of@other", "log")
-    assert of_run[0] == 0 and of_run == command(capsys, "bank", "--bank", shared, "log", "other")
