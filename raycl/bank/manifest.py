@@ -151,6 +151,7 @@ class TaskInfo(Section):
         "", description="Jinja source that rendered the inputs as conversations; empty: none did"
     )
     system: str = Field("", description="system message of conversations without one")
+    definition: str = Field("", description="instruction in what stood before the texts; empty: none, or `system`")
 
 
 class RouterInfo(Section):

@@ -211,6 +211,17 @@ def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: i
     return ids, cut
 
 
+def fit_prompts(
+    texts: Sequence[str], prompts: Sequence[Prompt], codec: TextCodec, limits: Sequence[int]
+) -> list[list[int]]:
+    """Ids of texts in prompts and with limits of their own, as `fit_sources` gives them."""
+    found: dict[int, list[int]] = {}
+    for prompt, limit in dict.fromkeys(zip(prompts, limits, strict=True)):
+        rows = [row for row, own in enumerate(prompts) if own == prompt and limits[row] == limit]
+        found |= zip(rows, fit_sources([texts[row] for row in rows], prompt, codec, limit)[0], strict=True)
+    return [found[row] for row in range(len(texts))]
+
+
 def fit_targets(
     texts: Sequence[str], answers: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int
 ) -> tuple[list[list[int]], int]:

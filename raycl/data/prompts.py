@@ -27,6 +27,8 @@ class PromptRecord(Protocol):
     def chat_template(self) -> str: ...
     @property
     def system(self) -> str: ...
+    @property
+    def definition(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -37,21 +39,29 @@ class Prompt:
         chat_template: Jinja source, as tokenizers have it: the text is a conversation (`raycl.data.conversation`) that
             it renders, and prefix and suffix are empty; "": none.
         system: system message of conversations that have none of their own.
+        definition: the task's instruction as the prefix has it; "" where there is none.
     """
 
     prefix: str = ""
     suffix: str = ""
     chat_template: str = ""
     system: str = ""
+    definition: str = ""
 
     @staticmethod
     def of(record: PromptRecord) -> Prompt:
         """The prompt that `record` describes."""
-        return Prompt(*record.prompt, record.chat_template, record.system)
+        return Prompt(*record.prompt, record.chat_template, record.system, record.definition)
 
     def record(self) -> dict[str, Any]:
         """Fields of a `PromptRecord`."""
-        return {"prompt": (self.prefix, self.suffix), "chat_template": self.chat_template, "system": self.system}
+        others = {"chat_template": self.chat_template, "system": self.system, "definition": self.definition}
+        return {"prompt": (self.prefix, self.suffix), **others}
+
+    @property
+    def instruction(self) -> str:
+        """The task's instruction, as the system message or in front of the text; "" where there is none."""
+        return self.system or self.definition
 
     def around(self, text: str) -> str:
         """The whole prompt of one example, where there is no chat template."""
@@ -106,12 +116,12 @@ def _tokens(message: Message, codec: TextCodec) -> int:
 def superni(definition: str) -> Prompt:
     """SuperNI tasks of SAPT; an empty definition leaves its paragraph out."""
     head = f"Definition: {definition}\n\n" if definition else ""
-    return Prompt(f"{head}Now complete the following example -\nInput: ", "\nOutput: ")
+    return Prompt(f"{head}Now complete the following example -\nInput: ", "\nOutput: ", definition=definition)
 
 
 def long(definition: str) -> Prompt:
     """Long Sequence tasks of SAPT; nothing stands before the text where the definition is empty (copa)."""
-    return Prompt(f"{definition}\n" if definition else "", "\nOutput: ")
+    return Prompt(f"{definition}\n" if definition else "", "\nOutput: ", definition=definition)
 
 
 def olora(
@@ -125,10 +135,10 @@ def olora(
     """
     names = f"Task:{group}\nDataset:{dataset}\n" if prompt_names else ""
     options = f"Option: {', '.join(labels)} \n" if labels and instruction else ""
-    return Prompt(f"{names}{instruction}\n{options}" if instruction else names, "\nAnswer:")
+    return Prompt(f"{names}{instruction}\n{options}" if instruction else names, "\nAnswer:", definition=instruction)
 
 
 def llama2_chat(instruction: str) -> Prompt:
     """Llama-2 chat form as in SLM's LLaMA runs; the system block only where there is an instruction."""
     system = f"<<SYS>>\n{instruction}\n<</SYS>>\n\n" if instruction else ""
-    return Prompt(f"[INST] {system}", " [/INST] ")
+    return Prompt(f"[INST] {system}", " [/INST] ", definition=instruction)

@@ -51,6 +51,7 @@ class RecordedTask(Section):
     prompt: tuple[str, str] = Field(("", ""), description="what stood before and behind every input text")
     chat_template: str = Field("", description="Jinja source of the chat template; empty: none")
     system: str = Field("", description="system message of conversations without one")
+    definition: str = Field("", description="instruction in what stood before the texts")
 
 
 class TaskSpec(Section):

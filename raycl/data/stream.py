@@ -109,6 +109,10 @@ class Stream:
         """Whether the task has rows; a learned task whose data is out of reach has none."""
         return bool(self._open[task.name].raws)
 
+    def is_chat(self, task: Task) -> bool:
+        """Whether the task's texts stand for conversations."""
+        return self._open[task.name].is_chat
+
     def source(self, task: Task, split: Split) -> RawRows | None:
         """The rows that a split is taken from, which for carved splits are those of train; None: it has none."""
         raws = self._open[task.name].raws
@@ -161,11 +165,7 @@ class Stream:
 
     def instruction(self, task: Task, codec: TextCodec) -> str:
         """The instruction in the prompts of `task`; "" where they have none."""
-        found = self._open[task.name]
-        if found.plan.recorded is not None or not found.definition:
-            return ""
-        prompt = self.prompt(task, codec)
-        return found.definition if found.definition in prompt.prefix + prompt.system else ""
+        return "" if self._open[task.name].plan.recorded is not None else self.prompt(task, codec).instruction
 
     def prompt(self, task: Task, codec: TextCodec, instruction: str | None = None) -> Prompt:
         """The template around the inputs of `task`.

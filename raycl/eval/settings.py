@@ -33,6 +33,17 @@ class EvalConfig(Section):
         "(class-incremental); task: the task's own labels (task-incremental; van de Ven and Tolias "
         "2019). Tasks without labels have no limit",
     )
+    instruction: Literal["given", "chosen"] = Field(
+        "given",
+        description="what fills the matrix. given: each text is read in its own task's prompt, instruction included, "
+        "as in the papers; chosen: the text is given alone, and the router chooses adapters and prompt, as an endpoint "
+        "does for requests without instruction",
+    )
+    other_row: bool = Field(
+        True,
+        description="at the end of a run also score the row that `instruction` leaves out, where it can differ: the "
+        "tasks' prompts do, or conversations have system messages",
+    )
     untrained: bool = Field(
         False, description="also evaluate every task, unseen ones too, by the backbone before any training"
     )

@@ -15,6 +15,7 @@ from raycl.storage import Storage
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.evaluation import Observations, evaluate_row
+from raycl.training.phase.text_alone import TextAlone
 from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.settings import BankConfig
@@ -65,6 +66,7 @@ def scores_of(
         storage,
         Observations(),
         lambda task: control.progress("evaluating", phase=last.index, phases=len(context.phases), task=task),
+        TextAlone.of(context, snapshot) if context.evaluation.instruction == "chosen" else None,
     )
     if context.schedule.one_model_per_task and phases:
         row = {**{name: Score(**cell) for name, cell in phases[-1]["row"].items()}, **row}

@@ -124,6 +124,11 @@ class MethodConfig(Section):
         return False
 
     @property
+    def chooses_task(self) -> bool:
+        """Whether the published router chooses a task's adapters by a text alone, and so the prompt of the text too."""
+        return False
+
+    @property
     def needs_dropout(self) -> bool:
         """Whether passes of the backbone must differ by dropout."""
         return False

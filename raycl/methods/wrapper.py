@@ -67,6 +67,11 @@ class WrapperConfig(MethodConfig):
         return self.learner.needs_task
 
     @property
+    def chooses_task(self) -> bool:
+        """As the learner."""
+        return self.learner.chooses_task
+
+    @property
     def needs_dropout(self) -> bool:
         """As the learner."""
         return self.learner.needs_dropout

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field, replace
 from raycl.config import Tree, flatten
 from raycl.report.published import OF_TYPE, numbers_of, source_of
 from raycl.report.results import (
+    INSTRUCTION,
     averages_of,
     backbone_of,
     method_of,
     metric_of,
+    other_row_of,
     stream_of,
     tasks_of,
     title_of,
@@ -32,7 +34,7 @@ from raycl.report.results import (
 )
 
 NOT_COMPARED = frozenset(
-    {"seed", "launch", "tracking", "output", "checkpoint", "eval.singles", "eval.save_predictions"}
+    {"seed", "launch", "tracking", "output", "checkpoint", "eval.singles", "eval.save_predictions", "eval.other_row"}
 )
 """Config sections and keys that may differ among runs of one line: they do not change what is learned."""
 
@@ -46,9 +48,11 @@ OPTIONAL = {
     "accuracy_first_two": "of the first two",
     "accuracy_last_two": "of the last two",
     UNSEEN: "unseen",
+    "ap_chosen": "AP, text alone",
+    "ap_given": "AP, with instruction",
 }
-"""Means that not every run has -> column title: of accuracies beside F1 scores, and over tasks that were never trained.
-They are columns only where some run has them."""
+"""Means that not every run has -> column title: of accuracies beside F1 scores, over tasks that were never trained, and
+of the last row under the other `eval.instruction`. They are columns only where some run has them."""
 
 COSTS = ("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")
 """What a run took -> seconds, tokens a second, seconds inside training steps, parameters of the phase that trains most,
@@ -199,12 +203,13 @@ def _untrained(results: Sequence[Tree], like: Tree) -> Line | None:
 
 
 def _optional(result: Tree) -> dict[str, float | None]:
-    accuracy = averages_of(result, "accuracy")
+    accuracy, other = averages_of(result, "accuracy"), other_row_of(result)
     return {
         "accuracy": accuracy.get("all"),
         "accuracy_first_two": accuracy.get("first_two"),
         "accuracy_last_two": accuracy.get("last_two"),
         UNSEEN: unseen_mean(result),
+        **{f"ap_{kind}": other[2] if other and other[0] == kind else None for kind in INSTRUCTION},
     }
 
 

@@ -26,6 +26,9 @@ def evaluation_table(tree: Tree) -> str:
     """Score, tasks that answered, and a line for each label: precision, recall, F1, rows, most frequent mistake."""
     score = tree["score"]
     blocks: list[RenderableType] = [Text(f"{tree['metric']} {score['value']:.1f}   ({score['count']:,} rows)")]
+    if tree["alone"]:
+        how = f"the above is with the task's instruction; without it, by the text alone: {tree['alone']['value']:.1f}"
+        blocks.append(Text(how))
     if tree["tasks"]:
         shares = ", ".join(f"{task} {100 * share:.1f}" for task, share in tree["tasks"].items() if share >= 0.0005)
         blocks.append(Text(f"mean weight of tasks, in percent: {shares}"))

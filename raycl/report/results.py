@@ -173,6 +173,19 @@ def unseen_types(result: Tree) -> dict[str, float]:
     return {str(name): float(value) for name, value in ((result.get("unseen") or {}).get("types") or {}).items()}
 
 
+INSTRUCTION = {"given": "with its task's instruction", "chosen": "by the text alone"}
+"""`eval.instruction` -> how a text is given."""
+
+
+def other_row_of(result: Tree) -> tuple[str, list[float | None], float] | None:
+    """The last row under the other `eval.instruction`: which one, scores by task, their mean; None: not scored."""
+    found = result.get("other_row")
+    if not found:
+        return None
+    cells = [found["cells"].get(task) for task in tasks_of(result)]
+    return found["instruction"], [cell and cell["value"] for cell in cells], float(found["mean"])
+
+
 def untrained_of(result: Tree) -> Tree | None:
     """The run's scores before any training as a result of their own, with `metrics.ap`, `unseen`; None without them.
 
@@ -189,7 +202,7 @@ def untrained_of(result: Tree) -> Tree | None:
         "matrix": [[found["cells"].get(task) for task in tasks_of(result)]],
         "metrics": {"ap": found["mean"]},
         "unseen": {"cells": cells, **found["unseen"]} if found["unseen"] else None,
-        **dict.fromkeys(("averages", "revision", "phase_summaries", "untrained")),
+        **dict.fromkeys(("averages", "revision", "phase_summaries", "untrained", "other_row")),
         **dict.fromkeys(("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")),
     }
 

@@ -20,12 +20,14 @@ from raycl.report.attention import AttentionWeights, has_attention
 from raycl.report.compare import METRICS, Line, Spread, compare, grouped, has_published, points_of
 from raycl.report.output_rows.training import OutputRows, has_output_rows
 from raycl.report.results import (
+    INSTRUCTION,
     averages_of,
     backbone_of,
     last_accuracies,
     limits_of,
     method_of,
     metric_of,
+    other_row_of,
     revision_of,
     short_names,
     stream_of,
@@ -217,7 +219,11 @@ def _matrix(result: Tree) -> RenderableType:
         table.add_row(f"after {phase}", *("" if value is None else f"{value:.1f}" for value in row))
     measured = [row for row in result["matrix"] if any(row)]
     _add_limits(table, limits_of(measured[-1] if measured else []))
-    numbers = [Text(metrics_line(result)), *_accuracies(result), *_unseen(result)]
+    other = other_row_of(result)
+    if other is not None:
+        table.add_section()
+        table.add_row(INSTRUCTION[other[0]], *("" if value is None else f"{value:.1f}" for value in other[1]))
+    numbers = [Text(metrics_line(result)), *_other_row(result), *_accuracies(result), *_unseen(result)]
     return Group(Text(title_of(result)), table, *numbers, *_revision(result), *_routing(result), *_notes(result))
 
 
@@ -225,6 +231,16 @@ def _add_limits(table: Table, limits: Sequence[tuple[float, float] | None]) -> N
     """The 95 % intervals of the row above, if it has any."""
     if any(limits):
         table.add_row("95 % interval", *("" if pair is None else f"{pair[0]:.1f}–{pair[1]:.1f}" for pair in limits))
+
+
+def _other_row(result: Tree) -> list[RenderableType]:
+    """What an endpoint scores on requests with and without instruction, where a run measured both."""
+    found = other_row_of(result)
+    if found is None:
+        return []
+    means = {"given": metric_of(result, "ap"), "chosen": metric_of(result, "ap"), found[0]: found[2]}
+    shown = (f"{_number(means[kind])} {how}" for kind, how in INSTRUCTION.items())
+    return [Text(f"AP at an endpoint: {', '.join(shown)}")]
 
 
 def _accuracies(result: Tree) -> list[RenderableType]:

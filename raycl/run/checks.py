@@ -32,6 +32,7 @@ from raycl.run.extension import check_takes_more_tasks
 from raycl.run.fingerprints import inputs_of
 from raycl.run.method_checks import (
     check_adaptation,
+    check_chosen,
     check_compiled,
     check_dropout,
     check_engine,
@@ -96,6 +97,7 @@ def check(config: RunConfig) -> Stream:
     check_selection(config, stream)
     check_unseen(config, stream, codec)
     check_untrained(config, stream, codec)
+    check_chosen(config, [stream.prompt(task, codec) for task in stream.tasks])
     check_instructions(config, stream, codec)
     for task in (*stream.tasks, *stream.unseen):
         if task.objective == "answer":

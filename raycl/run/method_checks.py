@@ -13,6 +13,7 @@ from raycl.backbone import Backbone
 from raycl.backbone.linears.quantization import check_quantization
 from raycl.backbone.roles import GROUPS, ROLES, without_role
 from raycl.config.unused import covering, unused_in
+from raycl.data.prompts import Prompt
 from raycl.errors import ConfigError
 from raycl.methods.base import Method
 from raycl.methods.registry import method_class
@@ -266,3 +267,28 @@ def check_objective(config: RunConfig, tasks: Sequence[Task]) -> None:
                 f"method '{config.method.name}' learns answers, but stream.objective is {task.objective}, and task "
                 f"'{task.name}' has none: set stream.objective to answer, or use another method, such as lora"
             )
+
+
+def check_chosen(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """A text without its task's instruction needs a published router that chooses its prompt.
+
+    Args:
+        prompts: of the tasks.
+
+    Raises:
+        ConfigError: `eval.instruction=chosen`, and there is none.
+    """
+    if config.eval.instruction == "given" or len(set(prompts)) < 2:
+        return
+    if not config.method.chooses_task or config.stream.schedule != "sequential":
+        what = f"stream.schedule={config.stream.schedule}"
+        what = f"method '{config.method.name}'" if config.stream.schedule == "sequential" else what
+        raise ConfigError(
+            f"eval.instruction=chosen, the tasks have different prompts, and with {what} no router chooses among them "
+            "by the text alone: use eval.instruction=given, or a method with a router, such as slm or sapt"
+        )
+    if not config.bank.publish:
+        raise ConfigError(
+            "eval.instruction=chosen asks the router that each task publishes, and bank.publish=false publishes none: "
+            "leave bank.publish at true, or use eval.instruction=given"
+        )

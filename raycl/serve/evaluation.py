@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from raycl.bank import Snapshot
 from raycl.bank.manifest import TaskInfo
 from raycl.data.conversation import last_contents, messages_of
+from raycl.data.sources.fields import Row
 from raycl.data.sources.ingest import MAX_AUTO_LABELS
 from raycl.errors import DataError
 from raycl.eval.metrics import NEED_SOURCES, check_metric, score, taken_for_same
@@ -31,6 +33,8 @@ class Evaluation:
         by_label: label -> precision, recall, f1-score (0 to 1) and support.
         tasks: task -> mean weight over the rows.
         mean_ood_score: None: the router has no such score.
+        alone: the score of the texts without their task, where it is given and the texts can be read otherwise without;
+            None: the same as `score`.
     """
 
     metric: str
@@ -40,6 +44,7 @@ class Evaluation:
     by_label: dict[str, dict[str, float]] = field(default_factory=dict)
     tasks: dict[str, float] = field(default_factory=dict)
     mean_ood_score: float | None = None
+    alone: Score | None = None
 
 
 def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, **settings: Any) -> Evaluation:
@@ -63,7 +68,7 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
             references.append(row.references)
             if metric is None or metric in NEED_SOURCES:
                 sources.extend(last_contents([row.text]) if row.is_chat else [row.text])
-            yield messages_of(row.text) if row.is_chat else row.text
+            yield _text_of(row)
 
     answers, weights, ood_scores = [], Counter[str](), []
     for prediction in model.predict(texts(), **settings):
@@ -81,13 +86,23 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     labels = task.labels or (tuple(sorted(distinct)) if found or len(distinct) <= MAX_AUTO_LABELS else None)
     others = {label for other in model.snapshot.tasks for label in other.labels or ()}.difference(labels or ())
     metric = metric or task.metric
+    scored = partial(score, metric, references=references, labels=labels, other_labels=others, sources=sources)
+    alone = None
+    if settings.get("task") and model.reads_alone:
+        texts_alone = (_text_of(row) for _, row in given.rows())
+        alone = scored([one.text for one in model.predict(texts_alone, **{**settings, "task": None})])
     return Evaluation(
         metric,
-        score(metric, answers, references, labels, others, sources=sources),
+        scored(answers),
+        alone=alone,
         tasks={task: total / len(answers) for task, total in weights.most_common()},
         mean_ood_score=sum(ood_scores) / len(ood_scores) if ood_scores else None,
         **found,
     )
+
+
+def _text_of(row: Row) -> Text:
+    return messages_of(row.text) if row.is_chat else row.text
 
 
 def _task_of(snapshot: Snapshot, references: set[str], name: str | None) -> TaskInfo:

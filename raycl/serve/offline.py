@@ -25,7 +25,7 @@ from raycl.errors import AdapterError, ConfigError, ConversationError, Retrieval
 from raycl.generation.requests import Event, Failed, Sampling
 from raycl.serve.deployment.factory import open_engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last, text_for
+from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.errors import InternalError
 from raycl.serve.service import Answer, take
 from raycl.serve.settings import ServeConfig
@@ -99,6 +99,12 @@ class OfflineModel:
             self._engine.load_snapshot(self._loaded)
             stack.pop_all()  # it stays open
 
+    @property
+    def reads_alone(self) -> bool:
+        """Whether texts without their task are answered, and may get another prompt than that of their task."""
+        loaded = self._loaded
+        return not loaded.asks_for_task and (loaded.has_chats or len(set(loaded.prompts.values())) > 1)
+
     def predict(
         self,
         texts: Iterable[Text],
@@ -171,8 +177,8 @@ class OfflineModel:
         requests = []
         for number, text in enumerate(texts):
             written = text if isinstance(text, str) else text_of(text)
-            read, is_chat = text_for(self._loaded, written, not isinstance(text, str))
-            requests.append(EngineRequest(read, partial(send, number), sampling, is_chat=is_chat, **settings))
+            is_chat = not isinstance(text, str)
+            requests.append(EngineRequest(written, partial(send, number), sampling, is_chat=is_chat, **settings))
         for request in sorted(requests, key=lambda one: -len(one.text)):
             self._engine.submit(request)
         answers, errors = [Answer() for _ in texts], dict[int, str]()

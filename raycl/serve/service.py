@@ -21,7 +21,7 @@ from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetada
 from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import MARK, LoadedSnapshot
-from raycl.serve.engine.requests import AdapterSelection, EngineRequest, text_for
+from raycl.serve.engine.requests import AdapterSelection, EngineRequest
 from raycl.serve.errors import BusyError, DeadlineExceededError, LimitExceededError, NotFoundError
 from raycl.serve.http.answers import ResponseDetails
 from raycl.serve.http.schema import MAX_NUMBER, Generation, Request
@@ -216,18 +216,16 @@ class Service:
         if self.config.log_prompts:
             for text in dict.fromkeys(texts):
                 log.info("prompt: %r", text)
-        is_chat = settings.pop("is_chat", False)
-        inputs = [text_for(loaded, text, is_chat) for text in texts]
         samplings = settings.pop("sampling", None)
         mailbox = self._mailbox_of(asyncio.get_running_loop())
         requests, queues = [], []
-        for place, (text, chat) in enumerate(inputs):
+        for place, text in enumerate(texts):
             events: asyncio.Queue[Event] = asyncio.Queue()
             sampling = samplings[place] if isinstance(samplings, list) else samplings
             requests.append(
                 EngineRequest(
                     *(text, partial(mailbox.post, events), sampling),
-                    **{"loaded": loaded, "selection": selection, "is_chat": chat, **settings},
+                    **{"loaded": loaded, "selection": selection, **settings},
                 )
             )
             queues.append(events)

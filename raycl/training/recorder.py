@@ -230,8 +230,7 @@ class Recorder:
         record = {key: value for key, value in newest.items() if key != "pending"}
         record |= {"row": {**known, **found.row}, "summary": found.summary, "ended": time.time()}
         record["times"] = {**newest["times"], "eval_s": found.eval_s}
-        if found.unseen:
-            record["unseen"] = found.unseen
+        record |= found.of_last_phase()
         if unneeded := self.journal.row_scored(record, self.context.checkpoint.keep):
             checkpoints.delete_checkpoints(self.storage, unneeded, self.journal.state.checkpoints, self.objects)
         self.state = replace(self.state, phases=[*before, record])
@@ -252,7 +251,8 @@ class Recorder:
 
     def _track(self, phase: Phase, record: dict[str, Any], sink: MetricsSink) -> None:
         scores = {f"score/{name}": float(cell["value"]) for name, cell in record["row"].items()}
-        scores |= {f"unseen/{name}": float(cell["value"]) for name, cell in record.get("unseen", {}).items()}
+        for kind in ("unseen", "other_row"):
+            scores |= {f"{kind}/{name}": float(cell["value"]) for name, cell in record.get(kind, {}).items()}
         matrix = matrix_of(*_names(self.context), self.state)
         step = self._steps_done(phase, record["times"]["steps"])
         sink.log(step, scores | curves(matrix, self.state.scored, self.context.info.singles))

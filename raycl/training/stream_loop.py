@@ -158,14 +158,14 @@ class StreamLoop:
         if context.evaluation.mode == "overlap" and phase.index < len(context.phases) - 1:
             pending = {"pending": self.world.broadcast(self.journal.state.checkpoints[-1] if self.journal else "")}
         else:
-            found = score_phase(context, phase, self.world, self.storage, partial(self._pause, "evaluating", phase))
+            before = partial(self._pause, "evaluating", phase)
+            found = score_phase(context, phase, self.world, self.storage, before, done.published)
         row = found.row
         if context.schedule.one_model_per_task and self.state.phases:
             row = {**self.state.phases[-1]["row"], **row}
         times = self._times(phase, done, found.eval_s)
         record = {"phase": phase.index, "row": row, "times": times, "bank": done.published, "summary": found.summary}
-        if found.unseen:
-            record["unseen"] = found.unseen
+        record |= found.of_last_phase()
         known = untrained_cells(self.state)
         if untrained := {name: cell for name, cell in self._untrained.items() if name not in known}:
             record["untrained"] = untrained

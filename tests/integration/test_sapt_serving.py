@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from service_client import bank_of, examples, serving
 from tiny import KINDS, Done, Lab, Taught, opened, run
 
+from raycl import config as configs
+from raycl.cli import main
 from raycl.data.loader import eval_batches
 from raycl.generation.requests import Sampling
+from raycl.launch.page.server import RunReader
+from raycl.launch.worker import CONFIG
+from raycl.report.tables import matrix_table
 from raycl.storage import Storage
 
 
@@ -40,8 +46,13 @@ def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_each_text_is_read_with_the_template_of_its_task(lab: Lab, tmp_path: Path, kind: str) -> None:
-    """Tasks with instructions of their own: named, guessed from the bare text, or not put around it at all."""
+def test_each_text_is_read_with_the_template_of_its_task(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Tasks with instructions of their own: named, guessed from the bare text, or not put around it at all.
+
+    Results, table and `raycl evaluate` tell both rows.
+    """
     tasks = [{**task, "definition": words} for task, words in zip(lab.tasks, ("red red", "cat cat"), strict=True)]
     config = lab.config(
         kind,
@@ -52,6 +63,27 @@ def test_each_text_is_read_with_the_template_of_its_task(lab: Lab, tmp_path: Pat
     storage = Storage.at(tmp_path / "run")
     done = Done(config, storage, run(config, storage).context)
     bank = bank_of(done, tmp_path)
+    results = storage.read_json("results.json")
+    other, given = results["other_row"], dict(zip(("colour", "animal"), results["matrix"][-1], strict=True))
+    assert other["instruction"] == "chosen"
+    assert other["mean"] == sum(cell["value"] for cell in other["cells"].values()) / 2
+    alone = f"{results['metrics']['ap']:.1f} with its task's instruction, {other['mean']:.1f} by the text alone"
+    assert f"AP at an endpoint: {alone}" in matrix_table(results) and "\n  by the text alone " in matrix_table(results)
+    storage.write(CONFIG, configs.to_yaml(config).encode())
+    shown = RunReader(storage.uri).progress()["matrix"]
+    assert shown["rows"] == ["after colour", "after animal", "by the text alone"]
+    assert shown["values"][-1] == [other["cells"][name]["value"] for name in shown["tasks"]]
+    for spec in lab.tasks:
+        rows, name = f"{spec['path']}/test.jsonl", spec["name"]
+        for options in ([], ["--task", name]):
+            assert (
+                main.main(["evaluate", bank.storage.uri, rows, "--json", str(tmp_path / "found.json"), *options]) == 0
+            )
+            found = json.loads((tmp_path / "found.json").read_text())
+            measured = found["alone"] if options else found["score"]
+            assert measured["value"] == other["cells"][name]["value"]
+        assert found["score"]["value"] == given[name]["value"]
+        assert f"by the text alone: {measured['value']:.1f}" in capsys.readouterr().out
     asked = examples(done, bank)
     with serving(bank, max_batch=5) as client:
         with client.paused():

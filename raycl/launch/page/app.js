@@ -130,7 +130,7 @@ function drawMatrix({ matrix, current }) {
   head.append(element("td"), ...matrix.tasks.map((task) => element("th", task, { scope: "col", title: task })));
   const rows = matrix.values.map((values, number) => {
     const row = element("tr", "", { class: number === current ? "evaluating" : "" });
-    row.append(element("th", `after ${matrix.phases[number]}`, { scope: "row", title: matrix.phases[number] }), ...values.map(cell));
+    row.append(element("th", matrix.rows[number], { scope: "row", title: matrix.rows[number] }), ...values.map(cell));
     return row;
   });
   const table = element("table");

@@ -13,9 +13,9 @@ from raycl.eval.matrix import AccuracyMatrix
 from raycl.launch.run_files import RunFiles
 from raycl.launch.status import nodes_of, status_from
 from raycl.report.compare import METRICS
-from raycl.report.results import backbone_of, method_of, title_of
+from raycl.report.results import INSTRUCTION, backbone_of, method_of, title_of
 from raycl.training.records.progress import TraceReader
-from raycl.training.records.results import matrix_of, metrics_so_far
+from raycl.training.records.results import matrix_of, metrics_so_far, other_row
 
 POINTS = 500
 """Of the loss curve, at most, and the last one of each task."""
@@ -152,16 +152,20 @@ def _finite(value: float) -> float | None:
 
 
 def _matrix(files: RunFiles, phases: Sequence[str]) -> dict[str, Any]:
-    """Rows of phases, columns of tasks, None where nothing is measured yet; and the metrics of the rows so far."""
+    """Rows of phases and the other last row, columns of tasks, None where nothing is measured yet; metrics so far."""
     stream = files.results.get("stream") or {}
     tasks = files.attempt.get("tasks") or stream.get("tasks") or phases
     done = files.state.scored
     if not tasks or len(files.state.phases) > len(phases):
-        return {"tasks": [], "phases": [], "values": [], "metrics": {}}
+        return {"tasks": [], "rows": [], "values": [], "metrics": {}}
     matrix: AccuracyMatrix = matrix_of(tasks, phases, files.state)
     numbers = metrics_so_far(matrix, done, files.results.get("singles")) if done else {}
     metrics = {title: numbers[name] for name, title in METRICS.items() if name in numbers}
-    return {"tasks": list(tasks), "phases": list(phases), "values": matrix.values(), "metrics": metrics}
+    rows, values = [f"after {phase}" for phase in phases], matrix.values()
+    if other := other_row(files.config, files.state):
+        rows.append(INSTRUCTION[other["instruction"]])
+        values.append([cell and cell["value"] for cell in map(other["cells"].get, tasks)])
+    return {"tasks": list(tasks), "rows": rows, "values": values, "metrics": metrics}
 
 
 # ---- time left ---------------------------------------------------------------------------------------------------

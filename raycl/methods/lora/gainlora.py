@@ -71,6 +71,11 @@ class GainLoraConfig(OLoraSettings, InfLoraSettings):
         "gate_threshold",
     )
 
+    @property
+    def chooses_task(self) -> bool:
+        """By the gates."""
+        return True
+
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Of the other base; `threshold_tasks` is for gates too."""
         others = {

@@ -89,6 +89,11 @@ class EpiConfig(MethodConfig):
         """Those of the text's own prompt."""
         return self.length if self.value == "prompt" else 0
 
+    @property
+    def chooses_task(self) -> bool:
+        """By the nearest class."""
+        return True
+
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Settings of another kind of adapter."""
         others = ("length",) if self.value == "lora" else ("rank", "alpha", "dropout")

@@ -90,6 +90,11 @@ class MoclConfig(MethodConfig):
         """The weighted sum of all prompts."""
         return self.prompt_length if self.value == "prompt" else 0
 
+    @property
+    def chooses_task(self) -> bool:
+        """By the text's query."""
+        return not self.task_id
+
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Settings of other modules, and of other weights."""
         others = ("prompt_length",) if self.value == "lora" else ("rank", "alpha", "dropout", "targets")

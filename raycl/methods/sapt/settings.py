@@ -74,6 +74,11 @@ class SaptConfig(MethodConfig):
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
 
     @property
+    def chooses_task(self) -> bool:
+        """By attention."""
+        return True
+
+    @property
     def keeps_data(self) -> bool:
         """Pseudo-samples, unless nothing reads them."""
         return ABLATIONS[self.ablation].reads_samples

@@ -134,6 +134,11 @@ class SlmConfig(MethodConfig):
         return self.retrieval.task_id or self.head_rule == "label_count"
 
     @property
+    def chooses_task(self) -> bool:
+        """By the text's query."""
+        return not self.needs_task
+
+    @property
     def independent_tasks(self) -> bool:
         """Slots that are trained alone, with keys and label heads of their own."""
         return self.train_scope == "own" and self.head_rule != "label_count" and not self.keys.centrifugal

@@ -109,7 +109,7 @@ class RemoteEngine:
 
     def _routed(self, loaded: LoadedSnapshot, requests: list[EngineRequest]) -> None:
         began = time.perf_counter()
-        free = [] if loaded.reads_prompts else requests
+        free = [] if loaded.reads_prompts or loaded.needs_task else requests  # the replica refuses what lacks its task
         try:
             found = dict(zip(map(id, free), mixtures_of(loaded, free), strict=True))
         except (*FAILURES, RayError) as error:  # a request must never end the thread

@@ -27,7 +27,7 @@ from raycl.errors import AdapterError, RayclError
 from raycl.generation.continuous_batch import OVERFLOW, ContinuousBatch, PreparedRequest
 from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.engine.requests import CLOSED, FAILURES, EngineRequest, input_of, is_last
+from raycl.serve.engine.requests import CLOSED, FAILURES, EngineRequest, is_last
 from raycl.serve.engine.routing import head_of, mixtures_of, ood_score_of, template_of
 from raycl.serve.engine.truncation import PromptRequest, RoutedPrompt, Truncation
 from raycl.serve.errors import InternalError
@@ -309,7 +309,9 @@ class Engine:
             prompt = loaded.prompts.get(task, Prompt()) if request.templated else Prompt()
             is_input = request.templated or request.sampling is None
             prompts.append(
-                PromptRequest(input_of(request, prompt), prompt, is_input, ahead, loaded.snapshot.token_limits(task)[0])
+                PromptRequest(
+                    request.reading.for_router(prompt), prompt, is_input, ahead, loaded.snapshot.token_limits(task)[0]
+                )
             )
         ids = [truncated.ids for truncated in self._truncation.fit(prompts)]
         batch = batch_of(ids, self.model.backbone.codec.pad_id).to(self.model.backbone.device)
@@ -332,7 +334,7 @@ class Engine:
         ahead = loaded.prompt_positions(weights.keys())
         is_input = request.templated or request.sampling is None
         source, target = loaded.snapshot.token_limits(task)
-        prompt_request = PromptRequest(input_of(request, prompt), prompt, is_input, ahead, source)
+        prompt_request = PromptRequest(request.reading.for_model(prompt), prompt, is_input, ahead, source)
         return RoutedPrompt(weights, task if prompt != Prompt() else "", prompt_request, target or self.max_target)
 
     # ---- labels ----------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from raycl.backbone.roles import query_of
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
+from raycl.generation.task_prompts import TaskPrompts
 from raycl.retrieval.router import Router
 from raycl.serve.errors import UnavailableError
 from raycl.types import Activation, AdapterState, Mixture
@@ -40,25 +41,21 @@ AHEAD_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedSnapshot:
-    """A snapshot that requests can be answered from.
+class LoadedSnapshot(TaskPrompts):
+    """A snapshot that requests can be answered from; its `owners` go by names on the device.
 
     Attributes:
         source: adapter -> what it holds.
         keys: adapter -> its name on the device. names: the other way round.
-        owners: name on the device -> tasks that the adapter was trained on.
         heads: task -> name on the device of the first adapter with its label head.
-        prompts: task -> what stood around its texts.
     """
 
-    snapshot: Snapshot
     router: Router
+    snapshot: Snapshot
     source: Source
     keys: Mapping[str, str]
     names: Mapping[str, str]
-    owners: Mapping[str, tuple[str, ...]]
     heads: Mapping[str, str]
-    prompts: Mapping[str, Prompt]
 
     @staticmethod
     def of(snapshot: Snapshot, router: Router, source: Source, mark: str = "") -> LoadedSnapshot:
@@ -70,14 +67,14 @@ class LoadedSnapshot:
         keys = {entry.name: f"{entry}{mark}" for entry in snapshot.adapters}
         heads = {task: keys[entry.name] for entry in reversed(snapshot.adapters) for task in entry.tasks}
         return LoadedSnapshot(
-            snapshot,
             router,
+            {keys[entry.name]: entry.tasks for entry in snapshot.adapters},
+            {task.name: Prompt.of(task) for task in snapshot.tasks},
+            snapshot,
             source,
             keys,
             {key: name for name, key in keys.items()},
-            {keys[entry.name]: entry.tasks for entry in snapshot.adapters},
             heads,
-            {task.name: Prompt.of(task) for task in snapshot.tasks},
         )
 
     @property
@@ -86,9 +83,9 @@ class LoadedSnapshot:
         return self.snapshot.router.settings.get("head_rule", "probability")
 
     @property
-    def has_chats(self) -> bool:
-        """Whether a task of it was learned from conversations."""
-        return any(prompt.chat_template for prompt in self.prompts.values())
+    def asks_for_task(self) -> bool:
+        """Whether a request must say which task its text is of."""
+        return self.needs_task or self.router.reads_task or self.head_rule == "label_count"
 
     @property
     def concatenates_prompts(self) -> bool:
@@ -118,17 +115,6 @@ class LoadedSnapshot:
             return max(lengths, default=0)
         return sum(lengths[: self.snapshot.router.settings.get("top_k") if names is None else None])
 
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether its router reads what the backbone makes of a text (`MultiSnapshotModel.route_embeddings`)."""
-        return bool({"embeddings", "hidden_states"} & self.router.needs)
-
-    @property
-    def needs_task(self) -> bool:
-        """Whether a text alone does not determine its template: templates differ, and no adapter stands for a task."""
-        is_shared = not self.router.chooses or len(set(self.owners.values())) == 1
-        return is_shared and len(set(self.prompts.values())) > 1
-
     def mixture(self, texts: Sequence[str], tasks: Sequence[str] | None = None) -> Mixture:
         """The mixture of each text, by names on the device; adapters without weight are left out.
 
@@ -152,18 +138,6 @@ class LoadedSnapshot:
             )
         names = tuple(self.keys[mixture.names[column]] for column in chosen)
         return Mixture(names, mixture.weights[:, chosen], ood_scores=mixture.ood_scores)
-
-    def shares(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Task -> summed weight of its adapters, the largest first.
-
-        Args:
-            weights: by names on the device.
-        """
-        found: dict[str, float] = {}
-        for key, weight in weights.items():
-            for task in self.owners[key]:
-                found[task] = found.get(task, 0.0) + weight
-        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
 def mark_of(snapshot: Snapshot, others: Iterable[LoadedSnapshot]) -> str:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from raycl.data.conversation import messages_of, plain_text
-from raycl.data.prompts import Prompt
 from raycl.errors import RayclError
 from raycl.generation.requests import Event, GenerationRequest, Started, TextDelta
+from raycl.generation.task_prompts import Reading
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 
 CLOSED = "the server is shutting down: retry in a moment"
@@ -48,7 +48,7 @@ class EngineRequest(GenerationRequest):
         route_only: with `sampling` None, answer with nothing but the mixture; else a label.
         templated: the text is an input, and gets the prompt that its task was trained with.
         is_chat: the text stands for the messages of a conversation (`raycl.data.conversation`).
-        template: set by the engine: task whose template routing has read the text with; "" for none.
+        template: set by routing: task whose prompt the text gets; "": not known yet, or none.
     """
 
     loaded: LoadedSnapshot = field(kw_only=True)
@@ -58,17 +58,15 @@ class EngineRequest(GenerationRequest):
     is_chat: bool = False
     template: str = ""
 
+    @cached_property
+    def reading(self) -> Reading:
+        """How its snapshot reads the text."""
+        return self.loaded.reading(self.text, self.is_chat, self.selection.task)
 
-def text_for(loaded: LoadedSnapshot, text: str, is_chat: bool) -> tuple[str, bool]:
-    """What a snapshot reads of a text: of a conversation all contents, where none of its tasks was one."""
-    return (text, True) if is_chat and loaded.has_chats else (plain_text(messages_of(text)) if is_chat else text, False)
-
-
-def input_of(request: EngineRequest, prompt: Prompt) -> str:
-    """The text that a prompt is put around: of a conversation all contents, where there is no chat template."""
-    if not request.is_chat or prompt.chat_template:
-        return request.text
-    return plain_text(messages_of(request.text))
+    @property
+    def seen(self) -> str:
+        """What a router sees of it that reads texts."""
+        return self.loaded.seen(self.reading)
 
 
 def is_last(request: EngineRequest, event: Event) -> bool:

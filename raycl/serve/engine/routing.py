@@ -53,13 +53,18 @@ def _routed(
     """The router's mixtures for requests that all give a task id, or none of which does."""
     if not group:
         return {}
-    tasks = [task for number in group if (task := requests[number].selection.task) is not None]
-    if route_prompts is not None and loaded.reads_prompts:
-        whole = _route_prompts(loaded, [requests[number] for number in group], route_prompts)
-    else:
-        whole = loaded.mixture([requests[number].text for number in group], tasks or None)
+    mine = [requests[number] for number in group]
+    tasks = [request.selection.task for request in mine if request.selection.task is not None]
+
+    def mixture_of(templates: Sequence[str]) -> Mixture:
+        if route_prompts is not None and loaded.reads_prompts:
+            return route_prompts(loaded, mine, templates)
+        return loaded.mixture([request.seen for request in mine], tasks or None)
+
+    whole, templates = loaded.route([request.reading for request in mine], mixture_of)
     found = {}
-    for place, (number, weights) in enumerate(zip(group, whole.weights, strict=True)):
+    for place, (number, weights, template) in enumerate(zip(group, whole.weights, templates, strict=True)):
+        requests[number].template = template
         columns = weights.nonzero().flatten().tolist()
         score = None if whole.ood_scores is None else whole.ood_scores[place : place + 1]
         one = Mixture(tuple(whole.names[column] for column in columns), weights[None, columns], ood_scores=score)
@@ -67,49 +72,38 @@ def _routed(
     return found
 
 
-def _route_prompts(loaded: LoadedSnapshot, requests: Sequence[EngineRequest], route_prompts: RoutePrompts) -> Mixture:
-    """By whole prompts, as in training: an input without a task id is read without a template first, and then again
-    with the template of the task with the largest weight, if tasks have different templates."""
-    prompts = {prompt: task for task, prompt in loaded.prompts.items()}
-    only = next(iter(prompts.values())) if len(prompts) == 1 else ""
-    for request in requests:
-        request.template = request.selection.task or only
-    mixture = route_prompts(loaded, requests, [request.template for request in requests])
-    if len(prompts) < 2 or all(request.template for request in requests):
-        return mixture
-    for request, weights in zip(requests, mixture.weights, strict=True):
-        request.template = request.template or top_task(loaded, Mixture(mixture.names, weights[None]))
-    return route_prompts(loaded, requests, [request.template for request in requests])
-
-
 def _hard(loaded: LoadedSnapshot, mixture: Mixture) -> Mixture:
     """Only the adapters of the task with the largest weight, their weights scaled to a sum of 1."""
-    task = top_task(loaded, mixture)
+    task = loaded.largest(_weights(mixture))
     alone = mixture.weights * torch.tensor([[task in loaded.owners[key] for key in mixture.names]])
     return replace(mixture, weights=alone / alone.sum(1, keepdim=True))
 
 
-def top_task(loaded: LoadedSnapshot, mixture: Mixture) -> str:
-    """The task with the largest summed weight; "" for the bare backbone."""
-    return next(iter(loaded.shares(dict(zip(mixture.names, mixture.weights[0].tolist(), strict=True)))), "")
+def _weights(mixture: Mixture) -> dict[str, float]:
+    return dict(zip(mixture.names, mixture.weights[0].tolist(), strict=True))
 
 
 def template_of(loaded: LoadedSnapshot, request: EngineRequest, mixture: Mixture) -> str:
-    """The task whose prompt an input gets: that of the request, else the one with the largest weight; "": none.
+    """The task whose prompt an input gets: that which routing found, else the one with the largest weight; "": none.
 
     Raises:
-        InvalidRequestError: several tasks have equal weight because the router chooses none, and their prompts differ.
+        InvalidRequestError: the router chooses no task, or the request gives several the same weight, and their prompts
+            differ.
     """
     if request.template or request.selection.task:
         return request.template or str(request.selection.task)
-    shares = loaded.shares(dict(zip(mixture.names, mixture.weights[0].tolist(), strict=True)))
-    first = next(iter(shares), "")
-    equal = [task for task in loaded.prompts if task in shares and shares[task] == shares[first]]
+    tasks, shares = request.reading.tasks, loaded.shares(_weights(mixture))
+    first = loaded.largest(_weights(mixture), tasks) or (tasks[0] if tasks else "")
+    equal = list(tasks or loaded.prompts)
+    if request.selection.weights is not None:  # the request itself chooses the task that it gives the largest weight
+        equal = [task for task in equal if task in shares and shares[task] == shares[first]]
     if not loaded.needs_task or len({loaded.prompts[task] for task in equal}) < 2:
         return first
     if request.route_only:
         return ""
-    whole = "" if request.sampling is None else ", or send the whole prompt to /v1/completions"
+    whole = (
+        ", its instruction as the system message, or the whole prompt to /v1/completions" if request.sampling else ""
+    )
     raise InvalidRequestError(
         f"snapshot {loaded.snapshot.number} has no router, and its tasks were learned with different prompts: "
         f"give the text's task by raycl.task ({', '.join(equal[:8])}){whole}"

@@ -145,15 +145,23 @@ class EngineModel:
         self.engine, self.loaded = engine, loaded
         self.backbone: Backbone = engine.model.backbone
 
-    def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
+    def predict(
+        self,
+        batch: Batch,
+        texts: Sequence[str],
+        tasks: Sequence[str] | None,
+        limit: int,
+        is_chat: bool = False,
+        alone: bool = True,
+    ) -> list[str]:
         """One answer per example, requested by the text alone, fill-ups too."""
-        loaded = self.loaded
-        rule = loaded.head_rule == "label_count" or loaded.router.reads_task or loaded.needs_task
         sampling = None if self.backbone.codec.needs_labels else Sampling(limit)
         boxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in texts]
         for place, (text, box) in enumerate(zip(texts, boxes, strict=True)):
-            selection = AdapterSelection(task=tasks[place] if rule and tasks else None)
-            self.engine.submit(EngineRequest(text or " ", box.put, sampling, loaded=self.loaded, selection=selection))
+            selection = AdapterSelection(task=tasks[place] if self.loaded.asks_for_task and tasks else None)
+            self.engine.submit(
+                EngineRequest(text or " ", box.put, sampling, loaded=self.loaded, selection=selection, is_chat=is_chat)
+            )
         return [self._answer(box) for box in boxes]
 
     def _answer(self, box: queue.SimpleQueue[Event]) -> str:

@@ -27,7 +27,15 @@ class Answering(Protocol):
 
     backbone: Backbone
 
-    def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
+    def predict(
+        self,
+        batch: Batch,
+        texts: Sequence[str],
+        tasks: Sequence[str] | None,
+        limit: int,
+        is_chat: bool = False,
+        alone: bool = False,
+    ) -> list[str]:
         """As `raycl.serve.snapshots.snapshot_model.SnapshotModel.predict`."""
         ...
 
@@ -53,7 +61,8 @@ def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -
 
     def answers(batch: Batch) -> list[str]:
         texts = table.texts(batch.rows.tolist())
-        return model.predict(batch.to(device), texts, [task.name] * len(batch), limit)
+        names, alone = [task.name] * len(batch), settings.instruction == "chosen"
+        return model.predict(batch.to(device), texts, names, limit, stream.is_chat(task), alone)
 
     batches = eval_batches(table, None, 0, 1, settings.batch_size, codec.pad_id)
     others = {label for other in stream.tasks if other is not task for label in other.labels or ()}

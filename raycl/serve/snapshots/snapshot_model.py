@@ -45,20 +45,39 @@ class SnapshotModel:
         self.loaded = LoadedSnapshot.of(snapshot, router, source)
         self.model.add(self.loaded)
 
-    def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
+    def predict(
+        self,
+        batch: Batch,
+        texts: Sequence[str],
+        tasks: Sequence[str] | None,
+        limit: int,
+        is_chat: bool = False,
+        alone: bool = False,
+    ) -> list[str]:
         """One answer per example.
 
         Args:
             texts: what is routed, one per example. tasks: where they are known.
             limit: tokens of a generated answer.
+            is_chat: the texts stand for conversations.
+            alone: texts are read by themselves, as at an endpoint, unless that asks for their tasks; else in the
+                prompts of the batch.
 
         Raises:
             BankError: the router needs what is not given, or an adapter is damaged.
         """
         rule = self.loaded.head_rule
         heads = heads_of(self.loaded, tasks) if rule == "label_count" else ()
-        with self.model.activate(self._mixture(batch, texts, tasks), rule, heads):
+        if alone and not self.loaded.asks_for_task:
+            readings = [self.loaded.reading(text, is_chat) for text in texts]
+            batch, mixture = self.loaded.read(batch, readings, self._routed, self.backbone.codec, self.snapshot)
+        else:
+            mixture = self._mixture(batch, texts, tasks)
+        with self.model.activate(mixture, rule, heads):
             return predict(self.backbone, batch, limit)
+
+    def _routed(self, batch: Batch) -> Mixture:
+        return self._mixture(batch, batch.texts, None)
 
     def _mixture(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
         if self.loaded.reads_prompts:

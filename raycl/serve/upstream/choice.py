@@ -14,7 +14,6 @@ from raycl.bank import Bank, Snapshot
 from raycl.errors import ConfigError, RayclError
 from raycl.retrieval.routers import router_class
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-from raycl.serve.engine.requests import text_for
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.snapshot_model import adapters_of, router_of
 from raycl.serve.upstream.export import ExportRecord, read_record
@@ -41,7 +40,7 @@ class AdapterChoice:
         """
         if self.record.fixed is not None or self.loaded is None:
             return [self.record.fixed or "base"] * len(texts)
-        read = [text_for(self.loaded, text, is_chat)[0] for text in texts]
+        read = [self.loaded.seen(self.loaded.reading(text, is_chat, task)) for text in texts]
         mixture = self.loaded.mixture(read, [task] * len(texts) if task else None)
         if not mixture.names:
             return ["base"] * len(texts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from raycl.methods.base import activate
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.adaptation import answer_each
+from raycl.training.phase.text_alone import TextAlone
 from raycl.training.training_context import TrainingContext
 from raycl.types import Batch, Mixture, Phase, Score, Task
 
@@ -82,6 +83,7 @@ class _Pass:
         storage: where the answers are kept; None: nothing is logged or written.
         folder: of the answers. observations: gets the routing weights of all texts.
         split: None: as configured. is_bare: by the backbone alone, without adapters.
+        alone: reads texts without their tasks' instructions; None: each is read in its own task's prompt.
     """
 
     world: DistributedContext
@@ -91,6 +93,7 @@ class _Pass:
     before: Before = _no_check
     split: Split | None = None
     is_bare: bool = False
+    alone: TextAlone | None = None
 
 
 def evaluate_row(
@@ -100,20 +103,27 @@ def evaluate_row(
     storage: Storage,
     observations: Observations,
     before: Before = _no_check,
+    alone: TextAlone | None = None,
+    folder: str = "",
 ) -> dict[str, Score]:
     """Task name -> score after `phase`. Collective; rank 0 logs each score and keeps the answers.
 
     Args:
         observations: gets the routing weights of all texts.
+        alone: reads texts without their tasks' instructions; None: each is read in its own task's prompt.
+        folder: of the answers; "": the phase's.
     """
     context.backbone.eval()
-    row = _Pass(world, storage, f"{phase.index:03d}-{phase.name}", observations, before)
-    tasks = [task for task in evaluated_tasks(context, phase) if context.stream.has_data(task)]
-    return _scores(context, tasks, row)
+    row = _Pass(world, storage, folder or f"{phase.index:03d}-{phase.name}", observations, before, alone=alone)
+    return _scores(context, tasks_with_data(context, phase), row)
 
 
 def evaluate_unseen(
-    context: TrainingContext, world: DistributedContext, storage: Storage, before: Before = _no_check
+    context: TrainingContext,
+    world: DistributedContext,
+    storage: Storage,
+    before: Before = _no_check,
+    alone: TextAlone | None = None,
 ) -> dict[str, Score]:
     """Task name -> score of tasks that were never trained, zero-shot; otherwise as `evaluate_row`.
 
@@ -122,7 +132,7 @@ def evaluate_unseen(
     context.backbone.eval()
     if context.stream.unseen and world.is_first:
         log.info("    never trained:")
-    row = _Pass(world, storage, UNSEEN, before=before)
+    row = _Pass(world, storage, UNSEEN, before=before, alone=alone)
     return _scores(context, context.stream.unseen, row)
 
 
@@ -150,6 +160,11 @@ def evaluate_untrained(
 def dev_score(context: TrainingContext, task: Task, world: DistributedContext) -> float:
     """Score of the task's dev rows by the model in training. Collective; nothing is logged or written."""
     return _scores(context, [task], _Pass(world, split="dev"))[task.name].value
+
+
+def tasks_with_data(context: TrainingContext, phase: Phase) -> list[Task]:
+    """The evaluated tasks, but for those whose data is out of reach."""
+    return [task for task in evaluated_tasks(context, phase) if context.stream.has_data(task)]
 
 
 def evaluated_tasks(context: TrainingContext, phase: Phase) -> list[Task]:
@@ -185,13 +200,14 @@ def _generated(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> d
     def prompts() -> Iterator[Prompts]:
         for task in tasks:
             table = _opened(context, task, row)
-            start, allowed = table.common_start(), tuple(map(tuple, _allowed_labels(context, task).values()))
+            start = table.common_start() if row.alone is None else []
+            allowed = tuple(map(tuple, _allowed_labels(context, task).values()))
             limit = settings.max_new_tokens or context.stream.limits(task, backbone.codec).target
             for batch in _batches(context, task, table, row, decoder.read_rows):
                 real = int((batch.rows >= 0).sum())  # the last ones of a worker may be fill-ups, without an answer
                 if real:
-                    batch = batch.first(real).to(row.world.device)
-                    yield Prompts(task.name, batch, limit, _route(context, batch, row), start, allowed)
+                    batch, mixture = _read(context, task, batch.first(real).to(row.world.device), row)
+                    yield Prompts(task.name, batch, limit, mixture, start, allowed)
 
     shares: dict[str, Predictions] = {task.name: [] for task in tasks}
     for answer in decoder.answers(prompts()):
@@ -205,7 +221,7 @@ def _predicted(context: TrainingContext, task: Task, row: _Pass) -> Predictions:
     limit = settings.max_new_tokens or context.stream.limits(task, context.backbone.codec).target
     batches = _batches(context, task, _opened(context, task, row), row, settings.batch_size)
     with _allow_labels(context, task):
-        return predict_share(batches, lambda batch: _answers(context, batch.to(row.world.device), limit, row))
+        return predict_share(batches, lambda batch: _answers(context, task, batch.to(row.world.device), limit, row))
 
 
 def _opened(context: TrainingContext, task: Task, row: _Pass) -> TokenTable:
@@ -213,7 +229,10 @@ def _opened(context: TrainingContext, task: Task, row: _Pass) -> TokenTable:
     row.before(task.name)
     table, encoder = _table(context, task, row), context.method.encoder
     if encoder is not None and not row.is_bare:
-        encoder.embed_all(table.texts(range(len(table))), (row.world.rank, row.world.size), row.world.gather)
+        texts = table.texts(range(len(table)))
+        if row.alone is not None:
+            texts = [row.alone.seen(text, task) for text in texts]
+        encoder.embed_all(texts, (row.world.rank, row.world.size), row.world.gather)
     return table
 
 
@@ -226,7 +245,7 @@ def _table(context: TrainingContext, task: Task, row: _Pass) -> TokenTable:
 
 def _batches(context: TrainingContext, task: Task, table: TokenTable, row: _Pass, size: int) -> Iterator[Batch]:
     """This worker's share of a task's rows."""
-    codec, reads = context.backbone.codec, context.method.needs_texts
+    codec, reads = context.backbone.codec, context.method.needs_texts or row.alone is not None
     objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
     batches = eval_batches(table, None, row.world.rank, row.world.size, size, codec.pad_id, reads, objective)
     return map(_without_task, batches) if task in context.stream.unseen else batches
@@ -265,7 +284,7 @@ def _text_score(context: TrainingContext, task: Task, row: _Pass) -> Score:
 
     def read(batch: Batch) -> Tensor:
         batch = batch.to(row.world.device)
-        with _routed(context, batch, row):
+        with activate(context.method, _route(context, batch, row)):
             return context.backbone.read(batch).cpu()
 
     cell = score_texts(batches, read, len(table), row.world.gather)
@@ -297,9 +316,10 @@ def _allowed_labels(context: TrainingContext, task: Task) -> dict[str, list[int]
     return dict(zip(labels, context.stream.answer_ids(task, labels, context.backbone.codec), strict=True))
 
 
-def _answers(context: TrainingContext, batch: Batch, limit: int, row: _Pass) -> list[str]:
+def _answers(context: TrainingContext, task: Task, batch: Batch, limit: int, row: _Pass) -> list[str]:
     def answer(batch: Batch) -> list[str]:
-        with _routed(context, batch, row):
+        batch, mixture = _read(context, task, batch, row)
+        with activate(context.method, mixture):
             return predict(context.backbone, batch, limit)
 
     adaptation = context.method.local_adaptation
@@ -308,9 +328,13 @@ def _answers(context: TrainingContext, batch: Batch, limit: int, row: _Pass) -> 
     return answer_each(context.method, adaptation, batch, answer)
 
 
-def _routed(context: TrainingContext, batch: Batch, row: _Pass) -> AbstractContextManager[None]:
-    """The batch's mixture is active."""
-    return activate(context.method, _route(context, batch, row))
+def _read(context: TrainingContext, task: Task, batch: Batch, row: _Pass) -> tuple[Batch, Mixture | None]:
+    """A batch of a task's rows as it is read, and its mixture, whose weights are observed."""
+    if row.alone is None:
+        return batch, _route(context, batch, row)
+    read, mixture = row.alone.read(batch, task)
+    row.observations.add(batch.tasks, mixture)
+    return read, mixture
 
 
 def _route(context: TrainingContext, batch: Batch, row: _Pass) -> Mixture | None:

@@ -7,18 +7,29 @@ What it does not know: where a row is recorded, and who waits for it.
 
 from __future__ import annotations
 
+import logging
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
-from raycl.training.phase.evaluation import Before, Observations, evaluate_row, evaluate_unseen
+from raycl.training.phase.evaluation import (
+    Before,
+    Observations,
+    evaluate_row,
+    evaluate_unseen,
+    tasks_with_data,
+)
+from raycl.training.phase.text_alone import TextAlone
 from raycl.training.records.checkpoint import read_checkpoint
 from raycl.training.records.publish import open_bank
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.training_context import TrainingContext
-from raycl.types import Phase
+from raycl.types import Phase, Score
+
+log = logging.getLogger("raycl")
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,7 @@ class ScoredRow:
 
     Attributes:
         row, unseen: task name -> cell; unseen: of the last phase only.
+        other_row: the same as `row`, with or without instructions where that is the other way; of the last phase only.
         summary: the method's and the modifiers', on the first worker.
         eval_s: seconds that it took. lines: of the log, where another process has scored it.
     """
@@ -36,21 +48,58 @@ class ScoredRow:
     summary: dict[str, Any]
     eval_s: float
     lines: tuple[str, ...] = ()
+    other_row: dict[str, Any] = field(default_factory=dict)
+
+    def of_last_phase(self) -> dict[str, Any]:
+        """For the phase's record, what only the last phase has."""
+        return {name: cells for name, cells in (("unseen", self.unseen), ("other_row", self.other_row)) if cells}
 
 
 def score_phase(
-    context: TrainingContext, phase: Phase, world: DistributedContext, storage: Storage, before: Before
+    context: TrainingContext,
+    phase: Phase,
+    world: DistributedContext,
+    storage: Storage,
+    before: Before,
+    published: Mapping[str, Any],
 ) -> ScoredRow:
-    """Evaluate the context's model as it is. Collective."""
+    """Evaluate the context's model as it is. Collective.
+
+    Args:
+        published: what the phase has published (`Checkpoint.published`).
+    """
     began = time.perf_counter()
     observations = Observations()
-    row = evaluate_row(context, phase, world, storage, observations, before)
     is_last = phase.index == len(context.phases) - 1
-    unseen = evaluate_unseen(context, world, storage, before) if is_last else {}
+    alone = (
+        TextAlone.after(context, storage, published) if is_last or context.evaluation.instruction != "given" else None
+    )
+    chosen = alone if context.evaluation.instruction == "chosen" else None
+    row = evaluate_row(context, phase, world, storage, observations, before, chosen)
+    unseen = evaluate_unseen(context, world, storage, before, chosen) if is_last else {}
+    other = _other_row(context, phase, world, storage, before, alone) if is_last and alone is not None else {}
     eval_s = time.perf_counter() - began
     observed = observations.means(world.gather)
     summary = context.method.summary(observed) | context.modifiers.summary() if world.is_first else {}
-    return ScoredRow(_cells(row), _cells(unseen), summary, eval_s)
+    return ScoredRow(_cells(row), _cells(unseen), summary, eval_s, other_row=_cells(other))
+
+
+def _other_row(
+    context: TrainingContext,
+    phase: Phase,
+    world: DistributedContext,
+    storage: Storage,
+    before: Before,
+    alone: TextAlone,
+) -> dict[str, Score]:
+    """The row that `eval.instruction` leaves out; {} where it would be the same."""
+    if not context.evaluation.other_row or not alone.differs(tasks_with_data(context, phase)):
+        return {}
+    is_given = context.evaluation.instruction == "given"
+    if world.is_first:
+        log.info("    %s:", "by the text alone, without instructions" if is_given else "with each task's instruction")
+    folder = "chosen" if is_given else "given"
+    return evaluate_row(context, phase, world, storage, Observations(), before, alone if is_given else None, folder)
 
 
 def score_checkpoint(
@@ -67,7 +116,7 @@ def score_checkpoint(
     context.method.load_state_dict(done.method, done.frozen_state)
     context.modifiers.load_state(done.modifiers, done.frozen_state)
     context.load_learned(done.parameters)
-    return score_phase(context, context.phases[done.phase], world, storage, before)
+    return score_phase(context, context.phases[done.phase], world, storage, before, done.published)
 
 
 def _cells(scores: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
         "phases": list(matrix.phases),
         "matrix": matrix.to_json()["cells"],
         "singles": info.singles,
+        "other_row": other_row(info.tree, state),
         "unseen": _unseen(state, types) if finished else None,
         "untrained": _untrained(untrained, tasks, never, types),
         "revision": _revision(state) if finished else None,
@@ -96,6 +97,23 @@ def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | Non
 def untrained_cells(state: RunState) -> dict[str, Any]:
     """Cells of every task before any training, as far as `eval.untrained` measured them."""
     return {task: cell for record in state.phases for task, cell in record.get("untrained", {}).items()}
+
+
+def other_row(tree: Mapping[str, Any], state: RunState) -> dict[str, Any] | None:
+    """The last row under the other `eval.instruction` than the matrix's; None where it was not scored.
+
+    Args:
+        tree: the run's config.
+    """
+    cells = state.phases[-1].get("other_row") if state.phases else None
+    if not cells:
+        return None
+    instruction = "chosen" if tree["eval"].get("instruction", "given") == "given" else "given"
+    return {
+        "instruction": instruction,
+        "cells": cells,
+        "mean": statistics.fmean(one["value"] for one in cells.values()),
+    }
 
 
 def _untrained(

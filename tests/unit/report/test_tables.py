@@ -178,6 +178,19 @@ def test_a_comparison_has_accuracies_where_a_run_has_them(make_result: Make) -> 
     assert "of the first two" in comparison_table(results) and "accuracy" not in comparison_table(results[1:])
 
 
+def test_the_other_last_row_has_a_column_where_a_run_has_it(make_result: Make) -> None:
+    found, blank = make_result(), {"count": 10, "extra": {}}
+    values = zip(found["stream"]["tasks"], (5.0, 6.0, 7.0), strict=True)
+    scored = {task: {"value": value, **blank} for task, value in values}
+    found["other_row"] = {"instruction": "chosen", "cells": scored, "mean": 6.0}
+    table = comparison_table([found, make_result("slm")])
+    assert "AP, text alone" in table and "AP, with instruction" not in table
+    assert "AP, text alone" not in comparison_table([make_result()])
+    assert ["by", "the", "text", "alone", "5.0", "6.0", "7.0"] in [
+        cells(line) for line in matrix_table(found).splitlines()
+    ]
+
+
 def test_routers_stand_below_the_matrix(make_result: Make) -> None:
     result = make_result()
     assert "routed by" not in matrix_table(result)

@@ -1,0 +1,202 @@
+"""How a text is read that comes without its task: what the router sees of it, and whose prompt it gets.
+
+Why it exists: the accuracy matrix with `eval.instruction=chosen`, an endpoint, `predict` and `evaluate` read a text in
+the same way. The router sees the text alone; one that reads prompts sees it without a prompt first, and then in the
+prompt of the task with the largest weight. The system message of a conversation reaches the router only where it is
+the instruction that a task was learned with: then the text is read in that task's prompt from the beginning.
+What it does not know: models, requests, scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from raycl.bank.manifest import Snapshot
+from raycl.data.conversation import messages_of, plain_text, text_of
+from raycl.data.loader import batch_of
+from raycl.data.prepare import fit_prompts
+from raycl.data.prompts import Prompt
+from raycl.retrieval.router import Router
+from raycl.retrieval.routers import router_class
+from raycl.types import Batch, Mixture, TextCodec
+
+
+class Reading(NamedTuple):
+    """A text as it is read.
+
+    Attributes:
+        text: for the model. routed: what the router sees of it.
+        tasks: one of them gives the prompt; None: any task.
+        is_chat: both texts stand for conversations (`raycl.data.conversation`).
+    """
+
+    text: str
+    routed: str
+    tasks: tuple[str, ...] | None = None
+    is_chat: bool = False
+
+    def for_model(self, prompt: Prompt) -> str:
+        """What a prompt is put around: of a conversation all contents, where there is no chat template."""
+        return self.text if prompt.chat_template else self._plain(self.text)
+
+    def for_router(self, prompt: Prompt) -> str:
+        """The same of what a router sees that reads prompts."""
+        return self.routed if prompt.chat_template else self._plain(self.routed)
+
+    def _plain(self, text: str) -> str:
+        return plain_text(messages_of(text)) if self.is_chat else text
+
+
+@dataclass(frozen=True, eq=False)
+class TaskPrompts:
+    """The tasks of a snapshot with their prompts, and the adapters that stand for them.
+
+    Attributes:
+        router: of the snapshot, or its class.
+        owners: adapter -> tasks that it was trained on.
+        prompts: task -> what stood around its texts.
+    """
+
+    router: Router | type[Router]
+    owners: Mapping[str, tuple[str, ...]]
+    prompts: Mapping[str, Prompt]
+
+    @cached_property
+    def has_chats(self) -> bool:
+        """Whether a task was learned from conversations."""
+        return any(prompt.chat_template for prompt in self.prompts.values())
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the router reads what the backbone makes of a text."""
+        return bool({"embeddings", "hidden_states"} & self.router.needs)
+
+    @cached_property
+    def needs_task(self) -> bool:
+        """Whether a text alone does not determine its prompt: prompts differ, and no adapter stands for a task."""
+        is_shared = not self.router.chooses or len(set(self.owners.values())) == 1
+        return is_shared and len(set(self.prompts.values())) > 1
+
+    @cached_property
+    def _common(self) -> str:
+        """A task whose prompt all others have too; "": prompts differ."""
+        return next(iter(self.prompts), "") if len(set(self.prompts.values())) == 1 else ""
+
+    @cached_property
+    def _by_instruction(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for task, prompt in self.prompts.items():
+            if instruction := prompt.instruction.strip():
+                found[instruction] = (*found.get(instruction, ()), task)
+        return found
+
+    def reading(self, text: str, is_chat: bool = False, task: str | None = None) -> Reading:
+        """How a text is read.
+
+        Args:
+            is_chat: it stands for a conversation (`raycl.data.conversation`).
+            task: the text's, where it is given: then the router sees all that it saw in training.
+        """
+        tasks = None if task is None else (task,)
+        messages = messages_of(text) if is_chat else ()
+        if len(messages) < 2 or messages[0].role != "system":
+            return Reading(text, text, tasks, is_chat)
+        others = text_of(messages[1:])
+        named = self._by_instruction.get(messages[0].content.strip(), ())
+        if named and task in (None, *named):
+            return Reading(others, others, tasks or named, is_chat)
+        return Reading(text, others if task is None else text, tasks, is_chat)
+
+    def seen(self, reading: Reading) -> str:
+        """What a router sees that reads texts: of a conversation all contents, where no task was learned from any."""
+        return reading.routed if self.has_chats else reading.for_router(Prompt())
+
+    def route(
+        self, readings: Sequence[Reading], mixture_of: Callable[[Sequence[str]], Mixture]
+    ) -> tuple[Mixture, list[str]]:
+        """The mixture of each text, and the task whose prompt it gets; "": none (`needs_task`).
+
+        Args:
+            mixture_of: mixtures of all the texts, each in the prompt of a task ("": in none).
+        """
+        known = [self._known(reading.tasks) for reading in readings]
+        mixture = mixture_of(known)
+        if self.needs_task:
+            return mixture, known
+        names = [
+            self.largest(dict(zip(mixture.names, weights, strict=True)), reading.tasks) or one
+            for weights, reading, one in zip(mixture.weights.tolist(), readings, known, strict=True)
+        ]
+        if self.reads_prompts and not all(known):
+            names = [one or name for one, name in zip(known, names, strict=True)]
+            mixture = mixture_of(names)
+        return mixture, names
+
+    def read(
+        self,
+        batch: Batch,
+        readings: Sequence[Reading],
+        route: Callable[[Batch], Mixture],
+        codec: TextCodec,
+        snapshot: Snapshot,
+    ) -> tuple[Batch, Mixture]:
+        """A batch of texts, each in the prompt that it gets, and their mixture.
+
+        Args:
+            batch: of other prompts, which are left out, and maybe of fill-ups.
+            route: the mixture of a batch in the prompts and with the texts that a router sees, without tasks.
+            snapshot: with the token limits of its tasks.
+        """
+
+        def within(names: Sequence[str], of: Callable[[Reading, Prompt], str]) -> Batch:
+            prompts = [self.prompts.get(name, Prompt()) for name in names]
+            texts = [of(reading, prompt) for reading, prompt in zip(readings, prompts, strict=True)]
+            longest = codec.max_source_tokens
+            limits = {name: min(snapshot.token_limits(name)[0] or longest, longest) for name in dict.fromkeys(names)}
+            ids = fit_prompts(texts, prompts, codec, [limits[name] for name in names])
+            shown = [one if row >= 0 else [] for one, row in zip(ids, batch.rows.tolist(), strict=True)]
+            fresh = batch_of([one or [codec.pad_id] for one in shown], codec.pad_id).to(batch.source_ids.device)
+            return replace(batch, source_ids=fresh.source_ids, source_mask=fresh.source_mask)
+
+        def mixture_of(names: Sequence[str]) -> Mixture:
+            seen = within(names, Reading.for_router)
+            return route(replace(seen, texts=tuple(map(self.seen, readings)), tasks=("",) * len(batch)))
+
+        mixture, names = self.route(readings, mixture_of)
+        return within(names, Reading.for_model), mixture
+
+    def _known(self, tasks: tuple[str, ...] | None) -> str:
+        """The first of these tasks, if all have the same prompt."""
+        if tasks is None:
+            return self._common
+        return tasks[0] if len({self.prompts[task] for task in tasks}) == 1 else ""
+
+    def largest(self, weights: Mapping[str, float], tasks: tuple[str, ...] | None = None) -> str:
+        """The task with the largest summed weight; "" for the bare backbone.
+
+        Args:
+            weights: adapter -> weight. tasks: one of these; None: any.
+        """
+        return next((task for task in self.shares(weights) if tasks is None or task in tasks), "")
+
+    def shares(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Task -> summed weight of its adapters, the largest first.
+
+        Args:
+            weights: adapter -> weight; those of weight 0 are left out.
+        """
+        found: dict[str, float] = {}
+        for name, weight in weights.items():
+            for task in self.owners[name] if weight else ():
+                found[task] = found.get(task, 0.0) + weight
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def task_prompts(snapshot: Snapshot) -> TaskPrompts:
+    """Those of a snapshot whose router is not loaded."""
+    owners = {entry.name: entry.tasks for entry in snapshot.adapters}
+    prompts = {task.name: Prompt.of(task) for task in snapshot.tasks}
+    return TaskPrompts(router_class(snapshot.router.kind), owners, prompts)

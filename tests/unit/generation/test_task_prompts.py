@@ -1,0 +1,69 @@
+"""How texts are read that come without their task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from raycl.data.prompts import Prompt, superni
+from raycl.generation.task_prompts import TaskPrompts
+from raycl.retrieval.attention import AttentionRouter
+from raycl.retrieval.router import Router
+from raycl.retrieval.routers import SingleRouter, TextRouter
+from raycl.types import Mixture
+
+CHAT = {name: Prompt(chat_template="any", system=f"Sort {name}.\n") for name in ("news", "food")}
+OWNERS = {name: (name,) for name in CHAT}
+
+
+def tasks(router: type[Router], prompts: dict[str, Prompt] | None = None) -> TaskPrompts:
+    return TaskPrompts(router, OWNERS, prompts or CHAT)
+
+
+def test_a_system_message_reaches_the_router_only_as_a_tasks_instruction() -> None:
+    found, asked = tasks(TextRouter), "<|user|>\nwho won?"
+    assert found.reading("who won?") == found.reading("who won?")._replace(tasks=None, is_chat=False)
+    named = found.reading(f"<|system|>\nSort food.\n{asked}", is_chat=True)
+    assert (named.text, named.routed, named.tasks) == ("who won?", "who won?", ("food",))
+    other = found.reading(f"<|system|>\nBe brief.\n{asked}", is_chat=True)
+    assert (other.text, other.routed) == (f"<|system|>\nBe brief.\n{asked}", "who won?") and other.tasks is None
+    pinned = found.reading(other.text, is_chat=True, task="news")
+    assert (pinned.routed, pinned.tasks) == (other.text, ("news",)), "as in training"
+    plain = tasks(TextRouter, {name: superni(f"Sort {name}.") for name in CHAT})
+    prefixed = plain.reading(f"<|system|>\n Sort news. \n{asked}", is_chat=True)
+    assert prefixed.tasks == ("news",) and prefixed.for_model(plain.prompts["news"]) == "who won?"
+    hidden = plain.reading(other.text, is_chat=True)
+    assert plain.seen(hidden) == "who won?" and hidden.for_model(Prompt()) == "Be brief.\nwho won?"
+
+
+@pytest.mark.parametrize(
+    ("router", "system", "passes"),
+    [
+        (AttentionRouter, "", [["", ""], ["food", "news"]]),
+        (AttentionRouter, "Sort news.", [["news", "news"]]),
+        (TextRouter, "", [["", ""]]),
+        (SingleRouter, "", [["", ""]]),
+    ],
+)
+def test_prompts_are_chosen_by_the_largest_weight(router: type[Router], system: str, passes: list[list[str]]) -> None:
+    found, seen = tasks(router), []
+    head = f"<|system|>\n{system}\n<|user|>\n" if system else ""
+    readings = [found.reading(f"{head}{text}", is_chat=True) for text in ("soup", "war")]
+
+    def mixture_of(names: Sequence[str]) -> Mixture:
+        seen.append(list(names))
+        return Mixture(("news", "food"), torch.tensor([[0.4, 0.6], [0.7, 0.3]]))
+
+    _, names = found.route(readings, mixture_of)
+    assert seen == passes
+    assert names == {"Sort news.": ["news", "news"], "": ["food", "news"]}[system] if router.chooses else ["", ""]
+
+
+def test_one_prompt_for_all_is_known_at_once() -> None:
+    found = tasks(AttentionRouter, dict.fromkeys(CHAT, superni("")))
+    one = Mixture(("news", "food"), torch.tensor([[0.0, 1.0]]))
+    seen: list[Sequence[str]] = []
+    assert found.route([found.reading("soup")], lambda names: seen.append(names) or one)[1] == ["food"]
+    assert seen == [["news"]], "read once, in the prompt of any task"
