@@ -32,30 +32,36 @@ def table_items(file: SourceFile, columns: Columns, findings: Findings) -> Itera
     Raises:
         DataError: no text or label column, or quotes that are not closed.
     """
-    header: Sequence[str] | None = columns.header
-    number, blank = 0, 0
-    for cells in _rows(file, columns, findings):
-        if header is not None and not number and tuple(cells) == tuple(header):
-            continue  # the file has a header line after all
-        if header is None:
-            header = _header(cells, columns, file, findings)
-            columns.needed(header, file.refuse)
-            continue
-        number += 1
-        if len(cells) == len(header):
-            if columns.label and not any(cells):
-                blank += 1
-            else:
-                yield number, dict(zip(header, cells, strict=True))
-            continue
-        try:
-            file.refuse(
-                f"{len(cells)} cells: expected {len(header)} as in the header, quote cells that hold separators", number
-            )
-        except BadRow as problem:
-            findings.bad_row(problem)
+    rows, blank = _rows(file, columns, findings), 0
+    first = next(rows, None)
+    if first is None:
+        return
+    if columns.header is None:
+        header: Sequence[str] = _header(first, columns, file, findings)
+        columns.needed(header, file.refuse)
+    else:
+        header = columns.header
+        rows = rows if tuple(first) == tuple(header) else chain([first], rows)  # the file may have a header line
+    for number, cells in enumerate(rows, start=1):
+        if len(cells) != len(header):
+            _refuse_cells(cells, header, number, file, findings)
+        elif not cells[0] and columns.label and not any(cells):
+            blank += 1
+        else:
+            yield number, dict(zip(header, cells, strict=False))
     if blank:
         findings.note(f"{file.name}: rows of blank cells alone are left out ({blank:,})")
+
+
+def _refuse_cells(
+    cells: Sequence[str], header: Sequence[str], number: int, file: SourceFile, findings: Findings
+) -> None:
+    try:
+        file.refuse(
+            f"{len(cells)} cells: expected {len(header)} as in the header, quote cells that hold separators", number
+        )
+    except BadRow as problem:
+        findings.bad_row(problem)
 
 
 def _header(cells: Sequence[str], columns: Columns, file: SourceFile, findings: Findings) -> list[str]:
@@ -69,8 +75,7 @@ def _header(cells: Sequence[str], columns: Columns, file: SourceFile, findings: 
 
 def _rows(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[list[str]]:
     """The cells of each row that has any."""
-    lines = (line for _, line in file.lines())
-    first = next((line for line in lines if line.strip()), "")
+    first = next((line for _, line in file.lines() if line.strip()), "")
     usual = "\t" if file.name.lower().endswith(".tsv") else ","
     try:
         separator = _separator(first, usual, columns)
@@ -81,8 +86,9 @@ def _rows(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[li
         )
     if separator != usual:
         findings.note(f"{file.name}: its cells are separated by {SEPARATORS[separator]}")
-    whole = chain([first] if first else [], lines)
-    return _tab_rows(file, whole, findings) if separator == "\t" else _quoted_rows(file, whole, separator, findings)
+    if separator == "\t":
+        return _tab_rows(file, findings)
+    return _quoted_rows(file, (f"{line}\n" for _, line in file.lines()), separator, findings)
 
 
 def _separator(first: str, usual: str, columns: Columns) -> str:
@@ -94,8 +100,8 @@ def _separator(first: str, usual: str, columns: Columns) -> str:
 
 
 def _quoted_rows(file: SourceFile, lines: Iterator[str], separator: str, findings: Findings) -> Iterator[list[str]]:
-    """Cells in quotes may hold separators and line breaks (RFC 4180)."""
-    reader = csv.reader((f"{line}\n" for line in lines), delimiter=separator, strict=True)
+    """Cells in quotes may hold separators and line breaks (RFC 4180); `lines` have their ends."""
+    reader = csv.reader(lines, delimiter=separator, strict=True)
     number, before = -1, 0
     try:
         for cells in reader:
@@ -123,20 +129,22 @@ def _note_swallowed(cells: list[str], number: int, separator: str, file: SourceF
             )
 
 
-def _tab_rows(file: SourceFile, lines: Iterator[str], findings: Findings) -> Iterator[list[str]]:
+def _tab_rows(file: SourceFile, findings: Findings) -> Iterator[list[str]]:
     """A row is a line, unless cells in quotes hold tabs or line breaks.
 
     Tables separated by tabs are written with quotes by some programs and without by others. Where each line has as
     many cells as the first, lines are rows, and a quote that is not around a whole cell is part of its text.
     """
     by_line: bool | None = None
-    for line in lines:
+    lines = file.lines()
+    for _, line in lines:
         cells = line.split("\t")
         if line.startswith('"') or '\t"' in line:
             if by_line is None:
                 by_line = _each_line_is_a_row(file)
             if not by_line:
-                yield from _quoted_rows(file, chain([line], lines), "\t", findings)
+                rest = (f"{one}\n" for one in chain([line], (one for _, one in lines)))
+                yield from _quoted_rows(file, rest, "\t", findings)
                 return
             if not all(_QUOTED.fullmatch(cell) for cell in cells if cell.startswith('"')):
                 findings.note(f"{file.name}: quotes that are not around whole cells are read as text, a row a line")

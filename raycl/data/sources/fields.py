@@ -174,9 +174,10 @@ def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> list[Ro
     """
     rows = list(_rows_of(item, number, columns, refuse))
     for row in rows:
-        for text in (row.text, *row.references):
-            if not text.isascii() and (problem := half_character(text)):
-                refuse(problem, number)
+        if row.text.isascii() and all(map(str.isascii, row.references)):
+            continue
+        if problem := half_character(row.text) or half_character("".join(row.references)):
+            refuse(problem, number)
     if columns.group:
         value = _field(item, (columns.group,))
         if value is not None and value != "":

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any, Literal, NoReturn
 
@@ -32,6 +33,7 @@ Source = SourceFile | SourceFiles | HubSplit
 
 _SENTIMENTS = ("negative", "neutral", "positive")
 _PEEK = 1 << 16
+_BATCH = 256
 
 
 def read_rows(
@@ -193,19 +195,23 @@ def _object(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[
 def _json_items(file: SourceFile, prefix: str) -> Iterator[Any]:
     import ijson  # read by these formats alone
 
-    number, ended = 0, object()
+    number, problem = 0, None
     with file.open() as stream:
         items = ijson.items(stream, prefix)
-        try:
-            while True:
+        while problem is None:
+            batch: list[Any] = []
+            try:
                 with _numbers_of_any_length():
-                    item = next(items, ended)
-                if item is ended:
-                    return
-                number += 1
-                yield item
-        except ijson.JSONError as error:
-            _refuse_json(file, number + 1, error)
+                    for item in islice(items, _BATCH):
+                        batch.append(item)
+            except ijson.JSONError as error:
+                problem = error
+            yield from batch
+            number += len(batch)
+            if not batch:
+                break
+        if problem is not None:
+            _refuse_json(file, number + 1, problem)
 
 
 @contextmanager
