@@ -172,7 +172,7 @@ class TaskPrompts:
         """The first of these tasks, if all have the same prompt."""
         if tasks is None:
             return self._common
-        return tasks[0] if len({self.prompts[task] for task in tasks}) == 1 else ""
+        return tasks[0] if len({self.prompts.get(task) for task in tasks}) == 1 else ""
 
     def largest(self, weights: Mapping[str, float], tasks: tuple[str, ...] | None = None) -> str:
         """The task with the largest summed weight; "" for the bare backbone.
