@@ -65,7 +65,7 @@ class ConversationError(BackboneError):
         place: of the conversation among those that were given.
     """
 
-    def __init__(self, problem: str, place: int) -> None:
+    def __init__(self, problem: str, place: int = 0) -> None:
         super().__init__(problem, place)
         self.problem, self.place = problem, place
 

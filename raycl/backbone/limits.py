@@ -37,10 +37,15 @@ def _check_positions(limit: int | None, wanted: tuple[tuple[str, int], ...]) -> 
 
 
 def _check_vocabulary(rows: int | None, codec: HFCodec) -> None:
-    added = codec.tokenizer.get_added_vocab().values()
-    if rows is None or max(codec.vocabulary - 1, *added) < rows:
+    """Special tokens that frame no text may be beyond: texts of the data never become one (Gemma 3's image token)."""
+    tokenizer = codec.tokenizer
+    if rows is None or max(codec.vocabulary - 1, *tokenizer.get_added_vocab().values()) < rows:
         return
-    beyond = sorted((number, token) for token, number in codec.tokenizer.get_vocab().items() if number >= rows)
+    unused = codec.special_ids - {tokenizer.bos_token_id, tokenizer.eos_token_id, codec.pad_id, tokenizer.sep_token_id}
+    numbers = ((number, token) for token, number in tokenizer.get_vocab().items())
+    beyond = sorted(one for one in numbers if one[0] >= rows and one[0] not in unused)
+    if not beyond:
+        return
     raise BackboneError(
         f"the tokenizer of this backbone has {len(beyond)} tokens without a row among the model's {rows} input "
         f"embeddings, such as '{beyond[0][1]}' ({beyond[0][0]}): save the model with as many rows "

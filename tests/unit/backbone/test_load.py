@@ -182,6 +182,11 @@ def test_tokens_without_a_row_are_refused(lab: Lab) -> None:
     with pytest.raises(BackboneError, match=r"has 1 tokens without a row among the model's \d+ .* such as '<think>'"):
         wrap_model(tiny_model("llama", len(words) - 1), words, 8, 8)
     assert wrap_model(tiny_model("llama", len(words)), words, 8, 8).codec.vocabulary == len(words)
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})  # no text of the data becomes one
+    assert wrap_model(tiny_model("llama", len(words) - 1), words, 8, 8).codec.vocabulary == len(words)
+    words.add_special_tokens({"eos_token": "<end>"})
+    with pytest.raises(BackboneError, match=r"has 1 tokens without a row .* such as '<end>'"):
+        wrap_model(tiny_model("llama", len(words) - 2), words, 8, 8)
 
 
 def test_a_model_of_several_parts_is_refused(tmp_path: Path) -> None:

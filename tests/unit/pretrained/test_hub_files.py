@@ -70,9 +70,8 @@ def test_everything_is_of_one_commit_while_the_branch_moves_on(hub: Hub, lab: La
 def test_pickles_and_code_are_fetched_where_they_are_allowed(hub: Hub, lab: Lab, tmp_path: Path) -> None:
     folder = commit(hub, "me/pickled", tmp_path / ("d" * 40), lab.model_folder("bert"), *OTHERS)
     (folder / "model.safetensors").unlink()
-    trained = load_backbone(
-        BackboneConfig(name=str(lab.model_folder("bert"))), load_codec(BackboneConfig(), 24, 4), CPU, 5
-    )
+    own = BackboneConfig(name=str(lab.model_folder("bert")))
+    trained = load_backbone(own, load_codec(own, 24, 4), CPU, 5)
     torch.save({name: value + 1 for name, value in trained.model.state_dict().items()}, folder / "pytorch_model.bin")
     config = BackboneConfig(name="me/pickled", dtype="float32")
     codec = load_codec(config, 24, 4)
