@@ -18,7 +18,7 @@ from tiny import Complete, Lab, Stop, exported, matrix, run
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
-from raycl.bank.branches import Branch
+from raycl.bank.branches import Branch, head_of
 from raycl.bank.leases import release_lease
 from raycl.bank.manifest import Layout, SnapshotAdapter
 from raycl.bank.operations.maintenance import prune, verify
@@ -229,8 +229,9 @@ def test_without_copies_the_newest_adapter_is_learned_again(complete: Complete, 
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What a run warns of."""
-    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    """What a run warns of, but for the few rows that SAPT keeps of tasks as short as these."""
+    found = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    return [said for said in found if "keeps a handful of training rows" not in said]
 
 
 METHODS = [(kind, method) for kind in ("bert", "llama") for method in ("lora", "inclora", "olora", "slm", "sapt")]
@@ -376,13 +377,17 @@ def test_an_unfinished_run_republishes_its_last_snapshot(complete: Complete, tmp
     assert 1 in bank.snapshots() and verify(bank).problems == []
 
 
-def test_an_unfinished_run_without_its_snapshot_fails_before_training(complete: Complete, tmp_path: Path) -> None:
+def test_an_unfinished_run_that_lost_its_bank_publishes_it_again_before_training(
+    complete: Complete, tmp_path: Path
+) -> None:
     done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
     run(done.config, storage, on_phase=lambda record: False)
-    shutil.rmtree(storage.sub("bank").root)
-    with pytest.raises(BankError, match=r"snapshot 1 .* is missing") as raised:
+    bank = storage.sub("bank")
+    before = {file: bank.read(file) for file in bank.files() if not file.startswith(("branches/", "leases/"))}
+    shutil.rmtree(bank.root)
+    with pytest.raises(Stop):
         run(done.config, storage, after=0)
-    assert "\n" not in str(raised.value)
+    assert {file: bank.read(file) for file in before} == before and head_of(Bank(bank)).number == 1
 
 
 def test_a_checkpoint_holds_the_banks_snapshot_record(complete: Complete) -> None:

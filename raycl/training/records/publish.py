@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from raycl.bank import Bank, Snapshot
-from raycl.bank.branches import Branch
+from raycl.bank.branches import Branch, is_ancestor
 from raycl.bank.manifest import AdapterRef, ModelInfo, TaskInfo, dump, manifest_of, parse_snapshot
 from raycl.bank.pruning import removed_from
 from raycl.bank.routers import put_router
@@ -117,8 +117,9 @@ def move_branch(context: TrainingContext, storage: Storage, published: dict[str,
         return False
 
     head = branch.head()
-    if resumed and head is not None and head > snapshot.number and is_own(head):
-        return
+    is_behind = head is not None and head > snapshot.number and is_own(head)
+    if head is not None and is_behind and (resumed or is_ancestor(bank, snapshot.number, bank.open(head))):
+        return  # it was published again, as it was
     elsewhere = f"continue on another branch with --resume {storage.address} bank.branch=NAME"
     if (left := branch.left(snapshot.number)) is not None:
         raise RunError(

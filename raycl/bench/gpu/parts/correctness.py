@@ -176,7 +176,7 @@ def _backbone(kind: str, device: torch.device) -> Backbone:
     model, words = _model(kind, device), word_tokenizer(kind, WORDS)
     with torch.no_grad():
         model.get_output_embeddings().weight[:SPECIAL] = 0  # else a T5 of drawn weights generates padding only
-    return wrap_model(model, words, 64, 16)
+    return wrap_model(model, words, 32, 16)
 
 
 def _decoding(setup: Setup, kind: str, static_cache: bool, caches: str, seconds: float) -> Iterator[Figure]:
