@@ -213,6 +213,8 @@ class Mixture:
         unpruned: the weights before small ones were set to zero, for reports; None: these.
         ood_scores: `[B]` out-of-distribution scores from 0 to 1, of routers of snapshots that have such a score; else
             None.
+        by_text: how probable each adapter is for a text that is read in no prompt, of routers that read prompts and
+            know how texts are without them; else None.
     """
 
     names: tuple[str, ...]
@@ -220,6 +222,7 @@ class Mixture:
     heads: tuple[str, ...] = ()
     unpruned: Mixture | None = None
     ood_scores: Tensor | None = None
+    by_text: Mixture | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.weights.shape)

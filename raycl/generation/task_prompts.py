@@ -2,7 +2,8 @@
 
 Why it exists: the accuracy matrix with `eval.instruction=chosen`, an endpoint, `predict` and `evaluate` read a text in
 the same way. The router sees the text alone; one that reads prompts sees it without a prompt first, and then in the
-prompt of the task with the largest weight. The system message of a conversation reaches the router only where it is
+prompt of the task that its words speak for (`Mixture.by_text`), or where the router does not know, of the task with
+the largest weight. The system message of a conversation reaches the router only where it is
 the instruction that a task was learned with: then the text is read in that task's prompt from the beginning.
 What it does not know: models, requests, scores.
 """
@@ -126,14 +127,20 @@ class TaskPrompts:
         mixture = mixture_of(known)
         if self.needs_task:
             return mixture, known
-        names = [
-            self.largest(dict(zip(mixture.names, weights, strict=True)), reading.tasks) or one
-            for weights, reading, one in zip(mixture.weights.tolist(), readings, known, strict=True)
-        ]
+        names = self._largest_of(mixture, readings, known)
         if self.reads_prompts and not all(known):
+            if mixture.by_text is not None:
+                names = self._largest_of(mixture.by_text, readings, names)
             names = [one or name for one, name in zip(known, names, strict=True)]
             mixture = mixture_of(names)
         return mixture, names
+
+    def _largest_of(self, mixture: Mixture, readings: Sequence[Reading], others: Sequence[str]) -> list[str]:
+        """The task of each text with the largest weight; that of `others` where none has any."""
+        return [
+            self.largest(dict(zip(mixture.names, weights, strict=True)), reading.tasks) or other
+            for weights, reading, other in zip(mixture.weights.tolist(), readings, others, strict=True)
+        ]
 
     def read(
         self,

@@ -9,6 +9,7 @@ What it does not know: models, where embeddings come from, what a task's adapter
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +20,8 @@ from torch.nn.functional import layer_norm, linear, log_softmax, silu
 
 from raycl.config import Section
 from raycl.errors import BankError, RetrievalError
+from raycl.retrieval.discriminant import BareTexts
+from raycl.retrieval.prompt_pool import mean_pooled
 from raycl.retrieval.router import Need, Owners, Router
 from raycl.types import Mixture, RouterState
 
@@ -216,13 +219,14 @@ class AttentionRouter(Router):
 
     Attributes:
         hard: only the task with the largest weight is active, with weight 1 (the ablation without shared attention).
+        bare: what each task's texts are like without its prompt.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"embeddings"})
     chooses = True
 
-    def __init__(self, attention: Attention, hard: bool = False) -> None:
-        self.attention, self.hard = attention, hard
+    def __init__(self, attention: Attention, hard: bool = False, bare: BareTexts | None = None) -> None:
+        self.attention, self.hard, self.bare = attention, hard, bare or BareTexts()
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
         """Texts alone are not enough.
@@ -248,7 +252,10 @@ class AttentionRouter(Router):
             attention.to(embeddings_BLD.device)
         pooled_BD = max_pooled(embeddings_BLD, mask_BL, attention.config.pool_pads)
         alpha_BT = attention(pooled_BD).exp().cpu()
-        return mixture_of(attention.names, alpha_BT, attention.config.pruning_threshold, self.hard)
+        mixture = mixture_of(attention.names, alpha_BT, attention.config.pruning_threshold, self.hard)
+        return replace(
+            mixture, by_text=self.bare.weights(attention.names, mean_pooled(embeddings_BLD.float(), mask_BL))
+        )
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> AttentionRouter:
@@ -256,7 +263,9 @@ class AttentionRouter(Router):
         settings = state.settings
         attention = Attention(settings["dimensions"], AttentionConfig(**settings["attention"]), 0)
         attention.take(settings, state.tensors)
-        return AttentionRouter(attention.requires_grad_(False), bool(settings.get("hard")))
+        bare = BareTexts()
+        bare.take(attention.keys, state.tensors)
+        return AttentionRouter(attention.requires_grad_(False), bool(settings.get("hard")), bare)
 
 
 def max_pooled(embeddings_BLD: Tensor, mask_BL: Tensor, pads: bool = False) -> Tensor:

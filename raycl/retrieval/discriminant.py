@@ -2,19 +2,26 @@
 
 Each task leaves its count, its mean and its scatter of normalised queries. These are sums: exact in one pass, the same
 for any order of tasks, and a task is removed by leaving its sums out.
-What it does not know: adapters, where queries come from.
+
+Routers that read prompts have one beside them, over the means of bare texts' token embeddings (`BareTexts`): they learn
+from texts in their tasks' prompts, and tell tasks apart by the instructions above all. A text that comes without one
+must be told by its own words, to find the prompt that it gets. On SmolLM2 96 of 100 texts of four tasks find theirs,
+and 92 of ten, with 100 rows a task.
+What it does not know: prompts, where queries come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from raycl.errors import RetrievalError
+from raycl.types import Mixture
 
 RIDGE = 0.01
 """Of the mean variance, added to the diagonal; 0.001 to 0.1 route the same within 0.4 points (measured on MiniLM)."""
@@ -26,6 +33,14 @@ Mahalanobis distance for improving near-OOD detection": 1, which sees nothing wi
 AUROC of telling texts of a task that was not learned from dev texts of k that were, mean over 12 draws from ten tasks
 of Long Sequence with the packaged encoder, at k = 1, 3, 6, 9: 92, 86, 80, 78 with 0; 92, 88, 86, 86 with 0.9; rounding
 alone, 82, 83, 86 with 1. Chosen on these draws, out of 0, 0.5, 0.8, 0.9 and 1."""
+
+WIDEST = 1024
+"""Dimensions of bare texts' embeddings that are read, the first ones; with 384 of 576, 1 of 100 texts fewer find their
+task."""
+
+DIRECTIONS = 32
+"""In which the covariance of an adapter's bare texts is kept. All 576 find as many texts' tasks at 100 rows a task, and
+0.6 % more at 1000, but take 1.3 MB a task instead of 74 KB."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +72,11 @@ class Discriminant:
 
     Attributes:
         tasks: in the order of columns.
+        ridge: share of the mean variance that is added to the diagonal.
     """
 
-    def __init__(self, statistics: Mapping[str, Statistics]) -> None:
-        self.tasks = tuple(statistics)
+    def __init__(self, statistics: Mapping[str, Statistics], ridge: float = RIDGE) -> None:
+        self.tasks, self.ridge = tuple(statistics), ridge
         found = list(statistics.values())
         means = torch.stack([task.mean for task in found]).double()
         shared = torch.zeros_like(found[0].scatter, dtype=torch.float64)
@@ -68,7 +84,7 @@ class Discriminant:
             shared += task.scatter
         counts = torch.tensor([task.count for task in found], dtype=torch.float64)
         shared /= counts.sum()
-        self._precision = _inverse(shared)
+        self._precision = _inverse(shared, ridge)
         self._pulled = means @ self._precision
         self._around = (self._pulled * means).sum(1)
         self._directions, self._offsets = self._pulled.float(), self._around.float() / 2
@@ -115,7 +131,7 @@ class Discriminant:
         """Mean `[c]` and precision `[c, c]` of the texts of all tasks together."""
         middle = self._shares @ self._means
         apart = self._means - middle
-        return middle, _inverse(self._shared + (self._shares[:, None] * apart).T @ apart)
+        return middle, _inverse(self._shared + (self._shares[:, None] * apart).T @ apart, self.ridge)
 
     def weights(self, queries_BC: Tensor, top_k: int) -> Tensor:
         """`[B, T]` softmax of the scores over the best `top_k` tasks."""
@@ -124,9 +140,92 @@ class Discriminant:
         return torch.zeros_like(scores).scatter(1, best.indices, best.values.softmax(1))
 
 
-def _inverse(covariance: Tensor) -> Tensor:
-    ridge = RIDGE * covariance.diagonal().mean().clamp_min(1e-9)
+def _inverse(covariance: Tensor, share: float) -> Tensor:
+    ridge = share * covariance.diagonal().mean().clamp_min(1e-9)
     inverse: Tensor = torch.linalg.inv(
         covariance + ridge * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
     )
     return inverse
+
+
+class Outline(NamedTuple):
+    """Statistics of the texts of an adapter, in few numbers.
+
+    Attributes:
+        number: of texts, `[1]`. mean: `[c]`.
+        factor: `[k, c]`; its product with itself is the scatter in the k directions where it is largest.
+        rest: `[1]`, mean of the scatter over all dimensions that is in none of them.
+    """
+
+    number: Tensor
+    mean: Tensor
+    factor: Tensor
+    rest: Tensor
+
+    @staticmethod
+    def of(queries_NC: Tensor) -> Outline:
+        """Of an adapter's texts."""
+        known = Statistics.of(queries_NC)
+        values_C, vectors_CC = torch.linalg.eigh(known.scatter.double())
+        values_C = values_C.clamp_min(0)
+        factor_KC = (vectors_CC * values_C.sqrt()).T[-DIRECTIONS:]
+        rest = values_C[:-DIRECTIONS].sum() / len(values_C)
+        return Outline(torch.tensor([known.count]), known.mean, factor_KC.float().contiguous(), rest.float()[None])
+
+    def statistics(self) -> Statistics:
+        """As the discriminant takes them."""
+        scatter_CC = self.factor.T @ self.factor + torch.eye(len(self.mean)) * self.rest
+        return Statistics(int(self.number), self.mean, scatter_CC)
+
+
+KINDS_OF_OUTLINES = tuple(f"bare_{part}" for part in Outline._fields)
+"""Kinds of tensors of a router's state: `<kind>/<adapter>`."""
+
+
+class BareTexts:
+    """Outlines of all adapters so far."""
+
+    def __init__(self) -> None:
+        self._outlines: dict[str, Outline] = {}
+        self._found: tuple[tuple[str, ...], Discriminant] | None = None
+
+    def add(self, name: str, queries_ND: Tensor) -> None:
+        """An adapter's texts.
+
+        Args:
+            queries_ND: mean of each text's token embeddings.
+        """
+        self._outlines[name] = Outline.of(queries_ND[:, :WIDEST].cpu())
+        self._found = None
+
+    def weights(self, names: Sequence[str], queries_BD: Tensor) -> Mixture | None:
+        """How probable each of these adapters is for each text, on the CPU; None: not all of them have an outline."""
+        if not names or any(name not in self._outlines for name in names):
+            return None
+        weights_BN = self._over(tuple(names)).weights(queries_BD[:, :WIDEST], len(names))
+        return Mixture(tuple(names), weights_BN.cpu())
+
+    def _over(self, names: tuple[str, ...]) -> Discriminant:
+        """The covariance of few texts is uncertain by about as much as it has dimensions for each of them."""
+        if self._found is None or self._found[0] != names:
+            known = {name: self._outlines[name].statistics() for name in names}
+            width, count = len(known[names[0]].mean), sum(one.count for one in known.values())
+            self._found = names, Discriminant(known, width / count)
+        return self._found[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`<kind>/<adapter>` of `KINDS_OF_OUTLINES`."""
+        return {
+            f"{kind}/{name}": tensor
+            for name, outline in self._outlines.items()
+            for kind, tensor in zip(KINDS_OF_OUTLINES, outline, strict=True)
+        }
+
+    def take(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
+        """Back from `tensors`; adapters without any are left out."""
+        self._outlines = {
+            name: Outline(*(tensors[f"{kind}/{name}"] for kind in KINDS_OF_OUTLINES))
+            for name in names
+            if f"{KINDS_OF_OUTLINES[0]}/{name}" in tensors
+        }
+        self._found = None

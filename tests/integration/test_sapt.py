@@ -29,6 +29,7 @@ from raycl.methods.pseudo_samples.samples import sources_of
 from raycl.methods.sapt import sapt
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import Attention, AttentionRouter, max_pooled
+from raycl.retrieval.discriminant import KINDS_OF_OUTLINES
 from raycl.run.assembly import build
 from raycl.run.checks import check
 from raycl.serve.snapshots.snapshot_model import router_of
@@ -172,15 +173,16 @@ def test_generation_attends_once_per_prompt(lab: Lab, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_earlier_adapters_never_change(complete: Complete, kind: str) -> None:
-    """Blocks and keys bit for bit; the projection continues."""
+    """Blocks, keys and outlines of texts bit for bit; the projection continues."""
     bank = Bank(complete(kind, "sapt", "torch").storage.sub("bank"))
     first, second = bank.open(1), bank.open(2)
     assert [entry.name for entry in second.adapters] == ["animal", "colour"]
     assert second.adapter("colour").tensors == first.adapter("colour").tensors
     one, two = (get_router(bank, snapshot) for snapshot in (first, second))
     assert (one.kind, two.kind) == ("attention", "attention")
-    assert set(two.tensors) - set(one.tensors) == {"key/animal"}
-    assert torch.equal(one.tensors["key/colour"], two.tensors["key/colour"])
+    assert set(two.tensors) - set(one.tensors) == {f"{kind}/animal" for kind in ("key", *KINDS_OF_OUTLINES)}
+    for kind in ("key", *KINDS_OF_OUTLINES):
+        assert torch.equal(one.tensors[f"{kind}/colour"], two.tensors[f"{kind}/colour"]), kind
     for name in ("down", "up", "norm_weight", "norm_bias"):
         assert not torch.equal(one.tensors[name], two.tensors[name]), name
 

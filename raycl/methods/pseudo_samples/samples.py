@@ -126,6 +126,11 @@ def drawn_sources(table: TokenTable, count: int, draw: torch.Generator) -> list[
     return [ids.tolist() for ids in table.columns(_drawn(table, count, draw)).source_ids]
 
 
+def drawn_texts(table: TokenTable, count: int, draw: torch.Generator) -> list[str]:
+    """The texts of so many rows of a task, without their prompts."""
+    return table.texts(_drawn(table, count, draw))
+
+
 def _drawn(table: TokenTable, count: int, draw: torch.Generator) -> list[int]:
     places: list[int] = torch.randperm(len(table), generator=draw)[:count].sort().values.tolist()
     return places

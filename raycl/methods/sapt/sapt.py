@@ -13,8 +13,9 @@ What it does not know: engines, files other than those of pseudo-samples.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from torch import Tensor
 from raycl.adapters.prompts import PromptForm
 from raycl.backbone import Backbone, Output
 from raycl.data.loader import batch_of
+from raycl.data.prepare import fit_sources
+from raycl.data.prompts import Prompt
 from raycl.errors import ConfigError, RunError
+from raycl.generation.task_prompts import TaskPrompts
 from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.lora import as_peft_draws
@@ -33,6 +37,7 @@ from raycl.methods.pseudo_samples.samples import (
     Volume,
     counts_of,
     drawn_sources,
+    drawn_texts,
     sources_of,
 )
 from raycl.methods.pseudo_samples.sources import SampleSource
@@ -41,9 +46,14 @@ from raycl.methods.sapt.ablations import ABLATIONS
 from raycl.methods.sapt.reflection import Reflection, ReplayEntry
 from raycl.methods.sapt.settings import SaptConfig
 from raycl.methods.trained_adapters import is_trainable
-from raycl.retrieval.attention import Attention, hard_weights, max_pooled, mixture_of
+from raycl.retrieval.attention import Attention, AttentionRouter, hard_weights, max_pooled, mixture_of
+from raycl.retrieval.discriminant import KINDS_OF_OUTLINES, BareTexts
+from raycl.retrieval.prompt_pool import mean_pooled
 from raycl.retrieval.selector import learn_selector
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
+
+Pool = Callable[[Tensor, Tensor], Tensor]
+"""Embeddings `[B, L, d]` and mask `[B, L]` -> `[B, d]`."""
 
 READ_AT_ONCE, LOOKED_AT = 64, 1000
 """Prompts embedded together where only their maxima are wanted; `LOOKED_AT`
@@ -76,6 +86,7 @@ class Sapt(PerTaskAdapter):
         width = int(backbone.model.get_input_embeddings().weight.shape[1])
         self.attention = self.router_module = Attention(width, config.attention, seed, backbone.device)
         backbone.add_module("attention", self.attention)
+        self.bare = BareTexts()
         self.selector: Attention | None = None
         self.ablation = ABLATIONS[config.ablation]
         weight = config.arm.weight_on(backbone.capabilities) if self.ablation.reflects else 0.0
@@ -163,7 +174,9 @@ class Sapt(PerTaskAdapter):
         mixture = mixture_of(chooser.names, alpha_BT, threshold, hard, self._task)
         if self._task:
             return mixture
-        return replace(mixture, unpruned=Mixture(chooser.names, hard_weights(alpha_BT) if hard else alpha_BT))
+        unpruned = Mixture(chooser.names, hard_weights(alpha_BT) if hard else alpha_BT)
+        by_text = self.bare.weights(chooser.names, mean_pooled(embedded.float(), batch.source_mask))
+        return replace(mixture, unpruned=unpruned, by_text=by_text)
 
     @property
     def _needs_all_labels(self) -> bool:
@@ -188,7 +201,7 @@ class Sapt(PerTaskAdapter):
     # ---- the end of a task -----------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned:
-        """Adapter and key are frozen; pseudo-samples and mean weights of the task are kept."""
+        """Adapter and key are frozen; pseudo-samples, mean weights and an outline of the texts are kept."""
         task = self._task
         key = {"key": self.attention.key} if self.attention.key is not None else {}
         trained = under("attention.", context.parameters)
@@ -196,6 +209,8 @@ class Sapt(PerTaskAdapter):
         self.attention.end({**self.attention.tensors(), **key, **trained})
         if self.task_id_given:
             return Learned(dict(states), router=self._router())
+        if found := self._bare_sources(context):
+            self.bare.add(task, self._pooled(found, lambda embedded, mask: mean_pooled(embedded.float(), mask)))
         samples = self._samples(context)
         self.reflection.add(task, ReplayEntry(samples, self._mean_weights(context)))
         if self.ablation.selects:
@@ -235,15 +250,31 @@ class Sapt(PerTaskAdapter):
         alpha_BT: Tensor = self.attention(self._pooled(sources)).exp()
         return alpha_BT.mean(0).cpu()
 
+    def _bare_sources(self, context: TaskContext) -> list[list[int]]:
+        """Ids of texts of the phase as they are read that come without their tasks; the same on all workers."""
+        stream, codec = context.stream, self.backbone.codec
+        limit = min(stream.token_limits[0], codec.max_source_tokens)
+        alone, draw = TaskPrompts(AttentionRouter, {}, {}), torch.Generator().manual_seed(self.seed)
+        texts = [
+            alone.reading(text, stream.is_chat(table.task)).for_router(Prompt())
+            for table in context.tables("train")
+            for text in drawn_texts(table, LOOKED_AT, draw)
+        ]
+        return [ids for ids in fit_sources(texts, Prompt(), codec, limit)[0] if ids]
+
     @torch.no_grad()
-    def _pooled(self, sources: Sequence[Sequence[int]]) -> Tensor:
-        """`[n, d]` on the model's device."""
+    def _pooled(self, sources: Sequence[Sequence[int]], pool: Pool | None = None) -> Tensor:
+        """`[n, d]` on the model's device.
+
+        Args:
+            pool: of embeddings and mask; None: the attention's.
+        """
+        pool = pool or partial(max_pooled, pads=self.config.attention.pool_pads)
         found = []
         for start in range(0, len(sources), READ_AT_ONCE):
             batch = batch_of(sources[start : start + READ_AT_ONCE], self.backbone.codec.pad_id)
             batch = batch.to(self.backbone.device)
-            embedded = self.backbone.embedded(batch.source_ids)
-            found.append(max_pooled(embedded, batch.source_mask, self.config.attention.pool_pads))
+            found.append(pool(self.backbone.embedded(batch.source_ids), batch.source_mask))
         return torch.cat(found)
 
     def _router(self) -> RouterState:
@@ -252,7 +283,7 @@ class Sapt(PerTaskAdapter):
             return RouterState("task")
         chooser = self.selector or self.attention
         settings = {**chooser.settings(), "head_rule": self.config.head_rule, "hard": self._is_alone}
-        return RouterState("attention", settings, chooser.tensors())
+        return RouterState("attention", settings, chooser.tensors() | self.bare.tensors())
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
         """Mean weights of each task's texts: when it was learned (`train`: abar), and as evaluated now (`test`)."""
@@ -269,7 +300,9 @@ class Sapt(PerTaskAdapter):
         """Beside adapters: keys, what is kept of each task, and the selector."""
         values, tensors = super().state_dict()
         values |= {"attention": self.attention.settings(), "selector": None}
-        tensors |= {f"attention/{name}": tensor for name, tensor in self.attention.tensors().items()}
+        tensors |= {
+            f"attention/{name}": tensor for name, tensor in (self.attention.tensors() | self.bare.tensors()).items()
+        }
         tensors |= self.reflection.tensors()
         if self.selector is not None:
             values["selector"] = self.selector.settings()
@@ -278,7 +311,9 @@ class Sapt(PerTaskAdapter):
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Earlier tasks as they were; the trained adapter in shape."""
-        self.attention.take(values["attention"], under("attention/", tensors))
+        attention = under("attention/", tensors)
+        self.attention.take(values["attention"], attention)
+        self.bare.take(self.attention.keys, attention)
         self.reflection.take(dict(values["learned"]), tensors)
         if values["selector"] is not None:
             selector = Attention(self.attention.dimensions, self.config.attention, 0, self.backbone.device)
@@ -293,7 +328,12 @@ class Sapt(PerTaskAdapter):
         """Also without the task's key and pseudo-samples; mean weights of other tasks are shared among what is left."""
         values, tensors = super().without_task(values, tensors, task, adapters, keep)
         keys = list(values["attention"]["tasks"])
-        own = (f"abar/{task}", f"attention/key/{task}", f"selector/key/{task}")
+        own = (
+            f"abar/{task}",
+            f"attention/key/{task}",
+            f"selector/key/{task}",
+            *(f"attention/{kind}/{task}" for kind in KINDS_OF_OUTLINES),
+        )
         left = tensors.select(lambda name: name not in own and not name.startswith(f"pseudo/{task}/"))
         for name, abar in under("abar/", left).items():
             if task in keys[: len(abar)]:

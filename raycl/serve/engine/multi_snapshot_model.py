@@ -137,7 +137,8 @@ class LoadedSnapshot(TaskPrompts):
                 "the snapshot is inconsistent, use another one"
             )
         names = tuple(self.keys[mixture.names[column]] for column in chosen)
-        return Mixture(names, mixture.weights[:, chosen], ood_scores=mixture.ood_scores)
+        by_text = None if mixture.by_text is None else self.named(mixture.by_text)
+        return Mixture(names, mixture.weights[:, chosen], ood_scores=mixture.ood_scores, by_text=by_text)
 
 
 def mark_of(snapshot: Snapshot, others: Iterable[LoadedSnapshot]) -> str:

@@ -61,9 +61,38 @@ def test_prompts_are_chosen_by_the_largest_weight(router: type[Router], system: 
     assert names == {"Sort news.": ["news", "news"], "": ["food", "news"]}[system] if router.chooses else ["", ""]
 
 
+@pytest.mark.parametrize(
+    ("by_text", "expected"),
+    [
+        ([[0.9, 0.1], [0.8, 0.2], [0.9, 0.1]], ["news", "news", "food"]),
+        ([[0.0, 0.0], [0.2, 0.8], [0.0, 0.0]], ["food", "food", "food"]),
+    ],
+)
+def test_a_text_without_a_prompt_gets_the_one_that_its_words_speak_for(
+    by_text: list[list[float]], expected: list[str]
+) -> None:
+    """The mixture stays the attention's; an instruction that is given says more than words."""
+    found, names = tasks(AttentionRouter), ("news", "food")
+    texts = ("soup", "war", "<|system|>\nSort food.\n<|user|>\nwho won?")
+    alone = Mixture(
+        names, torch.tensor([[0.4, 0.6], [0.7, 0.3], [0.5, 0.5]]), by_text=Mixture(names, torch.tensor(by_text))
+    )
+    second = Mixture(names, torch.tensor([[0.1, 0.9]] * 3))
+    seen: list[list[str]] = []
+
+    def mixture_of(prompts: Sequence[str]) -> Mixture:
+        seen.append(list(prompts))
+        return second if len(seen) == 2 else alone
+
+    readings = [found.reading(text, is_chat=True) for text in texts]
+    assert found.route(readings, mixture_of) == (second, expected)
+    assert seen == [["", "", "food"], expected]
+
+
 def test_one_prompt_for_all_is_known_at_once() -> None:
     found = tasks(AttentionRouter, dict.fromkeys(CHAT, superni("")))
-    one = Mixture(("news", "food"), torch.tensor([[0.0, 1.0]]))
+    names = ("news", "food")
+    one = Mixture(names, torch.tensor([[0.0, 1.0]]), by_text=Mixture(names, torch.tensor([[1.0, 0.0]])))
     seen: list[Sequence[str]] = []
     assert found.route([found.reading("soup")], lambda names: seen.append(names) or one)[1] == ["food"]
     assert seen == [["news"]], "read once, in the prompt of any task"

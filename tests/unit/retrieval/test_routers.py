@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import RobertaConfig, RobertaModel
 
 from raycl.errors import BankError, RetrievalError
-from raycl.retrieval.discriminant import Discriminant, Statistics
+from raycl.retrieval.discriminant import DIRECTIONS, WIDEST, BareTexts, Discriminant, Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.memory_slots.index import KeyIndex
 from raycl.retrieval.memory_slots.key_maps import plane, similarity
@@ -96,6 +96,36 @@ def test_discriminant_is_linear_discriminant_analysis() -> None:
     found = mine.scores(fresh).argmax(1)
     expected = torch.from_numpy(theirs.predict(torch.nn.functional.normalize(fresh, dim=1).numpy()))
     assert float((found == expected).float().mean()) > 0.98, "but for the ridge"
+
+
+@pytest.mark.parametrize("width", [16, DIRECTIONS + 8, WIDEST + 200])
+def test_outlines_of_bare_texts_find_the_task(width: int) -> None:
+    """In the directions in which texts vary most, a difference of tasks counts little."""
+    names, draw = tuple(TASKS), torch.Generator().manual_seed(0)
+    loud, centres = torch.full((width,), 0.5), torch.randn(3, width, generator=draw)
+    loud[:3] = 6 * width**0.5
+    learned, fresh = (30 + centres[:, None] + loud * torch.randn(3, 90, width, generator=draw) for _ in range(2))
+    bare = BareTexts()
+    assert bare.weights(names, fresh[0]) is None and bare.weights((), fresh[0]) is None
+    for name, queries in zip(names, learned, strict=True):
+        bare.add(name, queries)
+    mixture = bare.weights(names, fresh.flatten(0, 1))
+    assert mixture is not None and mixture.names == names
+    torch.testing.assert_close(mixture.weights.sum(1), torch.ones(270))
+    right = mixture.weights.argmax(1) == torch.arange(3).repeat_interleave(90)
+    means = learned.mean(1)
+    nearest = torch.cdist(fresh.flatten(0, 1), means).argmin(1) == torch.arange(3).repeat_interleave(90)
+    assert float(right.float().mean()) > 0.9 > 0.7 > float(nearest.float().mean())
+    one = bare.weights(names, fresh[1, :1])
+    assert one is not None
+    torch.testing.assert_close(one.weights, mixture.weights[90:91])
+    again = BareTexts()
+    again.take((*names, "four"), bare.tensors())
+    found = again.weights(names, fresh.flatten(0, 1))
+    assert found is not None and torch.equal(found.weights, mixture.weights)
+    assert again.weights((*names, "four"), fresh[0]) is None, "of a task without an outline nothing is known"
+    left = without(RouterState("attention", {}, bare.tensors()), "two").tensors
+    assert left.keys() == {name for name in bare.tensors() if not name.endswith("/two")}
 
 
 def test_texts_of_no_task_are_far_away() -> None:
