@@ -33,7 +33,7 @@ from raycl.backbone.positions import join_last_states
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
 from raycl.errors import BackboneError
-from raycl.pretrained import CONFIG, commit_of, fingerprint_of, folder_of, present_folder, resolve_path
+from raycl.pretrained import CONFIG, ONE_AT_A_TIME, commit_of, fingerprint_of, folder_of, present_folder, resolve_path
 from raycl.types import Capabilities
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def load_backbone(
         BackboneError: the model cannot be loaded, or the codec's texts do not fit it.
     """
     kind = codec.kind
-    with _explained(config.name):
+    with _explained(config.name), ONE_AT_A_TIME:
         where = _folder(config)
         settings = _settings(where, config.trust_remote_code)
         for field in DROPOUTS:
@@ -264,7 +264,7 @@ def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
 
 def skeleton_of(config: BackboneConfig, settings: PretrainedConfig, codec: HFCodec) -> Backbone:
     """The same for a model's config in memory."""
-    with torch.device("meta"):
+    with ONE_AT_A_TIME, torch.device("meta"):
         model = _loader(codec.kind).from_config(settings, trust_remote_code=config.trust_remote_code)
         return _wrap(codec.kind, model, codec, config)
 

@@ -4,6 +4,7 @@ What it does not know: how any of them is loaded.
 """
 
 from raycl.pretrained.hashes import fingerprint_of, parts_of
+from raycl.pretrained.loading import ONE_AT_A_TIME
 from raycl.pretrained.places import (
     CONFIG,
     commit_of,
@@ -18,6 +19,7 @@ from raycl.pretrained.places import (
 
 __all__ = [
     "CONFIG",
+    "ONE_AT_A_TIME",
     "commit_of",
     "fingerprint_of",
     "folder_of",

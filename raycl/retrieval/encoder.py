@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from raycl.config import Section
 from raycl.errors import RetrievalError
-from raycl.pretrained import fingerprint_of, folder_of, resolve_path
+from raycl.pretrained import ONE_AT_A_TIME, fingerprint_of, folder_of, resolve_path
 from raycl.pretrained.positions import positions_of
 
 log = logging.getLogger("raycl")
@@ -97,7 +97,8 @@ class SentenceEncoder:
             from sentence_transformers import SentenceTransformer
 
             folder = str(folder_of(self.config.name, self.config.revision))
-            self._model = SentenceTransformer(folder, device=self._device)
+            with ONE_AT_A_TIME:
+                self._model = SentenceTransformer(folder, device=self._device)
             limits = [self.config.max_tokens, self._model.tokenizer.model_max_length]
             positions = positions_of(self._model[0].auto_model)
             self._model.max_seq_length = min(limits if positions is None else [*limits, positions])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +286,15 @@ def test_attention_that_cannot_be_computed_is_refused(lab: Lab, monkeypatch: pyt
     for backbone, name, why in ((bloom, "sdpa", "has no such attention"), (falcon, "eager", "cannot change its")):
         with pytest.raises(BackboneError, match=f"backbone.attention is {name}, but .*ForCausalLM {why}"):
             backbone.use_attention(name)  # type: ignore[arg-type]
+
+
+def test_models_that_threads_load_at_once_tie_their_weights(lab: Lab) -> None:
+    """Transformers puts its methods back in the wrong order otherwise, and no later model ties any."""
+    config = BackboneConfig(name=str(lab.model_folder("t5")))
+
+    def load(number: int) -> bool:
+        backbone = load_backbone(config, load_codec(config, 16, 4), torch.device("cpu"), number)
+        return backbone.model.shared.weight is backbone.model.encoder.embed_tokens.weight
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(load, range(24))) and load(24)
