@@ -176,7 +176,7 @@ class Epi(PerTaskAdapter):
 
     def end_task(self, context: TaskContext) -> Learned:
         """The adapter is frozen; its classes' means and covariance are kept and go to the bank with it, and queries of
-        dev texts, with which unknown texts are told."""
+        dev texts, with which out-of-distribution scores compare."""
         if not self.task_id_given:
             self.gaussians.add(self._task, *self._statistics(context).result(), self._held_out(context))
         return super().end_task(context)
