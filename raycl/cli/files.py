@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 import raycl
-from raycl.config import require_file
 
 FOLDER = Path(raycl.__file__).parent / "files"
 
@@ -28,6 +27,8 @@ def local_or_installed(name: str) -> str:
     Raises:
         ConfigError: there is neither.
     """
+    from raycl.config import require_file  # brings pydantic and OmegaConf, which --help needs not
+
     own = FOLDER / name
     takes_own = not Path(name).exists() and own.is_file() and not Path(name).is_absolute()
     return str(own) if takes_own else require_file(name)

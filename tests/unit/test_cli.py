@@ -19,7 +19,7 @@ from raycl.storage import Storage
 from raycl.sweep.comparison import load_comparison, plan
 
 REPO = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "transformers", "ray", "numpy", "pydantic", "matplotlib")
+HEAVY = ("torch", "transformers", "ray", "numpy", "pydantic", "omegaconf", "matplotlib")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -56,7 +56,16 @@ def test_an_error_of_raycl_is_one_sentence_and_its_status(capsys: pytest.Capture
 
 
 def test_help_and_import_need_no_heavy_library() -> None:
-    code = f"import sys; from raycl.cli import main; main.main([]); print(sorted(set({HEAVY}) & set(sys.modules)))"
+    code = f"""
+import sys
+from contextlib import suppress
+from raycl.cli import main
+main.main([])
+for words in (["train"], ["serve"], ["predict"], ["data", "check"], ["compare"], ["sweep"]):
+    with suppress(SystemExit):
+        main.main([*words, "--help"])
+print(sorted(set({HEAVY}) & set(sys.modules)))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
     assert done.stdout.splitlines()[-1] == "[]"
 
