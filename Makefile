@@ -58,8 +58,8 @@ check: venv  ## format, lint, types, architecture
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -p no:cacheprovider -o addopts=-q tests/test_architecture.py
 
-audit: venv  ## known vulnerabilities of the pinned versions (asks PyPI about each, so it is no part of make check)
-	@$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+audit: venv  ## known vulnerabilities of the pinned versions: asks PyPI about each, or reads an export of OSV's (DB=FILE)
+	@$(BIN)/python tests/lab/audit.py $(if $(DB),"$(DB)")
 
 docs: venv  ## build the documentation into site/, strictly
 	@$(OFFLINE) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
