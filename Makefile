@@ -5,12 +5,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
+SBOM ?= dist/sbom.cdx.json
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off -c constraints.txt
 OFFLINE := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast contract chaos compat check audit docs docs-run format clean
+.PHONY: help venv demo test test-fast contract chaos compat check audit licenses sbom docs docs-run format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +61,17 @@ check: venv  ## format, lint, types, architecture
 
 audit: venv  ## known vulnerabilities of the pinned versions: asks PyPI about each, or reads an export of OSV's (DB=FILE)
 	@$(BIN)/python tests/lab/audit.py $(if $(DB),"$(DB)")
+
+licenses: venv  ## write docs/licenses.md anew: the license of everything in constraints.txt
+	@$(PIP) -q -e '.[notebook]'
+	@$(BIN)/python tests/lab/licenses.py
+
+sbom: venv  ## a software bill of materials of what is installed, in CycloneDX's format (SBOM=dist/sbom.cdx.json)
+	@mkdir -p $(dir $(SBOM))
+	@sed "s/^dynamic = .*/version = \"$$($(BIN)/python -c 'import raycl; print(raycl.__version__)')\"/" \
+		pyproject.toml >$(SBOM).toml
+	@$(BIN)/python -m cyclonedx_py environment --pyproject $(SBOM).toml --output-reproducible $(SBOM_FLAGS) -o $(SBOM)
+	@rm $(SBOM).toml
 
 docs: venv  ## build the documentation into site/, strictly
 	@$(OFFLINE) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

