@@ -177,9 +177,18 @@ def test_each_text_goes_to_its_adapter(
             ("/v1/completions", {"prompt": 3}, "prompt"),
             ("/v1/chat/completions", chat("a", raycl={"adapters": {"a": 0.5}}), "raycl.adapters: Input is not support"),
             ("/v1/chat/completions", {"messages": []}, "messages: "),
-            ("/v1/chat/completions", [], "the body is no JSON object"),
+            ("/v1/chat/completions", [], "the body: Input should be a valid dictionary"),
         ):
             status, message = problem(client.post(path, json=wrong))
+            assert status == 400 and message.startswith(words), message
+        for raw, kind, words in (
+            # what a web page elsewhere may have a browser send without asking: it would spend the engine's key
+            (json.dumps(chat("a")), "text/plain;charset=UTF-8", "the body is not JSON, or its Content-Type is not"),
+            ("[" * 100_000, "application/json", ""),
+            ("{", "application/json", "the body is no valid JSON: "),
+        ):
+            sent = client.post("/v1/chat/completions", content=raw, headers={"content-type": kind})
+            status, message = problem(sent)
             assert status == 400 and message.startswith(words), message
         assert len(stand_in.asked) == count, "nothing of these reaches the engine"
 

@@ -11,9 +11,10 @@ import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
+from fastapi import Body as JsonBody
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -33,6 +34,9 @@ AUTO, CHOSEN = "auto", "x-raycl-model"
 """The model whose adapter is chosen here; header of an answer with what the engine was given for."""
 
 T = TypeVar("T", bound=Wire)
+Body = Annotated[dict[str, Any], JsonBody()]
+"""A JSON object, sent as such: FastAPI refuses another Content-Type, which a web page elsewhere may send unasked."""
+
 log = logging.getLogger(__name__)
 
 
@@ -72,9 +76,8 @@ class Front:
         self.choice, self.client, self.config = choice, client, config
         self._thread = ThreadPoolExecutor(1, "raycl-route")  # the sentence encoder is one thread's
 
-    async def answer(self, path: str, request: Request, is_chat: bool) -> Response:
+    async def answer(self, path: str, request: Request, body: dict[str, Any], is_chat: bool) -> Response:
         """The engine's answer, by the adapter that the request names or that is chosen for its text."""
-        body = await _tree(request)
         given = _read(RoutedRequest, body)
         if given.model == AUTO:
             name = await self._choose(body, given.raycl or Routing(), is_chat)
@@ -125,17 +128,6 @@ class Front:
         return JSONResponse({**found, "data": [auto, *listed]})
 
 
-async def _tree(request: Request) -> dict[str, Any]:
-    raw = await request.body()
-    try:
-        tree = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is no valid JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise InvalidRequestError("the body is no JSON object: send OpenAI's request")
-    return tree
-
-
 def _read(kind: type[T], body: dict[str, Any]) -> T:
     try:
         return kind.model_validate(body)
@@ -179,14 +171,14 @@ def make_front_web(choice: AdapterChoice, config: ServeConfig, keys: Keys) -> An
 
 def _add_texts(app: FastAPI, front: Front) -> None:
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat(request: Request) -> Response:
+    async def chat(request: Request, body: Body) -> Response:
         """The engine's answer to the messages."""
-        return await front.answer("/v1/chat/completions", request, is_chat=True)
+        return await front.answer("/v1/chat/completions", request, body, is_chat=True)
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(request: Request) -> Response:
+    async def completions(request: Request, body: Body) -> Response:
         """What follows the prompt, by the engine."""
-        return await front.answer("/v1/completions", request, is_chat=False)
+        return await front.answer("/v1/completions", request, body, is_chat=False)
 
     @app.get("/v1/models", response_model=None, responses={200: {"model": ModelsAnswer}})
     async def models() -> Response:
