@@ -39,6 +39,7 @@ def test_the_documentation_builds_strictly(tmp_path: Path) -> None:
     ready = (tmp_path / "reference/files/index.html").read_text()
     assert [path for path in REPO.glob("jobs/configs/**/*.yaml") if path.name not in ready] == []
     assert "SumRouter" in (tmp_path / "extending/router/index.html").read_text()
+    assert "What raycl does not protect from" in (tmp_path / "security/index.html").read_text()
     notebook = (tmp_path / "tutorials/from-python/index.html").read_text()
     (picture,) = re.findall(r'src="([^"]*from-python_\d+_0\.png)"', notebook)
     assert (tmp_path / "tutorials/from-python" / picture).read_bytes()[:4] == b"\x89PNG"
@@ -85,7 +86,9 @@ def test_the_modifier_of_the_recipe_works() -> None:
     assert torch.equal(modifiers("weight", torch.ones(1, 2)), torch.full((1, 2), 0.1))
 
 
-@pytest.mark.parametrize("page", [*sorted(REPO.glob("docs/**/*.md")), REPO / "CONTRIBUTING.md", REPO / "README.md"])
+@pytest.mark.parametrize(
+    "page", [*sorted(REPO.glob("docs/**/*.md")), REPO / "CONTRIBUTING.md", REPO / "README.md", REPO / "SECURITY.md"]
+)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     """`raycl/training/step.py`, or `training/step.py` for short; folders with a slash at their end."""
     named = re.findall(r"`([\w./-]+/(?:[\w.-]+\.(?:py|yaml|md))?)`", page.read_text())
