@@ -9,21 +9,38 @@ What it does not know: where models come from.
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
 import os
 import tempfile
-import uuid
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
+from pydantic import TypeAdapter
 
+from raycl.errors import StorageError
 from raycl.pretrained.places import folder_of, identity_files, part_files
+from raycl.storage import Storage
+from raycl.storage.records import read_fields, seal
+from raycl.storage.unfinished import finished_beside
+
+log = logging.getLogger("raycl")
 
 RECORD = ".raycl-hashes.json"
+FORMAT = 1
 LARGE = 16 * 2**20
 """Bytes from which a file's hash is kept: smaller ones are read in a moment."""
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a record holds."""
+
+    files: dict[str, dict[str, int | str]]
+
+
+_RECORD = TypeAdapter(_Record)
 
 
 def fingerprint_of(name: str, revision: str | None = None, pickles: bool = False) -> str:
@@ -68,7 +85,7 @@ def hash_of(file: Path) -> str:
         if (known := _known(file, here, cached)) is not None:  # of the process that had the lock
             return known
         before = _version(file)
-        found = {**before, "sha256": _read(file)}
+        found: dict[str, int | str] = {**before, "sha256": _read(file)}
         if _version(file) == before:
             _keep(here if os.access(file.parent, os.W_OK) else cached, file.name, found)
         return str(found["sha256"])
@@ -89,30 +106,35 @@ def _known(file: Path, *records: Path) -> str | None:
     """The hash that a record has of this very file; None: there is none, or it is damaged."""
     version = _version(file)
     for record in records:
-        match _entries(record).get(file.name):
-            case {"sha256": str(found), **rest} if rest == version and len(found) == 64:
-                return found
+        with suppress(StorageError):
+            match _entries(record).get(file.name):
+                case {"sha256": str(found), **rest} if rest == version:
+                    return found
     return None
 
 
-def _entries(record: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(record.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _entries(record: Path) -> dict[str, dict[str, int | str]]:
+    """Name of a file -> its version and hash.
+
+    Raises:
+        StorageError: the record is damaged or of another version.
+    """
+    folder = Storage.at(record.parent)
+    return read_fields(folder, record.name, FORMAT, _RECORD).files if folder.exists(record.name) else {}
 
 
-def _keep(record: Path, name: str, entry: dict[str, Any]) -> None:
+def _keep(record: Path, name: str, entry: dict[str, int | str]) -> None:
     """Add to a record, whole or not at all; where there is no place for it, the next process reads the file again."""
-    temporary = record.with_name(f"{record.name}.{uuid.uuid4().hex}.tmp")
-    with suppress(OSError):
-        record.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(json.dumps({**_entries(record), name: entry}, indent=1, sort_keys=True))
-            temporary.replace(record)
-        finally:
-            temporary.unlink(missing_ok=True)
+    try:
+        others = _entries(record)
+    except StorageError as error:
+        log.warning("large files are hashed again: %s", error)
+        others = {}
+    with (
+        suppress(OSError),
+        finished_beside(record, (seal({"format": FORMAT, "files": {**others, name: entry}}),)) as temporary,
+    ):
+        temporary.replace(record)
 
 
 def _cached(folder: Path) -> Path:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,9 +22,11 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from raycl.config import Section
-from raycl.errors import RetrievalError
+from raycl.errors import RetrievalError, StorageError
 from raycl.pretrained import ONE_AT_A_TIME, fingerprint_of, folder_of, resolve_path
 from raycl.pretrained.positions import positions_of
+from raycl.storage import Storage
+from raycl.storage.sealed import read_sealed, record_of, write_sealed
 
 log = logging.getLogger("raycl")
 
@@ -79,7 +79,7 @@ class SentenceEncoder:
         self.config = config
         self.fingerprint = fingerprint_of(config.name, config.revision)
         self.truncated = 0
-        self._cache, self._keeps = cache, keeps
+        self._cache, self._keeps = Storage.at(cache) if cache is not None else None, keeps
         self._device = device
         self._model: Any = None
         self._read: int | None = None
@@ -212,16 +212,16 @@ class SentenceEncoder:
 
     def _kept(self, key: str, texts: Sequence[str]) -> tuple[Tensor, int]:
         """Queries, and how many of the texts were cut; from disk where they were computed before."""
-        file = None if self._cache is None else self._cache / f"{key}.safetensors"
-        if file is not None and file.is_file():
-            held = load(file.read_bytes())
-            return held["queries"], int(held["truncated"])
+        cache, file = self._cache, f"{key}.safetensors"
+        if cache is not None and cache.exists(record_of(file)):
+            try:
+                data, found = read_sealed(cache, file, key)
+                return load(data)["queries"], int(found.info["truncated"])
+            except StorageError as error:
+                log.warning("queries are computed again: %s", error)
         before = self.truncated
         queries = self._computed(texts) if texts else torch.zeros(0, self.width)
         cut, self.truncated = self.truncated - before, before
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")
-            temporary.write_bytes(save({"queries": queries.contiguous(), "truncated": torch.tensor([cut])}))
-            os.replace(temporary, file)
+        if cache is not None:
+            write_sealed(cache, file, key, save({"queries": queries.contiguous()}), truncated=cut)
         return queries, cut

@@ -21,11 +21,20 @@ UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.tmp$")
 
 
 @contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """The name of a file next to `path` that is being written; it is gone afterwards unless it was moved."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
 def finished_beside(path: Path, parts: Iterable[Buffer]) -> Iterator[Path]:
     """A complete file next to `path`, on disk before it is yielded and gone afterwards unless it was moved."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
+    with unfinished(path) as temporary:
         with open(temporary, "wb") as file:
             for part in parts:
                 file.write(part)
@@ -33,5 +42,3 @@ def finished_beside(path: Path, parts: Iterable[Buffer]) -> Iterator[Path]:
             file.flush()
             os.fsync(file.fileno())
         yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -17,7 +17,8 @@ from retired import EVERYWHERE, IN_FOLDER
 
 LAYERS = (
     ("errors", "types"),
-    ("config", "storage", "pretrained", "pages"),
+    ("storage",),
+    ("config", "pretrained", "pages"),
     ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking"),
     ("generation",),
     ("methods",),

@@ -1,7 +1,8 @@
 """A node-local cache of Arrow files: built once per node, whole or absent, read by memory map.
 
 Why it exists: several workers of a node need the same rows; one of them converts, the others wait on a file lock
-and then map the same pages. An entry is `<key>.arrow` with `<key>.json` written last: the JSON means committed.
+and then map the same pages. An entry is `<key>.arrow` with the sealed record `<key>.json`, written last: it means
+committed. An entry that is not what its record says is built again.
 What it does not know: what the rows mean.
 """
 
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +20,39 @@ from typing import Any
 import pyarrow as pa
 from filelock import FileLock
 
+from raycl.errors import DataError, StorageError
+from raycl.storage import Storage
+from raycl.storage.sealed import Seal, check_sealed, read_seal, record_of, write_seal
+from raycl.storage.unfinished import unfinished
+
+log = logging.getLogger("raycl")
+
 Info = dict[str, Any]
 """JSON-able description of an entry."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A committed cache entry."""
+    """A committed cache entry.
+
+    Attributes:
+        sha256: of the file.
+    """
 
     path: Path
     info: Info
+    sha256: str
 
     def table(self) -> pa.Table:
-        """The columns, memory-mapped: only pages that are touched become resident."""
+        """The columns, memory-mapped: only pages that are touched become resident.
+
+        Raises:
+            DataError: the file was damaged since the entry was opened, or in between by another process.
+        """
+        try:
+            check_sealed(self.path, self.sha256)
+        except StorageError as error:
+            raise DataError(f"{error}: start again, and this entry of the cache is made anew") from error
         with pa.memory_map(str(self.path)) as source:
             return pa.ipc.open_file(source).read_all()
 
@@ -51,29 +72,40 @@ def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordB
 
     If `build` raises, nothing is left behind and the next caller tries again.
     """
-    data, info = folder / f"{key}.arrow", folder / f"{key}.json"
-    if not info.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{key}.lock"):
-            if not info.is_file():
-                _build(data, info, schema, build)
-    return Entry(data, json.loads(info.read_text()))
-
-
-def _build(data: Path, info: Path, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Info]) -> None:
-    temporary = data.with_name(f"{data.name}.{uuid.uuid4().hex}.tmp")
+    storage, name = Storage.at(folder), f"{key}.arrow"
     try:
+        return _whole(storage, name, key)
+    except StorageError:
+        folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{key}.lock"):
+        try:
+            return _whole(storage, name, key)  # of the process that had the lock
+        except StorageError as error:
+            if storage.exists(record_of(name)):
+                log.warning("an entry of the cache is made anew: %s", error)
+        return _build(storage, name, key, schema, build)
+
+
+def _whole(storage: Storage, name: str, key: str) -> Entry:
+    """The entry, hash checked.
+
+    Raises:
+        StorageError: there is none, or it is damaged, of another key or of another version.
+    """
+    found, path = read_seal(storage, name, key), Path(storage.path(name))
+    check_sealed(path, found.sha256)
+    return Entry(path, found.info, found.sha256)
+
+
+def _build(
+    storage: Storage, name: str, key: str, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Info]
+) -> Entry:
+    path = Path(storage.path(name))
+    with unfinished(path) as temporary:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            found = build(writer)
-        os.replace(temporary, data)
-    finally:
-        temporary.unlink(missing_ok=True)
-    write_atomically(info, json.dumps(found).encode())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a small file so that readers see all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+            info = build(writer)
+        with temporary.open("rb") as stream:
+            sha256, size = hashlib.file_digest(stream, "sha256").hexdigest(), stream.tell()
+        os.replace(temporary, path)
+    write_seal(storage, name, Seal(name, key, sha256, size, info))
+    return Entry(path, info, sha256)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import io
+import logging
 import shlex
 import time
 from collections.abc import Iterator
@@ -17,11 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NoReturn
 
-from raycl.data.sources.cache import write_atomically
-from raycl.data.sources.findings import BadRow
-from raycl.errors import DataError, StorageError
-from raycl.storage import Storage
+from pydantic import TypeAdapter
 
+from raycl.data.sources.findings import BadRow
+from raycl.errors import DamagedError, DataError, StorageError
+from raycl.storage import Storage
+from raycl.storage.records import read_fields, seal
+
+log = logging.getLogger("raycl")
+
+_FORMAT = 1
+"""Of the records of hashes in the cache."""
 _CHUNK = 1 << 20
 _SETTLED_NS = 2_000_000_000
 """A file changed less than this before being hashed may change again within its time stamp's resolution."""
@@ -33,6 +40,17 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "UTF-16-BE"),
 )
 """Byte order marks; that of UTF-32 begins with that of UTF-16."""
+
+
+@dataclass(frozen=True)
+class _Hashed:
+    """A hash in the cache, with what its file was called then, its size and its time."""
+
+    stamp: str
+    sha256: str
+
+
+_HASHED = TypeAdapter(_Hashed)
 
 
 @dataclass(frozen=True)
@@ -151,15 +169,15 @@ class SourceFile:
         self.require()
         info = self.folder.filesystem.get_file_info(self.folder.path(self.name))
         stamp = f"{self.uri}|{self.folder.endpoint}|{info.size}|{info.mtime_ns}"
-        memo = cache / "hashes" / hashlib.sha256(stamp.encode()).hexdigest()
-        if memo.is_file():
-            return memo.read_text()
+        hashes, memo = Storage.at(cache / "hashes"), f"{hashlib.sha256(stamp.encode()).hexdigest()}.json"
+        if (known := _known(hashes, memo, stamp)) is not None:
+            return known
         digest = hashlib.sha256()
         with self._raw() as stream:
             while chunk := stream.read(_CHUNK):
                 digest.update(chunk)
         if info.mtime_ns is not None and time.time_ns() - info.mtime_ns > _SETTLED_NS:
-            write_atomically(memo, digest.hexdigest().encode())
+            hashes.write(memo, seal({"format": _FORMAT, "stamp": stamp, "sha256": digest.hexdigest()}))
         return digest.hexdigest()
 
 
@@ -199,6 +217,18 @@ class SourceFiles:
         """SHA-256 in hex of the files' names and hashes."""
         parts = [(file.name, file.content_hash(cache)) for file in self.files]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _known(hashes: Storage, memo: str, stamp: str) -> str | None:
+    """The hash that the cache has of a file; None: there is none, or its record is damaged."""
+    try:
+        found = read_fields(hashes, memo, _FORMAT, _HASHED) if hashes.exists(memo) else None
+        if found is not None and found.stamp != stamp:
+            raise DamagedError(f"'{hashes.uri}/{memo}' is of another file: it was moved")
+    except StorageError as error:
+        log.warning("a file is hashed again: %s", error)
+        return None
+    return None if found is None else found.sha256
 
 
 def _encoding(head: bytes) -> tuple[str, bytes]:

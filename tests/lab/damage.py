@@ -1,0 +1,32 @@
+"""Damage that a stored file can have, for tests of everything that reads one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+KINDS = ("gone", "empty", "cut", "flipped", "other")
+
+
+def flips(whole: bytes, times: int) -> Iterator[bytes]:
+    """The file with one bit changed, each time another one, at places that do not depend on the run."""
+    places = random.Random(0)
+    for _ in range(times):
+        place = places.randrange(8 * len(whole))
+        yield whole[: place // 8] + bytes([whole[place // 8] ^ 1 << place % 8]) + whole[place // 8 + 1 :]
+
+
+def damaged(whole: bytes, kind: str, other: bytes = b"{}") -> bytes | None:
+    """The file after one kind of damage; None: it is gone.
+
+    Args:
+        other: what another file of the same sort holds.
+    """
+    middle = len(whole) // 2
+    return {
+        "gone": None,
+        "empty": b"",
+        "cut": whole[:middle],
+        "flipped": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "other": other,
+    }[kind]
