@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,23 @@ def test_without_a_network_nothing_is_checked(
     assert audit.main([]) == audit.NO_SOURCE
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "PyPI has none about jinja2==2.10, which has some" in said and "DB=FILE" in said
+
+
+@pytest.mark.parametrize("code", [audit.CLEAN, audit.VULNERABLE])
+def test_a_source_that_knows_advisories_is_asked_about_what_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The exit code is pip-audit's."""
+    known = {"dependencies": [{"name": "jinja2", "version": "2.10", "vulns": [{"id": "PYSEC-2019-217"}]}]}
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        asked.append([Path(word).read_text() for word in command[-1:]])
+        return subprocess.CompletedProcess(command, code, json.dumps(known), "")
+
+    monkeypatch.setattr(audit.subprocess, "run", run)
+    assert audit.main([]) == code
+    assert asked == [["jinja2==2.10\n"], [audit.PINNED.read_text()]]
 
 
 def test_a_report_without_vulnerabilities_is_of_no_source() -> None:
