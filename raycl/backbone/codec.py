@@ -9,11 +9,11 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jinja2.exceptions import TemplateError
 from torch import Tensor
 
 from raycl.backbone.kinds import capabilities_of
-from raycl.backbone.markup.chat_templates import Conversation, around_answer, written_answer
+from raycl.backbone.markup.chat_templates import turns
+from raycl.backbone.markup.rendering import Conversation
 from raycl.backbone.markup.special_strings import SpecialStrings
 from raycl.errors import BackboneError, ConversationError
 
@@ -135,25 +135,17 @@ class HFCodec:
     ) -> list[tuple[str, str]]:
         """Prompt and answer of each conversation, for `SpecialStrings.encode`; without answers, empty ones."""
 
-        def render(messages: Conversation, answered: bool) -> str:
-            named = [{"role": role, "content": content} for role, content in messages]
-            settings = {"chat_template": template, "tokenize": False, "add_generation_prompt": not answered}
-            return str(self.tokenizer.apply_chat_template(named, **settings))
-
+        messages = [
+            [(role, self._special.broken(content)) for role, content in conversation] for conversation in conversations
+        ]
+        given = None if answers is None else list(map(self._special.broken, answers))
         found = []
-        for place, conversation in enumerate(conversations):
-            messages = [(role, self._special.broken(content)) for role, content in conversation]
-            try:
-                around, answer = around_answer(messages, render), ""
-                if answers is not None:
-                    written = written_answer(messages, self._special.broken(answers[place]), around, render)
-                    answer = f"{around.lead}{written}{self._special.ending(around.tail)}"
-            except TemplateError as error:
-                problem = f"cannot render a conversation of {', '.join(role for role, _ in conversation)}: {error}"
-                raise self._refused(problem, template, place) from error
-            except ValueError as error:
-                raise self._refused(self._special.whole(str(error)), template, place) from error
-            found.append((around.prompt, answer))
+        try:
+            for around, written in turns(template, self.tokenizer.special_tokens_map, messages, given):
+                answer = "" if given is None else f"{around.lead}{written}{self._special.ending(around.tail)}"
+                found.append((around.prompt, answer))
+        except ValueError as error:
+            raise self._refused(self._special.whole(str(error)), template, len(found)) from error
         return found
 
     def _refused(self, problem: str, template: str, place: int) -> ConversationError:

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from raycl.backbone.markup.chat_templates import check
 from raycl.bank.manifest import Snapshot
 from raycl.data.conversation import messages_of, plain_text, text_of
 from raycl.data.loader import batch_of
 from raycl.data.prepare import fit_prompts
 from raycl.data.prompts import Prompt
+from raycl.errors import BankError
 from raycl.retrieval.router import Router
 from raycl.retrieval.routers import router_class
 from raycl.types import Batch, Mixture, TextCodec
@@ -207,3 +209,20 @@ def task_prompts(snapshot: Snapshot) -> TaskPrompts:
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
     prompts = {task.name: Prompt.of(task) for task in snapshot.tasks}
     return TaskPrompts(router_class(snapshot.router.kind), owners, prompts)
+
+
+def check_templates(snapshot: Snapshot) -> None:
+    """Try each chat template of a snapshot, before an answer depends on it.
+
+    Raises:
+        BankError: one cannot render a conversation, or takes more than it may.
+    """
+    for template, system in dict.fromkeys((task.chat_template, task.system) for task in snapshot.tasks):
+        try:
+            if template:
+                check(template, system)
+        except ValueError as error:
+            raise BankError(
+                f"the chat template of snapshot {snapshot.number} ('{' '.join(template[:40].split())}...') {error}; "
+                "use another snapshot, or train with another template in backbone.chat_template"
+            ) from error

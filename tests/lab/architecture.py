@@ -57,7 +57,7 @@ DOORS = {
     "botocore": ("raycl/storage/exclusive.py",),
     "google": ("raycl/storage/exclusive.py",),
     "datasets": ("raycl/data/sources/hub.py",),
-    "jinja2": ("raycl/backbone/codec.py",),
+    "jinja2": ("raycl/backbone/markup/render_process.py",),
     "faiss": ("raycl/retrieval/memory_slots/codes.py",),
     "optuna": ("raycl/sweep/search/searchers.py",),
     "sentence_transformers": ("raycl/retrieval/encoder.py",),

@@ -2,17 +2,18 @@
 
 Why it exists: a template trims an answer, puts a block of thinking before it, or ends it with tokens of its own, so
 where the prompt ends and what is learned is asked of the template and never searched for in what it wrote.
-What it does not know: tokenizers, files.
+What it does not know: tokenizers, how a template is kept within limits (`raycl.backbone.markup.rendering`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raycl.backbone.markup.rendering import Conversation, Rendered, renderer
 from raycl.config import Tree
-from raycl.errors import ConfigError
+from raycl.errors import FEW, ConfigError
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -23,12 +24,15 @@ CHATML = (
 PROBE = "\U0010fffb"
 """A private character that stands for an answer, to see what is written around one."""
 
-Conversation = Sequence[tuple[str, str]]
-"""Messages as (role, content)."""
+TOGETHER = 64
+"""Conversations that are rendered by one request."""
 
-Render = Callable[[Conversation, bool], str]
-"""The text of a conversation; True: as it is, False: with the generation prompt behind it."""
+TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+"""Special tokens of no tokenizer, to try a template with."""
 
+SHORT = (("user", "the sky is"),)
+LONG = (*(("user", "the sky is " * 20), ("assistant", "blue " * 20)) * 16, *SHORT)
+"""Conversations to try a template with."""
 
 SUFFIXES, LARGEST = (".jinja", ".jinja2", ".j2"), 2**20
 """Of a file that holds a template: its names' ends, and bytes at most."""
@@ -96,14 +100,60 @@ class Around(NamedTuple):
     tail: str
 
 
-def around_answer(conversation: Conversation, render: Render) -> Around:
-    """What is written around the answer to a conversation.
+def turns(
+    template: str,
+    names: Mapping[str, Any],
+    conversations: Sequence[Conversation],
+    answers: Sequence[str] | None = None,
+) -> Iterator[tuple[Around, str]]:
+    """What is written around the answer to each conversation, and what the template makes of the answer.
+
+    Args:
+        names: what the template may name beside the messages: the special tokens.
+        answers: one for each; None: any, and what becomes of it is "".
 
     Raises:
-        ValueError: the template begins the turn of an answer otherwise than its generation prompt.
+        ValueError: the template cannot render a conversation, begins the turn of an answer otherwise than its
+            generation prompt, or writes something else around this answer than around others.
     """
-    before = render(conversation, False)
-    before_answer, found, tail = render([*conversation, ("assistant", PROBE)], True).rpartition(PROBE)
+    for first in range(0, len(conversations), TOGETHER):
+        several = list(enumerate(conversations[first : first + TOGETHER], first))
+        wanted: list[tuple[Conversation, bool]] = []
+        for place, one in several:
+            tried = [PROBE] if answers is None else [PROBE, answers[place]]
+            wanted += [(one, True), *(([*one, ("assistant", answer)], False) for answer in tried)]
+        found = iter(renderer().render(template, names, wanted))
+        for place, one in several:
+            around = _around(_text(one, next(found)), _text(one, next(found)))
+            yield around, "" if answers is None else _written(_text(one, next(found)), answers[place], around)
+
+
+def check(template: str, system: str) -> None:
+    """Try a template before anything depends on it: with a short conversation, and whether it ends with a long one.
+
+    Args:
+        system: system message of conversations that have none of their own; "": none.
+
+    Raises:
+        ValueError: see `turns`.
+    """
+    short, long = ([*([("system", system)] if system else []), *one] for one in (SHORT, LONG))
+    for _ in turns(template, TOKENS, [short]):
+        (tried,) = renderer().render(template, TOKENS, [(long, True)])
+        if tried.ended:  # it may refuse a conversation, but not hold up others
+            _text(long, tried)
+
+
+def _text(conversation: Conversation, rendered: Rendered) -> str:
+    if rendered.problem:
+        roles = ", ".join(role for role, _ in conversation[:FEW]) + (", ..." if len(conversation) > FEW else "")
+        raise ValueError(f"cannot render a conversation of {roles}: {rendered.problem}")
+    return rendered.text
+
+
+def _around(before: str, probed: str) -> Around:
+    """From a conversation with the generation prompt, and with `PROBE` as its answer."""
+    before_answer, found, tail = probed.rpartition(PROBE)
     if not found or not before_answer.startswith(before):
         raise ValueError(
             f"begins the turn of an answer with '{_end(before_answer)}' and ends its generation prompt with "
@@ -114,13 +164,9 @@ def around_answer(conversation: Conversation, render: Render) -> Around:
     return Around(before_answer.removesuffix(lead), lead, tail)
 
 
-def written_answer(conversation: Conversation, answer: str, around: Around, render: Render) -> str:
-    """What a template makes of an answer: itself, or less white space.
-
-    Raises:
-        ValueError: the template writes something else around this answer than around others.
-    """
-    whole, start = render([*conversation, ("assistant", answer)], True), around.prompt + around.lead
+def _written(whole: str, answer: str, around: Around) -> str:
+    """What a template makes of an answer, from the conversation with it."""
+    start = around.prompt + around.lead
     if len(whole) < len(start) + len(around.tail) or not (whole.startswith(start) and whole.endswith(around.tail)):
         raise ValueError(
             f"rewrites the answer '{answer[:40]}' to '{whole[len(_common(whole, start)) :][:40]}': expected it behind "

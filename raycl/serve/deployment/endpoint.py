@@ -22,6 +22,7 @@ from raycl.bank.activations import Activations
 from raycl.bank.branches import resolve
 from raycl.bank.integrity import IntegrityCheck
 from raycl.errors import BankError, LaunchError, StorageError
+from raycl.generation.task_prompts import check_templates
 from raycl.launch import cluster
 from raycl.pages.address import url_of
 from raycl.serve.deployment.app import NAME, build_from
@@ -152,7 +153,7 @@ def activate(config: ServeConfig, reference: str) -> None:
         reference: a branch (its newest snapshot), a number, or the first digits of a hash.
 
     Raises:
-        BankError: the bank has no such snapshot, or it is damaged.
+        BankError: the bank has no such snapshot, it is damaged, or its chat template does not work.
     """
     bank = Bank.at(config.bank)
     activations, whole = Activations(bank, config.branch), IntegrityCheck.of(bank)
@@ -161,6 +162,7 @@ def activate(config: ServeConfig, reference: str) -> None:
         if (last := activations.latest()) is not None:
             whole.mark_checked(bank.open(last.snapshot))
     whole.check(snapshot)
+    check_templates(snapshot)
     decided = activations.add(snapshot, "requested")
     log.info("decision %d: snapshot %d answers", decided.number, snapshot.number)
 

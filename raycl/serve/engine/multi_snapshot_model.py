@@ -26,7 +26,7 @@ from raycl.backbone.roles import query_of
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
-from raycl.generation.task_prompts import TaskPrompts
+from raycl.generation.task_prompts import TaskPrompts, check_templates
 from raycl.retrieval.router import Router
 from raycl.serve.errors import UnavailableError
 from raycl.types import Activation, AdapterState, Mixture
@@ -63,7 +63,11 @@ class LoadedSnapshot(TaskPrompts):
 
         Args:
             mark: ends the names on the device, see `mark_of`.
+
+        Raises:
+            BankError: a chat template does not work.
         """
+        check_templates(snapshot)
         keys = {entry.name: f"{entry}{mark}" for entry in snapshot.adapters}
         heads = {task: keys[entry.name] for entry in reversed(snapshot.adapters) for task in entry.tasks}
         return LoadedSnapshot(

@@ -1,0 +1,111 @@
+"""The process that renders chat templates for another one (`raycl.backbone.markup.rendering`).
+
+It is started as a file, with the import path of the other process as its argument, and imports nothing of raycl. A
+request is a line of JSON on its standard input; the answer is a line for each conversation, up to the first problem.
+What it does not know: tokenizers, whose template it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+CPU_S = 1.0
+"""Seconds of CPU time for one conversation, then the kernel ends the process: Python cannot interrupt `9**9**9`."""
+
+MEMORY_MIB, OUT_OF_MEMORY = 512, 77
+"""Memory beside what the process begins with, and its exit status when that is not enough."""
+
+CHARACTERS, FACTOR = 2**18, 4
+"""Of a text at most: so many, and the factor times those of its conversation."""
+
+LONGEST_PROBLEM = 300
+"""Characters of a message."""
+
+FAILURES = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, OSError),
+    *(RuntimeError, SyntaxError, TypeError, ValueError),
+)
+"""What Python code fails with; a template's own refusals come as Jinja's errors."""
+
+
+def main(path: Sequence[str]) -> None:
+    """Answer requests until there are no more."""
+    sys.path[:] = path
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    try:
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError as error:
+        _send(answers, {"problem": str(error)})
+        return
+    _limit()
+    _send(answers, {"problem": ""})
+    for line in sys.stdin.buffer:
+        for answer in _answers(json.loads(line), render_jinja_template, TemplateError):
+            _send(answers, answer)
+
+
+def _send(to: TextIO, answer: Mapping[str, str]) -> None:
+    to.write(json.dumps(answer) + "\n")
+    to.flush()
+
+
+def _limit() -> None:
+    """What holds for the whole process: memory, and no files."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the process that asks
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    with suppress(OSError, ValueError):  # macOS has no limit of memory
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + MEMORY_MIB * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _answers(
+    request: Mapping[str, Any], render: Callable[..., Any], refusal: type[Exception]
+) -> Iterator[dict[str, str]]:
+    """Text or problem of each conversation."""
+    for messages, generates in request["wanted"]:
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+        answer = _answer(request, messages, generates, render, refusal)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        yield answer
+        if "problem" in answer:
+            return
+
+
+def _answer(
+    request: Mapping[str, Any],
+    messages: Sequence[tuple[str, str]],
+    generates: bool,
+    render: Callable[..., Any],
+    refusal: type[Exception],
+) -> dict[str, str]:
+    named = [{"role": role, "content": content} for role, content in messages]
+    try:
+        (text,), _ = render(
+            [named], chat_template=request["template"], add_generation_prompt=generates, **request["names"]
+        )
+        most = CHARACTERS + FACTOR * sum(len(content) for _, content in messages)
+        if len(text) > most:
+            return {"problem": f"it writes {len(text):,} characters, expected at most {most:,}"}
+        text.encode()
+        return {"text": text}
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except refusal as error:
+        return {"problem": str(error)[:LONGEST_PROBLEM]}
+    except FAILURES as error:
+        return {"problem": f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM]}
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,147 @@
+"""Chat templates rendered in a process of their own, with limits on time, memory and output.
+
+Why it exists: a template is a program that comes with a bank or a model of another author. Jinja's sandbox keeps it
+from files and attributes, but a loop, a number of a million digits or a text of gigabytes stops the process that
+renders it, some of them within one step of Python. So the kernel ends another process, and only that conversation
+fails.
+What it does not know: tokenizers, where conversations come from.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raycl.backbone.markup import render_process
+from raycl.errors import BackboneError
+
+Conversation = Sequence[tuple[str, str]]
+"""Messages as (role, content)."""
+
+KEPT = ("LD_LIBRARY_PATH", "TZ")
+"""Environment variables that the process has: of others, keys among them, it knows nothing."""
+
+
+class Rendered(NamedTuple):
+    """What became of a conversation.
+
+    Attributes:
+        problem: why there is no text; "": there is one.
+        ended: the process was ended, since the template took more than it may.
+    """
+
+    text: str = ""
+    problem: str = ""
+    ended: bool = False
+
+
+class Renderer:
+    """The process, which is started when it is first needed and again after it was ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)
+
+    def render(
+        self, template: str, names: Mapping[str, Any], wanted: Sequence[tuple[Conversation, bool]]
+    ) -> list[Rendered]:
+        """The text of each conversation, up to the first one with a problem.
+
+        Args:
+            template: Jinja source. names: what it may name beside the messages: the special tokens.
+            wanted: conversations; True: with the generation prompt behind.
+
+        Raises:
+            BackboneError: the process cannot be started.
+        """
+        request = json.dumps({"template": template, "names": dict(names), "wanted": list(wanted)})
+        with self._lock:
+            process = self._process = self._process or _started()
+            assert process.stdin is not None, "it is a pipe"
+            found: list[Rendered] = []
+            with suppress(BrokenPipeError):
+                process.stdin.write(request.encode() + b"\n")
+                process.stdin.flush()
+            while len(found) < len(wanted) and not (found and found[-1].problem):
+                answer = _line(process)
+                if answer:
+                    found.append(Rendered(answer.get("text", ""), answer.get("problem", "")))
+                else:
+                    found.append(Rendered(problem=self._ended(process), ended=True))
+            return found
+
+    def _ended(self, process: subprocess.Popen[bytes]) -> str:
+        """Why it gives no answer; the next conversation gets another process."""
+        self._process = None
+        status = _closed(process)
+        if status == -signal.SIGPROF:
+            return f"it takes more than {render_process.CPU_S:g} s of CPU time"
+        if status == render_process.OUT_OF_MEMORY:
+            return f"it takes more than {render_process.MEMORY_MIB} MiB of memory"
+        return f"the process that renders it ended with status {status}"
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            _closed(self._process)
+            self._process = None
+
+
+@lru_cache(maxsize=1)
+def renderer() -> Renderer:
+    """The one of this process."""
+    return Renderer()
+
+
+os.register_at_fork(after_in_child=renderer.cache_clear)  # a process is asked by the one that started it alone
+
+
+def _started() -> subprocess.Popen[bytes]:
+    """A new process, ready to answer; it imports what this one imports, and nothing from its working directory."""
+    path = [folder for folder in sys.path if Path(folder).is_absolute()]
+    command = [sys.executable, "-I", render_process.__file__, json.dumps(path)]
+    known = {name: os.environ[name] for name in KEPT if name in os.environ} | {"OMP_NUM_THREADS": "1"}
+    try:
+        process = subprocess.Popen(
+            command, env=known, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+    except OSError as error:
+        raise _no_process(str(error)) from error
+    first = _line(process)
+    if first != {"problem": ""}:
+        status = _closed(process)
+        raise _no_process(first.get("problem", f"it ended with status {status}"))
+    return process
+
+
+def _no_process(problem: str) -> BackboneError:
+    return BackboneError(f"the process that renders chat templates does not start: {problem}")
+
+
+def _line(process: subprocess.Popen[bytes]) -> dict[str, str]:
+    """Its next answer; empty: it has ended."""
+    assert process.stdout is not None, "it is a pipe"
+    line = process.stdout.readline()
+    found: dict[str, str] = json.loads(line) if line.endswith(b"\n") else {}
+    return found
+
+
+def _closed(process: subprocess.Popen[bytes]) -> int:
+    """End it, if it has not ended; its exit status."""
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()
+    return process.wait()

@@ -1,0 +1,69 @@
+"""A bank whose chat templates are hostile: what answers goes on answering, and whoever reads it gets one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from http_client import listening, problem
+from service_client import bank_of, examples
+from tiny import Taught, on_main
+
+from raycl.backbone.markup.chat_templates import CHATML
+from raycl.bank import Bank, Snapshot
+from raycl.bank.activations import Activations
+from raycl.errors import BankError
+from raycl.serve.deployment.endpoint import activate
+from raycl.serve.offline import OfflineModel
+from raycl.serve.settings import ServeConfig
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def templated(bank: Bank, template: str) -> Snapshot:
+    """The newest snapshot once more, its tasks learned with this chat template."""
+    old = bank.open(max(bank.snapshots()))
+    kept = [(entry, old.layouts[entry.layout]) for entry in old.adapters]
+    tasks = [task.model_copy(update={"chat_template": template, "prompt": ("", "")}) for task in old.tasks]
+    return bank.snapshot(kept, old.backbone, old.router, tasks, provenance=old.provenance)
+
+
+def test_a_hostile_template_is_never_activated(taught: Taught, tmp_path: Path) -> None:
+    done = taught("llama", "separate")
+    bank = bank_of(done, tmp_path)
+    asked = examples(done, bank, 1)
+    with listening(bank, follow={"enabled": True, "poll_s": 0.2}) as wire:
+
+        def answers() -> bool:
+            return all(
+                wire.post("/v1/route", {"input": one.text, "raycl": {"task": one.task}}).status_code == 200
+                for one in asked
+            )
+
+        assert wire.get("/readyz")["snapshot"] == 2 and answers()
+        for template, said in ((LOOP, "takes more than 1 s of CPU time"), ("{{ 1 / 0 }}", "ZeroDivisionError")):
+            hostile = templated(bank, template + CHATML)
+            status, message = problem(wire.post("/admin/activate", {"snapshot": hostile.number}))
+            assert status == 404 and said in message and f"the chat template of snapshot {hostile.number}" in message
+            on_main(bank, hostile)
+            wire.until(lambda said=said: said in wire.get("/v1/snapshots")["problem"])
+            assert wire.get("/readyz")["snapshot"] == 2 and answers()
+            with pytest.raises(BankError, match=said):
+                OfflineModel(bank, hostile)
+            with pytest.raises(BankError, match=said):
+                activate(ServeConfig(bank=bank.storage.uri), str(hostile.number))
+        assert Activations(bank).latest() is None, "nothing was decided"
+
+
+def test_a_template_that_waits_for_a_word_holds_up_no_other_request(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    waits = "{% if 'fire' in messages[0].content %}" + LOOP + "{% endif %}" + CHATML
+    on_main(bank, templated(bank, waits))
+    with listening(bank) as wire:
+        body = {"model": "auto", "max_tokens": 2, "raycl": {"task": "animal"}}
+        for content, expected in (("the sky is", 200), ("the fire is", 400), ("the sky is", 200)):
+            found = wire.post("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": content}]})
+            assert found.status_code == expected, found.text
+            if expected == 400:
+                assert "takes more than 1 s of CPU time" in problem(found)[1]
+        assert wire.post("/admin/activate", {"snapshot": 2}).status_code == 200, "rolled back"

@@ -1,0 +1,100 @@
+"""A chat template of another author can neither hold up nor end the process that asks for a conversation."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from raycl.backbone.markup.chat_templates import CHATML, TOKENS, check
+from raycl.backbone.markup.rendering import Renderer, renderer
+
+CHAT = (("user", "the sky is"),)
+TOO_LONG, TOO_LARGE, TOO_MUCH = (
+    "more than 1 s of CPU",
+    "more than 512 MiB|MemoryError|OverflowError",
+    "expected at most",
+)
+DOUBLED = "{% set x = namespace(y='ab') %}{% for i in range(60) %}{% set x.y = x.y ~ x.y %}{% endfor %}{{ x.y }}"
+NESTED = "{% set x = namespace(y=['ab']) %}{% for i in range(60) %}{% set x.y = [x.y, x.y] %}{% endfor %}{{ x.y }}"
+TREE = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+HOSTILE = {
+    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", TOO_LONG),
+    "filters": ("{{ range(99999) | map('center', 9999) | map('length') | sum }}" * 99, TOO_LONG),
+    "a tree of macros": (TREE, TOO_LONG),
+    "a power of constants": ("{{ 9 ** (9 ** 9) }}", TOO_LONG),
+    "a power": ("{% set n = messages | length + 8 %}{{ n ** (n ** n) }}", TOO_LONG),
+    "a list in lists": (NESTED, f"{TOO_LONG}|{TOO_LARGE}"),
+    "text times a number": ("{{ 'a' * 10 ** 10 }}", TOO_LARGE),
+    "a list times a number": ("{{ ([1] * 10 ** 10) | length }}", TOO_LARGE),
+    "doubled text": (DOUBLED, TOO_LARGE),
+    "a filter": ("{{ 'a' | center(10 ** 10) }}", TOO_LARGE),
+    "a method": ("{{ 'a'.ljust(10 ** 10) }}", TOO_LARGE),
+    "a format": ("{{ '%10000000000d' % 1 }}", TOO_LARGE),
+    "a braced format": ("{{ '{:>10000000000}'.format(1) }}", TOO_LARGE),
+    "words": ("{{ lipsum(n=10 ** 6) }}", f"{TOO_LONG}|{TOO_LARGE}"),
+    "much text": ("{{ 'a' * 10 ** 6 }}", "it writes 1,000,000 characters, expected at most 262,184"),
+    "much text in a loop": ("{% for a in range(99999) %}{{ 'abc' }}{% endfor %}", TOO_MUCH),
+    "a division": ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+    "a macro without end": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    "deep brackets": ("{{ " + "(" * 10**5 + ")" * 10**5 + " }}", "RecursionError|status -11"),
+    "an attribute": ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' .* is unsafe"),
+    "a file": ("{% include '/etc/passwd' %}", "no loader"),
+    "no text": ("{{ '\\ud800' }}", "surrogates not allowed"),
+    "no template": ("{% for a in %}", "Expected an expression"),
+    "its own refusal": ("{{ raise_exception('no' * 10 ** 6) }}", "^no(no){149}$"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_fails_alone_and_at_once(name: str) -> None:
+    template, problem = HOSTILE[name]
+    began = time.process_time()
+    (found,) = renderer().render(template, TOKENS, [(CHAT, True)])
+    with pytest.raises(ValueError, match=problem):
+        raise ValueError(found.problem)
+    (after,) = renderer().render(CHATML, TOKENS, [(CHAT, True)])
+    assert after.text == "<|im_start|>user\nthe sky is<|im_end|>\n<|im_start|>assistant\n"
+    assert time.process_time() - began < 1, "the work is done elsewhere"
+
+
+def test_a_template_that_loops_on_long_conversations_alone_is_found_too() -> None:
+    loops = "{% if messages | length > 3 %}" + HOSTILE["loops"][0] + "{% endif %}" + CHATML
+    refuses = "{% if messages | length > 3 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
+    check(refuses, "be warm")
+    with pytest.raises(ValueError, match=rf"of system, user, assistant, .*: it takes {TOO_LONG}"):
+        check(loops, "be warm")
+
+
+def test_the_answers_end_with_the_first_problem_and_long_conversations_are_no_problem() -> None:
+    wanted = [(CHAT, True), ([("user", "the sky is " * 10**5)], True), ([("user", "")], True), (CHAT, True)]
+    template = CHATML + "{% if not messages[0].content %}{{ 1 / 0 }}{% endif %}"
+    found = renderer().render(template, TOKENS, wanted)
+    assert [bool(one.problem) for one in found] == [False, False, True] and not found[2].ended
+    assert len(found[1].text) > 10**6
+
+
+def test_threads_get_their_own_answers() -> None:
+    def rendered(number: int) -> bool:
+        template = CHATML if number % 8 else HOSTILE["a power"][0]
+        (found,) = renderer().render(template, TOKENS, [([("user", str(number))], False)])
+        return found.ended if number % 8 == 0 else f"user\n{number}<" in found.text
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(rendered, range(1, 33)))
+
+
+def test_the_process_knows_no_secret_and_ends_with_the_one_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "k3y")
+    mine = Renderer()
+    (found,) = mine.render(CHATML, {}, [(CHAT, True)])
+    assert found.text and mine._process is not None
+    process = mine._process
+    assert b"k3y" not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    assert Path(f"/proc/{process.pid}/cwd").readlink() == Path("/")
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    assert process.wait(timeout=30) == 0
+    process.stdout.close()
