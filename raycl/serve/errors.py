@@ -22,6 +22,9 @@ from raycl.errors import AdapterError, BankError, ConversationError, RayclError,
 Answer = tuple[int, str, str | None]
 """Status, OpenAI's type of the error, and its code."""
 
+RETRYABLE = (429, 503)
+"""Statuses that a client may meet with the same request a second later: they come with Retry-After."""
+
 
 class InvalidRequestError(RayclError):
     """The request cannot be answered as it is."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -15,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from raycl.errors import LaunchError
+from raycl.pages import connections
 from raycl.pages.address import bound, url_of
-from raycl.serve.http import server
 from raycl.serve.http.server import Listener, claimed
 from raycl.serve.settings import ServeConfig, load_serve_config
 
@@ -120,39 +119,9 @@ def test_replicas_that_listen_themselves_do_not_scale() -> None:
         settings(ingress="direct", max_replicas=2)
 
 
-def lasts(connection: socket.socket, seconds: float) -> bool:
-    """Whether the server keeps a connection open for so long, in which it sends nothing."""
-    connection.settimeout(seconds)
-    try:
-        return connection.recv(1) != b""
-    except TimeoutError:
-        return True
-
-
-def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that send nothing, or part of a request's head a byte at a time, and one that did so after an answer."""
-    monkeypatch.setattr(server, "HEAD_S", 0.6)
-    config = settings()
-    with listening(saying("one"), config), ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection((config.host, config.port))) for _ in range(50)]
-        half, again = (stack.enter_context(socket.create_connection((config.host, config.port))) for _ in range(2))
-        again.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        again.settimeout(5)
-        while b"one" not in again.recv(4096):
-            pass
-        began = time.monotonic()
-        with suppress(OSError):
-            for byte in b"GET / HTTP/1.1\r\nX: " + b"y" * 80:
-                half.send(bytes([byte]))
-                again.send(bytes([byte]))
-                time.sleep(0.02)
-        assert not any(lasts(connection, 3) for connection in (*idle, half, again))
-        assert time.monotonic() - began < 8
-
-
 def test_slow_and_reused_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head has a time; the answer, and the pause until the next request, have others."""
-    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
     config = settings()
     with (
         listening(saying("one", takes_s=0.8), config),

@@ -24,7 +24,7 @@ from tiny import Lab, run
 
 from raycl.launch import cluster
 from raycl.launch.worker import in_process_worker
-from raycl.serve.http.server import HEAD_S
+from raycl.pages.connections import HEAD_S
 from raycl.storage import Storage
 
 REPO = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ def heads(process: subprocess.Popen[str]) -> dict[int, set[str]]:
 def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_path: Path) -> None:
     """None of them names a Ray, so none of them joins another's, waits for its CPUs or ends with it.
 
-    Connections to the endpoint's proxy that send nothing are closed meanwhile.
+    Connections to the endpoint's proxy that send nothing, or header fields without end, are closed meanwhile.
     """
     with in_process_worker():
         run(lab.config("bert", "inclora"), Storage.at(tmp_path / "served"))
@@ -123,6 +123,9 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
         assert endpoint.poll() is None and time.monotonic() < end, endpoint.said.read_text()  # type: ignore[attr-defined]
         time.sleep(0.5)
     silent, opened = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)], time.monotonic()
+    with socket.create_connection(("127.0.0.1", port)) as large:
+        large.sendall(b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * 5_000)
+        assert b" 431 " in large.recv(1000), "the proxy reads a head without limit"
     training = start(str(REPO / "jobs/train_stream.py"), "--config", "run.yaml")
     search = start(str(REPO / "jobs/sweep.py"), "sweep.yaml", "--dir", "sweeps")
     statuses, ports = [], {process.pid: dict[int, set[str]]() for process in (endpoint, training, search)}

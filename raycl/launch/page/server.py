@@ -19,6 +19,7 @@ from raycl.errors import LaunchError, RayclError
 from raycl.launch.page.progress import progress_of
 from raycl.launch.run_files import read_run
 from raycl.pages.address import bound, is_local, is_loopback
+from raycl.pages.connections import LimitedProtocol
 from raycl.pages.files import add_page
 from raycl.storage import Storage
 from raycl.training.records.journal import JournalReader
@@ -106,7 +107,16 @@ class PageServer:
         self._listens = listens
         app = make_app(reader, is_loopback(host))
         self._server = uvicorn.Server(
-            uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=CLOSE_S)
+            uvicorn.Config(
+                app,
+                http=LimitedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                timeout_graceful_shutdown=CLOSE_S,
+            )
         )
 
     def run(self) -> None:

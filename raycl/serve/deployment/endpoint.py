@@ -27,7 +27,8 @@ from raycl.launch import cluster
 from raycl.pages.address import url_of
 from raycl.serve.deployment.app import NAME, build_from
 from raycl.serve.deployment.resources import gate_takes, total_resources
-from raycl.serve.http.server import PROXY_HOOK, claimed, limit_proxy
+from raycl.serve.http.proxy import PROXY_HOOK, limit_proxy
+from raycl.serve.http.server import claimed
 from raycl.serve.metrics import metrics_urls
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.gate import GateResult, judge

@@ -7,6 +7,7 @@ What it does not know: how replicas are found (it is given a function that strea
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -23,6 +24,8 @@ from raycl.generation.requests import Event, Failed, Sampling, Started
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import CLOSED, FAILURES, AdapterSelection, EngineRequest
 from raycl.serve.engine.routing import mixtures_of, ood_score_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,12 @@ class RemoteEngine:
                         event = Started(replace(metadata, **{**retrieval, **sums}))
                     request.send(event)
         except (*FAILURES, RayError) as error:  # a replica that dies fails its own answers only
-            known = (
-                error if isinstance(error, RayclError) else RayclError(f"the replica failed while answering: {error}")
-            )
-            request.send(Failed(known))
+            if not isinstance(error, RayclError):
+                log.warning("a replica failed while answering: %s", error)
+                error = RayclError(
+                    "the replica that had this text has ended, and others answer: send the request again"
+                )
+            request.send(Failed(error))
         finally:
             self._over(request)
 

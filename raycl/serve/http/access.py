@@ -14,7 +14,7 @@ from typing import Any
 
 from raycl.errors import ConfigError
 from raycl.pages.address import is_local, is_loopback
-from raycl.serve.errors import body_of
+from raycl.serve.errors import RETRYABLE, body_of
 from raycl.serve.http.disconnects import cancel_on_disconnect
 from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
 
@@ -90,11 +90,11 @@ class AccessMiddleware:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         if not self.keys and not (_is_from_here(scope) and is_local(headers.get(b"host", b"localhost"))):
-            await _answer(send, 403, LOCAL_ONLY, "permission_error")
+            await answer(send, 403, LOCAL_ONLY, "permission_error")
             return
         reason = self._denied(scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")), headers)
         if reason is not None:
-            await _answer(send, 401, reason, "authentication_error")
+            await answer(send, 401, reason, "authentication_error")
             return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:19]) > DRAINED * self.body_bytes:
@@ -105,7 +105,7 @@ class AccessMiddleware:
                 body = await self._read(receive)
         except TimeoutError:
             message = f"the request was not complete within {self.timeout_s:g} s: send it faster"
-            await _answer(send, 408, message, "timeout_error")
+            await answer(send, 408, message, "timeout_error")
             return
         except _GoneError:
             return
@@ -141,7 +141,7 @@ class AccessMiddleware:
 
     async def _reject_large(self, send: Any) -> None:
         message = f"the request is larger than {self.body_bytes // 1024} KiB: send less text"
-        await _answer(send, 413, message, "invalid_request_error")
+        await answer(send, 413, message, "invalid_request_error")
 
 
 def _is_from_here(scope: Any) -> bool:
@@ -154,10 +154,17 @@ class _GoneError(Exception):
     """The client went away before its request was whole."""
 
 
-async def _answer(send: Any, status: int, message: str, kind: str) -> None:
+async def answer(send: Any, status: int, message: str, kind: str) -> None:
+    """Send an error in OpenAI's shape.
+
+    Args:
+        kind: OpenAI's type of it.
+    """
     body = json.dumps(body_of(message, kind)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if status in RETRYABLE:
+        headers.append((b"retry-after", b"1"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -7,7 +7,6 @@ What it does not know: what is answered.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import socket
@@ -18,64 +17,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from uvicorn.config import HTTP_PROTOCOLS
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from raycl.errors import LaunchError
 from raycl.pages.address import bind_error, bound, family_of, is_dual, url_of
+from raycl.pages.connections import LimitedProtocol
 from raycl.serve.settings import ServeConfig
 
 KEEP_ALIVE_S = 75
 """Longer than clients keep a connection that they do not use, so that clients close it."""
 
 START_S = 30.0
-
-PROXY_HOOK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-"""Ray Serve's environment variable that names a function; each of its proxies calls it before it listens."""
-
-HEAD_S = 20.0
-"""Time for a request's head, from the connection's first moment or the head's first byte; then the connection goes."""
-
-
-class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with a deadline: a connection that does not finish the head of its request is closed."""
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there."""
-        super().connection_made(transport)
-        self._wait_for_head()
-
-    def data_received(self, data: bytes) -> None:
-        """The first bytes of a head start its time, its end ends it; a body's are of `limits.timeout_s`."""
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._end_wait()
-        elif self._deadline is None:
-            self._wait_for_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
-        self._end_wait()
-        super().connection_lost(exc)
-
-    def _wait_for_head(self) -> None:
-        self._deadline = self.loop.call_later(HEAD_S, self.transport.close)
-
-    def _end_wait(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-
-def limit_proxy() -> list[Any]:
-    """Close idle connections in a proxy of Ray Serve too (see `PROXY_HOOK`); it adds no middleware.
-
-    Ray Serve has no setting for it, so the proxy's uvicorn gets this module's protocol as its default one.
-    """
-    HTTP_PROTOCOLS["auto"] = f"{__name__}:{Protocol.__name__}"
-    return []
 
 
 class Listener:
@@ -88,19 +39,21 @@ class Listener:
     def __init__(self, web: Any, config: ServeConfig) -> None:
         listens = bound(config.host, config.port, shared=True)
         self._patience_s = max(1, math.ceil(config.limits.timeout_s))
-        if config.access_log:
-            _show_access()
         self._server = uvicorn.Server(
             uvicorn.Config(
                 web,
-                http=Protocol,
+                http=LimitedProtocol,
+                ws="none",
                 lifespan="on" if config.forwards else "off",
                 log_config=None,
+                log_level="error",  # no line for each request that is none
                 access_log=config.access_log,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=self._patience_s,
             )
         )
+        if config.access_log:
+            _show_access()
         self._thread = threading.Thread(target=self._server.run, args=([listens],), name="raycl-http", daemon=True)
         self._thread.start()
         began = time.monotonic()

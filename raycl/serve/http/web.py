@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from raycl import __version__
 from raycl.errors import BankError, RayclError
-from raycl.serve.errors import InvalidRequestError, NotFoundError, body_of, error_response
+from raycl.serve.errors import RETRYABLE, InvalidRequestError, NotFoundError, body_of, error_response
 from raycl.serve.http.access import AccessMiddleware, Keys
 from raycl.serve.http.answers import (
     ActivateAnswer,
@@ -86,7 +86,7 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(RayclError)
     async def ours(request: Request, error: RayclError) -> Response:
         status, body = error_response(error)
-        return _Plain(body, status, {"Retry-After": "1"} if status == 429 else None)
+        return _Plain(body, status, {"Retry-After": "1"} if status in RETRYABLE else None)
 
     @app.exception_handler(Exception)
     async def fault(request: Request, error: Exception) -> Response:

@@ -1,0 +1,52 @@
+"""What Ray Serve's proxies do besides: limits on connections, and errors of their own as JSON.
+
+Why it exists: Serve has no settings for either, but calls a function before a proxy listens.
+What it does not know: what is answered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.middleware import Middleware
+from uvicorn.config import HTTP_PROTOCOLS
+
+from raycl.pages.connections import LimitedProtocol
+from raycl.serve.http.access import answer
+
+PROXY_HOOK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+"""Ray Serve's environment variable that names a function; each of its proxies calls it before it listens."""
+
+ENDED = "the replica that had this request has ended, and others answer: send the request again"
+
+
+def limit_proxy() -> list[Middleware]:
+    """Limit the connections of a proxy of Ray Serve (see `PROXY_HOOK`); the middleware that it shall have.
+
+    Ray Serve has no setting for it, so the proxy's uvicorn gets this protocol as its default one.
+    """
+    HTTP_PROTOCOLS["auto"] = f"{LimitedProtocol.__module__}:{LimitedProtocol.__name__}"
+    return [Middleware(RetryableErrors)]
+
+
+class RetryableErrors:
+    """ASGI middleware: a request without an answer gets 503 as JSON, where uvicorn would send 500 as plain text.
+
+    Serve's proxy leaves a request without one when its replica is killed.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on."""
+        began = False
+
+        async def watched(message: Any) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        await self.app(scope, receive, watched)
+        if scope["type"] == "http" and not began:
+            await answer(send, 503, ENDED, "server_error")

@@ -1,0 +1,29 @@
+"""What the middleware of Ray Serve's proxies makes of requests without an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+from uvicorn.config import HTTP_PROTOCOLS
+
+from raycl.pages.connections import LimitedProtocol
+from raycl.serve.http.proxy import limit_proxy
+
+
+def test_a_request_without_an_answer_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's proxy leaves one where a replica is killed; uvicorn answers that with 500 as plain text."""
+    monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["auto"])
+    (middleware,) = limit_proxy()
+    assert HTTP_PROTOCOLS["auto"] == f"{LimitedProtocol.__module__}:LimitedProtocol"
+
+    async def ended(scope: Any, receive: Any, send: Any) -> None:
+        pass
+
+    found = TestClient(middleware.cls(ended, *middleware.args, **middleware.kwargs)).post("/v1/classify")
+    assert found.status_code == 503 and found.headers["retry-after"] == "1"
+    assert found.json()["error"]["type"] == "server_error" and "send the request again" in found.text
+    other = TestClient(middleware.cls(PlainTextResponse("mine", 500))).get("/")
+    assert (other.status_code, other.text) == (500, "mine")
