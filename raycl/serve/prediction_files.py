@@ -2,6 +2,7 @@
 
     predictions.json         what is answered: files with their hashes, snapshot, settings; written first
     part-000000.jsonl ...    one object for each row, complete or absent
+    part-000000.json ...     the sealed record of each part; a part that is not what it says is answered again
     summary.json             written last: rows, answers, tasks, rows that could not be answered
 
 What it does not know: how a text is answered.
@@ -15,7 +16,7 @@ import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from decimal import Decimal
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,12 @@ from typing import TYPE_CHECKING, Any
 from raycl.bank import Snapshot
 from raycl.config import Tree
 from raycl.data.conversation import messages_of
-from raycl.errors import ConfigError, DataError, counted
+from raycl.data.sources.cache import key_of
+from raycl.errors import ConfigError, DamagedError, DataError, FormatError, counted
 from raycl.serve.prediction_input import Input, InputRow
 from raycl.storage import Storage
+from raycl.storage.records import read_record, seal
+from raycl.storage.sealed import read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from raycl.serve.offline import OfflineModel, Prediction, Text
@@ -33,8 +37,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("raycl")
 
 MANIFEST, SUMMARY = "predictions.json", "summary.json"
-PART = re.compile(r"part-(\d{6,})\.jsonl")
-"""A part's name; what else is in the folder is no part, a compressed copy for example."""
+FORMAT = 1
+_RECORD = re.compile(r"part-(\d{6,})\.json")
+"""Of a part; what else is in the folder is no part, a compressed copy for example."""
 PLACE = ("file", "row")
 OWN = (*PLACE, "answer", "error", "scores", "tasks", "ood_score", "cut_tokens")
 """Columns of the output that are not those of the input; the first say where a row is."""
@@ -117,13 +122,14 @@ def write_predictions(
         ConfigError: the folder holds answers to other files, of another snapshot or with other settings.
         DataError, RayclError: see `answered`. Parts that are written stay.
     """
-    claim(to, given, model.snapshot, part_rows, settings)
-    done, began, progress = done_parts(to), time.monotonic(), Progress()
+    key = claim(to, given, model.snapshot, part_rows, settings)
+    done, began, progress = set(done_parts(to, key)), time.monotonic(), Progress()
     for number, part in parts_of(given, part_rows):
         if number not in done:
-            write_part(model, given, number, part, to, settings)
+            write_part(model, given, number, part, to, key, settings)
+            done.add(number)
             progress.add(len(part))
-    return summarise(to, progress.rows, time.monotonic() - began)
+    return summarise(to, key, done, progress.rows, time.monotonic() - began)
 
 
 def parts_of(given: Input, part_rows: int) -> Iterator[tuple[int, list[InputRow]]]:
@@ -141,27 +147,51 @@ def parts_of(given: Input, part_rows: int) -> Iterator[tuple[int, list[InputRow]
 
 
 def write_part(
-    model: OfflineModel, given: Input, number: int, part: list[InputRow], to: Storage, settings: Tree
+    model: OfflineModel, given: Input, number: int, part: list[InputRow], to: Storage, key: str, settings: Tree
 ) -> None:
     """Answer one part and write it.
+
+    Args:
+        key: see `claim`.
 
     Raises:
         DataError, RayclError: see `answered`.
     """
     lines = [json.dumps(record, ensure_ascii=False) for record in answered(model, given, part, **settings)]
-    to.write(part_name(number), ("\n".join(lines) + "\n").encode())
+    write_sealed(to, part_name(number), key, ("\n".join(lines) + "\n").encode(), rows=len(lines))
 
 
-def done_parts(to: Storage) -> frozenset[int]:
-    """Numbers of the parts that are written."""
-    return frozenset(int(found[1]) for name in to.list() if (found := PART.fullmatch(name)))
+def done_parts(to: Storage, key: str) -> frozenset[int]:
+    """Numbers of the parts that are written, each read and its hash checked.
+
+    Args:
+        key: see `claim`.
+    """
+    files, found = set(to.list()), set()
+    for number in sorted(int(match[1]) for name in files if (match := _RECORD.fullmatch(name))):
+        try:
+            if part_name(number) not in files:
+                raise DamagedError(f"'{to.uri}/{part_name(number)}' is missing")
+            read_sealed(to, part_name(number), key)
+        except (DamagedError, FormatError) as error:
+            log.warning("a part does not count, so its rows are answered: %s", error)
+        else:
+            found.add(number)
+    return frozenset(found)
 
 
-def records_of(to: Storage) -> Iterator[Tree]:
-    """The records of all parts, in order."""
-    for name in to.list():
-        if PART.fullmatch(name):
-            yield from to.read_json_lines(name)
+def records_of(to: Storage, key: str, parts: int) -> Iterator[Tree]:
+    """The records of so many parts, in order.
+
+    Raises:
+        DamagedError: one was changed since it was written.
+    """
+    for number in range(parts):
+        try:
+            data, _ = read_sealed(to, part_name(number), key)
+        except (DamagedError, FormatError) as error:
+            raise DamagedError(f"{error}: the same command answers this part again") from error
+        yield from (json.loads(line) for line in data.split(b"\n") if line)
 
 
 class Progress:
@@ -189,35 +219,51 @@ def part_name(number: int) -> str:
     return f"part-{number:06d}.jsonl"
 
 
-def claim(to: Storage, given: Input, snapshot: Snapshot, part_rows: int, settings: Tree) -> None:
-    """The folder is this input's, or is it from now on.
+def claim(to: Storage, given: Input, snapshot: Snapshot, part_rows: int, settings: Tree) -> str:
+    """The folder is this input's, or is it from now on; returns the key of its parts.
+
+    Where the manifest is missing or damaged, parts that are whole and have the key of this input prove that it is.
 
     Raises:
         ConfigError: it is that of another input, snapshot or other settings, or holds something else.
+        DamagedError, FormatError: its manifest is damaged, or of another version.
     """
     named = {"number": snapshot.number, "sha256": snapshot.sha256}
     manifest = {"input": given.tree(), "snapshot": named, "part_rows": part_rows, "settings": settings}
-    if to.exists(MANIFEST):
-        there = to.read_json(MANIFEST)
-        changed = [key for key, value in manifest.items() if there.get(key) != value]
-        if changed:
-            raise ConfigError(
-                f"'{to.uri}' holds answers of another {', '.join(changed)}: choose another folder, or delete it"
-            )
-        return
-    if to.list():
-        raise ConfigError(f"'{to.uri}' is not empty and holds no {MANIFEST}: choose another folder")
-    to.write_json(MANIFEST, manifest)
+    key = key_of(manifest)
+    try:
+        there = read_record(to, MANIFEST, FORMAT) if to.exists(MANIFEST) else None
+    except DamagedError as error:
+        if not done_parts(to, key):
+            raise DamagedError(f"{error}, or choose another folder") from error
+        log.warning("it is written again, since the parts beside it are answers to this input: %s", error)
+        there = None
+    else:
+        if there is None and to.list() and not done_parts(to, key):
+            raise ConfigError(f"'{to.uri}' is not empty and holds no {MANIFEST}: choose another folder")
+    if there is None:
+        to.write(MANIFEST, seal({"format": FORMAT, **manifest}))
+        return key
+    changed = [name for name, value in manifest.items() if there.get(name) != value]
+    if changed:
+        raise ConfigError(
+            f"'{to.uri}' holds answers of another {', '.join(changed)}: choose another folder, or delete it"
+        )
+    return key
 
 
-def summarise(to: Storage, answered_now: int, seconds: float) -> Tree:
+def summarise(to: Storage, key: str, done: Set[int], answered_now: int, seconds: float) -> Tree:
     """Write the summary of all parts, and return it.
 
+    Args:
+        key: see `claim`. done: numbers of the parts.
+
     Raises:
-        DataError: there are none.
+        DataError: there are none. DamagedError: see `records_of`.
     """
+    assert done == set(range(len(done))), f"parts {sorted(done)} are no whole"
     rows, errors, answers, tasks, scores, scored = 0, 0, Counter[str](), Counter[str](), 0.0, 0
-    for record in records_of(to):
+    for record in records_of(to, key, len(done)):
         rows += 1
         if "error" in record:
             errors += 1
@@ -231,6 +277,8 @@ def summarise(to: Storage, answered_now: int, seconds: float) -> Tree:
     summary = {
         "rows": rows,
         "errors": errors,
+        "parts": len(done),
+        "key": key,
         "answered_now": answered_now,
         "rows_per_s": answered_now / seconds if answered_now else None,
         "answers": dict(answers.most_common(20)),

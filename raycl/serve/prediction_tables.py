@@ -19,9 +19,8 @@ import pyarrow.parquet as pq
 from raycl.config import Tree
 from raycl.data.sources.source import SourceFile
 from raycl.errors import ConfigError
-from raycl.serve.prediction_files import OWN, PLACE, records_of
+from raycl.serve.prediction_files import OWN, PLACE
 from raycl.serve.prediction_input import Input
-from raycl.storage import Storage
 
 BATCH = 1024
 """Rows that are written at once."""
@@ -44,16 +43,19 @@ def check_output(address: str, given: Input) -> None:
         raise ConfigError(f"--output is '{address}', which is read: name another file")
 
 
-def write_table(to: Storage, address: str) -> None:
-    """Write the records of a folder's parts as one file, whole or not at all.
+def write_table(records: Callable[[], Iterator[Tree]], address: str) -> None:
+    """Write records as one file, whole or not at all.
+
+    Args:
+        records: of all parts (`records_of`); called for each of two passes.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: it cannot be written, or a part is damaged.
     """
     suffix = next(suffix for suffix in _WRITERS if address.endswith(suffix))
-    columns = _columns(records_of(to))
+    columns = _columns(records())
     file = SourceFile.at(address)
-    file.folder.write_parts(file.name, lambda: _WRITERS[suffix](records_of(to), columns))
+    file.folder.write_parts(file.name, lambda: _WRITERS[suffix](records(), columns))
 
 
 def _columns(records: Iterable[Tree]) -> dict[str, set[str]]:

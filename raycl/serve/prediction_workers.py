@@ -74,8 +74,8 @@ class Work:
     """What every worker needs.
 
     Attributes:
-        bank, snapshot: address and number. config: of serving. to: address of the folder. settings: of
-            `OfflineModel.predict`.
+        bank, snapshot: address and number. config: of serving. to: address of the folder. key: of its parts.
+        settings: of `OfflineModel.predict`.
     """
 
     bank: str
@@ -83,6 +83,7 @@ class Work:
     config: Tree
     given: Input
     to: str
+    key: str
     settings: Tree
 
 
@@ -106,7 +107,8 @@ class PartWorker:
                 InputRow(files[place], Row(row, words, ("",), is_chat, others=others), problem)
                 for place, row, words, is_chat, others, problem in json.loads(text)
             ]
-            write_part(self._model, self._work.given, int(number), rows, self._to, self._work.settings)
+            work = self._work
+            write_part(self._model, work.given, int(number), rows, self._to, work.key, work.settings)
             counts.append(len(rows))
         return {"part": [int(number) for number in batch["part"]], "rows": counts}
 
@@ -128,7 +130,7 @@ def write_on_workers(
     Raises:
         ConfigError, DataError, RayclError: see `write_predictions`. LaunchError: there is no cluster at that address.
     """
-    claim(to, given, snapshot, part_rows, settings)
+    key = claim(to, given, snapshot, part_rows, settings)
     cluster.connect()
     context = ray.data.DataContext.get_current()
     context.target_max_block_size = 1  # each part is a block of its own, which workers take one at a time
@@ -136,10 +138,10 @@ def write_on_workers(
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # our own error follows
     config = config.model_copy(update={"device": settled_device(config.device)})
     takes = replica_takes(config)
-    work = Work(bank.storage.address, snapshot.number, configs.as_tree(config), given, to.address, settings)
-    began, progress = time.monotonic(), Progress()
+    work = Work(bank.storage.address, snapshot.number, configs.as_tree(config), given, to.address, key, settings)
+    began, progress, done = time.monotonic(), Progress(), set(done_parts(to, key))
     requested = {"CPU": workers * takes["num_cpus"], "GPU": workers * takes["num_gpus"]}
-    dataset = ray.data.read_datasource(PartReader(given, part_rows, done_parts(to)), num_cpus=READER_CPUS).map_batches(
+    dataset = ray.data.read_datasource(PartReader(given, part_rows, frozenset(done)), num_cpus=READER_CPUS).map_batches(
         PartWorker,
         fn_constructor_args=(work,),
         batch_size=1,
@@ -152,10 +154,11 @@ def write_on_workers(
         with warnings.catch_warnings(), cluster.log_while_pending(*pending, "--workers or threads"):
             warnings.filterwarnings("ignore", module="ray.data")  # fewer parts than workers
             for part in dataset.iter_rows():
+                done.add(int(part["part"]))
                 progress.add(int(part["rows"]))
     except (RayError, RuntimeError) as error:
         raise _cause(error) from error
-    return summarise(to, progress.rows, time.monotonic() - began)
+    return summarise(to, key, done, progress.rows, time.monotonic() - began)
 
 
 def _cause(error: BaseException) -> RayclError:

@@ -214,15 +214,15 @@ def test_parts_that_are_written_are_not_answered_again(
     given = ["predict", uri(complete, "bert"), str(rows), "--to", str(to), "--part-rows", "5"]
     status, out, _ = command(capsys, *given)
     assert status == 0 and "12 rows in" in out and "12 answered now" in out
-    parts = sorted(path.name for path in to.glob("part-*"))
-    before = [path.read_bytes() for path in sorted(to.glob("part-*"))]
+    parts = sorted(path.name for path in to.glob("part-*.jsonl"))
+    before = [path.read_bytes() for path in sorted(to.glob("part-*.jsonl"))]
     assert parts == ["part-000000.jsonl", "part-000001.jsonl", "part-000002.jsonl"]
     assert sum(json.loads((to / "summary.json").read_text())["answers"].values()) == 12
     (to / parts[1]).unlink()
     (to / "summary.json").unlink()
     status, out, _ = command(capsys, *given)
     assert status == 0 and "5 answered now" in out
-    assert [path.read_bytes() for path in sorted(to.glob("part-*"))] == before
+    assert [path.read_bytes() for path in sorted(to.glob("part-*.jsonl"))] == before
     status, _, err = command(capsys, *given, "--task", "colour")
     assert status == 1 and "holds answers of another settings" in err
     given[1] += "@1"

@@ -114,10 +114,12 @@ def test_workers_write_what_one_process_writes(
     assert main.main([*words, str(tmp_path / "one")]) == 0
     assert main.main([*words, str(tmp_path / "two"), "--workers", "2"]) == 0
     assert "24 answered now" in capfd.readouterr().out
-    parts = {path.name: path.read_text() for path in (tmp_path / "one").glob("part-*")}
+    parts = {path.name: path.read_text() for path in (tmp_path / "one").glob("part-*.jsonl")}
     assert '"row": 4, "answer": null, "error": "the text is a int' in "".join(parts.values())
-    assert len(parts) == 5 and parts == {path.name: path.read_text() for path in (tmp_path / "two").glob("part-*")}
-    (tmp_path / "two" / "part-000003.jsonl").unlink()
+    assert len(parts) == 5 and parts == {
+        path.name: path.read_text() for path in (tmp_path / "two").glob("part-*.jsonl")
+    }
+    (tmp_path / "two" / "part-000003.jsonl").write_text("")
     assert main.main([*words, str(tmp_path / "two"), "--workers", "1"]) == 0
     assert "5 answered now" in capfd.readouterr().out
     assert (tmp_path / "two" / "part-000003.jsonl").read_text() == parts["part-000003.jsonl"]

@@ -102,10 +102,11 @@ def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
 def run(options: argparse.Namespace) -> int:
     """Answer; a summary follows where files are written."""
     from contextlib import ExitStack
+    from functools import partial
     from tempfile import TemporaryDirectory
 
     from raycl.errors import counted
-    from raycl.serve.prediction_files import answered
+    from raycl.serve.prediction_files import answered, records_of
     from raycl.serve.prediction_tables import check_output, write_table
     from raycl.storage import Storage
 
@@ -124,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
         to = Storage.at(options.to or stack.enter_context(TemporaryDirectory()))
         summary = _write_parts(options, given, to, settings)
         if options.output:
-            write_table(to, options.output)
+            write_table(partial(records_of, to, summary["key"], summary["parts"]), options.output)
     speed = f", {summary['rows_per_s']:.0f} rows/s" if summary["rows_per_s"] else ""
     where = " and ".join(filter(None, [options.to and to.uri, options.output]))
     print(f"{summary['rows']:,} rows in {where}, {summary['answered_now']:,} answered now{speed}")
