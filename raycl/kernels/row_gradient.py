@@ -11,68 +11,160 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 WIDTH = 8
-"""On a GPU, selections are padded to a multiple of this and the rest is dropped: other GEMM shapes are slow."""
+"""On a GPU, so many rows or a multiple are multiplied at once, of which some are not chosen: other shapes are slow."""
+
+
+class Rows(NamedTuple):
+    """Some rows of a weight `[O, D]`.
+
+    Attributes:
+        formed: `[number]` rows whose gradients are computed: the chosen ones, and with a width others.
+        places: `[O]` of each row of the weight 1 + its index in `formed`; 0 where it is not chosen.
+    """
+
+    formed: Tensor
+    places: Tensor
+    number: int
+
+
+def rows_of(kept_KO: Tensor, count: int | None = None, width: int | None = None) -> list[Rows]:
+    """The chosen rows of K weights with O rows each.
+
+    Args:
+        kept_KO: bool.
+        count: how many are kept of every weight; None: not known, and to learn it, a GPU is waited for.
+        width: a multiple of it is formed, where there are so many rows; None: as the device needs it.
+    """
+    width = (WIDTH if kept_KO.is_cuda else 1) if width is None else width
+    outputs, upto_KO = kept_KO.shape[1], kept_KO.cumsum(1)
+    counts: Any = upto_KO[:, -1:] if count is None else count
+    rows_KO = torch.arange(outputs, device=kept_KO.device).expand_as(kept_KO)
+    order_KO = torch.where(kept_KO, upto_KO - 1, rows_KO + counts - upto_KO)  # the kept ones first
+    formed_KO = torch.empty_like(order_KO).scatter_(1, order_KO, rows_KO)
+    places = (upto_KO * kept_KO).unbind()
+    if count is not None:
+        number = min(outputs, -(-count // width) * width)
+        return [Rows(*both, number) for both in zip(formed_KO[:, :number].unbind(), places, strict=True)]
+    widths = [min(outputs, -(-number // width) * width) for number in counts.flatten().tolist()]
+    found = zip(formed_KO.unbind(), places, widths, strict=True)
+    return [Rows(formed_O[:number], places_O, number) for formed_O, places_O, number in found]
+
+
+class Products:
+    """Memory for the gradients of chosen rows, below a row of zeros; weights of one width take it in turn."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[Any, ...], Tensor] = {}
+        self._parts: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`[1 + rows, columns]`, the first row zero; and the rows below it."""
+        key = (rows, columns, dtype, device)
+        found = self._parts.get(key)
+        return self._new(key) if found is None else found
+
+    def _new(self, key: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        rows, *kind = key
+        whole = self._memory.get(tuple(kind))
+        if whole is None or len(whole) <= rows:
+            self._parts = {other: parts for other, parts in self._parts.items() if other[1:] != key[1:]}
+            whole = torch.zeros(1 + rows, kind[0], dtype=kind[1], device=kind[2])
+            self._memory[tuple(kind)] = whole
+        found = self._parts[key] = (whole[: 1 + rows], whole[1 : 1 + rows])
+        return found
 
 
 @dataclass
 class RowChoice:
-    """The rows of one weight that get a gradient; None: all."""
+    """The rows of one weight that get a gradient.
 
-    rows: Tensor | None = None
+    Attributes:
+        rows: None: all. products: memory that may be shared with other weights.
+        formed: a gradient of chosen rows was computed; whoever chooses rows resets it.
+    """
+
+    rows: Rows | None = None
+    products: Products = field(default_factory=Products)
+    formed: bool = False
 
 
 class _RowLinear(torch.autograd.Function):
-    """`linear` with a weight gradient in the chosen rows only."""
+    """`linear`, computed in a type if one is given, with a weight gradient in the chosen rows only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, choice: RowChoice) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, choice: RowChoice, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.choice, ctx.weight_dtype = choice, weight.dtype
+        if dtype is not None:
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight)
-        ctx.choice = choice
         return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Autograd converts each to the type of what it is of."""
         (g,) = gradients
         x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        choice: RowChoice = ctx.choice
         flat_NO = g.reshape(-1, g.shape[-1])
-        to_x = g @ weight if ctx.needs_input_grad[0] else None
+        to_x = g @ weight if needs_x else None
         to_weight = None
-        if ctx.needs_input_grad[1]:
-            to_weight = weight_gradient(flat_NO, x.reshape(-1, x.shape[-1]), ctx.choice.rows)
-        to_bias = flat_NO.sum(0) if ctx.needs_input_grad[2] else None
-        return to_x, to_weight, to_bias, None
+        if needs_weight:
+            x_ND = x.reshape(-1, x.shape[-1])
+            to_weight = weight_gradient(flat_NO, x_ND, choice.rows, choice.products, ctx.weight_dtype)
+            choice.formed |= choice.rows is not None
+        to_bias = flat_NO.sum(0) if needs_bias else None
+        return to_x, to_weight, to_bias, None, None
 
 
-def weight_gradient(g_NO: Tensor, x_ND: Tensor, rows: Tensor | None) -> Tensor:
-    """`[O, D]`: `g^T x` in the given rows, zero in all others; None: all rows."""
+def widens(x: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether products of x can be written as they are summed, in float32: of 16 bits on a GPU, since torch 2.8."""
+    narrow = x.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
+    return narrow and x.is_cuda and torch.version.cuda is not None and hasattr(torch.ops.aten.mm, "dtype_out")
+
+
+def weight_gradient(
+    g_NO: Tensor, x_ND: Tensor, rows: Rows | None, products: Products | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`[O, D]`: `g^T x` in the chosen rows, zero in all others; None: all rows.
+
+    Args:
+        products: memory to compute in. dtype: wanted; the result may have that of x.
+    """
     if rows is None:
         return g_NO.T @ x_ND
-    count = len(rows)
-    if g_NO.is_cuda and count % WIDTH:
-        rows = torch.cat([rows, rows[:1].expand(-count % WIDTH)])
-    part_KD = g_NO.index_select(1, rows).T @ x_ND
-    return x_ND.new_zeros(g_NO.shape[1], x_ND.shape[1]).index_copy_(0, rows[:count], part_KD[:count])
+    formed_W, places_O, number = rows
+    if not number:
+        return x_ND.new_zeros(g_NO.shape[1], x_ND.shape[1])
+    wider, held = widens(x_ND, dtype), products or Products()
+    memory, product_WD = held.take(number, x_ND.shape[1], torch.float32 if wider else x_ND.dtype, x_ND.device)
+    g_WN = g_NO.index_select(1, formed_W).t()
+    if wider:
+        torch.mm(g_WN, x_ND, out_dtype=torch.float32, out=product_WD)
+    else:
+        torch.mm(g_WN, x_ND, out=product_WD)
+    return memory.index_select(0, places_O)
 
 
 def row_linear(layer: nn.Linear, choice: RowChoice, x: Tensor) -> Tensor:
     """`layer(x)`; under autocast in its type. Partitioned weights (ZeRO 3) take the plain way, gradient whole."""
-    weight: Tensor = layer.weight
-    bias: Tensor | None = layer.bias
-    if hasattr(weight, "ds_id") or not weight.requires_grad or not torch.is_grad_enabled():
+    weight, bias = layer.weight, layer.bias
+    if not weight.requires_grad or not torch.is_grad_enabled() or hasattr(weight, "ds_id"):
         return linear(x, weight, bias)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    found: Tensor = _RowLinear.apply(x, weight, bias, choice)  # type: ignore[no-untyped-call]
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    found: Tensor = _RowLinear.apply(x, weight, bias, choice, dtype)  # type: ignore[no-untyped-call]
     return found
 
 

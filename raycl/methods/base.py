@@ -196,6 +196,7 @@ class Method:
         local_adaptation: evaluation adapts weights to each text before it is answered; None: it does not.
         transforms_gradients: it has a `transform_gradients` of its own.
         mixes_gradients: what that gives for one value depends on others too, so it must be given whole gradients.
+        adds_penalty: it has a `penalty` of its own.
 
     Class attributes:
         Config: its settings class.
@@ -232,6 +233,7 @@ class Method:
         self.local_adaptation: LocalAdaptation | None = None
         self.transforms_gradients = type(self).transform_gradients is not Method.transform_gradients
         self.mixes_gradients = self.transforms_gradients and not self.scales_gradients
+        self.adds_penalty = type(self).penalty is not Method.penalty
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Before any work, with all tasks of the stream: can they be learned, and is what they need there?

@@ -8,7 +8,7 @@ What it does not know: engines, workers (it is given a sum over them), files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -42,14 +42,16 @@ class GradientModifier:
 
     Attributes:
         examples: number of training examples of a task that it observes before the task's first step.
-        parameter_names: parameters whose gradients it may change in the current task, by the backbone's names.
-        names: those whose gradients it is called with at the end of the current step.
+        parameter_names: parameters whose gradients it may change in the current task, by the backbone's names, in an
+            order that is the same on all workers.
+        names: those whose gradients it is called with at the end of the current step. Each step looks for every name
+            in them: where there are many, keys of a dictionary are fast.
     """
 
     Config: ClassVar[type[ModifierConfig]] = ModifierConfig
     examples: int = 0
-    parameter_names: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
+    parameter_names: Collection[str] = ()
+    names: Collection[str] = ()
 
     def __init__(self, config: Any, method: Method) -> None:
         """Fit it to the method's backbone, on which the method has attached what it needs.
@@ -85,8 +87,16 @@ class GradientModifier:
         return gradient
 
     def masked(self, name: str) -> Tensor | None:
-        """Where this step's gradient of a parameter was set to zero, as a bool that broadcasts to it; None: nowhere."""
+        """Where this step's gradient of a parameter was set to zero, as a bool that broadcasts to it; None: nowhere.
+
+        The next step may change it.
+        """
         return None
+
+    @property
+    def holds(self) -> bool:
+        """Whether `held` gives anything for any parameter."""
+        return type(self).held is not GradientModifier.held
 
     def held(self, name: str) -> Tensor | None:
         """Where a parameter and its optimizer state must not move at all in this step; as `masked`."""
@@ -159,6 +169,11 @@ class Modifiers:
     def masked(self, name: str) -> Tensor | None:
         """Where any of them has set the gradient to zero."""
         return _any([member.masked(name) for member in self.members.values()])
+
+    @property
+    def holds(self) -> bool:
+        """Whether any of them holds parameters fixed."""
+        return any(member.holds for member in self.members.values())
 
     def held(self, name: str) -> Tensor | None:
         """Where any of them holds parameters fixed."""

@@ -106,6 +106,7 @@ class Wrapper(Method):
         overridden = type(self).transform_gradients is not Wrapper.transform_gradients
         self.transforms_gradients = overridden or self.learner.transforms_gradients
         self.mixes_gradients = (overridden and not self.scales_gradients) or self.learner.mixes_gradients
+        self.adds_penalty = type(self).penalty is not Wrapper.penalty or self.learner.adds_penalty
 
     def _require_shared_adapters(self) -> None:
         """For methods that train on rows of earlier tasks.

@@ -67,7 +67,9 @@ class DistributedContext:
         return tensor
 
     def total(self, *values: float) -> list[float]:
-        """Sum of each number over workers (float64)."""
+        """Sum of each number over workers (float64); a device is waited for where there are several."""
+        if self.size == 1:
+            return [float(value) for value in values]
         return [float(value) for value in self.sum(torch.tensor(values, dtype=torch.float64, device=self.device))]
 
     def gather(self, value: T) -> list[T]:

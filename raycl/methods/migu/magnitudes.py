@@ -6,6 +6,7 @@ What it does not know: what the magnitudes decide, and whether the model is in t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,11 +24,32 @@ from raycl.types import Batch
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """Which tokens of a layer's output count, found once for all layers of a pass.
+
+    Attributes:
+        weight_BS: float32, 1 on those that count; None: all do. rows_K: their numbers; None: all.
+    """
+
+    weight_BS: Tensor | None = None
+    weight_N: Tensor | None = None
+    rows_K: Tensor | None = None
+
+    @staticmethod
+    def of(real_BS: Tensor, before: int) -> Tokens:
+        """Where so many positions stand before them; a GPU is waited for."""
+        weight_BS = nn.functional.pad(real_BS.float(), (before, 0))
+        weight_N = weight_BS.reshape(-1)
+        rows_K = weight_N.nonzero().squeeze(1)
+        return Tokens() if len(rows_K) == len(weight_N) else Tokens(weight_BS, weight_N, rows_K)
+
+
 class Magnitudes:
     """Sums over the passes that `observe` runs; other passes do not count, nor does recomputation.
 
     Attributes:
-        sums: `[F]` float32, of every unit of the layout.
+        sums: `[F]` float32, of every unit of the layout; changed in place only.
         co_magnitude: gets the outputs in place of the sums, while it is set.
     """
 
@@ -44,19 +66,26 @@ class Magnitudes:
         self._backbone, self._count_pads = backbone, count_pads
         head = backbone.model.get_output_embeddings()
         self._observes_head = head is not None and any(layers[path] is head for path, _ in layout.units)
+        self._sides = {units.side for units in layout.units.values()}
         self._counts = False
         self._real: Mapping[Any, Tensor] = {}
-        self._weights: dict[tuple[str, int], Tensor | None] = {}
-        self._tokens: dict[tuple[str, int], Tensor] = {}
+        self._tokens: dict[tuple[str, torch.Size], Tokens] = {}
+        self._added: set[int] = set()
         self._hook_removers: list[Callable[[], None]] = []
         for (path, part), units in layout.units.items():
             layer: Any = layers[path]
+            own = self.sums[units.place]
             if part == "low":
-                layer.low_observer = partial(self._observe_low, units)
+                layer.low_observer = partial(self._observe_low, units, own)
                 self._hook_removers.append(partial(setattr, layer, "low_observer", None))
             else:
-                handle = layer.register_forward_hook(partial(self._observe_output, units))
+                handle = layer.register_forward_hook(partial(self._observe_output, units, own))
                 self._hook_removers.append(handle.remove)
+
+    def clear(self) -> None:
+        """Begin new sums."""
+        self.sums.zero_()
+        self._added.clear()
 
     def observe(self, forward: Callable[[Batch], T], batch: Batch) -> T:
         """`forward(batch)`, whose outputs are added up."""
@@ -64,12 +93,13 @@ class Magnitudes:
         if self._count_pads:
             of_example = (batch.weight > 0).unsqueeze(1)
             self._real = {side: of_example.expand(real.shape) for side, real in self._real.items()}
+        for side in self._sides & self._real.keys():  # here a GPU has little to do yet
+            self._tokens[side, self._real[side].shape] = Tokens.of(self._real[side], 0)
         self._backbone.every_position = self._observes_head
         try:
             return forward(batch)
         finally:
             self._counts = self._backbone.every_position = False
-            self._weights.clear()
             self._tokens.clear()
 
     def close(self) -> None:
@@ -78,45 +108,51 @@ class Magnitudes:
             remove()
         self._hook_removers.clear()
 
-    def _observe_output(self, units: LayerUnits, layer: nn.Module, given: Any, y: Tensor) -> None:
+    def _observe_output(self, units: LayerUnits, own_O: Tensor, layer: nn.Module, given: Any, y: Tensor) -> None:
         """Forward hook: `y` is `[B, S, O]`."""
-        if self._counts and self.co_magnitude is not None:
-            self.co_magnitude.add((units.path, "output"), y, self._weight(units, y))
-        elif self._counts:
-            weight = self._weight(units, y)
-            flat = None if weight is None else weight.reshape(-1)
-            rows = None if flat is None or y.device.type == "cpu" else self._rows_of(units, y, flat)
-            self.sums[units.place] += summed_magnitude(y.detach().reshape(-1, y.shape[-1]), flat, rows)
+        if not self._counts:
+            return
+        tokens, y = self._tokens_of(units, y), y.detach()
+        if self.co_magnitude is not None:
+            self.co_magnitude.add((units.path, "output"), y, tokens.weight_BS)
+            return
+        y_NO, start = y.reshape(-1, y.shape[-1]), units.place.start
+        if start in self._added:
+            own_O += summed_magnitude(y_NO, tokens.weight_N, tokens.rows_K)
+        else:
+            self._added.add(start)
+            summed_magnitude(y_NO, tokens.weight_N, tokens.rows_K, own_O)
 
-    def _observe_low(self, units: LayerUnits, h: Tensor, gate_BR: Tensor) -> None:
+    def _observe_low(self, units: LayerUnits, own_R: Tensor, h: Tensor, gate_BR: Tensor) -> None:
         """`h` is `[B, S, R]`."""
-        if self._counts and self.co_magnitude is not None:
-            self.co_magnitude.add((units.path, "low"), h, self._weight(units, h))
-        elif self._counts:
-            weight = self._weight(units, h)
-            self.sums[units.place] += summed_gated_magnitude(h.detach(), gate_BR.detach(), weight)
+        if not self._counts:
+            return
+        tokens, h, gate_BR = self._tokens_of(units, h), h.detach(), gate_BR.detach()
+        if self.co_magnitude is not None:
+            self.co_magnitude.add((units.path, "low"), h, tokens.weight_BS)
+            return
+        start = units.place.start
+        if start in self._added:
+            own_R += summed_gated_magnitude(h, gate_BR, tokens.weight_BS, tokens.rows_K)
+        else:
+            self._added.add(start)
+            summed_gated_magnitude(h, gate_BR, tokens.weight_BS, tokens.rows_K, own_R)
 
-    def _weight(self, units: LayerUnits, y: Tensor) -> Tensor | None:
-        """`[B, S]` float32, 1 on real tokens; None where all are. A prefix in front of the text is no text."""
-        real_BS = self._real[units.side]
-        before = y.shape[1] - real_BS.shape[1] if y.dim() == 3 else -1
-        if before < 0 or y.shape[0] != real_BS.shape[0]:
-            raise RunError(
-                f"modifiers.migu: layer '{units.path}' gives {tuple(y.shape)} for a batch of {tuple(real_BS.shape)} "
-                "tokens, so padding cannot be identified: leave it out of modifiers.migu.layers"
-            )
-        key = (units.side, before)
-        if key not in self._weights:
-            whole = bool(real_BS.all()) and not before
-            self._weights[key] = None if whole else nn.functional.pad(real_BS.float(), (before, 0))
-        return self._weights[key]
-
-    def _rows_of(self, units: LayerUnits, y: Tensor, weight_N: Tensor) -> Tensor:
-        """Tokens that count, found once for all layers of a pass."""
-        key = (units.side, y.shape[1])
-        if key not in self._tokens:
-            self._tokens[key] = weight_N.nonzero().squeeze(1)
-        return self._tokens[key]
+    def _tokens_of(self, units: LayerUnits, y: Tensor) -> Tokens:
+        """Those of an output `[B, S, units]`. A prefix in front of the text is no text."""
+        key = (units.side, y.shape[:-1])
+        found = self._tokens.get(key)
+        if found is None:
+            real_BS = self._real[units.side]
+            before = y.shape[1] - real_BS.shape[1] if y.dim() == 3 else -1
+            if before < 0 or y.shape[0] != real_BS.shape[0]:
+                raise RunError(
+                    f"modifiers.migu: layer '{units.path}' gives {tuple(y.shape)} for a batch of "
+                    f"{tuple(real_BS.shape)} tokens, so padding cannot be identified: leave it out of "
+                    "modifiers.migu.layers"
+                )
+            found = self._tokens[key] = Tokens.of(real_BS, before)
+        return found
 
 
 def large_units(layout: Layout, sums_F: Tensor, threshold: float, rule: Rule) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ What it does not know: engines, the method it works with, files.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -22,12 +23,12 @@ from torch import Tensor, nn
 
 from raycl.config import Tree
 from raycl.errors import ConfigError, RunError
-from raycl.kernels.row_gradient import RowChoice, choose_rows
 from raycl.methods.base import Method
 from raycl.methods.migu.clusters import CoMagnitude, sequential_clusters, weight_clusters
 from raycl.methods.migu.magnitudes import Magnitudes
-from raycl.methods.migu.observed_layers import LayerPart, LayerUnits, Layout, layout_of, observed_layers
-from raycl.methods.migu.row_selection import Groups, Rule, by_size
+from raycl.methods.migu.observed_layers import Layout, layout_of, observed_layers
+from raycl.methods.migu.row_selection import Groups, Rule, by_size, masked_count
+from raycl.methods.migu.sparse_layers import SparseLayers
 from raycl.methods.migu.summary import RowCounts
 from raycl.methods.modifier import GradientModifier, ModifierConfig, Reduce
 from raycl.types import Batch, Phase
@@ -139,16 +140,17 @@ class Migu(GradientModifier):
             )
         observed_layers(method.backbone, config.layers, config.include_lm_head)
         self.record = RowCounts()
-        self._hook_removers: list[Callable[[], None]] = []
-        self._choices: dict[tuple[str, LayerPart], RowChoice] = {}
         self._layout = Layout({}, {}, 0)
+        self._sparse = SparseLayers({}, method.backbone.device)
+        self._sole: set[str] = set()
         self._groups: list[Groups] = []
         self._clusters: Tensor | None = None
-        self._active = self._measured = False
+        self._active = self._measured = self._sparse_only = False
         self._passes_left, self._seed = 0, 0
         self._reduce: Reduce = _identity
         self._magnitudes = Magnitudes(method.backbone, self._layout, {})
         self._mask = self._masked_rows = torch.zeros(0)
+        self._masked: dict[str, Tensor] = {}
 
     # ---- a task ----------------------------------------------------------------------------------------------
 
@@ -168,15 +170,16 @@ class Migu(GradientModifier):
                 f"'{phase.name}': expected a method that trains some of them; drop the modifier, or name them in "
                 "modifiers.migu.layers"
             )
-        self.parameter_names = tuple(self._layout.rows)
+        self.parameter_names = self._layout.rows.keys()
         if not resumed:
             self._clusters = self._first_clusters(phase, layers)
         self._group()
         self._magnitudes = Magnitudes(backbone, self._layout, layers, config.count_pads)
         self._mask = torch.ones(self._layout.size, device=backbone.device, dtype=torch.bool)
         self._masked_rows = ~self._mask
+        self._masked = {name: rows.on(self._masked_rows) for name, rows in self._layout.rows.items()}
         self.record.begin(self._layout, backbone.device, resumed)
-        self._choose_rows(layers)
+        self._sparse = SparseLayers(self._sparse_layers(layers), backbone.device)
 
     def _first_clusters(self, phase: Phase, layers: Mapping[str, nn.Module]) -> Tensor | None:
         """Those that need no data; they stay for the whole task."""
@@ -204,46 +207,49 @@ class Migu(GradientModifier):
         self._magnitudes.co_magnitude = None
         self._group()
 
-    def _choose_rows(self, layers: Mapping[str, nn.Module]) -> None:
-        """Layers whose backward can form some rows of their weights' gradients only.
+    def _sparse_layers(self, layers: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Linear, slice]]:
+        """Layers whose backward can form some rows of their weights' gradients only, by the names of these.
 
         None where the method reads whole gradients before they are masked.
         """
         if not (self._active and self.config.row_sparse and self.config.threshold) or self.method.mixes_gradients:
-            return
+            return {}
+        found = {}
         for (path, part), units in self._layout.units.items():
-            layer: Any = layers[path]
-            if part == "output" and self._owns_rows(layer, units):
-                self._choices[path, part] = RowChoice()
-                self._hook_removers.append(choose_rows(layer, self._choices[path, part]))
-
-    def _owns_rows(self, layer: nn.Module, units: LayerUnits) -> bool:
-        """Whether the rows of a plain linear's weight are its outputs', and not those of a layer it is tied to."""
-        own = self._layout.rows.get(f"model.{units.path}.weight")
-        return isinstance(layer, nn.Linear) and own is not None and own.place == units.place
+            layer, name = layers[path], f"model.{path}.weight"
+            own = self._layout.rows.get(name)
+            owned = own is not None and own.place == units.place  # not by a layer that it is tied to
+            if part == "output" and isinstance(layer, nn.Linear) and owned:
+                found[name] = layer, units.place
+        modules = self.method.backbone.modules()
+        uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
+        self._sole = {name for name, (layer, _) in found.items() if uses[id(layer.weight)] == 1}
+        return found
 
     def end_task(self) -> None:
         """Remove the hooks; the summary stays."""
-        for stop in self._hook_removers:
-            stop()
-        self._hook_removers.clear()
+        self._sparse.close()
         self._magnitudes.close()
-        self._choices.clear()
         self.record.end(self._layout)
-        self.parameter_names = self.names = ()
+        self.parameter_names, self.names = (), ()
+        self._sparse, self._sole = SparseLayers({}, self.method.backbone.device), set()
         self._layout, self._groups, self._clusters = Layout({}, {}, 0), [], None
         self._magnitudes = Magnitudes(self.method.backbone, self._layout, {})
         self._mask = self._masked_rows = torch.zeros(0)
+        self._masked = {}
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
         """Forget the magnitudes of the step before."""
         self._measured = self.record.steps < FIRST or seed % MEASURED == 0
-        self._passes_left = (1 if self.config.mask_scope == "micro_batch" else micro_batches) * self._makes_mask
+        passes = 1 if self.config.mask_scope == "micro_batch" else micro_batches
+        before_backward = passes == 1
+        self._sparse_only = before_backward and not self._measured and not self.method.adds_penalty
+        self._passes_left = passes * self._makes_mask
         self._seed, self._reduce = seed, reduce
-        self._magnitudes.sums.zero_()
-        self._set_row_choices(None)
+        self._magnitudes.clear()
+        self._sparse.reset()
         self.names = self.parameter_names if self._makes_mask else ()
 
     @property
@@ -268,37 +274,40 @@ class Migu(GradientModifier):
             draw = torch.Generator().manual_seed(self._seed)
             self._magnitudes.sums.copy_(torch.rand(self._layout.size, generator=draw))
         else:
-            self._magnitudes.sums = self._reduce(self._magnitudes.sums)
+            self._reduce(self._magnitudes.sums)
         for groups in self._groups:
             groups.choose(self._magnitudes.sums, self.config.threshold, self.config.rule, self._mask)
-        self._masked_rows = ~self._mask
+        torch.logical_not(self._mask, out=self._masked_rows)
         self.record.count(self._mask)
-        if self._choices and not self._measured:  # what is measured must be whole
-            self._set_row_choices(self._mask.nonzero().squeeze(1))
+        if not self._measured:  # what is measured must be whole
+            self._sparse.choose(self._mask, self._kept_count)
 
-    def _set_row_choices(self, kept_F: Tensor | None) -> None:
-        """From here on the layers' backward forms these rows of their weights' gradients only; None: all."""
-        places = [self._layout.units[key].place for key in self._choices]
-        if kept_F is None:
-            bounds = [(0, 0)] * len(places)
-        else:
-            ends = torch.tensor([(place.start, place.stop) for place in places], device=kept_F.device)
-            bounds = torch.searchsorted(kept_F, ends).tolist()
-        for choice, place, (first, last) in zip(self._choices.values(), places, bounds, strict=True):
-            choice.rows = None if kept_F is None else kept_F[first:last] - place.start
+    @property
+    def _kept_count(self) -> Callable[[int], int] | None:
+        """How many rows of so many are kept; None where the magnitudes decide that."""
+        if self.config.rule != "floor" or self._clusters is not None:
+            return None
+        return lambda rows: rows - masked_count(self.config.threshold, rows)
 
     # ---- gradients -------------------------------------------------------------------------------------------
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
-        """Zero where masked; exactly so, whatever stood there."""
-        masked = self._layout.rows[name].on(self._masked_rows)
+        """Zero where masked; exactly so, whatever stood there. What has kept rows only is returned as it is."""
+        if self._sparse_only and name in self._sole and self._sparse.formed(name):
+            return gradient
+        masked = self._masked[name]
         if self._measured:
             self.record.measure(gradient, masked)
         return gradient.masked_fill_(masked, 0) if self._active else gradient
 
     def masked(self, name: str) -> Tensor | None:
         """The rows (columns, where a weight is kept the other way round) that are not updated in this step."""
-        return self._layout.rows[name].on(self._masked_rows) if self._active and name in self.names else None
+        return self._masked[name] if self._active and name in self.names else None
+
+    @property
+    def holds(self) -> bool:
+        """Under `mask_update`."""
+        return self.config.mask_update
 
     def held(self, name: str) -> Tensor | None:
         """Masked rows, under `mask_update`."""

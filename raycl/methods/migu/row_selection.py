@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -48,14 +49,18 @@ class Groups:
     places: Tensor
     clusters: Tensor | None = None
 
+    @cached_property
+    def _count(self) -> int:
+        """Of clusters; a GPU is waited for."""
+        return 0 if self.clusters is None else int(self.clusters.max()) + 1
+
     def choose(self, n_F: Tensor, share: float, rule: Rule, into_F: Tensor) -> None:
         """Fill the places of these groups in `into_F` with the result of `kept` for them."""
         n_KS = n_F[self.places]
         if self.clusters is None:
             chosen_KS = kept(n_KS, share, rule)
         else:  # a cluster's magnitude is the sum of its members' (our reading of MIGU, appendix E)
-            count = int(self.clusters.max()) + 1
-            sums_KC = n_KS.new_zeros(len(n_KS), count).scatter_add_(1, self.clusters, n_KS)
+            sums_KC = n_KS.new_zeros(len(n_KS), self._count).scatter_add_(1, self.clusters, n_KS)
             chosen_KS = kept(sums_KC, share, rule).gather(1, self.clusters)
         into_F[self.places] = chosen_KS
 

@@ -158,7 +158,8 @@ class DeepSpeedEngine:
         for name in modifiers.names:
             self._modify(modifiers, name)
         norm = self._plain_norm() if self._is_plain else None
-        held = [hold for name in modifiers.names for hold in self._hold(modifiers, name)]
+        names = modifiers.names if modifiers.holds else []
+        held = [hold for name in names for hold in self._hold(modifiers, name)]
         before = {name: self._whole(self.trained[name]).to(self.world.device) for name in names_of(constraint)}
         self.engine.step()
         for name, part, mask, old in held:

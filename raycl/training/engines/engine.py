@@ -197,17 +197,21 @@ class TorchEngine:
         self.buckets.finish()
         for name, part in self.parts.items():
             found = self._gradient(name)
-            part.grad = torch.zeros_like(part) if found is None else found
+            if found is None or found is not part.grad:
+                part.grad = torch.zeros_like(part) if found is None else found
         if transform is not None:
             self._transform(transform)
         for name in modifiers.names:
             part = self.parts[name]
             assert part.grad is not None
-            part.grad = self._own(name, modifiers(name, self._whole(name, part.grad)))
+            whole = self._whole(name, part.grad)
+            changed = modifiers(name, whole)
+            if changed is not whole or whole is not part.grad:  # otherwise it was changed in place
+                part.grad = self._own(name, changed)
         norm = self._norm()
         nn.utils.clip_grads_with_norm_(self.parts.values(), self.max_grad_norm or float("inf"), norm)
         kept = []
-        for name in modifiers.names:
+        for name in modifiers.names if modifiers.holds else ():
             if isinstance(self.optimizer, AdamW) and not self._is_shared(name):
                 self._step_rows(modifiers, name)
             elif (held := modifiers.held(name)) is not None:

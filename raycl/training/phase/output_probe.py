@@ -74,7 +74,7 @@ def _measured(context: TrainingContext, task: Task, rows: int, magnitudes: Magni
     objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
     read: Callable[[Batch], object] = backbone.score_labels if codec.needs_labels and objective is None else backbone
     sizes = (alone.rank, alone.size, context.evaluation.batch_size)
-    magnitudes.sums.zero_()
+    magnitudes.clear()
     for batch in eval_batches(table, None, *sizes, codec.pad_id, method.needs_texts, objective):
         batch = batch.to(backbone.device)
         mixture = None if method.stack is None or is_bare else method.route(batch)

@@ -5,6 +5,7 @@ What it does not know: how batches were drawn, what the method learns, how the e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -62,18 +63,19 @@ def train_step(
     seed_all = torch.default_generator.manual_seed if world.device.type == "cpu" else torch.manual_seed
     seed_all(seed + world.rank)  # torch's own formats the stack for every kind of device that is not there: 1 ms
     modifiers.begin_step(seed, len(batches), world.sum)
-    batches = [method.prepare_batch(batch).to(world.device) for batch in batches]
+    batches = [method.prepare_batch(batch) for batch in batches]
     count, tokens = world.total(sum(map(loss_count, batches)), sum(map(token_count, batches)))
+    batches = [batch.to(world.device) for batch in batches]  # counted before: a GPU would be waited for
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
         loss_sum += _accumulate(engine, method, batch, max(count, 1.0), modifiers)
-    loss = float(world.sum(loss_sum)) / max(count, 1.0)
     rate = engine.learning_rate
     if before_update is not None:
         before_update()
     transform = method.transform_gradients if method.transforms_gradients else None
     norm = engine.step(modifiers, transform, method.constraint)
-    if not torch.isfinite(torch.tensor([loss, norm])).all():
+    loss = float(world.sum(loss_sum)) / max(count, 1.0)  # read last, for the same reason
+    if not (math.isfinite(loss) and math.isfinite(norm)):
         raise RunError(f"the loss is {loss} and the gradient norm {norm}: lower train.learning_rate (now {rate:g})")
     return StepResult(loss, norm, rate, int(tokens))
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from raycl.bench.gpu.report import markdown
 from raycl.bench.gpu.setup import Case, Setup
 from raycl.bench.gpu.suite import PARTS, Part, run_part
 from raycl.bench.gpu.timing import ONCE, Contender, Times, quartiles, take_turns
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, WrongResultError
 from raycl.types import Mixture
 
 REPO = Path(__file__).resolve().parents[3]
@@ -115,7 +116,7 @@ def wrong_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, gate: Tensor, activati
     return y + torch.nn.functional.linear(torch.nn.functional.linear(x, a), b.T)
 
 
-def wrong_gradient(g_NO: Tensor, x_ND: Tensor, rows: Tensor | None) -> Tensor:
+def wrong_gradient(g_NO: Tensor, x_ND: Tensor, rows: Any, *given: Any) -> Tensor:
     """Twice the gradient, where rows are chosen."""
     return g_NO.T @ x_ND if rows is None else 2 * (g_NO.T @ x_ND)
 
@@ -159,6 +160,41 @@ def test_a_token_that_is_not_the_best_one_is_a_failure(monkeypatch: pytest.Monke
     monkeypatch.setattr(StaticKVCache, "_forward", lost)
     (failure,) = measured("decoding", "3 rows")
     assert failure.ok is False and "behind the best one of a plain pass" in failure.detail
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_steps_may_differ_by_rounding_and_no_more(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of wrong graphs are those of decoders that are wrong: a mixture, weights or places of another time."""
+    from raycl.bench.gpu.parts.decoding import Decoder, Models, check_graphs
+    from raycl.generation.static_cache import StaticKVCache
+
+    class Typed(Setup):
+        dtype = property(lambda self: dtype)  # type: ignore[assignment]
+
+    models, prompts = Models(Typed(CPU, tiny=True)), [[5, 6, 7], [8, 9, 10]]
+    host, mixture = models.mixed["q, v"], models.mixture("q, v", 2)
+
+    def logits(ids: Tensor | None, weights: Tensor = mixture.weights, backbone: Any = host.backbone) -> Any:
+        one = Decoder(backbone, prompts, 6, host, replace(mixture, weights=weights))
+        with torch.no_grad(), ExitStack() as opened:
+            one.open(opened)
+            return one, one.ids() if ids is None else one.logits(ids)
+
+    one, ids = logits(None)
+    found = logits(ids)[1]
+    check_graphs("right", one, ids, found)
+    noise = torch.randn(found.shape, generator=torch.Generator().manual_seed(0)).to(found.dtype)
+    rounded = found + noise * found.float().std().to(found.dtype) * (1e-6 if dtype == torch.float32 else 1e-3)
+    check_graphs("another kernel", one, ids, rounded)
+    stale_row = found.clone()
+    stale_row[-1, 1] = found[-2, 1]
+    wrong = [logits(ids, mixture.weights.flip(1) * 3)[1], logits(ids, mixture.weights * 0)[1], stale_row]
+    forward = StaticKVCache._forward
+    monkeypatch.setattr(StaticKVCache, "_forward", lambda slots: (slots._places.fill_(3), forward(slots)))
+    for stale in (*wrong, logits(ids)[1]):
+        monkeypatch.setattr(StaticKVCache, "_forward", forward)
+        with pytest.raises(WrongResultError, match=r"captured steps lie .* of the logits' norm from eager ones"):
+            check_graphs("wrong", one, ids, stale)
 
 
 def test_a_stream_that_trains_differently_misses_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +271,33 @@ def test_a_cut_run_keeps_the_figures_so_far(tmp_path: Path, monkeypatch: pytest.
     assert tree["settings"]["finished"] is False and list(tmp_path.iterdir()) == [file]
 
 
+def test_a_run_keeps_to_its_minutes_and_names_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that takes longer than its time leaves less to the next ones, and too little is left for the last."""
+    now, given = [0.0], {}
+
+    def taking(name: str, spent: float, **settings: Any) -> Part:
+        def run(seconds: float) -> Iterator[Figure]:
+            given[name] = seconds
+            now[0] += spent
+            yield Figure("number", 1.0)
+
+        found = Listed(name, 40, "", lambda _: [Case("a", run)])
+        for key, value in settings.items():
+            object.__setattr__(found, key, value)
+        return found
+
+    monkeypatch.setattr("raycl.bench.gpu.suite.time.monotonic", lambda: now[0])
+    parts = (taking("limits", 30), taking("serving", 50), taking("overlap", 90, least_s=90))
+    monkeypatch.setattr(suite, "PARTS", parts)
+    chosen = options("--only", "limits", "serving", "overlap", "--minutes", "2")
+    chosen.tiny = False
+    monkeypatch.setattr(suite, "_device", lambda options: CPU)
+    report = suite.measure(chosen)
+    assert given == {"limits": pytest.approx((120 - 12) / 3), "serving": pytest.approx((120 - 12 - 30) / 2)}
+    assert report.notes == ("overlap: left out, since 40 s of the time are left and it takes 90; give more --minutes",)
+    assert now[0] < 120 and report.settings["finished"]
+
+
 def test_contenders_take_turns_and_are_warmed_up() -> None:
     calls: list[str] = []
     runs = {
@@ -260,7 +323,7 @@ def test_the_page_in_docs_is_made_from_the_figures_in_docs() -> None:
 
 def test_the_parts_are_listed_with_their_minutes_and_reports_are_written(tmp_path: Path) -> None:
     listed = suite.without_measuring(options("--list", "--minutes", "10"))
-    assert listed is not None and len(listed.splitlines()) == len(PARTS)
+    assert listed is not None and len(listed.splitlines()) == len(PARTS) + 1
     assert sum(float(line.split()[1]) for line in listed.splitlines()) == pytest.approx(10, abs=0.5)
     page = tmp_path / "gpu.md"
     assert str(page) in str(suite.without_measuring(options("--report", str(page))))

@@ -129,8 +129,9 @@ def test_sign_does_not_matter_and_tokens_do_not_cancel(lab: Lab) -> None:
         {"source": torch.ones(1, 2, dtype=torch.bool)},
         True,
     )
-    started.migu._magnitudes._observe_output(
-        units, layer, None, torch.tensor([3.0, -3.0]).view(1, 2, 1).expand(1, 2, 32)
+    magnitudes = started.migu._magnitudes
+    magnitudes._observe_output(
+        units, magnitudes.sums[units.place], layer, None, torch.tensor([3.0, -3.0]).view(1, 2, 1).expand(1, 2, 32)
     )
     assert started.migu._magnitudes.sums[units.place].tolist() == [6.0] * 32
 
@@ -221,7 +222,7 @@ def test_adam_moves_masked_rows_by_momentum_unless_the_update_is_masked(lab: Lab
             mask[own.place][: own.place.stop - own.place.start] = False
             mask[own.place.start] = keeps_first
             mask[own.place.start + 1] = not keeps_first
-            started.migu._masked_rows = ~mask
+            started.migu._masked_rows.copy_(~mask)
             for parameter in started.engine.trained.values():  # type: ignore[attr-defined]
                 parameter.grad = torch.ones_like(parameter)
             started.engine.step(started.parts.modifiers)

@@ -10,10 +10,13 @@ import pytest
 import torch
 from migu_started import WORLD, Started, sgd
 from tiny import Lab, run
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from raycl.bench.migu import GradientsOnly
 from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Method
+from raycl.methods.migu.migu import MEASURED, Migu
 from raycl.methods.migu.row_selection import masked_count
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import METHODS, WRAPPERS, method_class
@@ -93,19 +96,22 @@ def test_the_control_draws_as_many_rows_anew_in_every_step(lab: Lab) -> None:
         ("bert", "float32", {"mask_update": True}),
     ],
 )
+@pytest.mark.parametrize("width", [None, 8])
 def test_row_sparse_is_the_masked_dense_step_to_rounding(
-    lab: Lab, kind: str, dtype: str, settings: dict[str, Any]
+    lab: Lab, kind: str, dtype: str, settings: dict[str, Any], width: int | None
 ) -> None:
-    """Weights after a few steps of two micro-batches, and the loss they give."""
+    """Weights after a few steps of one and of two micro-batches, and the loss they give; also as a GPU forms rows."""
     left, losses = [], []
     for sparse in (True, False):
         started = Started(lab, kind, row_sparse=sparse, backbone={"dtype": dtype}, **settings)
         if not settings.get("mask_update"):
             sgd(started.engine)
+        started.migu._sparse.width = width
         started.migu.record.steps = 2  # the first ones are measured, and therefore dense
         for rows in ([0, 1, 2, 3], [4, 5], [6, 7, 8]):
             started.step(started.batch(rows), started.batch(rows[:1]))
-        assert any(choice.rows is not None for choice in started.migu._choices.values()) is sparse
+            started.step(started.batch(rows))
+        assert started.migu._sparse.chosen is sparse
         losses.append(started.step(started.batch([9])).loss)
         left.append(started.values())
     tolerance = 1e-5 if dtype == "float32" else 2e-2
@@ -143,7 +149,72 @@ def test_row_sparse_changes_nothing_where_the_method_transforms_gradients(
 def test_rows_are_left_out_unless_gradients_are_mixed(lab: Lab, method: str, is_sparse: bool) -> None:
     """Factors of single values, and penalties, leave a masked row zero whatever stood in it."""
     settings = {"name": method, **({"learner": "finetune"} if method in WRAPPERS else {})}
-    assert bool(Started(lab, "bert", settings).migu._choices) is is_sparse
+    assert bool(Started(lab, "bert", settings).migu._sparse) is is_sparse
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "micro_batches", "seed", "passed_on"),
+    [
+        ("finetune", {}, 1, 1, True),
+        ("finetune", {"mask_scope": "micro_batch"}, 2, 1, True),
+        ("finetune", {}, 2, 1, False),
+        ("finetune", {}, 1, MEASURED, False),
+        ("finetune", {"row_sparse": False}, 1, 1, False),
+        ({"name": "ewc", "learner": "finetune"}, {}, 1, 1, False),
+    ],
+    ids=["one pass", "mask before backward", "whole before the mask", "measured", "dense", "penalty"],
+)
+def test_a_gradient_of_kept_rows_is_not_masked_again(
+    lab: Lab, method: Any, settings: dict[str, Any], micro_batches: int, seed: int, passed_on: bool
+) -> None:
+    started = Started(lab, "bert", method, **settings)
+    migu, batches = started.migu, [started.batch([0, 1]), started.batch([2, 3])][:micro_batches]
+    migu.record.steps = 2
+    kept: Any = GradientsOnly(started.engine)  # type: ignore[arg-type]
+    train_step(kept, started.parts.method, batches, WORLD, seed, started.parts.modifiers)
+    for name in migu._layout.rows:
+        masked = migu.masked(name)
+        assert masked is not None and masked.any() and not (kept.found[name] * masked).any()
+        assert bool((migu(name, torch.ones_like(kept.found[name])) * masked).any()) is passed_on
+
+
+def test_between_forward_and_backward_no_value_is_read(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would be waited for, by numbers that Python reads and by shapes that depend on values."""
+    started = Started(lab, "t5", threshold=0.7)
+    started.migu.record.steps = 2
+    ops: set[str] = set()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ops.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    choose = Migu._choose
+
+    def seen(migu: Migu) -> None:
+        with Seen(), monkeypatch.context() as patched:
+            patched.setattr(Tensor, "tolist", lambda tensor: pytest.fail("a value is read"))
+            choose(migu)
+
+    monkeypatch.setattr(Migu, "_choose", seen)
+    started.step(started.batch([0, 1, 2]))
+    assert started.migu._sparse.chosen and "sort" in ops
+    assert not ops & {"_local_scalar_dense", "nonzero", "masked_select", "item", "equal", "unique"}
+
+
+def test_a_weight_that_another_module_reads_is_masked(lab: Lab) -> None:
+    started = Started(lab, "bert")
+    model, path = started.parts.backbone.model, "encoder.layer.0.attention.self.query"
+    model.another = nn.Linear(32, 32)
+    model.another.weight = model.get_submodule(path).weight  # type: ignore[assignment]
+    started.parts.modifiers.end_task()
+    started.parts.modifiers.begin_task(started.phase, only=True, resumed=False)
+    started.migu.record.steps = 2
+    name = f"model.{path}.weight"
+    started.step(started.batch([0, 1]))
+    masked, seen = started.migu.masked(name), torch.ones(32, 32)
+    assert masked is not None and started.migu._sparse.formed(name)
+    assert not (started.migu(name, seen) * masked).any()
 
 
 def test_layers_are_restored_after_the_task(lab: Lab) -> None:

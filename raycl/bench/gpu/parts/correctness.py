@@ -25,7 +25,7 @@ from raycl.bench.gpu.setup import Case, Setup, check_equal
 from raycl.bench.gpu.tiny import tiny_model, word_tokenizer
 from raycl.bench.serving.banks import drawn_router
 from raycl.kernels.magnitude import summed_magnitude
-from raycl.kernels.row_gradient import adamw_rows, weight_gradient
+from raycl.kernels.row_gradient import Rows, adamw_rows, rows_of, weight_gradient, widens
 from raycl.retrieval.attention import Attention, AttentionConfig, AttentionRouter
 from raycl.retrieval.memory_slots.slots import KINDS as ROUTERS
 from raycl.serve.engine.engine import Engine
@@ -87,18 +87,30 @@ def _kernels(device: torch.device) -> Results:
     rows = torch.tensor([1, 4, 5, 17, 32], device=device)
     parameter = torch.randn(33, 20, generator=draw).to(device)
     moments = (torch.zeros_like(parameter), torch.zeros_like(parameter))
-    parameter.grad = weight_gradient(g_NO, x_ND, rows)
+    kept_2O = torch.zeros(2, 33, dtype=torch.bool, device=device)
+    kept_2O[0, rows] = kept_2O[1, :8] = True
+    five, eight = rows_of(kept_2O)
+    parameter.grad = weight_gradient(g_NO, x_ND, five)
     group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     adamw_rows(parameter, moments, rows, 0, 1, group)
     return {
         "magnitudes": summed_magnitude(y_NO, weight_N),
         "magnitudes without padding": summed_magnitude(y_NO),
         "gradient of chosen rows": parameter.grad,
-        "gradient of eight rows": weight_gradient(g_NO, x_ND, torch.arange(8, device=device)),
+        "gradient of eight rows": weight_gradient(g_NO, x_ND, eight),
+        "gradient from 16 bits": _gradient_from_16_bits(g_NO, x_ND, eight),
         "AdamW of chosen rows": parameter,
         "its first moment": moments[0],
         "its second moment": moments[1],
     }
+
+
+def _gradient_from_16_bits(g_NO: Tensor, x_ND: Tensor, rows: Rows) -> Tensor:
+    """In float32, as it is summed, where the device can give it so."""
+    g16_NO, x16_ND = g_NO.bfloat16(), x_ND.bfloat16()
+    if not widens(x16_ND, torch.float32):
+        g16_NO, x16_ND = g16_NO.float(), x16_ND.float()
+    return weight_gradient(g16_NO, x16_ND, rows, dtype=torch.float32)
 
 
 # ---- mixtures --------------------------------------------------------------------------------------------------------
