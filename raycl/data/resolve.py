@@ -7,7 +7,6 @@ What it does not know: the rows in the files (`ingest`), what is done with them 
 from __future__ import annotations
 
 import difflib
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from raycl.data.sources.fields import LABEL_NAMES, TEXT_NAMES, Columns
 from raycl.data.sources.formats import Source, is_list
 from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
 from raycl.data.sources.ingest import Labels, Reading
+from raycl.data.sources.json_values import JsonStream
 from raycl.data.sources.source import SourceFile
 from raycl.errors import ConfigError, DataError
 from raycl.storage import Storage
@@ -127,7 +127,8 @@ def _plans(
 def _read_as_set(plan: TaskPlan, config: StreamConfig) -> TaskPlan:
     """The task, read as the settings of the whole stream say."""
     columns = replace(plan.reading.columns, group=config.group or "")
-    return replace(plan, reading=replace(plan.reading, columns=columns, on_bad_row=config.on_bad_row))
+    files = {split: file.within(config.limits) for split, file in plan.files.items()}
+    return replace(plan, files=files, reading=replace(plan.reading, columns=columns, on_bad_row=config.on_bad_row))
 
 
 def _texts_alone(plan: TaskPlan) -> TaskPlan:
@@ -349,11 +350,9 @@ def _labels_file(folder: Storage) -> tuple[str, ...] | None:
     if not folder.exists(LABELS_FILE):
         return None
     with file.open() as stream:
-        content = stream.read()
-    try:
-        labels = json.loads(content)
-    except ValueError as error:
-        file.refuse(f"malformed JSON ({error}): expected a list of label strings")
+        text = JsonStream(file, stream)
+        labels = text.value()
+        text.end()
     if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
         file.refuse("found something else than a list of strings: expected the label set as a JSON list")
     return tuple(dict.fromkeys(labels))

@@ -14,6 +14,7 @@ from raycl.data.prompts import PromptName
 from raycl.data.sources.chats import Turns
 from raycl.data.sources.findings import OnBadRow
 from raycl.data.sources.formats import Format
+from raycl.data.sources.limits import ReadLimits
 from raycl.types import Objective
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
@@ -178,6 +179,7 @@ class StreamConfig(Section):
         description="a row that cannot be used (no label, a conversation without an answer, malformed JSON). refuse: "
         "the run stops and names it; skip: such rows are left out and counted",
     )
+    limits: ReadLimits = ReadLimits()
     dev: Literal["carve", "file"] = Field(
         "carve",
         description="carve: dev rows are taken from train; file: dev files are used, which equal the test files "

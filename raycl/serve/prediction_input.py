@@ -17,6 +17,7 @@ from raycl.data.sources.fields import Columns, Row, other_fields
 from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.formats import Format, Source, read_rows
 from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
+from raycl.data.sources.limits import ReadLimits
 from raycl.data.sources.source import SourceFile
 from raycl.storage import Storage
 
@@ -100,11 +101,14 @@ class Input:
         return {"files": hashes, "format": self.format, "columns": [list(self.columns.text), list(self.columns.label)]}
 
 
-def files_at(addresses: Sequence[str], split: str = "test", config: str | None = None) -> tuple[Source, ...]:
+def files_at(
+    addresses: Sequence[str], split: str = "test", config: str | None = None, limits: ReadLimits | None = None
+) -> tuple[Source, ...]:
     """Files at paths or URIs; of a folder, those with a known suffix, in the order of their names; datasets.
 
     Args:
         split, config: of a dataset: an `hf://` name, or a local folder in the hub's layout.
+        limits: beyond which they are refused; None: the usual ones.
 
     Raises:
         DataError: a file does not exist, or a folder has none.
@@ -129,7 +133,7 @@ def files_at(addresses: Sequence[str], split: str = "test", config: str | None =
         if not names:
             file.refuse(f"expected a file, or a folder with files, that end with {', '.join(SUFFIXES)}, or a dataset")
         found += [SourceFile(folder, name) for name in names]
-    return tuple(found)
+    return tuple(found) if limits is None else tuple(file.within(limits) for file in found)
 
 
 class _KeptFindings(Findings):

@@ -44,6 +44,11 @@ def add_input(found: argparse.ArgumentParser) -> None:
     found.add_argument("words", nargs="+", metavar="FILE key.path=value", help="files or folders; settings of serving")
     found.add_argument("--format", choices=FORMATS, default="auto", help="of the files (default: by their suffix)")
     found.add_argument("--text", metavar="COLUMN", help="column of the text (default: text, input or sentence)")
+    found.add_argument("--depth", metavar="N", type=int, help="levels that a row of JSON may have (default: 64)")
+    found.add_argument("--row-mb", metavar="N", type=int, help="MiB that a row may have (default: 16)")
+    found.add_argument(
+        "--expansion", metavar="N", type=int, help="times a Parquet file's size that its rows may take (default: 1000)"
+    )
     found.add_argument("--split", default="test", help="of a dataset (default: test)")
     found.add_argument("--config", metavar="NAME", help="configuration of a dataset that has several")
     found.add_argument("--task", help="task of all rows, if it is known")
@@ -92,11 +97,15 @@ def open_model(options: argparse.Namespace) -> OfflineModel:
 
 def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
     """The rows; with a label, which `predict` does not read."""
+    from raycl import config as configs
     from raycl.data.sources.fields import TEXT_NAMES, Columns
+    from raycl.data.sources.limits import ReadLimits
     from raycl.serve.prediction_input import Input, files_at
 
+    given = {name: getattr(options, name) for name in ReadLimits.model_fields}
+    limits = configs.validate(ReadLimits, {name: value for name, value in given.items() if value is not None})
     text = (options.text,) if options.text else TEXT_NAMES
-    return Input(files_at(options.files, options.split, options.config), Columns(text, label), options.format)
+    return Input(files_at(options.files, options.split, options.config, limits), Columns(text, label), options.format)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,23 +8,20 @@ was expected and what to do. What it does not know: label sets, splits, prompts.
 from __future__ import annotations
 
 import json
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import islice
 from pathlib import PurePosixPath
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-import pyarrow.parquet as pq
-from pyarrow import ArrowException
-
-from raycl.data.sources.cells import table_items
 from raycl.data.sources.chats import CHAT_NAMES
 from raycl.data.sources.fields import INSTRUCTION, QUESTION, Columns, Row, usable_rows
 from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.hub import HubSplit
+from raycl.data.sources.json_values import JsonStream, json_line
 from raycl.data.sources.source import SourceFile, SourceFiles
+from raycl.data.sources.tables.cells import table_items
+from raycl.data.sources.tables.parquet import parquet_items
+from raycl.errors import DataError
 
 Format = Literal["auto", "natural_instructions", "olora", "object", "jsonl", "csv", "parquet", "text", "phrasebank"]
 
@@ -33,7 +30,6 @@ Source = SourceFile | SourceFiles | HubSplit
 
 _SENTIMENTS = ("negative", "neutral", "positive")
 _PEEK = 1 << 16
-_BATCH = 256
 
 
 def read_rows(
@@ -131,24 +127,22 @@ def _is_json(line: bytes) -> bool:
 def _fields(file: SourceFile) -> tuple[set[str], list[str], bool]:
     """Of a file's first object the names of its fields, up to `Instances`, those that are lists of objects, and whether
     another value follows."""
-    import ijson  # read by these formats alone
-
-    names, lists, ended, last = set[str](), list[str](), False, ("", "")
-    with file.open() as stream, _numbers_of_any_length():
+    names, lists = set[str](), list[str]()
+    with file.open() as stream:
+        text = JsonStream(file, stream)
         try:
-            for prefix, event, value in ijson.parse(stream, multiple_values=True):
-                if ended:
-                    return names, lists, True
-                if (prefix, event) == ("", "map_key"):
-                    names.add(value)
-                    if value == "Instances":
-                        break
-                elif event == "start_map" and last == (prefix.removesuffix(".item"), "start_array"):
-                    lists += [last[0]] if last[0] in names else []
-                ended, last = (prefix, event) == ("", "end_map"), (prefix, event)
-        except ijson.JSONError:
-            pass  # the reader says where it breaks
-    return names, lists, False
+            for name in text.names():
+                names.add(name)
+                if name == "Instances":
+                    return names, lists, False
+                if text.next() == "[":
+                    for place, one in enumerate(text.elements()):
+                        lists += [name] if place == 0 and isinstance(one, dict) else []
+                else:
+                    text.skip()
+            return names, lists, bool(text.next())
+        except DataError:
+            return names, lists, False  # the reader says where it breaks
 
 
 def read_definition(file: SourceFile) -> str:
@@ -157,89 +151,55 @@ def read_definition(file: SourceFile) -> str:
     Raises:
         DataError: the part of the file before its end is not JSON.
     """
-    import ijson  # read by these formats alone
-
-    parts: list[str] = []
     with file.open() as stream:
-        try:
-            for prefix, event, value in ijson.parse(stream):
-                if prefix in ("Definition", "Definition.item") and event == "string":
-                    parts.append(value)
-                elif prefix == "Definition" and event in ("end_array", "null"):
-                    break
-        except ijson.JSONError as error:
-            _refuse_json(file, 0, error)
-    return "\n".join(parts).strip()
+        text = JsonStream(file, stream)
+        for name in text.names():
+            if name == "Definition":
+                found = text.value()
+                parts = found if isinstance(found, list) else [found]
+                return "\n".join(part for part in parts if isinstance(part, str)).strip()
+            text.skip()
+    return ""
 
 
 def _natural_instructions(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
     names = Columns(("input",), ("output",) if columns.label else (), group=columns.group, others=columns.others)
-    return usable_rows(enumerate(_json_items(file, "Instances.item"), start=1), names, file.refuse, findings)
+    return usable_rows(_items_of(file, "Instances"), names, file.refuse, findings)
 
 
 def _olora(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
-    return usable_rows(enumerate(_json_items(file, "item"), start=1), columns, file.refuse, findings)
+    return usable_rows(_items(file), columns, file.refuse, findings)
 
 
 def _object(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
     """The rows are a list in a field of one object."""
     _, names, _ = _fields(file)
     if len(names) != 1:
-        deque(_json_items(file, ""), maxlen=0)  # where the file is cut or damaged, that is what is wrong
+        deque(_items_of(file, ""), maxlen=0)  # where the file is cut or damaged, that is what is wrong
         found = f"{len(names)} lists of objects ({', '.join(names)})" if names else "no list of objects"
         file.refuse(f"the object has {found}: expected rows in one of its fields, or save the rows as JSON lines")
     findings.note(f"{file.name}: its rows are the list '{names[0]}'")
-    return usable_rows(enumerate(_json_items(file, f"{names[0]}.item"), start=1), columns, file.refuse, findings)
+    return usable_rows(_items_of(file, names[0]), columns, file.refuse, findings)
 
 
-def _json_items(file: SourceFile, prefix: str) -> Iterator[Any]:
-    import ijson  # read by these formats alone
-
-    number, problem = 0, None
+def _items(file: SourceFile) -> Iterator[tuple[int, Any]]:
+    """The numbered elements of a list."""
     with file.open() as stream:
-        items = ijson.items(stream, prefix)
-        while problem is None:
-            batch: list[Any] = []
-            try:
-                with _numbers_of_any_length():
-                    for item in islice(items, _BATCH):
-                        batch.append(item)
-            except ijson.JSONError as error:
-                problem = error
-            yield from batch
-            number += len(batch)
-            if not batch:
-                break
-        if problem is not None:
-            _refuse_json(file, number + 1, problem)
+        text = JsonStream(file, stream)
+        yield from enumerate(text.elements(), start=1)
+        text.end()
 
 
-@contextmanager
-def _numbers_of_any_length() -> Iterator[None]:
-    """Python's limit of digits ends the process inside ijson, which does not look for the error."""
-    digits = sys.get_int_max_str_digits()
-    sys.set_int_max_str_digits(0)
-    try:
-        yield
-    finally:
-        sys.set_int_max_str_digits(digits)
-
-
-def _refuse_json(file: SourceFile, row: int, error: Exception) -> NoReturn:
-    """Report where the JSON breaks; the parser gives no position, so the broken file is parsed once more."""
-    if "UTF8" in str(error):
-        file.refuse("invalid UTF-8: expected UTF-8 text, convert the file to UTF-8", row)
-    place, reason = "", str(error).splitlines()[0]
+def _items_of(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
+    """The numbered elements of a list in a field of one object."""
     with file.open() as stream:
-        try:
-            json.loads(stream.read())
-        except json.JSONDecodeError as found:
-            place, reason = f" at line {found.lineno}, column {found.colno}", found.msg
-        except (ValueError, RecursionError):
-            pass
-    file.refuse(
-        f"malformed JSON{place} ({reason}): expected one complete JSON value, repair or re-export the file", row
-    )
+        text = JsonStream(file, stream)
+        for name in text.names():
+            if name == field and text.next() == "[":
+                yield from enumerate(text.elements(), start=1)
+            else:
+                text.skip()
+        text.end()
 
 
 def _jsonl(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
@@ -251,25 +211,9 @@ def _json_lines(file: SourceFile, findings: Findings) -> Iterator[tuple[int, Any
         if not line.strip():
             continue
         try:
-            yield number, _json_line(line, number, file)
+            yield number, json_line(line, number, file)
         except BadRow as problem:
             findings.bad_row(problem)
-
-
-def _json_line(line: str, number: int, file: SourceFile) -> Any:
-    try:
-        item = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        file.refuse(f"{_json_problem(error)}: expected one object a line, repair the line", number)
-    return item
-
-
-def _json_problem(error: ValueError | RecursionError) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"malformed JSON at column {error.colno} ({error.msg})"
-    if isinstance(error, RecursionError):
-        return "JSON that is nested too deeply"
-    return f"JSON that cannot be read ({str(error).partition(';')[0]})"  # a number of more digits than Python reads
 
 
 def _csv(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
@@ -277,18 +221,7 @@ def _csv(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row
 
 
 def _parquet(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
-    return usable_rows(enumerate(_parquet_items(file, columns), start=1), columns, file.refuse, findings)
-
-
-def _parquet_items(file: SourceFile, columns: Columns) -> Iterator[Any]:
-    with file.open() as stream:
-        try:
-            parquet = pq.ParquetFile(stream)
-            wanted = columns.needed(parquet.schema_arrow.names, file.refuse)
-            for batch in parquet.iter_batches(batch_size=1024, columns=wanted):
-                yield from batch.to_pylist()
-        except ArrowException as error:
-            file.refuse(f"not a readable Parquet file ({' '.join(str(error).split())}): re-export the file")
+    return usable_rows(parquet_items(file, columns), columns, file.refuse, findings)
 
 
 def _phrasebank(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:

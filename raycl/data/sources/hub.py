@@ -12,12 +12,13 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raycl.data.sources.fields import Columns, Row, usable_rows
 from raycl.data.sources.findings import BadRow, Findings
+from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError
 
@@ -42,6 +43,7 @@ class HubSplit:
         config: name of the dataset's configuration; None: its only or default one.
         revision: commit, branch or tag on the hub.
         cache: folder for what is converted; None: that of `datasets`.
+        limits: beyond which its files and rows are refused.
     """
 
     path: str
@@ -49,6 +51,7 @@ class HubSplit:
     config: str | None = None
     revision: str | None = None
     cache: str | None = None
+    limits: ReadLimits = USUAL_LIMITS
 
     @property
     def name(self) -> str:
@@ -65,6 +68,10 @@ class HubSplit:
         if row is None:
             raise DataError(f"{self.uri}: {problem}")
         raise BadRow(f"{self.uri}, row {row}: {problem}", row, problem)
+
+    def within(self, limits: ReadLimits) -> HubSplit:
+        """The same with these limits."""
+        return replace(self, limits=limits)
 
     def exists(self) -> bool:
         """Whether it can be read; raises what `require` does where it cannot."""

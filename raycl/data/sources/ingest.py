@@ -33,7 +33,7 @@ Labels = tuple[str, ...] | Literal["auto"] | None
 MAX_AUTO_LABELS = 64
 """More distinct answers than this in a train file are free text, not a label set."""
 
-_VERSION = 7
+_VERSION = 8
 _BATCH = 1024
 _SCHEMA = pa.schema(
     [("text", pa.string()), ("references", pa.list_(pa.string())), ("row", pa.int64()), ("group", pa.string())]
@@ -169,7 +169,7 @@ def ingest(file: Source, reading: Reading, cache: Path) -> RawRows:
         DataError: the file, a row or a label cannot be used, or there are no rows.
     """
     opened = file.open() if isinstance(file, HubSplit) else file
-    key = key_of(_VERSION, "file", opened.content_hash(cache), file.name, asdict(reading))
+    key = key_of(_VERSION, "file", opened.content_hash(cache), file.name, asdict(reading), file.limits.model_dump())
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
         findings = Findings(reading.on_bad_row)

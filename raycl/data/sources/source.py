@@ -21,6 +21,7 @@ from typing import IO, NoReturn
 from pydantic import TypeAdapter
 
 from raycl.data.sources.findings import BadRow
+from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits
 from raycl.errors import DamagedError, DataError, StorageError
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
@@ -55,10 +56,11 @@ _HASHED = TypeAdapter(_Hashed)
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file `name` in a folder."""
+    """A file `name` in a folder; its rows are refused beyond `limits`."""
 
     folder: Storage
     name: str
+    limits: ReadLimits = USUAL_LIMITS
 
     @staticmethod
     def at(uri: str | Path) -> SourceFile:
@@ -81,6 +83,10 @@ class SourceFile:
         if row is None:
             raise DataError(f"{self.uri}: {problem}")
         raise BadRow(f"{self.uri}, row {row}: {problem}", row, problem)
+
+    def within(self, limits: ReadLimits) -> SourceFile:
+        """The same with these limits."""
+        return replace(self, limits=limits)
 
     def exists(self) -> bool:
         """Whether the file is there."""
@@ -147,10 +153,10 @@ class SourceFile:
         """Numbered lines (1-based, without line end), decoded one by one.
 
         Raises:
-            DataError: a line is not UTF-8.
+            DataError: a line is not UTF-8, or larger than a row may be.
         """
         with self.open() as stream:
-            for number, line in enumerate(_split_lines(stream), start=1):
+            for number, line in enumerate(self._split_lines(stream), start=1):
                 try:
                     yield number, line.decode(encoding)
                 except UnicodeDecodeError as error:
@@ -159,6 +165,23 @@ class SourceFile:
                         f"expected UTF-8 text; if it is in Windows' Latin letters, {self._convert('WINDOWS-1252')}",
                         number,
                     )
+
+    def _split_lines(self, stream: IO[bytes]) -> Iterator[bytes]:
+        rest: list[bytes] = []
+        number = 1
+        while chunk := stream.read(_CHUNK):
+            first, *whole = chunk.split(b"\n")
+            rest.append(first)
+            if sum(map(len, rest)) > self.limits.row_bytes:
+                self.refuse(self.limits.too_large, number)
+            if not whole:
+                continue
+            yield b"".join(rest).removesuffix(b"\r")
+            rest = [whole.pop()]
+            yield from (line.removesuffix(b"\r") for line in whole)
+            number += 1 + len(whole)
+        if last := b"".join(rest):
+            yield last.removesuffix(b"\r")
 
     def content_hash(self, cache: Path) -> str:
         """SHA-256 of the bytes in hex, remembered in `cache` under size and time of change.
@@ -204,6 +227,15 @@ class SourceFiles:
             raise DataError(f"{self.uri}: {problem}")
         raise BadRow(f"{self.uri}, row {row} of all: {problem}", row, problem)
 
+    @property
+    def limits(self) -> ReadLimits:
+        """Those of each file."""
+        return self.files[0].limits
+
+    def within(self, limits: ReadLimits) -> SourceFiles:
+        """The same with these limits."""
+        return replace(self, files=tuple(file.within(limits) for file in self.files))
+
     def exists(self) -> bool:
         """Whether all files are there."""
         return all(file.exists() for file in self.files)
@@ -234,12 +266,3 @@ def _known(hashes: Storage, memo: str, stamp: str) -> str | None:
 def _encoding(head: bytes) -> tuple[str, bytes]:
     """Encoding of a file with this beginning, and its byte order mark."""
     return next(((name, mark) for mark, name in _MARKS if head.startswith(mark)), ("UTF-8", b""))
-
-
-def _split_lines(stream: IO[bytes]) -> Iterator[bytes]:
-    rest = b""
-    while chunk := stream.read(_CHUNK):
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from (line.removesuffix(b"\r") for line in whole)
-    if rest:
-        yield rest.removesuffix(b"\r")

@@ -139,7 +139,6 @@ READ_AS: list[tuple[str, str | bytes, list[tuple[str, str]], str]] = [
         "its rows are the list 'data'",
     ),
     ("row.json", json.dumps({"text": "a", "label": "b", "spans": [{"at": 1}]}), [("a", "b")], ""),
-    ("digits.json", '[{"id": ' + "9" * 5000 + ', "text": "a", "label": "b"}]', [("a", "b")], ""),
 ]
 
 
@@ -206,9 +205,17 @@ BROKEN: list[tuple[str, str | bytes, list[str]]] = [
     ("cut.csv", "text,label\n日本,b\n".encode("utf-16")[:-1], ["invalid UTF-16-LE", "expected text"]),
     ("half.jsonl", '{"text": "a", "label": "b"}\n{"text": "x\\ud83d", "label": "b"}', ["row 2", "half a character"]),
     ("half_label.jsonl", '{"text": "a", "label": "x\\ud83d"}', ["row 1", "half a character (\\ud83d at character 2)"]),
-    ("digits.jsonl", '{"id": ' + "9" * 5000 + "}", ["row 1", "4300 digits", "repair the line"]),
-    ("deep.jsonl", '{"a": ' + "[" * 100_000, ["row 1", "nested too deeply"]),
-    ("deep.json", "{" + '"a": {' * 3000, ["row 1", "nested too deeply"]),
+    ("digits.jsonl", '{"id": ' + "9" * 5000 + "}", ["row 1", "more than 4,300 digits", "repair it"]),
+    (
+        "digits.json",
+        '[{"text": "a", "label": "b"}, {"id": ' + "9" * 2_000_000 + "}]",
+        ["row 2", "more than 4,300 digits"],
+    ),
+    ("deep.jsonl", '{"a": ' + "[" * 100_000, ["row 1", "more than 64 levels deep", "raise stream.limits.depth"]),
+    ("deep.json", "{" + '"a": {' * 3000, ["row 1", "more than 64 levels deep", "--depth"]),
+    ("deep_list.json", "[" * 400_000, ["row 1", "more than 64 levels deep"]),
+    ("levels.jsonl", '{"a": ' + "[" * 64 + "]" * 64 + "}", ["row 1", "more than 64 levels deep"]),
+    ("levels.json", '[{"a": ' + "[" * 64 + "]" * 64 + "}]", ["row 1", "more than 64 levels deep"]),
     ("lists.json", '{\n"train": [{"text": "a"}], "test": [{"text": "b"}]}', ["2 lists of objects (train, test)"]),
     ("no_list.json", '{\n"a": 1}', ["no list of objects", "expected rows in one of its fields"]),
     ("twice.csv", "text,text,label\na,b,c\n", ["several columns have the name 'text'", "rename"]),

@@ -88,7 +88,7 @@ def _rows(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[li
         findings.note(f"{file.name}: its cells are separated by {SEPARATORS[separator]}")
     if separator == "\t":
         return _tab_rows(file, findings)
-    return _quoted_rows(file, (f"{line}\n" for _, line in file.lines()), separator, findings)
+    return _quoted_rows(file, (line for _, line in file.lines()), separator, findings)
 
 
 def _separator(first: str, usual: str, columns: Columns) -> str:
@@ -100,11 +100,21 @@ def _separator(first: str, usual: str, columns: Columns) -> str:
 
 
 def _quoted_rows(file: SourceFile, lines: Iterator[str], separator: str, findings: Findings) -> Iterator[list[str]]:
-    """Cells in quotes may hold separators and line breaks (RFC 4180); `lines` have their ends."""
-    reader = csv.reader(lines, delimiter=separator, strict=True)
-    number, before = -1, 0
+    """Cells in quotes may hold separators and line breaks (RFC 4180)."""
+    number, before, size, row_bytes = -1, 0, 0, file.limits.row_bytes
+
+    def ended() -> Iterator[str]:
+        nonlocal size
+        for line in lines:
+            size += len(line)
+            if size > row_bytes:
+                file.refuse(file.limits.too_large, max(number, 0) + 1)
+            yield f"{line}\n"
+
+    reader = csv.reader(ended(), delimiter=separator, strict=True)
     try:
         for cells in reader:
+            size = 0
             if not cells:
                 continue
             number += 1
@@ -143,8 +153,7 @@ def _tab_rows(file: SourceFile, findings: Findings) -> Iterator[list[str]]:
             if by_line is None:
                 by_line = _each_line_is_a_row(file)
             if not by_line:
-                rest = (f"{one}\n" for one in chain([line], (one for _, one in lines)))
-                yield from _quoted_rows(file, rest, "\t", findings)
+                yield from _quoted_rows(file, chain([line], (one for _, one in lines)), "\t", findings)
                 return
             if not all(_QUOTED.fullmatch(cell) for cell in cells if cell.startswith('"')):
                 findings.note(f"{file.name}: quotes that are not around whole cells are read as text, a row a line")

@@ -1,0 +1,87 @@
+"""How large a row may be, how deep its JSON, and how far a compressed file may expand.
+
+Why it exists: a file of a few kilobytes must not fill memory or disk, and what is meant to be that large can be
+allowed. What it does not know: formats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from raycl.config import Section
+
+FREE_BYTES = 256 << 20
+"""Rows of a compressed file that are read however small the file is."""
+
+MAX_DEPTH = 300
+"""Python's own limit of nested calls is near 1,000, and every reader and writer of JSON takes one for each level."""
+
+
+class ReadLimits(Section):
+    """What files of rows may not exceed, so that a small one cannot fill memory or disk."""
+
+    depth: int = Field(
+        64, ge=2, le=MAX_DEPTH, description="levels of lists and objects inside each other that a row may have"
+    )
+    row_mb: int = Field(16, ge=1, description="size of a row at most, in MiB")
+    expansion: int = Field(
+        1000,
+        ge=1,
+        description="size of all rows of a compressed file (Parquet, .gz, ...) at most, as a multiple of the file's; "
+        "256 MiB are always read",
+    )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row."""
+        return self.row_mb << 20
+
+    def expanded_bytes(self, size: int) -> int:
+        """Of all rows of a compressed file of this size."""
+        return max(FREE_BYTES, self.expansion * size)
+
+    @property
+    def too_deep(self) -> str:
+        """What is wrong with JSON beyond `depth`."""
+        remedy = f", or raise {_setting('depth')}" if self.depth < MAX_DEPTH else ""
+        return (
+            f"JSON that is nested more than {self.depth} levels deep: expected less, repair or remove the row{remedy}"
+        )
+
+    @property
+    def too_large(self) -> str:
+        """What is wrong with a row beyond `row_mb`."""
+        return (
+            f"a row is larger than {self.row_mb:,} MiB: expected less, split or remove it (where a quote or bracket is "
+            f"never closed, close it), or raise {_setting('row_mb')}"
+        )
+
+    def too_expanded(self, size: int) -> str:
+        """What is wrong with a compressed file of this size beyond `expansion`."""
+        return (
+            f"its rows take more than {self.expanded_bytes(size) >> 20:,} MiB, and the file {size:,} bytes: expected "
+            f"less, check where it comes from, or raise {_setting('expansion')}"
+        )
+
+    def is_too_deep(self, item: Any, text: str, start: int, end: int) -> bool:
+        """Whether the value that was read from this part of a text is nested too deeply; flat ones cost little."""
+        if text.find("[", start, end) < 0 and text.find("{", start + 1, end) < 0:
+            return False
+        if text.count("[", start, end) + text.count("{", start, end) <= self.depth:
+            return False
+        level = [item]
+        for _ in range(self.depth):
+            parts = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+            level = [part for group in parts for part in group if isinstance(part, dict | list)]
+            if not level:
+                return False
+        return True
+
+
+USUAL_LIMITS = ReadLimits()
+
+
+def _setting(name: str) -> str:
+    return f"stream.limits.{name} (in raycl predict: --{name.replace('_', '-')})"

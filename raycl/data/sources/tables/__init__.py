@@ -1,0 +1,1 @@
+"""Readers of tables: CSV and TSV, Parquet."""
