@@ -21,6 +21,7 @@ from ray.train import RunConfig as RayRunConfig
 
 from raycl import config as configs
 from raycl.config import trust
+from raycl.config.addresses import announce
 from raycl.data.stream import Stream
 from raycl.errors import (
     AlreadyExistsError,
@@ -173,7 +174,9 @@ def run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
     """Folder, config and state of a run (`ResumeError`: there is none); its data is not looked at."""
     storage = run_at(folder)
     state = read_state(storage)
-    return storage, _config_of(storage, state), state
+    config = _config_of(storage, state)
+    announce(configs.as_tree(config), storage.address)
+    return storage, config, state
 
 
 def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import MAIN, NOT_SERVED, missing_branch, resolve
+from raycl.config.addresses import announce
 from raycl.errors import BankError
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage
@@ -40,6 +41,7 @@ def find_bank(place: str) -> tuple[Bank, str] | None:
         return None
     tree = configs.from_yaml(storage.read_text(CONFIG), f"{storage.uri}/{CONFIG}")
     config = configs.validate(BankConfig, tree.get("bank") or {})
+    announce({"bank": {"dir": config.dir}}, storage.address)
     return open_bank(config, storage), config.branch
 
 

@@ -17,6 +17,7 @@ from raycl.backbone import BackboneConfig, at_commit
 from raycl.backbone.load import because_of_kind, known_capabilities
 from raycl.backbone.markup.chat_templates import with_template_files
 from raycl.config import Section, Tree, trust
+from raycl.config.addresses import announce
 from raycl.config.names import problem_of, shown
 from raycl.config.unused import refuse, unused_written
 from raycl.data.stream import Stream, StreamConfig
@@ -196,6 +197,8 @@ def from_tree(given: Tree) -> RunConfig:
         ConfigError: an unknown key, a wrong value, or one that the snapshot excludes. BankError: no such snapshot.
     """
     given = with_template_files(given)
+    output = given.get("output")
+    announce(given, str((output.get("dir") if isinstance(output, dict) else None) or default_directory()))
     start = read_start(given)
     config = configs.validate(RunConfig, given if start is None else start.tree)
     if start is not None:  # what an older bank does not record has its default, as it has in the run that starts

@@ -15,6 +15,7 @@ from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.training_state import state_objects
 from raycl.config import Tree
+from raycl.config.addresses import addresses, require_named
 from raycl.data.prompts import Prompt
 from raycl.data.resolve import missing_files
 from raycl.data.settings import StreamConfig
@@ -67,7 +68,7 @@ def read_start(given: Tree) -> Start | None:
 
     Raises:
         BankError: there is no such snapshot, or it cannot be trained on.
-        ConfigError: no new tasks, or another bank to publish to.
+        ConfigError: no new tasks, another bank to publish to, or storage that the snapshot names and the user does not.
     """
     section = given.get("bank")
     written = section.get("start") if isinstance(section, dict) else None
@@ -106,7 +107,11 @@ def read_start(given: Tree) -> Start | None:
     for holder, key in settings_by_task(base):
         holder[key] = {name: value for name, value in holder[key].items() if name in names}
     specs = _moved(specs, stream.get("tasks"), learned)
+    base["stream"]["cache_dir"] = None
     tree = _merged({key: value for key, value in base.items() if key not in OWN}, given)
+    known = [address, *addresses(given).values()]
+    named = {**tree, "bank": None, "stream": {**tree["stream"], "tasks": [*specs, *added]}}
+    require_named(named, known, f"snapshot {snapshot.number} of '{bank.storage.uri}'", "bank.allow_storage=[ADDRESS]")
     keep_limits(base["stream"], tree["stream"], list(map(_name, added)))
     tree["stream"]["tasks"] = [*_reachable(specs, snapshot, tree), *added]
     tree["bank"] = {**section, "dir": address, "start": f"{address}@{snapshot.sha256}"}

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 from raycl import config as configs
 from raycl.bank.branches import MAIN, BranchName
 from raycl.config import Location, PathOrUri, Section, trust
+from raycl.config.addresses import announce
 from raycl.config.trust import Permissions
 from raycl.config.unused import refuse, unused_written
 from raycl.pretrained import resolve_path
@@ -69,6 +70,9 @@ class GateConfig(Section):
     split: Literal["dev", "test"] = Field("dev", description="rows that a snapshot is evaluated on")
     stream: tuple[str, ...] = Field(
         (), description="overrides of the stream that the snapshot was trained on, for data that has moved: root=..."
+    )
+    allow_storage: tuple[str, ...] = Field(
+        (), description="addresses of storage (s3://BUCKET) at which snapshots may name data, beside the bank's own"
     )
     device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="device of the gate; null: as the endpoint")
     gpus: float = Field(1.0, gt=0, le=1, description="share of a GPU that the gate reserves")
@@ -267,6 +271,7 @@ def load_serve_config(path: str | None, overrides: Sequence[str]) -> ServeConfig
         ConfigError: see `raycl.config.load`; or the file sets what only the command may allow (`config.trust`).
     """
     config = configs.load(ServeConfig, path, overrides)
+    announce(configs.as_tree(config), config.bank)
     source = "the config" if path is None else f"config file '{path}'"
     trust.require(trust.requested(configs.as_tree(config)), overrides, source)
     refuse(unused_written(path, overrides, config, lambda: configs.load(ServeConfig, path)), source)

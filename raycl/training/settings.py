@@ -12,6 +12,7 @@ from raycl.config import PathOrUri, Section
 
 EXEMPT = (
     *("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days", "bank.copies"),
+    "bank.allow_storage",
     *("eval.mode", "eval.overlap_cpus", "eval.overlap_gpus", "eval.other_row"),
     "checkpoint.asynchronous",
 )
@@ -206,6 +207,10 @@ class BankConfig(Section):
         description="BANK@REFERENCE: start from a snapshot (its branch, number or hash), whose config is taken over; "
         "stream.tasks names the tasks that are learned next; null: start from the backbone",
     )
+    allow_storage: tuple[str, ...] = Field(
+        (),
+        description="addresses of storage (s3://BUCKET) at which the snapshot may name data, beside the bank's own",
+    )
     revise: str | None = Field(
         None,
         description="with start: a learned task that is learned again, from the data that stream.tasks gives for it "
@@ -225,7 +230,7 @@ class BankConfig(Section):
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Where nothing goes, and how nothing is learned again."""
         if not self.start:
-            yield "revise", "start=null"
+            yield from ((name, "start=null") for name in ("allow_storage", "revise"))
         if not self.revise:
             yield "revise_from", "revise=null"
         if not self.publish:

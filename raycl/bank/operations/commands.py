@@ -200,7 +200,8 @@ def _forget(bank: Bank, options: Namespace) -> Answer:
     snapshot = resolve(bank, options.snapshot)
     overrides = options.set + ([f"stream.test_rows={options.rows}"] if options.rows else [])
     scores, backbone = not options.without_scores, options.backbone or ""
-    done = forget(bank, snapshot, options.task, scores, overrides, backbone, _permissions(options))
+    permissions, storage = _permissions(options), options.allow_storage
+    done = forget(bank, snapshot, options.task, scores, overrides, backbone, permissions, storage)
     pairs = {task: (before, done.after[task]) for task, before in done.before.items()}
     rows = [
         (task, f"{old.value:.1f}", f"{new.value:.1f}", f"{new.value - old.value:+.1f}", old.count)

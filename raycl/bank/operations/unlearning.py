@@ -27,6 +27,7 @@ from raycl.eval.settings import EvalConfig
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class
 from raycl.retrieval.routers import without
+from raycl.run.recorded import recorded_data
 from raycl.run.start import settings_by_task
 from raycl.serve.snapshots.scores import score_snapshot
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
@@ -61,6 +62,7 @@ def forget(
     overrides: Sequence[str] = (),
     backbone: str = "",
     permissions: Permissions = NONE_GIVEN,
+    storage: Sequence[str] = (),
 ) -> UnlearningResult:
     """Make a snapshot without `task`: its adapters, their head rows, keys and pseudo samples are gone from it.
 
@@ -69,6 +71,7 @@ def forget(
         overrides: dotted settings of the stream, for data that has moved (`stream.root=...`, `stream.test_rows=200`).
         backbone: where it is now, if not where it was.
         permissions: what the snapshot's author may run here.
+        storage: addresses of storage, beside the bank's, at which the snapshot's record may name data.
 
     Raises:
         BankError: the task is unknown or the only one, or shares an adapter with others.
@@ -77,7 +80,7 @@ def forget(
     removed = adapters_of_task(snapshot, task)
     if len(snapshot.tasks) == 1:
         raise BankError(f"'{task}' is the only task of snapshot {snapshot.number}: remove the bank instead")
-    before = evaluate(bank, snapshot, task, overrides, backbone, permissions) if scores else {}
+    before = evaluate(bank, snapshot, task, overrides, backbone, permissions, storage) if scores else {}
     kept = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters if entry.name not in removed]
     forgotten = [*snapshot.provenance.get("forgotten", []), task]
     router, _ = put_router(bank, without(get_router(bank, snapshot), task))
@@ -91,7 +94,8 @@ def forget(
         provenance={**snapshot.provenance, "forgotten": forgotten, "config": _config_without(snapshot, task)},
         training=_training_without(bank, snapshot, task, removed),
     )
-    after = evaluate(bank, bank.open(new.number), task, overrides, backbone, permissions) if scores else {}
+    now = bank.open(new.number)
+    after = evaluate(bank, now, task, overrides, backbone, permissions, storage) if scores else {}
     return UnlearningResult(task, snapshot.number, new.number, removed, before, after)
 
 
@@ -129,20 +133,16 @@ def evaluate(
     overrides: Sequence[str] = (),
     backbone: str = "",
     permissions: Permissions = NONE_GIVEN,
+    storage: Sequence[str] = (),
 ) -> dict[str, Score]:
     """Score of every task of the snapshot but one, on the data of the run that made it.
 
     Raises:
-        BankError: the snapshot was not made by a run. RayclError: backbone or data cannot be read.
+        BankError: the snapshot was not made by a run. ConfigError: it names storage that the caller does not.
+        RayclError: backbone or data cannot be read.
     """
-    tree: dict[str, Any] = {key: dict(snapshot.provenance.get("config", {}).get(key, {})) for key in ("stream", "eval")}
-    seed = snapshot.provenance.get("config", {}).get("seed")
-    if seed is None:
-        raise BankError(f"snapshot {snapshot.number} does not record its training data: it cannot be evaluated")
-    tree["stream"]["unseen"] = None
-    for override in overrides:
-        configs.apply_override(tree, override)
-    stream = open_stream(configs.validate(StreamConfig, tree["stream"]), int(seed))
+    tree, seed = recorded_data(snapshot, bank.storage.address, overrides, storage, "--allow-storage ADDRESS")
+    stream = open_stream(configs.validate(StreamConfig, tree["stream"]), seed)
     wanted = {task.name for task in stream.tasks if stream.has_data(task)} & {info.name for info in snapshot.tasks}
     wanted -= {without}
     log.info("snapshot %d:", snapshot.number)

@@ -17,8 +17,8 @@ from raycl.config import Tree
 from raycl.data.resolve import missing_files
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.data.tokens import Split
-from raycl.errors import BankError
 from raycl.run.fingerprints import rows_of
+from raycl.run.recorded import recorded_data
 from raycl.serve.settings import ServeConfig
 from raycl.types import Task
 
@@ -29,7 +29,8 @@ def stream_of(snapshot: Snapshot, config: ServeConfig) -> Stream:
     """The stream that a snapshot was trained on, with the overrides of `gate.stream`.
 
     Raises:
-        BankError: the snapshot does not record it. RayclError: data cannot be read.
+        BankError: the snapshot does not record it. ConfigError: it names storage that the user does not.
+        RayclError: data cannot be read.
     """
     tree, seed = _recorded(snapshot, config)
     return open_stream(configs.validate(StreamConfig, tree), seed)
@@ -55,7 +56,7 @@ def earlier_rows(active: Snapshot, candidate: Snapshot, stream: Stream, config: 
         stream: of the candidate.
 
     Raises:
-        BankError: a snapshot does not record its stream. RayclError: data cannot be read.
+        BankError, ConfigError: see `stream_of`. RayclError: data cannot be read.
     """
     (old, old_seed), (new, new_seed) = (_recorded(snapshot, config) for snapshot in (active, candidate))
     mine, theirs = (_specs(tree, [task.name for task in active.tasks]) for tree in (old, new))
@@ -87,13 +88,9 @@ def earlier_rows(active: Snapshot, candidate: Snapshot, stream: Stream, config: 
 
 def _recorded(snapshot: Snapshot, config: ServeConfig) -> tuple[Tree, int]:
     """The stream's settings, and the seed."""
-    recorded = snapshot.provenance.get("config")
-    if recorded is None:
-        raise BankError(f"snapshot {snapshot.number} has no record of its training data: it cannot be evaluated")
-    tree = {"stream": {**recorded["stream"], "unseen": None}}
-    for override in config.gate.stream:
-        configs.apply_override(tree, f"stream.{override}")
-    return tree["stream"], int(recorded["seed"])
+    overrides = [f"stream.{override}" for override in config.gate.stream]
+    tree, seed = recorded_data(snapshot, config.bank, overrides, config.gate.allow_storage, "gate.allow_storage")
+    return tree["stream"], seed
 
 
 def _specs(tree: Tree, tasks: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""Addresses of storage in configs: printed before they are used, and refused where a record names them.
+
+Why it exists: a request to a store carries the user's credentials or is signed with them, and an address can name any
+server. So the user is told where requests go, and what comes with a bank cannot send any elsewhere.
+What it does not know: how a store is asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from raycl.config.assignment import Tree
+from raycl.config.names import shown
+from raycl.errors import ConfigError
+
+log = logging.getLogger("raycl")
+
+TEXTS = ("labels", "words", "definition", "prompt", "system", "chat_template")
+"""Settings that hold texts, which may look like addresses."""
+
+HUB = "hf"
+"""Names of the Hugging Face hub say what is asked of it, and never which server it is."""
+
+
+class Place(NamedTuple):
+    """Where requests for an address go: the kind of store, its bucket or host, and what else determines the server."""
+
+    kind: str
+    host: str
+    query: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def of(address: str) -> Place | None:
+        """None: a path of this machine."""
+        if "://" not in address:
+            return None
+        try:
+            parts = urlsplit(address)
+        except ValueError:
+            return Place("", address)
+        query = {name: value for name, value in parse_qsl(parts.query) if (name, value) != ("scheme", "https")}
+        host = parts.netloc.rpartition("@")[2]
+        return None if parts.scheme == "file" else Place(parts.scheme, host, tuple(sorted(query.items())))
+
+    @property
+    def address(self) -> str:
+        """One that names it."""
+        query = f"?{urlencode(self.query, safe=':/')}" if self.query else ""
+        return f"{self.kind}://{self.host}{query}" if self.kind else self.host
+
+
+def addresses(tree: Tree) -> dict[str, str]:
+    """Dotted path -> address, of all in a config."""
+    return dict(_found(tree, ""))
+
+
+def _found(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str) and "://" in value:
+        yield path, value
+    if isinstance(value, dict | list | tuple):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in pairs:
+            if key not in TEXTS:
+                yield from _found(inner, f"{path}.{key}" if path else str(key))
+
+
+def announce(tree: Tree, own: str = "") -> None:
+    """Log the places that a config names, once in a process, before they are used.
+
+    Args:
+        own: address of the run or bank itself, which is known.
+    """
+    places: dict[Place, list[str]] = {}
+    for path, address in addresses(tree).items():
+        if (place := Place.of(address)) is not None and place != Place.of(own):
+            places.setdefault(place, []).append(path)
+    for place, paths in places.items():
+        _log_once(f"the config names {shown(place.address)}: {shown(paths[0])}{', ...' if paths[1:] else ''}")
+
+
+@lru_cache(maxsize=1024)
+def _log_once(line: str) -> None:
+    log.warning("%s", line)
+
+
+def require_named(tree: Tree, known: Iterable[str], source: str, setting: str) -> None:
+    """Check that a record names no storage but what the user has named.
+
+    Args:
+        tree: of the record. known: addresses that the user has named. source: where the record is from.
+        setting: that names more, for the message.
+
+    Raises:
+        ConfigError: it does.
+    """
+    places = set(map(Place.of, known))
+    for path, address in addresses(tree).items():
+        place = Place.of(address)
+        if place is not None and place.kind != HUB and place not in places:
+            raise ConfigError(
+                f"{source} names storage at {shown(place.address)} ({shown(path)}), which would be asked with your "
+                f"credentials: a record cannot decide that; if it is right, allow it with {setting}"
+            )
