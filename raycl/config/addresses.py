@@ -26,7 +26,7 @@ HUB = "hf"
 """Names of the Hugging Face hub say what is asked of it, and never which server it is."""
 
 
-class Place(NamedTuple):
+class Server(NamedTuple):
     """Where requests for an address go: the kind of store, its bucket or host, and what else determines the server."""
 
     kind: str
@@ -34,17 +34,17 @@ class Place(NamedTuple):
     query: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
-    def of(address: str) -> Place | None:
+    def of(address: str) -> Server | None:
         """None: a path of this machine."""
         if "://" not in address:
             return None
         try:
             parts = urlsplit(address)
         except ValueError:
-            return Place("", address)
-        query = {name: value for name, value in parse_qsl(parts.query) if (name, value) != ("scheme", "https")}
+            return Server("", address)
+        query = [one for one in parse_qsl(parts.query, keep_blank_values=True) if one != ("scheme", "https")]
         host = parts.netloc.rpartition("@")[2]
-        return None if parts.scheme == "file" else Place(parts.scheme, host, tuple(sorted(query.items())))
+        return None if parts.scheme == "file" else Server(parts.scheme, host, tuple(sorted(query)))
 
     @property
     def address(self) -> str:
@@ -69,17 +69,17 @@ def _found(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def announce(tree: Tree, own: str = "") -> None:
-    """Log the places that a config names, once in a process, before they are used.
+    """Log the servers that a config names, once in a process, before they are used.
 
     Args:
         own: address of the run or bank itself, which is known.
     """
-    places: dict[Place, list[str]] = {}
+    servers: dict[Server, list[str]] = {}
     for path, address in addresses(tree).items():
-        if (place := Place.of(address)) is not None and place != Place.of(own):
-            places.setdefault(place, []).append(path)
-    for place, paths in places.items():
-        _log_once(f"the config names {shown(place.address)}: {shown(paths[0])}{', ...' if paths[1:] else ''}")
+        if (server := Server.of(address)) is not None and server != Server.of(own):
+            servers.setdefault(server, []).append(path)
+    for server, paths in servers.items():
+        _log_once(f"the config names {shown(server.address)}: {shown(paths[0])}{', ...' if paths[1:] else ''}")
 
 
 @lru_cache(maxsize=1024)
@@ -97,11 +97,11 @@ def require_named(tree: Tree, known: Iterable[str], source: str, setting: str) -
     Raises:
         ConfigError: it does.
     """
-    places = set(map(Place.of, known))
+    servers = set(map(Server.of, known))
     for path, address in addresses(tree).items():
-        place = Place.of(address)
-        if place is not None and place.kind != HUB and place not in places:
+        server = Server.of(address)
+        if server is not None and server.kind != HUB and server not in servers:
             raise ConfigError(
-                f"{source} names storage at {shown(place.address)} ({shown(path)}), which would be asked with your "
+                f"{source} names storage at {shown(server.address)} ({shown(path)}), which would be asked with your "
                 f"credentials: a record cannot decide that; if it is right, allow it with {setting}"
             )

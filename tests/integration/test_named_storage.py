@@ -16,7 +16,7 @@ from tiny import Lab, Taught
 from raycl.bank import Bank, Snapshot
 from raycl.bank.operations.unlearning import forget
 from raycl.cli import main
-from raycl.config.addresses import Place, addresses, announce, require_named
+from raycl.config.addresses import Server, addresses, announce, require_named
 from raycl.errors import ConfigError, RayclError
 from raycl.run.banks import find_bank
 from raycl.run.config import from_tree
@@ -80,11 +80,17 @@ def test_the_storage_that_a_bank_names_is_not_asked(
 def test_storage_that_the_caller_names_otherwise_is_known(elsewhere: Listener) -> None:
     tree = {"stream": {"root": elsewhere.uri("data"), "tasks": [{"path": "hf://a/b", "words": {"no": "x://y"}}]}}
     require_named(tree, [elsewhere.uri("other")], "it", "a flag")
+    others = [
+        "s3://bucket",
+        "/bucket",
+        f"{elsewhere.uri('')}&endpoint_override=a",
+        elsewhere.uri("").replace("127", "128"),
+    ]
     with pytest.raises(ConfigError, match="it names storage at 's3://bucket"):
-        require_named(tree, [elsewhere.uri("data").replace("127", "128"), "s3://bucket", "/bucket"], "it", "a flag")
+        require_named(tree, others, "it", "a flag")
     assert set(addresses(tree)) == {"stream.root", "stream.tasks.0.path"}
-    assert Place.of("file:///etc/x") is None and Place.of("data/x") is None
-    assert Place.of("s3://me@bucket/a?scheme=https") == Place.of("s3://bucket") != Place.of("gs://bucket")
+    assert Server.of("file:///etc/x") is None and Server.of("data/x") is None
+    assert Server.of("s3://me@bucket/a?scheme=https") == Server.of("s3://bucket") != Server.of("gs://bucket")
 
 
 def test_addresses_are_printed_before_they_are_used(

@@ -27,8 +27,8 @@ from raycl.eval.settings import EvalConfig
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class
 from raycl.retrieval.routers import without
-from raycl.run.recorded import recorded_data
 from raycl.run.start import settings_by_task
+from raycl.serve.snapshots.recorded_data import recorded_data
 from raycl.serve.snapshots.scores import score_snapshot
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.training.records.bank_start import PARAMETERS, adapters_of_task, without_task

@@ -18,8 +18,8 @@ from raycl.data.resolve import missing_files
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.data.tokens import Split
 from raycl.run.fingerprints import rows_of
-from raycl.run.recorded import recorded_data
 from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.recorded_data import recorded_data
 from raycl.types import Task
 
 log = logging.getLogger("raycl")
