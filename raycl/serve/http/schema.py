@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
@@ -25,8 +26,9 @@ from raycl.data.conversation import Message as Turn
 from raycl.data.conversation import text_of
 from raycl.errors import meant
 
-MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER = 16, 256, 200, 1000.0, 10**9
-"""Stops of an answer, characters of one, characters of a name, an adapter's weight either way, a snapshot's number."""
+MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER, MAX_PINNED = 16, 256, 200, 1000.0, 10**9, 1000
+"""Stops of an answer, characters of one, characters of a name, an adapter's weight either way, a snapshot's number,
+adapters that a request pins."""
 
 
 AnyText = Annotated[str, StringConstraints(min_length=0)]
@@ -34,6 +36,8 @@ AnyText = Annotated[str, StringConstraints(min_length=0)]
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+"""Several; the first that is wrong ends the check, since messages for tens of thousands take seconds."""
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP)]
 Weight = Annotated[FiniteFloat, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
 
@@ -58,6 +62,16 @@ UnsupportedLogprobs = Annotated[
 """The same for a count of tokens' chances, of which 0 is one: that of the token taken."""
 
 
+def _check_few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_PINNED:
+        raise PydanticCustomError(
+            "too_many",
+            "Input names {count} adapters: at most {most} are read",
+            {"count": len(value), "most": MAX_PINNED},
+        )
+    return value
+
+
 class Wire(BaseModel):
     """Unknown fields are ignored, as clients of many versions send them; wrong types are not, null is the default.
 
@@ -76,7 +90,9 @@ class Pins(Wire):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     snapshot: int | None = Field(None, ge=1, le=MAX_NUMBER, description="answer from this snapshot")
-    adapters: dict[Name, Weight] | None = Field(None, description="adapter -> weight; {} is the bare backbone")
+    adapters: Annotated[dict[Name, Weight] | None, BeforeValidator(_check_few)] = Field(
+        None, description="adapter -> weight; {} is the bare backbone"
+    )
     task: Name | None = Field(
         None,
         description="the text's task: its prompt, and its adapters where the router goes by task ids, not by texts",
@@ -161,7 +177,7 @@ class Message(Wire):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: AnyText | list[Part]
+    content: AnyText | Annotated[list[Part], Field(fail_fast=True)]
 
     @property
     def turn(self) -> Turn:
@@ -183,7 +199,7 @@ def conversation(messages: Sequence[Message]) -> str:
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     response_format: ResponseFormat | None = None
     tools: Unsupported = None
@@ -198,7 +214,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """POST /v1/completions."""
 
-    prompt: Text | list[Text]
+    prompt: Text | Texts
     echo: bool | None = Field(None, description="the prompt before the answer")
     suffix: Unsupported = None
     logprobs: UnsupportedLogprobs = None
@@ -208,7 +224,7 @@ class CompletionRequest(Generation):
 class ClassifyRequest(Request):
     """POST /v1/classify and /v1/route."""
 
-    input: Text | list[Text]
+    input: Text | Texts
 
     @property
     def texts(self) -> list[str]:

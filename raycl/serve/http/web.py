@@ -39,6 +39,9 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
+TOO_DEEP = "the body's JSON is nested too deeply: send fewer lists and objects inside each other"
+
+
 def make_web(service: Service, keys: Keys) -> Any:
     """The ASGI application of one replica."""
     app = FastAPI(title="raycl", version=__version__, responses=ERROR_RESPONSES, docs_url=None, redoc_url=None)
@@ -81,7 +84,8 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        return _Plain(body_of(str(error.detail), kind), error.status_code, error.headers)
+        text = str(error.detail) if error.__cause__ is None else _unreadable(error.__cause__)
+        return _Plain(body_of(text, kind), error.status_code, error.headers)
 
     @app.exception_handler(RayclError)
     async def ours(request: Request, error: RayclError) -> Response:
@@ -92,6 +96,15 @@ def add_errors(app: FastAPI) -> None:
     async def fault(request: Request, error: Exception) -> Response:
         name = type(error).__name__
         return _Plain(body_of(f"an internal error ({name}): see the server's log", "server_error"), 500)
+
+
+def _unreadable(cause: BaseException) -> str:
+    """Why FastAPI could not read a body as JSON, where it is not malformed."""
+    if isinstance(cause, RecursionError):
+        return TOO_DEEP
+    if isinstance(cause, UnicodeDecodeError):
+        return f"the body is no valid UTF-8 (byte {cause.start + 1}): send JSON in UTF-8"
+    return "the body has a number of more than 4,300 digits: send less, or send it as text"
 
 
 def _clearest(error: RequestValidationError) -> tuple[dict[str, Any], str]:

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 import aiohttp
 from starlette.responses import Response, StreamingResponse
@@ -69,7 +68,7 @@ class UpstreamClient:
             answer = await self._ask("GET", path, {}, None)
             return answer.status, await answer.read()
 
-    async def post(self, path: str, body: Any, headers: Mapping[str, str], added: Mapping[str, str]) -> Response:
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str], added: Mapping[str, str]) -> Response:
         """The engine's answer to a JSON body: status, body and events are its own.
 
         Args:
@@ -85,7 +84,7 @@ class UpstreamClient:
         streams = False
         try:
             async with self._failures():
-                answer = await self._ask("POST", path, headers, json.dumps(body).encode())
+                answer = await self._ask("POST", path, headers, body)
                 kept = {name: answer.headers[name] for name in ANSWER_HEADERS if name in answer.headers} | dict(added)
                 streams = answer.content_type == EVENTS
                 if not streams:

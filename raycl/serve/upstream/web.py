@@ -24,8 +24,8 @@ from raycl import __version__
 from raycl.serve.errors import InvalidRequestError, LimitExceededError, UnavailableError
 from raycl.serve.http.access import AccessMiddleware, Keys
 from raycl.serve.http.answers import HealthAnswer, ModelsAnswer
-from raycl.serve.http.schema import Message, Name, Text, Unsupported, Wire, conversation
-from raycl.serve.http.web import ERROR_RESPONSES, add_errors
+from raycl.serve.http.schema import Message, Name, Text, Texts, Unsupported, Wire, conversation
+from raycl.serve.http.web import ERROR_RESPONSES, TOO_DEEP, add_errors
 from raycl.serve.settings import ServeConfig
 from raycl.serve.upstream.choice import AdapterChoice
 from raycl.serve.upstream.client import CONNECT_S, UpstreamClient
@@ -60,13 +60,16 @@ class RoutedRequest(Wire):
 class ChatTexts(Wire):
     """What the router reads of a chat."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class PromptTexts(Wire):
     """What the router reads of a completion."""
 
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 class Front:
@@ -84,7 +87,7 @@ class Front:
         else:
             name = given.model
         model = self.choice.record.model_of(name)
-        sent = {key: value for key, value in body.items() if key != "raycl"} | {"model": model}
+        sent = _json({key: value for key, value in body.items() if key != "raycl"} | {"model": model})
         return await self.client.post(path, sent, request.headers, {CHOSEN: quote(model, safe=":/@+ ")})
 
     async def _choose(self, body: dict[str, Any], routing: Routing, is_chat: bool) -> str:
@@ -134,6 +137,13 @@ def _read(kind: type[T], body: dict[str, Any]) -> T:
     except ValidationError as error:
         found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
         raise RequestValidationError(found, body=body) from error
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(body).encode()
+    except RecursionError as error:
+        raise InvalidRequestError(TOO_DEEP) from error
 
 
 def _texts(body: dict[str, Any], is_chat: bool) -> list[str]:
