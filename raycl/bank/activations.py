@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import NotRequired
 
-from pydantic import TypeAdapter
+from pydantic import FiniteFloat, TypeAdapter
+from typing_extensions import TypedDict
 
 from raycl.bank.bank import Bank
 from raycl.bank.branches import MAIN, Branch, numbered_folders
@@ -24,6 +26,14 @@ FORMAT = 3
 RACES = 20
 
 
+class Reason(TypedDict):
+    """Why and when something was decided, for people; with `rejected`, the snapshot that was not activated."""
+
+    why: str
+    time: FiniteFloat
+    rejected: NotRequired[int]
+
+
 @dataclass(frozen=True)
 class Activation:
     """One decision.
@@ -31,18 +41,17 @@ class Activation:
     Attributes:
         number: of the decision, ascending.
         seen: newest move of the branch when it was taken: only later ones are news.
-        provenance: reason and time, for people; with `rejected`, the snapshot that was not activated.
     """
 
     number: int
     snapshot: int
     seen: int
-    provenance: dict[str, object]
+    provenance: Reason
 
     @property
     def rejection(self) -> str:
         """Why the newest snapshot was not activated; "" where something else was decided."""
-        return str(self.provenance["why"]) if "rejected" in self.provenance else ""
+        return self.provenance["why"] if "rejected" in self.provenance else ""
 
 
 _ACTIVATION = TypeAdapter(Activation)
@@ -111,7 +120,7 @@ class Activations:
         if isinstance(snapshot, int):
             self.bank.open(snapshot)
         for _ in range(RACES):
-            provenance: dict[str, object] = {"why": why, "time": time.time()}
+            provenance: Reason = {"why": why, "time": time.time()}
             if rejected is not None:
                 provenance["rejected"] = rejected
             # the last record is not read: a damaged one is followed, and so repaired, by this one

@@ -33,6 +33,7 @@ from raycl.bank.manifest import (
     manifest_file,
     parse_manifest,
     parse_snapshot,
+    read_bytes,
     snapshot_file,
 )
 from raycl.bank.tensors import DTYPES, dtype_of, pack, unpack, views
@@ -169,7 +170,7 @@ class Bank:
         if not self.storage.exists(file):
             have = ", ".join(map(str, self.versions(ref.name))) or "none"
             raise BankError(f"the bank '{self.storage.uri}' has no {ref}: versions of '{ref.name}' are {have}")
-        return parse_manifest(self.storage.read(file), file)
+        return parse_manifest(read_bytes(self.storage, file), file)
 
     def fetch(self, entry: AdapterManifest | SnapshotAdapter, layout: Layout | None = None) -> AdapterState:
         """An adapter's tensors, hash and shapes checked. On local disk they are views of the mapped file.
@@ -341,7 +342,7 @@ class Bank:
         if not self.storage.exists(file):
             have = ", ".join(map(str, self.snapshots()[-20:])) or "none"
             raise BankError(f"the bank '{self.storage.uri}' has no snapshot {number}: it has {have}")
-        return parse_snapshot(self.storage.read(file), file)
+        return parse_snapshot(read_bytes(self.storage, file), file)
 
 
 def unpack_entry(data: Buffer, entry: AdapterManifest | SnapshotAdapter, layout: Layout | None = None) -> AdapterState:

@@ -18,7 +18,8 @@ from pydantic import AfterValidator, Field, model_validator
 from raycl.config import Section, validate
 from raycl.config.names import REFERENCE_SIGNS, problem_of, shown
 from raycl.errors import BankError, ConfigError, DamagedError, FormatError
-from raycl.storage.records import number_of, numbered, seal, unseal
+from raycl.storage import Storage
+from raycl.storage.records import MAX_BYTES, number_of, numbered, seal, unseal
 from raycl.types import Activation
 
 FORMAT = 3
@@ -294,6 +295,18 @@ def parse_snapshot(data: bytes, file: str | None) -> Snapshot:
     if file is not None and record.file != file:
         raise BankError(f"'{file}' holds snapshot {record.number}: it was moved or edited; restore a copy")
     return record
+
+
+def read_bytes(storage: Storage, file: str) -> bytes:
+    """A record's file.
+
+    Raises:
+        BankError: it is larger than any record. StorageError: it cannot be read.
+    """
+    try:
+        return storage.read(file, MAX_BYTES)
+    except DamagedError as error:
+        raise BankError(str(error)) from error
 
 
 def _record(data: bytes, file: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ DTYPES = {
 TensorInfo = tuple[torch.dtype, tuple[int, ...], int, int]
 """Dtype and shape of a tensor, its first byte and the one after its last."""
 
+MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64
 """As torch has it."""
 
@@ -186,11 +187,20 @@ def _opened(memory: memoryview, what: str) -> tuple[_Header, int]:
     """The header of a whole file, and where its tensors begin."""
     try:
         start = 8 + int.from_bytes(memory[:8], "little")
+        if start > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {start:,} bytes, and safetensors read {MAX_HEADER_BYTES:,}")
         header = _header(bytes(memory[8:start]))
         if header.blocks and header.blocks[-1].last > len(memory) - start:
             raise ValueError(f"it ends after {len(memory)} bytes of {start + header.blocks[-1].last}")
         return header, start
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
         raise BankError(f"{what} is no whole safetensors file of {', '.join(DTYPES)} tensors: {error}") from error
 
 

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from raycl.bank.bank import Bank, info_of
-from raycl.bank.manifest import ObjectInfo, Snapshot
+from raycl.bank.manifest import ObjectInfo, Snapshot, read_bytes
 from raycl.bank.pruning import removed_from
 from raycl.bank.tensors import views
 from raycl.errors import BankError, DamagedError, FormatError
@@ -141,7 +141,7 @@ def _record(bank: Bank, snapshot: Snapshot) -> _Stored:
     file = state_file(snapshot.training)
     if not bank.storage.exists(file):
         raise BankError(f"{what} is missing: restore '{file}' from a copy")
-    data = bank.storage.read(file)
+    data = read_bytes(bank.storage, file)
     if hashlib.sha256(data).hexdigest() != snapshot.training:
         raise BankError(f"{what} is damaged (the hash of '{file}' differs): restore a copy")
     try:

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 from pyarrow import ArrowException, NativeFile
 from pyarrow import fs as pafs
 
-from raycl.errors import AlreadyExistsError, StorageError
+from raycl.errors import AlreadyExistsError, DamagedError, StorageError
 from raycl.storage.exclusive import create_gs, create_s3
 from raycl.storage.outage import with_retries
 from raycl.storage.unfinished import UNFINISHED, Buffer, finished_beside
@@ -153,18 +153,25 @@ class Storage:
         except FileNotFoundError:
             return self.filesystem.get_file_info(selector)  # type: ignore[no-any-return]
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, as one writer wrote it.
 
         pyarrow requests the length of an object first and the bytes later, and if the object is replaced in
         between hands out a cut or zero-filled mixture; so the object's version is compared before and after.
 
+        Args:
+            most: bytes that it may have; None: any number.
+
         Raises:
-            StorageError: it cannot be read.
+            StorageError: it cannot be read. DamagedError: it is larger.
         """
 
         def read() -> bytes | None:
             with self._stream(name) as stream:
+                if most is not None and (size := stream.size()) > most:
+                    raise DamagedError(
+                        f"'{self._full(name)}' has {size:,} bytes: expected at most {most:,}, restore a copy"
+                    )
                 version, data = stream.metadata(), bytes(stream.read())
             if self.is_local:  # an open local file stays the one that was opened
                 return data
@@ -341,7 +348,7 @@ class Storage:
         """
         try:
             return json.loads(self.read(name))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StorageError(f"'{self._full(name)}' is not valid JSON: {error}") from error
 
     def read_json_lines(self, name: str) -> Sequence[Any]:
@@ -353,7 +360,7 @@ class Storage:
         lines = self.read(name).split(b"\n")
         try:
             return [json.loads(line) for line in lines if line.strip()]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StorageError(f"'{self._full(name)}' does not hold JSON lines: {error}") from error
 
     def write_json(self, name: str, value: Any) -> None:

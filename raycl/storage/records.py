@@ -21,6 +21,11 @@ from raycl.storage.folder import Storage
 
 T = TypeVar("T")
 
+MAX_BYTES = 64 << 20
+"""Of a record: as JSON in memory it takes up to twenty times as much."""
+MAX_DEPTH = 64
+"""Levels of lists and objects inside each other; every reader takes one of Python's nested calls for each."""
+
 _NUMBERED = re.compile(r"(\d{6,})\.json")
 
 
@@ -47,6 +52,8 @@ def unseal(data: bytes, file: str, version: int) -> dict[str, Any]:
         outer = json.loads(data)
         record, _ = outer["record"], outer["sha256"]
         found = record["format"]
+        if data.count(b"{") + data.count(b"[") > MAX_DEPTH and is_deeper(outer, MAX_DEPTH):
+            raise ValueError(f"more than {MAX_DEPTH} levels of lists and objects inside each other")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedError(
             f"'{file}' is damaged: not the JSON that raycl writes ({type(error).__name__}: {error}), unless an older "
@@ -61,13 +68,24 @@ def unseal(data: bytes, file: str, version: int) -> dict[str, Any]:
     return record  # type: ignore[no-any-return]
 
 
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether a value of JSON has lists and objects on more levels than this."""
+    level = [value]
+    for _ in range(depth):
+        groups = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [part for group in groups for part in group]
+        if not level:
+            return False
+    return any(isinstance(one, dict | list) for one in level)
+
+
 def read_record(storage: Storage, name: str, version: int) -> dict[str, Any]:
     """Read a record's file.
 
     Raises:
         DamagedError, FormatError: see `unseal`. StorageError: it cannot be read.
     """
-    return unseal(storage.read(name), f"{storage.uri}/{name}", version)
+    return unseal(storage.read(name, MAX_BYTES), f"{storage.uri}/{name}", version)
 
 
 def read_fields(storage: Storage, name: str, version: int, kind: TypeAdapter[T]) -> T:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from raycl.config import Section
+from raycl.storage.records import is_deeper
 
 FREE_BYTES = 256 << 20
 """Rows of a compressed file that are read however small the file is."""
@@ -71,13 +72,7 @@ class ReadLimits(Section):
             return False
         if text.count("[", start, end) + text.count("{", start, end) <= self.depth:
             return False
-        level = [item]
-        for _ in range(self.depth):
-            parts = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
-            level = [part for group in parts for part in group if isinstance(part, dict | list)]
-            if not level:
-                return False
-        return True
+        return is_deeper(item, self.depth)
 
 
 USUAL_LIMITS = ReadLimits()

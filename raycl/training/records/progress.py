@@ -77,7 +77,7 @@ class TraceReader:
         for number, line in enumerate(lines, before + 1):
             try:
                 yield json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 where = f"'{self.storage.uri}/{FOLDER}/{name}' line {number}"
                 raise StorageError(f"{where} is not JSON: {error}") from error
         self._lines[name] = before + len(lines)

@@ -24,7 +24,7 @@ from raycl.bank.tensors import views
 from raycl.bank.training_state import get_state, put_state, state_file
 from raycl.errors import BankError, RayclError, RunError, StorageError
 from raycl.storage import Storage
-from raycl.storage.records import seal
+from raycl.storage.records import MAX_BYTES, seal
 from raycl.training.records import fork_points
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal, read_state
@@ -178,6 +178,51 @@ def test_records_of_a_stranger_with_a_right_hash_are_checked(written: Storage) -
                     for problem in read() or ():
                         raise problem
         path.write_bytes(before)
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_records_that_would_fill_memory_are_one_sentence(written: Storage, kind: str) -> None:
+    """They have a right hash: nested as deeply as Python just reads, and of a size that no record has."""
+    record = RECORDS[kind]
+    path = Path(written.path(record.file))
+    whole = path.read_bytes()
+    fields = json.loads(whole)["record"]
+    try:
+        for depth in (70, 600, *range(900, 1000, 9)):
+            nested = f'{{"record": {{"format": {fields["format"]}, "x": {"[" * depth}{"]" * depth}}}, "sha256": ""}}'
+            path.write_text(nested)
+            with pytest.raises(record.error, match=r"more than 64 levels|RecursionError"):
+                record.read(written)
+        os.truncate(path, MAX_BYTES + 1)  # a sparse file takes no disk
+        with pytest.raises(record.error, match="expected at most 67,108,864"):
+            record.read(written)
+    finally:
+        path.write_bytes(whole)
+
+
+def test_a_decision_says_why_and_when(written: Storage) -> None:
+    path = Path(written.path(RECORDS["activation"].file))
+    whole = path.read_bytes()
+    record = json.loads(whole)["record"]
+    junk: tuple[dict[str, Any], ...] = (
+        {},
+        {"why": 1},
+        {"time": float("nan")},
+        {"time": "now"},
+        {"rejected": [[1]]},
+        {"why": {"a": []}},
+    )
+    try:
+        for changed in junk:
+            reason = {**record["provenance"], **changed} if changed else {}
+            path.write_bytes(seal({**record, "provenance": reason}))
+            with pytest.raises(BankError, match=r"no valid record \(provenance\.\w+: .*activate a snapshot again"):
+                Activations(Bank(written.sub("bank"))).latest()
+        path.write_bytes(seal({**record, "provenance": {**record["provenance"], "number": [1], "more": 2}}))
+        found = Activations(Bank(written.sub("bank"))).latest()
+        assert found is not None and dict(found.provenance) == record["provenance"]  # nothing else is shown
+    finally:
+        path.write_bytes(whole)
 
 
 def test_a_snapshot_is_younger_than_its_parent(written: Storage) -> None:
