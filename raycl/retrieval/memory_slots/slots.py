@@ -46,6 +46,7 @@ class SlotRouter:
         self._calibrator: OodCalibrator | None = None
         self._index: KeyIndex | None = None
         self._placed: Tensor | None = None
+        self._bounds: Tensor | None = None
         self._parts: list[Tensor] = []
         self._slot_names: list[str] = []
 
@@ -65,7 +66,7 @@ class SlotRouter:
         """A task whose keys and statistics are known."""
         self.tasks.append(task)
         self._keys[task], self._statistics[task] = keys_MgH, statistics
-        self._discriminant = self._calibrator = self._index = self._placed = None
+        self._discriminant = self._calibrator = self._index = self._placed = self._bounds = None
         self._parts.append(keys_MgH)
         self._slot_names += self.slots(task)
 
@@ -107,6 +108,13 @@ class SlotRouter:
         if self._placed is None or self._placed.device != device:
             self._placed, self._index = self._joined.to(device), None
         return self._placed
+
+    def _bounds_on(self, device: torch.device) -> Tensor:
+        """`[2, T]` the first slot of each task and how many it has, on the device of queries."""
+        if self._bounds is None or self._bounds.device != device:
+            counts_T = torch.tensor([len(keys) for keys in self._keys.values()], device=device)
+            self._bounds = torch.stack([counts_T.cumsum(0) - counts_T, counts_T])
+        return self._bounds
 
     # ---- choosing --------------------------------------------------------------------------------------------
 
@@ -254,14 +262,13 @@ class SlotRouter:
         best = scores.topk(min(self.config.top_k, len(self.tasks)), dim=1)
         joined = self._joined_on(queries_BC.device)
         chances = best.values.softmax(1)
-        slots_T = torch.tensor([len(self._keys[task]) for task in self.tasks], device=joined.device)
-        place_m, own_BT = torch.arange(int(slots_T.max()), device=joined.device), slots_T[best.indices]
+        first_BT, own_BT = self._bounds_on(joined.device)[:, best.indices]
+        place_m = torch.arange(int(own_BT.max()), device=joined.device)
         exists_BTm = place_m < own_BT[:, :, None]
-        first_BT = (slots_T.cumsum(0) - slots_T)[best.indices]
         number_BTm = first_BT[:, :, None] + torch.minimum(place_m, own_BT[:, :, None] - 1)
         unit_q = torch.nn.functional.normalize(queries_BgH, dim=-1)
         unit_k = torch.nn.functional.normalize(joined[number_BTm], dim=-1)
-        similar = torch.einsum("bgh,btmgh->btgm", unit_q, unit_k)
+        similar = (unit_q[:, None, None] * unit_k).sum(-1).transpose(2, 3)
         weights = slot_weights(similar.flatten(0, 1), self.config, exists_BTm.flatten(0, 1))
         own = weights.view(number_BTm.shape) * chances[:, :, None]
         ids, place = torch.unique(number_BTm, return_inverse=True)
