@@ -56,7 +56,7 @@ def connect(
         env_vars: environment variables of all processes that this job starts on the cluster.
 
     Raises:
-        LaunchError: there is no cluster at that address.
+        LaunchError: there is no cluster at that address, or Ray does not start.
     """
     if ray.is_initialized():
         return
@@ -72,10 +72,16 @@ def connect(
             else:
                 with _alone():
                     ray.init(address="local", include_dashboard=dashboard, **quiet)
-    except (ConnectionError, ValueError) as error:
+    except Exception as error:  # Ray raises bare ones where a machine is slow
+        if given and isinstance(error, ConnectionError | ValueError):
+            raise LaunchError(
+                f"no Ray answers at {given}, which launch.address or RAY_ADDRESS names: start it there, unset that for "
+                "one here, or, where it needs a token, export RAY_AUTH_MODE=token"
+            ) from error
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise LaunchError(
-            f"no Ray answers at {given}, which launch.address or RAY_ADDRESS names: start it there, unset that for one "
-            "here, or, where it needs a token, export RAY_AUTH_MODE=token"
+            f"Ray could not be {'joined' if given else 'started'} ({reason}): repeat the command, with fewer processes "
+            "beside it where this machine is slow"
         ) from error
     log.info("Ray %s in %.0f s", f"joined at {given}" if given else "started here", time.monotonic() - began)
 

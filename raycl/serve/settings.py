@@ -157,6 +157,11 @@ class ServeConfig(Section):
         "models; auto: direct if raycl serve starts Ray here for one replica, else proxy, which "
         "balances by load",
     )
+    route_prefix: str = Field(
+        "/",
+        pattern=r"^/([\w.-]+(/[\w.-]+)*)?$",
+        description="path of the endpoint behind Ray Serve's proxy, for several endpoints of one cluster: /news",
+    )
     layout: Literal["colocated", "disaggregated"] = Field(
         "colocated", description="disaggregated: replicas that route texts (CPU) in front of replicas with the model"
     )
@@ -225,6 +230,8 @@ class ServeConfig(Section):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What belongs to a layout or a way of following that is not chosen."""
+        if self.ingress == "direct":
+            yield "route_prefix", "ingress=direct"
         if self.layout != "disaggregated":
             yield "router_replicas", f"layout={self.layout}"
         if self.forwards:

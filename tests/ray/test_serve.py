@@ -22,15 +22,15 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.branches import Branch
 from raycl.run.assembly import build
-from raycl.serve.deployment.app import NAME, build_from
-from raycl.serve.deployment.endpoint import start
+from raycl.serve.deployment.app import build_from
+from raycl.serve.deployment.application import start
 from raycl.serve.metrics import metrics_urls
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.stream_loop import StreamLoop
 
-CLIENTS, PORT = 16, 8917
+CLIENTS, PORT, NAME = 16, 8917, "mine"
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")
 
 
@@ -59,7 +59,9 @@ def served(bank: Bank, **settings: Any) -> httpx.Client:
     """The endpoint over a bank, ready to be asked."""
     tree = {"bank": bank.storage.address, "port": PORT, "max_batch": 8, "cpus": 0.2, **settings}
     config = configs.validate(ServeConfig, tree)
-    start(config, build_from(config))
+    for name in serve.status().applications:
+        serve.delete(name)
+    start(config, build_from(config), NAME)
     return httpx.Client(base_url=f"http://127.0.0.1:{config.port}", timeout=60)
 
 
@@ -161,7 +163,7 @@ def test_layouts_answer_the_same_and_survive_a_killed_replica(lab: Lab, tmp_path
     for _ in range(20):
         found = client.post(path, json=bodies[0])
         good += found.status_code == 200
-        assert found.status_code in (200, 500, 503), found.text
+        assert found.status_code == 200 or (found.status_code == 503 and "error" in found.json()), found.text
     assert good >= 15, "the other replica continues"
     until(lambda: serve.status().applications[NAME].deployments["endpoint"].status == "HEALTHY")
 

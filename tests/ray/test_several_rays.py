@@ -6,20 +6,24 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import ray
 import yaml
+from ray import serve
 from tiny import Lab, run
 
 from raycl.launch import cluster
@@ -113,9 +117,7 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
     base = lab.tree("bert", "inclora")
     sweep = {"name": "ranks", "base": base, "space": {"method.rank": {"grid": [2, 4]}}, "concurrency": 1}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
-
+    port = free_port()
     arguments = ["--bank", str(tmp_path / "served/bank"), f"port={port}", "ingress=proxy"]
     endpoint = start(str(REPO / "jobs/serve.py"), *arguments)
     end = time.monotonic() + 180
@@ -194,3 +196,96 @@ def test_waiting_for_resources_is_logged(
         time.sleep(1)
         assert len(caplog.messages) == told
     ray.util.remove_placement_group(mine)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    """Where an endpoint says that it answers, once it does."""
+    end = time.monotonic() + 180
+    while True:
+        said = process.said.read_text()  # type: ignore[attr-defined]
+        if found := re.search(r" on (http://\S+) \(Ctrl-C ends it\)", said):
+            return found[1]
+        assert process.poll() is None and time.monotonic() < end, said
+        time.sleep(0.2)
+
+
+def killed_under_load(url: str, application: str) -> list[httpx.Response]:
+    """Answers to clients while the only replica of an application is killed."""
+    answers: list[httpx.Response] = []
+    over = threading.Event()
+
+    def client() -> None:
+        while not over.is_set():
+            answers.append(httpx.post(f"{url}/v1/classify", json={"input": "fire is warm"}, timeout=120))
+
+    threads = [threading.Thread(target=client) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(3)
+    names = [one["name"] for one in ray.util.list_named_actors(True) if f"::{application}" in one["name"]]
+    ray.kill(ray.get_actor(names[0], namespace="serve"))
+    end = time.monotonic() + 120
+    while not (any(one.status_code != 200 for one in answers) and answers[-1].status_code == 200):
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    over.set()
+    for thread in threads:
+        thread.join(timeout=150)
+    return answers
+
+
+@pytest.mark.timeout(900)
+def test_endpoints_of_one_named_cluster(ray_cluster: dict[str, str], lab: Lab, start: Start, tmp_path: Path) -> None:
+    """Each has a name, a path or a port of its own; one that is taken is one sentence; none ends another."""
+    with in_process_worker():
+        run(lab.config("bert", "inclora"), Storage.at(tmp_path / "first"))
+    for name in ("second", "third", "fourth"):
+        shutil.copytree(tmp_path / "first", tmp_path / name)
+    port, address = free_port(), ray_cluster["address"]
+
+    def endpoint(name: str, *words: str) -> subprocess.Popen[str]:
+        bank = ["--bank", str(tmp_path / name / "bank")]
+        return start(str(REPO / "jobs/serve.py"), *bank, "cpus=0.1", *words, RAY_ADDRESS=address)
+
+    first = endpoint("first", f"port={port}")
+    assert address_of(first) == f"http://127.0.0.1:{port}"
+    (one,) = serve.status().applications
+    assert re.fullmatch(r"raycl-first-[0-9a-f]{8}", one)
+    refused = {
+        endpoint("first", "ingress=direct", f"port={free_port()}"): f"serves this bank already, as application '{one}'",
+        endpoint("second", f"port={free_port()}"): f"use host=127.0.0.1 port={port}, or ingress=direct",
+        endpoint("third", f"port={port}"): f"route_prefix=/ is the path of application '{one}'",
+        endpoint("fourth", "ingress=direct", f"port={port}"): f"127.0.0.1:{port} cannot be listened on",
+    }
+    for process, sentence in refused.items():
+        assert process.wait(180) == 1
+        said = process.said.read_text()  # type: ignore[attr-defined]
+        assert sentence in said.splitlines()[-1] and "Traceback" not in said, said
+    words = (f"port={port}", "route_prefix=/second")
+    second = endpoint("second", *words)
+    url = address_of(second)
+    assert url == f"http://127.0.0.1:{port}/second"
+    answers = killed_under_load(url, "raycl-second")
+    assert {one.status_code for one in answers} == {200, 503}
+    assert all("send the request again" in one.json()["error"]["message"] for one in answers if one.status_code == 503)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(120) == 0
+    assert httpx.get(f"{url}/readyz").status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 404, "the other one is gone"
+
+    second.kill()
+    second.wait()
+    again = endpoint("second", *words)
+    assert address_of(again) == url
+    assert "was left by a command that has ended: it is replaced" in again.said.read_text()  # type: ignore[attr-defined]
+    (two,) = serve.status().applications
+    serve.delete(two)
+    assert again.wait(60) == 1
+    said = again.said.read_text()  # type: ignore[attr-defined]
+    assert f"application '{two}' was deleted from the cluster by another command" in said and "Traceback" not in said
+    serve.shutdown()

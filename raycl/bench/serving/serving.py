@@ -39,8 +39,8 @@ from raycl.bench.streams.stream import default_models
 from raycl.data.loader import batch_of
 from raycl.generation.requests import LabelScores, ResponseMetadata, Started
 from raycl.retrieval.routers import TextRouter
-from raycl.serve.deployment.app import NAME, Endpoint, options_of
-from raycl.serve.deployment.endpoint import start
+from raycl.serve.deployment.app import Endpoint, options_of
+from raycl.serve.deployment.application import start
 from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
 from raycl.serve.engine.requests import EngineRequest
 from raycl.serve.settings import ServeConfig
@@ -337,14 +337,19 @@ def _started(kind: Any, bank: Bank, options: argparse.Namespace, place: int | No
     """
     tree: dict[str, Any] = {"bank": bank.storage.address, "threads": options.threads, "dtype": options.dtype}
     direct = options.ingress == "direct"
-    tree |= {"ingress": options.ingress, "port": options.port + (place or 0) * direct, **settings}
+    name = None if place is None else f"variant{place}"
+    prefix = "/" if direct or name is None else f"/{name}"
+    tree |= {
+        "ingress": options.ingress,
+        "port": options.port + (place or 0) * direct,
+        "route_prefix": prefix,
+        **settings,
+    }
     config = configs.validate(ServeConfig, tree)
     decide_first(bank, config)
     application = serve.deployment(serve.ingress()(kind), **options_of(config)).bind(configs.as_tree(config))
-    name = NAME if place is None else f"variant{place}"
-    prefix = "/" if place is None else f"/{name}"
-    start(config, application, name, prefix)
-    return f"http://127.0.0.1:{config.port}" + ("" if direct else prefix.rstrip("/"))
+    start(config, application, name, replace=True)
+    return f"http://127.0.0.1:{config.port}{prefix.rstrip('/')}"
 
 
 # ---- texts -------------------------------------------------------------------------------------------------------

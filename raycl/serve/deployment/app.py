@@ -39,7 +39,6 @@ from raycl.serve.upstream.choice import open_choice
 from raycl.serve.upstream.export import read_record
 from raycl.serve.upstream.web import make_front_web
 
-NAME = "raycl"
 log = logging.getLogger(__name__)
 
 

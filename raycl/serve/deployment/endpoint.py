@@ -12,7 +12,6 @@ import threading
 from contextlib import nullcontext, redirect_stdout, suppress
 
 import ray
-from ray import serve
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -25,9 +24,8 @@ from raycl.errors import BankError, LaunchError, StorageError
 from raycl.generation.task_prompts import check_templates
 from raycl.launch import cluster
 from raycl.pages.address import url_of
-from raycl.serve.deployment.app import NAME, build_from
-from raycl.serve.deployment.resources import gate_takes, total_resources
-from raycl.serve.http.proxy import PROXY_HOOK, limit_proxy
+from raycl.serve.deployment.app import build_from
+from raycl.serve.deployment.application import Watch, connect, end, name_of, reserved, start
 from raycl.serve.http.server import claimed
 from raycl.serve.metrics import metrics_urls
 from raycl.serve.settings import ServeConfig
@@ -43,30 +41,38 @@ def serve_forever(config: ServeConfig) -> None:
     """Start the endpoint on this cluster, or on one of our own, and stay until a signal comes.
 
     Raises:
-        LaunchError: it did not start. RayclError: config or bank.
+        LaunchError: it did not start, or others deleted it. RayclError: config or bank.
     """
-    with nullcontext(config) if cluster.named() else claimed(config) as settled:
-        _serve_forever(settled)
+    alone = cluster.named() is None
+    with claimed(config) if alone or config.ingress == "direct" else nullcontext(config) as settled:
+        if not alone:
+            connect()  # what `auto` is depends on what the cluster has
+        application, name = build_from(settled), name_of(settled)
+        with nullcontext() if alone else reserved(name):
+            try:
+                _serve(settled, application, name, replace=not alone)
+            finally:
+                with redirect_stdout(io.StringIO()):  # Serve's controller ends in the midst of a call, which Ray prints
+                    end(name, whole=alone)
+                    ray.shutdown()
 
 
-def _serve_forever(config: ServeConfig) -> None:
-    if cluster.named():
-        _connect()  # what `auto` is depends on what the cluster has
-    application = build_from(config)
+def _serve(config: ServeConfig, application: object, name: str, replace: bool) -> None:
+    """Start and stay."""
     stopped = threading.Event()
     with suppress(KeyboardInterrupt):
-        start(config, application)
+        start(config, application, name, replace)
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets a handler of its own
             signal.signal(number, lambda *_: stopped.set())
-        log.info("serving %s on %s (Ctrl-C ends it)", config.bank, url_of(config.host, config.port))
+        path = "" if config.ingress == "direct" else config.route_prefix.rstrip("/")
+        log.info("serving %s on %s (Ctrl-C ends it)", config.bank, url_of(config.host, config.port) + path)
         log.info("metrics for Prometheus: %s", ", ".join(metrics_urls()))
-        news = _News(config)
+        news, watch = _News(config), Watch(name, stopped)
         while not stopped.wait(LOOK_S):
             news.log()
+        if watch.gone:
+            raise LaunchError(f"application '{name}' was deleted from the cluster by another command: serve it again")
     log.info("stopping: answers that have begun are finished")
-    with redirect_stdout(io.StringIO()):  # Serve's controller ends itself in the midst of a call, which Ray prints
-        serve.shutdown()
-        ray.shutdown()
 
 
 class _News:
@@ -95,56 +101,6 @@ class _News:
                 log.info("branch '%s' is at snapshot %s%s", self._activations.branch.name, move.snapshot, answers)
             self._move = move.number
         self._decision, self._move = max(self._decision, 0), max(self._move, 0)
-
-
-def start(config: ServeConfig, application: object, name: str = NAME, prefix: str = "/") -> None:
-    """Bring the application up and return.
-
-    Args:
-        name, prefix: of the application and of its paths behind a proxy, beside others on the same cluster.
-
-    Raises:
-        LaunchError: the cluster or a replica did not start.
-    """
-    _connect()
-    if config.ingress == "direct" and not config.port:
-        raise LaunchError("port=0 lets every replica choose a port of its own: name one with port=NUMBER")
-    if not config.wait_for_nodes:
-        _check_room(config)
-    serve.start(
-        proxy_location="Disabled" if config.ingress == "direct" else "EveryNode",
-        http_options={"host": config.host, "port": config.port},
-        logging_config={"enable_access_log": config.access_log},
-    )
-    requested = {name: amount for name, amount in total_resources(config).items() if amount}
-    waits = not cluster.fits(requested)
-    try:
-        with cluster.log_while_pending(lambda: waits, requested, "replicas, threads or cpus"):
-            serve.run(application, name=name, route_prefix=prefix)
-    except RuntimeError as error:
-        status = serve.status().applications.get(name)
-        reason = " ".join(str(status.message if status else error).split())[-800:]
-        raise LaunchError(f"the endpoint did not start: {reason}") from error
-
-
-def _connect() -> None:
-    """Connect to Ray; proxies of Ray Serve that this job starts close idle connections."""
-    cluster.connect(namespace="serve", env_vars={PROXY_HOOK: f"{limit_proxy.__module__}:{limit_proxy.__name__}"})
-
-
-def _check_room(config: ServeConfig) -> None:
-    have, gate = ray.cluster_resources(), gate_takes(config)
-    for name, key, remedy in (
-        ("CPU", "num_cpus", "use fewer replicas or threads, set cpus to what a replica may reserve"),
-        ("GPU", "num_gpus", "use fewer replicas, share GPUs with gpus=0.5 gate.gpus=0.5, set gate.device=cpu"),
-    ):
-        wanted, there = total_resources(config)[name], have.get(name, 0.0)
-        if wanted > there:
-            part = f" ({gate[key]:g} for its gate)" if config.gates and gate[key] else ""
-            raise LaunchError(
-                f"the endpoint needs {wanted:g} {name}s{part}, but the cluster has {there:g}: {remedy}, or set "
-                "wait_for_nodes=true if the cluster grows"
-            )
 
 
 def activate(config: ServeConfig, reference: str) -> None:

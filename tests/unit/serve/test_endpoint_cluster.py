@@ -8,11 +8,11 @@ import pytest
 import ray
 
 from raycl.errors import LaunchError
-from raycl.serve.deployment.endpoint import start
+from raycl.serve.deployment.application import start
 from raycl.serve.settings import ServeConfig
 
 
-class Reached(Exception):
+class Reached(BaseException):
     """Ray would start now."""
 
 
@@ -41,4 +41,16 @@ def test_a_missing_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
     with pytest.raises(LaunchError, match=r"no Ray answers at 10\.1\.2\.3:6379, which .*RAY_AUTH_MODE=token"):
+        start(ServeConfig(bank="bank"), None)
+
+
+def test_a_ray_that_does_not_start_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow machine; Ray's exception has no class of its own."""
+
+    def init(**settings: Any) -> None:
+        raise Exception("The current node timed out\nduring startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(LaunchError, match=r"^Ray could not be started \(The current node timed out during startup\.\)"):
         start(ServeConfig(bank="bank"), None)
