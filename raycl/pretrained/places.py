@@ -37,9 +37,12 @@ SETTINGS = (
 DESCRIPTION = (*SETTINGS, *TOKENIZER)
 """Files of a hub model that are fetched before its weights: config, tokenizer, and layers of a sentence encoder."""
 
+ADAPTER = "adapter_config.json"
 LAYERS = "[0-9]_*/model.safetensors"
+LAYER_PICKLES = ("[0-9]_*/pytorch_model.bin",)
 WEIGHTS = (WHOLE, INDEX, "model-*-of-*.safetensors", LAYERS)
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin")
+PICKLE = "pytorch_model.bin"
+PICKLES = (PICKLE, "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin")
 CODE = ("*.py",)
 
 REACH_S = 5.0
@@ -94,19 +97,36 @@ def folder_of(
         weights: else config and tokenizer alone.
 
     Raises:
-        BackboneError: it does not exist. OSError: the hub has no such model, or does not answer.
+        BackboneError: it does not exist, or holds an adapter too. OSError: the hub has no such model, or does not
+            answer.
     """
     where = resolve(name)
     if Path(where).is_dir():
-        return Path(where)
+        return _without_adapter(Path(where))
     folder = _described(where, revision)
     if code:
         _download(where, folder.name, CODE)
     if weights:
         _fetch_weights(where, folder.name)
-        if pickles and not _safetensors(folder):
-            _download(where, folder.name, PICKLES)
+        if pickles:
+            _download(where, folder.name, (*LAYER_PICKLES, *(() if _safetensors(folder) else PICKLES)))
     return folder
+
+
+def _without_adapter(folder: Path) -> Path:
+    """A folder that holds a model alone: Transformers would load an adapter with it, which identifies no model."""
+    if (folder / ADAPTER).is_file():
+        raise BackboneError(
+            f"'{folder}' holds a PEFT adapter ({ADAPTER}) beside the model: expected a model alone, move the adapter "
+            "elsewhere, or merge it into the weights"
+        )
+    return folder
+
+
+def only_pickled(folder: Path) -> Path | None:
+    """A file of pickled weights, at any depth, that has no safetensors beside it; None: there is none."""
+    files = sorted(folder.rglob(PICKLE))
+    return next((file for file in files if not (file.parent / WHOLE).is_file()), None)
 
 
 @lru_cache(maxsize=64)

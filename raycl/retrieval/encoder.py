@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from raycl.config import Section
 from raycl.errors import RetrievalError, StorageError
-from raycl.pretrained import ONE_AT_A_TIME, fingerprint_of, folder_of, resolve_path
+from raycl.pretrained import ONE_AT_A_TIME, fingerprint_of, folder_of, only_pickled, resolve_path
 from raycl.pretrained.positions import positions_of
 from raycl.storage import Storage
 from raycl.storage.sealed import read_sealed, record_of, write_sealed
@@ -53,6 +53,10 @@ class EncoderConfig(Section):
     )
     max_tokens: int = Field(256, ge=2, description="longer texts are cut, the same in training and in serving")
     batch_size: int = Field(32, ge=1, description="texts per forward pass")
+    allow_pickle: bool = Field(
+        False,
+        description="accept weights that are not safetensors (pickles can run code); only the command line may set it",
+    )
 
 
 class SentenceEncoder:
@@ -67,7 +71,7 @@ class SentenceEncoder:
     def __init__(
         self, config: EncoderConfig, cache: Path | None = None, device: str = "cpu", keeps: int = KEPT_TEXTS
     ) -> None:
-        """Prepare; the weights are loaded when the first unknown text comes.
+        """Prepare; the weights are loaded when the first unknown text comes, which may raise a RetrievalError.
 
         Args:
             cache: folder that keeps whole sets of queries over runs (`embed_all`); None: none.
@@ -77,7 +81,7 @@ class SentenceEncoder:
             BackboneError: it does not exist.
         """
         self.config = config
-        self.fingerprint = fingerprint_of(config.name, config.revision)
+        self.fingerprint = fingerprint_of(config.name, config.revision, config.allow_pickle)
         self.truncated = 0
         self._cache, self._keeps = Storage.at(cache) if cache is not None else None, keeps
         self._device = device
@@ -96,9 +100,22 @@ class SentenceEncoder:
         if self._model is None:
             from sentence_transformers import SentenceTransformer
 
-            folder = str(folder_of(self.config.name, self.config.revision))
-            with ONE_AT_A_TIME:
-                self._model = SentenceTransformer(folder, device=self._device)
+            folder = folder_of(self.config.name, self.config.revision, self.config.allow_pickle)
+            if not self.config.allow_pickle and (file := only_pickled(folder)) is not None:
+                raise RetrievalError(
+                    f"encoder '{self.config.name}' has pickled weights, which can run code: '{file}' has no "
+                    "model.safetensors beside it; expected safetensors, or encoder.allow_pickle=true on the command "
+                    "line if you trust the author of the model"
+                )
+            safe = {} if self.config.allow_pickle else {"use_safetensors": True}
+            try:
+                with ONE_AT_A_TIME:
+                    self._model = SentenceTransformer(str(folder), device=self._device, model_kwargs=safe)
+            except (*FAILURES, OSError) as error:
+                raise RetrievalError(
+                    f"encoder '{self.config.name}' cannot be loaded: {' '.join(str(error).split())[:300]}; expected "
+                    "'minilm', a hub id or the folder of a sentence-transformers model"
+                ) from error
             limits = [self.config.max_tokens, self._model.tokenizer.model_max_length]
             positions = positions_of(self._model[0].auto_model)
             self._model.max_seq_length = min(limits if positions is None else [*limits, positions])

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from raycl.config import validate
 from raycl.errors import BankError, RetrievalError
 from raycl.retrieval.attention import AttentionRouter
 from raycl.retrieval.class_gaussians import ClassGaussiansRouter
@@ -168,7 +169,9 @@ class TextRouter(Router):
         """With the snapshot's sentence encoder, which must be the one that the keys were made with."""
         if state.encoder is None:
             raise BankError(f"a snapshot with router '{state.kind}' must name its sentence encoder, this one does not")
-        encoder = SentenceEncoder(EncoderConfig(**{"layer": "last", **state.encoder}), cache, keeps=SERVED_TEXTS)
+        encoder = SentenceEncoder(
+            validate(EncoderConfig, {"layer": "last", **state.encoder}), cache, keeps=SERVED_TEXTS
+        )
         if encoder.fingerprint != state.encoder_sha256:
             raise RetrievalError(
                 f"encoder hash mismatch: the keys were computed with '{encoder.config.name}' "

@@ -49,8 +49,8 @@ def inputs_of(config: RunConfig, stream: Stream, fetches: bool = False) -> Input
 
 
 def _parts(model: BackboneConfig | EncoderConfig) -> dict[str, str]:
-    allowed = (model.allow_pickle, model.trust_remote_code) if isinstance(model, BackboneConfig) else ()
-    return {"name": model.name, **parts_of(model.name, model.revision, *allowed)}
+    code = isinstance(model, BackboneConfig) and model.trust_remote_code
+    return {"name": model.name, **parts_of(model.name, model.revision, model.allow_pickle, code)}
 
 
 def rows_of(stream: Stream, task: Task) -> dict[str, Any]:

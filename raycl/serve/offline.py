@@ -95,7 +95,8 @@ class OfflineModel:
         self.answers = self._engine.capabilities.answers
         with ExitStack() as stack:
             stack.callback(self._engine.close)
-            self._loaded = LoadedSnapshot.of(snapshot, router_of(bank, snapshot), adapters_of(bank, snapshot))
+            router = router_of(bank, snapshot, config.permissions)
+            self._loaded = LoadedSnapshot.of(snapshot, router, adapters_of(bank, snapshot))
             self._engine.load_snapshot(self._loaded)
             stack.pop_all()  # it stays open
 

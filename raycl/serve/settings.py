@@ -120,7 +120,7 @@ class UpstreamConfig(Section):
 
 OF_A_MODEL = (
     *("branch", "snapshot", "backbone", "device", "dtype", "layout", "gpus", "max_batch", "decoding"),
-    *("max_loaded_rows", "loaded_snapshots", "trust_remote_code", "allow_pickle", "follow", "gate"),
+    *("max_loaded_rows", "loaded_snapshots", "trust_remote_code", "follow", "gate"),
     *(f"limits.{name}" for name in ("prompt_tokens", "inputs", "max_tokens", "n")),
 )
 """Settings without effect where another engine answers."""
@@ -190,8 +190,8 @@ class ServeConfig(Section):
     )
     allow_pickle: bool = Field(
         False,
-        description="accept weights of the backbone that are pickles, which can run code; only the command line "
-        "may set it",
+        description="accept weights of the backbone and the sentence encoder that are pickles, which can run code; "
+        "only the command line may set it",
     )
     log_prompts: bool = Field(False, description="write inputs into the log")
     access_log: bool = Field(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -100,9 +101,19 @@ def test_a_config_file_cannot_permit_remote_code(custom: Custom) -> None:
     assert not custom.ran
 
 
-@pytest.mark.parametrize("path", ["backbone.allow_pickle", "method.generator.backbone.trust_remote_code"])
-def test_a_config_file_cannot_permit_any_risk(lab: Lab, tmp_path: Path, path: str) -> None:
-    tree = lab.tree("bert", {"name": "sapt", "arm": {"source": "generated"}})
+SAPT = {"name": "sapt", "arm": {"source": "generated"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("backbone.allow_pickle", SAPT),
+        ("method.generator.backbone.trust_remote_code", SAPT),
+        ("method.encoder.allow_pickle", "slm"),
+    ],
+)
+def test_a_config_file_cannot_permit_any_risk(lab: Lab, tmp_path: Path, path: str, method: Any) -> None:
+    tree = lab.tree("bert", method)
     configs.assign(tree, path, True, "test")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError, match=f"sets {path}"):

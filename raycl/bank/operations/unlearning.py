@@ -147,7 +147,8 @@ def evaluate(
     wanted -= {without}
     log.info("snapshot %d:", snapshot.number)
     config = backbone_of(snapshot, backbone or None, permissions)
-    model = SnapshotModel(_backbone(config, stream), snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))
+    router = router_of(bank, snapshot, permissions)
+    model = SnapshotModel(_backbone(config, stream), snapshot, adapters_of(bank, snapshot), router)
     settings = configs.validate(EvalConfig, tree["eval"])
     return score_snapshot(model, stream, [task for task in stream.tasks if task.name in wanted], settings)
 

@@ -146,7 +146,7 @@ class SnapshotManager:
 
     def _router(self, snapshot: Snapshot) -> Router:
         """Routers that read texts share one sentence encoder, which is loaded once."""
-        router = router_of(self._cache or self.bank, snapshot)
+        router = router_of(self._cache or self.bank, snapshot, self.config.permissions)
         with self._lock:
             others = [loaded.router for loaded in self._open.values()]
         for other in others:

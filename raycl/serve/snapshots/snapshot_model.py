@@ -5,7 +5,7 @@ What it does not know: which method learned the snapshot, where requests come fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,7 @@ def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permi
     """
     unrecorded = {"name": snapshot.backbone.name, **asdict(permissions)}
     settings: dict[str, Any] = dict(snapshot.provenance.get("config", {}).get("backbone", unrecorded))
-    for name in permissions.refused(name for name in RISKS if settings.get(name)):
-        raise BankError(
-            f"snapshot {snapshot.number} was made with backbone.{name}=true, which {RISKS[name]}: a bank cannot allow "
-            f"that; if you trust its author, allow it with {name}=true (raycl bank: --{name.replace('_', '-')})"
-        )
+    _require(permissions, settings, f"snapshot {snapshot.number} was made with backbone")
     config = BackboneConfig(**{**settings, **({"name": given} if given else {})})
     found = identity(config)
     if found != snapshot.backbone.sha256:
@@ -126,14 +122,30 @@ def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permi
     return config
 
 
-def router_of(reader: ObjectReader, snapshot: Snapshot, cache: Path | None = None) -> Router:
+def _require(permissions: Permissions, settings: Mapping[str, Any], made_with: str) -> None:
+    for name in permissions.refused(name for name in RISKS if settings.get(name)):
+        raise BankError(
+            f"{made_with}.{name}=true, which {RISKS[name]}: a bank cannot allow that; if you trust its author, allow "
+            f"it with {name}=true (raycl bank: --{name.replace('_', '-')})"
+        )
+
+
+def router_of(
+    reader: ObjectReader, snapshot: Snapshot, permissions: Permissions = NONE_GIVEN, cache: Path | None = None
+) -> Router:
     """The snapshot's router, its tensors read by `reader`.
 
+    Args:
+        permissions: what the snapshot's author may run here.
+
     Raises:
-        BankError: damaged, or of a kind that this version does not know. RetrievalError: another sentence encoder.
+        BankError: damaged, of a kind that this version does not know, or it needs more than the permissions.
+        RetrievalError: another sentence encoder.
     """
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
-    return make_router(get_router(reader, snapshot), owners, cache)
+    state = get_router(reader, snapshot)
+    _require(permissions, state.encoder or {}, f"the router of snapshot {snapshot.number} was made with encoder")
+    return make_router(state, owners, cache)
 
 
 def adapters_of(bank: Bank, snapshot: Snapshot) -> Source:

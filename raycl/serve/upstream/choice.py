@@ -68,7 +68,7 @@ def open_choice(config: ServeConfig) -> AdapterChoice:
         return AdapterChoice(record, None)
     torch.set_num_threads(config.threads)
     _check_router(snapshot)
-    router = router_of(bank, snapshot)
+    router = router_of(bank, snapshot, config.permissions)
     choice = AdapterChoice(record, LoadedSnapshot.of(snapshot, router, adapters_of(bank, snapshot)))
     with suppress(RayclError):  # a router that needs the task has nothing to load
         choice.adapters(["a warm-up text"])
