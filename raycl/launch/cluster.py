@@ -66,22 +66,16 @@ def connect(
     if env_vars:
         quiet["runtime_env"] = {"env_vars": dict(env_vars)}
     try:
-        with _importing_as_here():
+        with _importing_as_here(), _LateStart():
             if given:
                 ray.init(address=given, **quiet)
             else:
                 with _alone():
                     ray.init(address="local", include_dashboard=dashboard, **quiet)
-    except Exception as error:  # Ray raises bare ones where a machine is slow
-        if given and isinstance(error, ConnectionError | ValueError):
-            raise LaunchError(
-                f"no Ray answers at {given}, which launch.address or RAY_ADDRESS names: start it there, unset that for "
-                "one here, or, where it needs a token, export RAY_AUTH_MODE=token"
-            ) from error
-        reason = " ".join(str(error).split())[:400] or type(error).__name__
+    except (ConnectionError, ValueError) as error:
         raise LaunchError(
-            f"Ray could not be {'joined' if given else 'started'} ({reason}): repeat the command, with fewer processes "
-            "beside it where this machine is slow"
+            f"no Ray answers at {given}, which launch.address or RAY_ADDRESS names: start it there, unset that for one "
+            "here, or, where it needs a token, export RAY_AUTH_MODE=token"
         ) from error
     log.info("Ray %s in %.0f s", f"joined at {given}" if given else "started here", time.monotonic() - began)
 
@@ -102,6 +96,20 @@ def _importing_as_here() -> Iterator[None]:
     absolute = {} if given is None else {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, given.split(os.pathsep)))}
     with chdir(folder.anchor), _environment(absolute):
         yield
+
+
+class _LateStart:
+    """What Ray raises where it does not start in time, which has no class of its own, becomes an error of raycl."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind in (Exception, RuntimeError, TimeoutError):
+            raise LaunchError(
+                f"Ray did not start ({' '.join(str(error).split())[:400]}): repeat the command, with fewer processes "
+                "beside it where this machine is slow"
+            ) from error
 
 
 @contextmanager

@@ -92,7 +92,6 @@ def start(config: ServeConfig, application: object, name: str | None = None, rep
     if not config.wait_for_nodes:
         _check_room(config)
     requested = {resource: amount for resource, amount in total_resources(config).items() if amount}
-    waits = not cluster.fits(requested)
     try:
         _check_others(config, name, replace)
         serve.start(
@@ -100,6 +99,7 @@ def start(config: ServeConfig, application: object, name: str | None = None, rep
             http_options={"host": config.host, "port": config.port},
             logging_config={"enable_access_log": config.access_log},
         )
+        waits = not cluster.fits(requested)
         with cluster.log_while_pending(lambda: waits, requested, "replicas, threads or cpus"):
             # replicas that listen themselves have no path behind a proxy
             serve.run(application, name=name, route_prefix=None if config.ingress == "direct" else config.route_prefix)
@@ -133,13 +133,13 @@ def _check_others(config: ServeConfig, name: str, replace: bool) -> None:
     if config.ingress == "direct":
         return
     path = config.route_prefix
-    asked, there = (config.host, config.port), found.http_options
+    there = found.http_options
     if found.proxy_location == "Disabled":
         raise LaunchError(
             "Ray Serve runs on this cluster without proxies: use ingress=direct with a free port=NUMBER, or end Serve "
             "with `serve shutdown` if nobody uses it"
         )
-    if there is not None and asked != (there.host, there.port):
+    if there is not None and (there.host, there.port) != (config.host, config.port):
         raise LaunchError(
             f"Ray Serve listens on {there.host}:{there.port} on this cluster since it was started, not on "
             f"{config.host}:{config.port}: use host={there.host} port={there.port}, or ingress=direct"

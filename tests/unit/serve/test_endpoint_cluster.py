@@ -12,7 +12,7 @@ from raycl.serve.deployment.application import start
 from raycl.serve.settings import ServeConfig
 
 
-class Reached(BaseException):
+class Reached(Exception):
     """Ray would start now."""
 
 
@@ -52,5 +52,5 @@ def test_a_ray_that_does_not_start_in_time_is_an_error(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(LaunchError, match=r"^Ray could not be started \(The current node timed out during startup\.\)"):
+    with pytest.raises(LaunchError, match=r"^Ray did not start \(The current node timed out during startup\.\)"):
         start(ServeConfig(bank="bank"), None)

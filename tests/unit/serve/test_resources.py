@@ -10,7 +10,7 @@ from ray import serve
 
 from raycl import config as configs
 from raycl.errors import LaunchError
-from raycl.serve.deployment import endpoint
+from raycl.serve.deployment import application
 from raycl.serve.deployment.resources import gate_takes, replica_takes, total_resources
 from raycl.serve.settings import ServeConfig
 
@@ -54,10 +54,11 @@ def test_a_cluster_without_a_gpu_for_the_gate_is_refused(monkeypatch: pytest.Mon
         raise AssertionError("it goes on")
 
     monkeypatch.setattr(serve, "start", started)
+    monkeypatch.setattr(application, "_get_global_client", lambda raise_if_no_controller_running: None)
     with pytest.raises(LaunchError, match=r"2 GPUs \(1 for its gate\), but the cluster has 1: .*gate\.device=cpu"):
-        endpoint.start(config(device="cuda", **GATED), None)
+        application.start(config(device="cuda", **GATED), None)
     with pytest.raises(AssertionError, match="it goes on"):
-        endpoint.start(config(device="cuda", gpus=0.5, gate={"gpus": 0.5}, **GATED), None)
+        application.start(config(device="cuda", gpus=0.5, gate={"gpus": 0.5}, **GATED), None)
 
 
 def test_auto_is_a_gpu_where_the_cluster_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
