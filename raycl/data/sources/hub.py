@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import yaml
 
 from raycl.data.sources.fields import Columns, Row, usable_rows
 from raycl.data.sources.findings import BadRow, Findings
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 HUB = "hf://"
+CARDS = ("README.md", ".huggingface.yaml")
+"""Files of a dataset that may say which files hold its splits."""
 NO_LABEL = "-1"
 """What the hub's datasets have where a label is not known, as in public test sets."""
 SAVED = ("dataset_dict.json", "state.json")
@@ -128,6 +132,11 @@ class OpenSplit:
         return usable_rows(enumerate(self._items(needed), start=1), columns, self.source.refuse, findings)
 
     def _items(self, names: list[str]) -> Iterator[dict[str, Any]]:
+        from datasets.features.features import require_decoding
+
+        for name in names:
+            if require_decoding(self.dataset.features[name]):  # would open what the rows name
+                self.source.refuse(f"column '{name}' holds pictures or sound: expected text or classes")
         classes = {name: class_names(self.dataset.features[name]) for name in names}
         for batch in self.dataset.select_columns(names).iter(batch_size=_BATCH):
             for values in zip(*(batch[name] for name in names), strict=True):
@@ -170,13 +179,55 @@ def _open(split: HubSplit) -> Dataset:
     with _explained(split):
         folder = Path(split.path)
         if any((folder / name).is_file() for name in SAVED):
+            _require_inside(split, [*folder.glob("*.json"), *folder.glob("*/state.json")])
             return _saved(split, datasets.load_from_disk(split.path))
         name = split.path.removeprefix(HUB).removeprefix("datasets/")
+        _require_inside(split, [folder / card for card in CARDS] if folder.is_dir() else _cards(name, split.revision))
         config = split.config or _only_config(split, datasets.get_dataset_config_names(name, revision=split.revision))
         found: Dataset = datasets.load_dataset(
             name, config, split=split.split, revision=split.revision, cache_dir=split.cache
         )
         return found
+
+
+def _cards(name: str, revision: str | None) -> list[Path]:
+    """What describes a dataset of the hub."""
+    from huggingface_hub import hf_hub_download
+
+    found = []
+    for card in CARDS:
+        with suppress(OSError, ValueError):  # there is none, or the hub does not answer, which loading says
+            found.append(Path(hf_hub_download(name, card, repo_type="dataset", revision=revision)))
+    return found
+
+
+def _require_inside(split: HubSplit, files: Sequence[Path]) -> None:
+    """Refuse a dataset whose description names data elsewhere: any server would be asked, and any file read."""
+    for file in files:
+        outside = next(_outside(_described(file)), None) if file.is_file() else None
+        if outside is not None:
+            split.refuse(f"{file.name} names {outside!r:.200}: expected files of the dataset itself, copy them there")
+
+
+def _described(file: Path) -> Any:
+    """What a file says where data is."""
+    from huggingface_hub import DatasetCard
+
+    if file.suffix == ".md":
+        return DatasetCard.load(file, ignore_metadata_errors=True).data.to_dict().get("configs")
+    tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(tree, dict):
+        return None
+    return [tree.get(key) for key in ("configs", "_data_files", "splits")]
+
+
+def _outside(tree: Any) -> Iterator[str]:
+    """The texts in it that are addresses, absolute paths, or paths that lead up."""
+    if isinstance(tree, dict | list):
+        for inner in tree.values() if isinstance(tree, dict) else tree:
+            yield from _outside(inner)
+    elif isinstance(tree, str) and ("://" in tree or Path(tree).is_absolute() or ".." in Path(tree).parts):
+        yield tree
 
 
 def _saved(split: HubSplit, found: Any) -> Dataset:

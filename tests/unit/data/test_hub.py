@@ -8,8 +8,10 @@ from typing import Any
 
 import pandas
 import pytest
+import yaml
 from data_samples import MiniLMCodec
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Sequence, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Sequence, Value
+from listener import listener
 
 from raycl.data.resolve import missing_files
 from raycl.data.stream import Stream, StreamConfig, TaskSpec, open_stream
@@ -181,3 +183,46 @@ def test_conversations_of_a_dataset(tmp_path: Path, codec: MiniLMCodec) -> None:
     assert stream.tasks[0].labels is None and stream.tasks[0].metric == "rouge_l"
     with pytest.raises(ConfigError, match=r"task 'news' needs a chat template .*backbone\.chat_template"):
         stream.check(codec)
+
+
+@pytest.mark.parametrize("card", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize("where", ["address", "absolute", "above"])
+def test_a_folder_cannot_name_data_elsewhere(
+    tmp_path: Path, card: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's folder: `datasets` would ask any server, and read any file."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    (tmp_path / "secret.csv").write_text("text,label\nk3y,a\n")
+    with listener() as server:
+        named = {
+            "address": f"http://127.0.0.1:{server.server_port}/rows.csv",
+            "absolute": str(tmp_path / "secret.csv"),
+            "above": "data/../../secret.csv",
+        }
+        folder = parquet(tmp_path / "news", train=dataset(8), test=dataset(4, 8))
+        files = [{"split": "train", "path": [named[where]]}, {"split": "test", "path": "data/test-*"}]
+        text = yaml.safe_dump({"configs": [{"config_name": "default", "data_files": files}]})
+        (folder / card).write_text(f"---\n{text}---\n" if card == "README.md" else text)
+        with pytest.raises(DataError, match=rf"{card} names '.*(rows|secret).csv': expected files of the dataset"):
+            opened(folder)
+        assert not server.asked
+
+
+def test_what_was_saved_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    folder = as_saved(tmp_path / "saved")
+    other = as_saved(tmp_path / "other")
+    state = json.loads((folder / "train/state.json").read_text())
+    state["_data_files"][0]["filename"] = f"../../other/train/{state['_data_files'][0]['filename']}"
+    (folder / "train/state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match=r"state.json names '../../other/train/.*': expected files of the dataset"):
+        opened(folder)
+    assert rows(opened(other)) == pairs(8)
+
+
+def test_rows_cannot_have_pictures_opened(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("k3y")
+    columns = {"text": [str(tmp_path / "secret")] * 4, "label": [0, 1, 0, 1]}
+    pictures = Dataset.from_dict(columns, features=Features({"text": Image(), "label": ClassLabel(names=NAMES)}))
+    DatasetDict(train=pictures, test=pictures).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="column 'text' holds pictures or sound: expected text or classes"):
+        rows(opened(tmp_path / "saved"))
