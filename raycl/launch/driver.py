@@ -44,6 +44,7 @@ from raycl.run.extension import other_changes, own_limits, with_tasks
 from raycl.run.fingerprints import inputs_of
 from raycl.run.folder import CONFIG, resume_arguments, run_at
 from raycl.storage import Storage
+from raycl.storage.records import hashed
 from raycl.training.records.journal import RunState, check_inputs, check_owner, last_attempt, read_state
 from raycl.training.records.publish import open_bank, publish_again
 from raycl.training.records.results import build_results
@@ -271,7 +272,7 @@ def finish(prepared: Prepared) -> dict[str, Any]:
     state = read_state(prepared.storage)
     check_owner(prepared.storage, state, prepared.info)
     results = build_results(prepared.info, prepared.stream, prepared.phases, state)
-    prepared.storage.write_json("results.json", results)
+    prepared.storage.write_json("results.json", hashed(results))
     return results
 
 

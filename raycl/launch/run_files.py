@@ -7,6 +7,7 @@ What it does not know: how it is said (`status`) or drawn (`page`).
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from raycl.errors import StorageError
 from raycl.launch.console import LOGS, is_log
 from raycl.run.folder import CONFIG, run_at
 from raycl.storage import Storage
+from raycl.storage.records import without_hash
 from raycl.training.control import BEAT_S, HEARTBEAT
 from raycl.training.records.journal import JournalReader, RunState
 from raycl.training.records.stop_request import stop_of
@@ -95,7 +97,7 @@ def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles
         storage,
         state,
         state.config or configs.from_yaml(storage.read_text(CONFIG), f"{storage.uri}/{CONFIG}"),
-        _json(storage, "results.json"),
+        _results(storage),
         heartbeat,
         max(ended, key=lambda found: float(found.get("time", 0.0)), default={}),
         _stop(storage, {driver, str(heartbeat.get("driver", ""))}),
@@ -103,6 +105,12 @@ def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles
         _log(storage),
         time.time(),
     )
+
+
+def _results(storage: Storage) -> dict[str, Any]:
+    with suppress(StorageError):
+        return without_hash(_json(storage, "results.json"), "results.json")
+    return {}
 
 
 def _json(storage: Storage, name: str) -> dict[str, Any]:

@@ -180,4 +180,4 @@ def _at(moment: float) -> str:
 
 
 def _ago(seconds: float) -> str:
-    return f"{clock(seconds)} ago"
+    return f"{clock(max(0.0, seconds))} ago"

@@ -9,6 +9,7 @@ A result tree is the parsed `results.json` of a run; the keys used here are `con
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 from pyarrow import fs
 
 from raycl.config import Tree
-from raycl.errors import RunError
+from raycl.errors import DamagedError, RunError
 from raycl.report.published import Published, read_published, row_of
 from raycl.storage import Storage
+from raycl.storage.records import without_hash
 
 RESULT_FILE = "results.json"
 
@@ -42,7 +44,11 @@ def _read(storage: Storage, name: str) -> Tree:
     problem = _problem(tree)
     if problem:
         raise RunError(f"'{storage.uri}/{name}' is not the result of a run: {problem}")
-    return dict(tree)
+    try:
+        return without_hash(tree, f"{storage.uri}/{name}")
+    except DamagedError as error:
+        again = f"`raycl train --resume {shlex.quote(storage.uri)}`"
+        raise RunError(f"{error}: restore a copy, or let {again} write it again from the run's journal") from error
 
 
 def find_results(root: str | Path) -> list[Tree]:

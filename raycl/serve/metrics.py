@@ -96,7 +96,7 @@ class Metrics:
                     counter.inc(more)
                     self._counted[name] = counts[name]
             self.snapshot.set(snapshot_manager.active.snapshot.number)
-            self.age.set(time.time() - snapshot_manager.active_since)
+            self.age.set(max(0.0, time.time() - snapshot_manager.active_since))
             self.load.set(self._engine.pending)
             self.problem.set(float(bool(self._service.problem)))
             time.sleep(EVERY_S)

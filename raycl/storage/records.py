@@ -34,9 +34,34 @@ def seal(record: dict[str, Any]) -> bytes:
     return _sealed(json.loads(json.dumps(record)))  # keys that are numbers become text before they are sorted
 
 
+def hashed(tree: dict[str, Any]) -> dict[str, Any]:
+    """A tree for people and programs to read as it is, with its hash as one more field."""
+    return {**tree, "sha256": _hash(json.loads(json.dumps(tree)))}
+
+
+def without_hash(tree: Any, file: str) -> dict[str, Any]:
+    """The tree that was given to `hashed`.
+
+    Args:
+        file: its name for messages.
+
+    Raises:
+        DamagedError: it was changed since, or has no hash.
+    """
+    if not isinstance(tree, dict) or not isinstance(tree.get("sha256"), str):
+        raise DamagedError(f"'{file}' has no hash of its content: expected the field sha256, as raycl writes it")
+    found = {name: value for name, value in tree.items() if name != "sha256"}
+    if _hash(found) != tree["sha256"]:
+        raise DamagedError(f"'{file}' was changed after it was written (its hash differs)")
+    return found
+
+
+def _hash(record: Any) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def _sealed(record: Any) -> bytes:
-    body = json.dumps(record, sort_keys=True, separators=(",", ":"))
-    return json.dumps({"record": record, "sha256": hashlib.sha256(body.encode()).hexdigest()}, sort_keys=True).encode()
+    return json.dumps({"record": record, "sha256": _hash(record)}, sort_keys=True).encode()
 
 
 def unseal(data: bytes, file: str, version: int) -> dict[str, Any]:

@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raycl.config import Tree
+from raycl.errors import DamagedError, RunError
 from raycl.run.config import RunConfig, from_tree
 from raycl.storage import Storage
+from raycl.storage.records import without_hash
 from raycl.sweep.config import SweepConfig, json_safe
 from raycl.sweep.search.space import Settings
 from raycl.training.records.journal import RunState, read_state
@@ -122,7 +124,12 @@ class SweepFolder:
     def results(self, number: int) -> Tree | None:
         """The result tree of a trial's run, if it has one."""
         run = self.run(number)
-        return dict(run.read_json("results.json")) if run.exists("results.json") else None
+        if not run.exists("results.json"):
+            return None
+        try:
+            return without_hash(run.read_json("results.json"), f"{run.uri}/results.json")
+        except DamagedError as error:
+            raise RunError(f"{error}: restore a copy, or remove it and run the sweep again") from error
 
 
 def plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from raycl.sweep.config import SweepConfig
 from raycl.sweep.folder import State, SweepFolder
 from raycl.sweep.search.measure import measured
 from raycl.sweep.search.space import Settings
+from raycl.training.records.results import wall_seconds
 
 NUMBERS = ("ap", "f_ra", "bwt", "fwt")
 """Of every run, beside the sweep's own metrics."""
@@ -146,8 +147,7 @@ def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Set
         return Row(number, settings, state, len(records), error=error)
     names, phases, singles = results["stream"]["tasks"], results["phases"], results["singles"]
     curve = [measured(sweep.metrics, names, phases, records[:done], singles) for done in range(1, len(records) + 1)]
-    started = [attempt for attempt in reached.attempts if "forked_from" not in attempt]
-    forked_tasks = _forked_tasks(records, started)
+    forked_tasks = sum(attempt.get("inherited", 0) for attempt in reached.attempts)
     return Row(
         number,
         settings,
@@ -157,15 +157,9 @@ def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Set
         {name: results["metrics"].get(name) for name in NUMBERS} if state == "done" else {},
         forked_tasks,
         sum(record["times"]["train_s"] for record in records[forked_tasks:]),
-        records[-1]["ended"] - reached.attempts[0]["started"] if len(records) > forked_tasks else None,
+        wall_seconds(reached) if len(records) > forked_tasks else None,
         error,
     )
-
-
-def _forked_tasks(records: Sequence[Tree], started: Sequence[Tree]) -> int:
-    """Records from before the run's own first attempt."""
-    first = min((attempt["started"] for attempt in started), default=float("inf"))
-    return sum(record["ended"] < first for record in records)
 
 
 def grouped(sweep: SweepConfig, rows: Sequence[Row]) -> list[Group]:

@@ -21,6 +21,7 @@ from raycl.bank.leases import hold_lease, release_lease
 from raycl.errors import StorageError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
+from raycl.storage.records import hashed
 from raycl.tracking import MetricsSink
 from raycl.training.distributed import DistributedContext
 from raycl.training.inputs import versions
@@ -245,7 +246,7 @@ class Recorder:
             self._track(self.context.phases[number - 1], record, self.sink)
 
     def _write_results(self, record: dict[str, Any]) -> None:
-        self.storage.write_json("results.json", self.results())
+        self.storage.write_json("results.json", hashed(self.results()))
         if self.state.scored == len(self.context.phases) and (record["bank"] or self.context.bank.start):
             release_lease(open_bank(self.context.bank, self.storage).storage, self.storage.address)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ from raycl import config as configs
 from raycl.errors import ConfigError, RunError
 from raycl.methods.modifier import Modifiers
 from raycl.report.output_rows.training import OutputRows
+from raycl.report.results import read_results
 from raycl.report.tables import output_rows_table
 from raycl.run.checks import read_singles
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
+from raycl.storage.records import hashed
 
 MIGU = {"name": "migu", "threshold": 0.7, "skip_first_task": False}
 ALL_CASES = [
@@ -138,9 +139,9 @@ def test_scores_of_tasks_trained_alone_are_of_the_same_modifiers(
     found = read_singles(masked(lab, "bert", "lora", "torch", eval=alone))
     assert found is not None and list(found) == list(TASKS)
     older = Storage.at(tmp_path)
-    results = Storage.at(alone["singles"]).read_json("results.json")
+    results = read_results(alone["singles"])
     del results["config"]["stream"]["train_rows_by_task"]
-    older.write("results.json", json.dumps(results).encode())
+    older.write_json("results.json", hashed(results))
     assert read_singles(masked(lab, "bert", "lora", "torch", eval={"singles": older.uri})) == found
     for other in (
         lab.config("bert", "lora", eval=alone),

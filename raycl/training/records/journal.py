@@ -47,8 +47,8 @@ class RunState:
         checkpoints: names of usable checkpoints, oldest first; the last one is where to continue.
         phases: one record per phase that is trained **and** evaluated, in order. With `eval.mode=overlap` the newest
             one may be `pending`: it names the checkpoint that its row of the matrix is scored from, and has none yet.
-        attempts: number, start time, time of the last record, host and process of rank 0, and the rest of the claim,
-            for every attempt so far.
+        attempts: number, start time, time of the last record and seconds up to it, host and process of rank 0,
+            number of inherited phases, and the rest of the claim, for every attempt so far.
         config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
         fingerprint: of that config; empty for runs of versions that did not record it.
         inputs: fingerprints of what the run reads (`raycl.training.inputs`), as the claims recorded them.
@@ -79,7 +79,7 @@ class Journal:
         self.storage = storage
         self.attempt = attempt
         self.state = state
-        self._records = 1
+        self._records, self._began = 1, time.monotonic()
 
     @staticmethod
     def claim(storage: Storage, run: RunInfo | None = None, **summary: Any) -> Journal:
@@ -143,6 +143,7 @@ class Journal:
     def begin_with(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
         """Record what another run has done for this one, which has done nothing yet (`fork_points`)."""
         assert not self.state.checkpoints and not self.state.phases, "the run has begun already"
+        self.state.attempts[-1]["inherited"] = len(phases)
         self._append({"checkpoints": checkpoints, "phases": phases})
 
     def ensure_current(self) -> None:
@@ -159,7 +160,8 @@ class Journal:
 
     def _append(self, change: dict[str, Any]) -> None:
         self.ensure_current()
-        mine = [{**attempt, "ended": time.time()} for attempt in self.state.attempts[-1:]]
+        times = {"ended": time.time(), "seconds": time.monotonic() - self._began}  # clocks are set back
+        mine = [{**attempt, **times} for attempt in self.state.attempts[-1:]]
         change = {**change, "attempts": [*self.state.attempts[:-1], *mine]}
         key = (self.attempt, self._records)
         self.storage.create(_record(*key), _sealed(*key, change))

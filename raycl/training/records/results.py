@@ -5,7 +5,6 @@ What it does not know: how to draw or print them (`raycl.report`).
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,15 +61,11 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
 
 
 def wall_seconds(state: RunState) -> float | None:
-    """Time of the attempts so far, each from its claim to its last record; None before the first phase is done."""
+    """Time of the attempts so far, each from its claim to its last record by a clock that nobody sets; None before the
+    first phase is done."""
     if not state.phases:
         return None
-    starts = [attempt["started"] for attempt in state.attempts]
-    spent = 0.0
-    for attempt, until in zip(state.attempts, [*starts[1:], math.inf], strict=True):
-        ends = [record["ended"] for record in state.phases if attempt["started"] <= record["ended"] < until]
-        spent += attempt.get("ended", max(ends, default=attempt["started"])) - attempt["started"]
-    return spent
+    return float(sum(attempt.get("seconds", 0.0) for attempt in state.attempts))
 
 
 def matrix_of(tasks: Sequence[str], phases: Sequence[str], state: RunState) -> AccuracyMatrix:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from raycl.storage.records import hashed
+
 JOB = Path(__file__).parents[3] / "jobs" / "report.py"
 
 
@@ -33,7 +35,7 @@ def test_prints_matrices_and_comparison_and_writes_files(
     for name, summary in (("sapt", [{"attention": attention}]), ("lora", [])):
         (tmp_path / "runs" / name).mkdir(parents=True)
         result = make_result(name) | {"phase_summaries": summary}
-        (tmp_path / "runs" / name / "results.json").write_text(json.dumps(result))
+        (tmp_path / "runs" / name / "results.json").write_text(json.dumps(hashed(result)))
     png, csv, maps = (tmp_path / "out" / name for name in ("m.png", "c.csv", "a.png"))
     wanted = ["--png", str(png), "--csv", str(csv), "--attention-png", str(maps)]
     assert report([str(tmp_path / "runs"), *wanted]) == 0 and maps.is_file()
@@ -52,7 +54,7 @@ def test_routing_is_printed_and_drawn_for_runs_that_have_it(
     runs = {"lora": make_result("lora"), "slm": make_routed(["agnews"]), "slm-1": make_routed(["agnews"], seed=1)}
     for name, result in runs.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(json.dumps(result))
+        (tmp_path / name / "results.json").write_text(json.dumps(hashed(result)))
     png = tmp_path / "out" / "router.png"
     assert report([str(tmp_path / "lora"), str(tmp_path / "slm"), "--router-png", str(png)]) == 0
     text = capsys.readouterr().out

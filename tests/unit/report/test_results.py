@@ -13,19 +13,36 @@ import pytest
 
 from raycl.errors import RunError, StorageError
 from raycl.report.results import find_results, method_of, read_results, short_names, title_of
+from raycl.storage.records import hashed
 
 Make = Callable[..., dict[str, Any]]
 
 
 def put(folder: Path, tree: object) -> Path:
     folder.mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps(tree))
+    (folder / "results.json").write_text(json.dumps(hashed(tree) if isinstance(tree, dict) else tree))
     return folder
 
 
 def test_a_run_is_read_by_folder_or_by_file(tmp_path: Path, make_result: Make) -> None:
     folder = put(tmp_path / "run", make_result())
     assert read_results(folder) == read_results(folder / "results.json") == make_result()
+
+
+def test_results_that_were_changed_are_not_believed(tmp_path: Path, make_result: Make) -> None:
+    file = put(tmp_path / "run", make_result()) / "results.json"
+    whole = file.read_text()
+    for found, problem in (
+        (whole.replace("81.667", "91.667"), "was changed after it was written"),
+        (json.dumps({name: value for name, value in json.loads(whole).items() if name != "sha256"}), "has no hash"),
+        (json.dumps({**json.loads(whole), "more": 1}), "was changed after it was written"),
+    ):
+        file.write_text(found)
+        with pytest.raises(RunError, match=rf"results\.json' {problem}.*`raycl train --resume .*/run` write it again"):
+            read_results(file)
+    file.write_text('{"config": ' + "[" * 100_000)
+    with pytest.raises(StorageError, match="is not valid JSON"):
+        read_results(file)
 
 
 def test_runs_are_found_below_a_root_but_not_inside_runs(tmp_path: Path, make_result: Make) -> None:

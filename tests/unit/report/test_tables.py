@@ -18,6 +18,7 @@ from raycl.report.published import Published
 from raycl.report.results import find_results
 from raycl.report.tables import comparison_table, matrix_table, routing_comparison, routing_table, side_by_side
 from raycl.storage import Storage
+from raycl.storage.records import hashed
 from raycl.types import Score
 
 Make = Callable[..., dict[str, Any]]
@@ -139,7 +140,7 @@ def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -
         for seed in range(2):
             result = make_result(method, seed)
             result["config"]["output"] = {"name": f"{row}-s{seed}"}
-            folder.sub(f"{row}-s{seed}").write_json("results.json", result)
+            folder.sub(f"{row}-s{seed}").write_json("results.json", hashed(result))
     results = find_results(tmp_path)
     head, _, sapt, lora, _, source = comparison_table(results).splitlines()
     assert cells(head)[4:11] == ["AP", "published", "F.Ra", "FWT", "BWT", "published", "time"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from raycl.report.plots import new_figure
 from raycl.report.sweeps.plots import draw_setting, kinds_of, parallel_coordinates, pareto_front, sensitivity
 from raycl.report.sweeps.tables import group_table, sweep_csv, sweep_table, text
 from raycl.run.config import RunConfig
+from raycl.storage.records import hashed
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.folder import SweepFolder
 from raycl.sweep.outcome import Outcome, Row, collect, pareto
@@ -45,18 +47,20 @@ class Written:
         """A trial that got as far as `rows`."""
         self.folder.write_settings(number, settings)
         run = self.folder.run(number)
-        journal = Journal.claim(run, workers=1)
+        journal, began = Journal.claim(run, workers=1), time.monotonic()
         for phase, row in enumerate(rows):
             cells = {task: {"value": value, "count": 10, "extra": {}} for task, value in zip(TASKS, row, strict=False)}
             times = {"phase": TASKS[phase], "train_s": 2.0}
-            ended = journal.state.attempts[0]["started"] + 10.0 * (phase + 1)
-            journal.phase_done({"phase": phase, "row": cells, "times": times, "summary": {}, "ended": ended})
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    "raycl.training.records.journal.time.monotonic", lambda done=phase + 1: began + 10.0 * done
+                )
+                journal.phase_done({"phase": phase, "row": cells, "times": times, "summary": {}})
         metrics = {"ap": sum(rows[-1]) / 2, "f_ra": 1.0, "bwt": -1.0, "fwt": None} if rows else {}
         config = configs.as_tree(self.folder.config(self.sweep, number, settings))
         stream = {"tasks": TASKS}
-        run.write_json(
-            "results.json", {"config": config, "stream": stream, "phases": TASKS, "singles": None, "metrics": metrics}
-        )
+        results = {"config": config, "stream": stream, "phases": TASKS, "singles": None, "metrics": metrics}
+        run.write_json("results.json", hashed(results))
 
     def outcome(self) -> Outcome:
         return collect(self.sweep, self.folder, len(TASKS))
