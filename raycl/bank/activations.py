@@ -19,7 +19,8 @@ from raycl.bank.bank import Bank
 from raycl.bank.branches import MAIN, Branch, numbered_folders
 from raycl.bank.manifest import Snapshot
 from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
-from raycl.storage.records import Stamp, numbered, numbers, read_fields, seal, stamps
+from raycl.storage.numbered import NumberedRecords
+from raycl.storage.records import Stamp, numbered, read_fields
 
 FOLDER = "serving"
 FORMAT = 3
@@ -63,15 +64,19 @@ class Activations:
     def __init__(self, bank: Bank, branch: str = MAIN) -> None:
         self.bank, self.branch = bank, Branch(bank, branch)
         self.folder = f"{FOLDER}/{branch}"
+        self.records = NumberedRecords(bank.storage, self.folder)
         self._known: tuple[Activation, int, Stamp] | None = None
 
     def latest(self) -> Activation | None:
         """The one that counts; None before the first.
 
         Raises:
-            BankError: it is damaged.
+            BankError: it is damaged or missing.
         """
-        found = stamps(self.bank.storage, self.folder)
+        try:
+            found = self.records.stamps()
+        except DamagedError as error:
+            raise BankError(f"{error}, or activate a snapshot again") from error
         if not found:
             return None
         newest = max(found)
@@ -79,13 +84,9 @@ class Activations:
             self._known = (self._read(newest), newest, found[newest])
         return self._known[0]
 
-    def _newest(self) -> int:
-        """Number of the last decision, readable or not; 0 before the first."""
-        return max(numbers(self.bank.storage, self.folder), default=0)
-
     def all(self) -> Iterator[Activation | BankError]:
         """Every decision in order; in the place of a damaged one, what is wrong with it."""
-        for number in numbers(self.bank.storage, self.folder):
+        for number in self.records.numbers():
             try:
                 yield self._read(number)
             except BankError as error:
@@ -123,11 +124,11 @@ class Activations:
             provenance: Reason = {"why": why, "time": time.time()}
             if rejected is not None:
                 provenance["rejected"] = rejected
-            # the last record is not read: a damaged one is followed, and so repaired, by this one
+            # the last record is not read: a damaged or lost one is followed, and so repaired, by this one
             newest = max(self.branch.numbers(), default=0) if seen is None else seen
-            fresh = Activation(self._newest() + 1, number, newest, provenance)
+            fresh = Activation(self.records.next_number(), number, newest, provenance)
             try:
-                self.bank.storage.create(self._file(fresh.number), seal({"format": FORMAT, **asdict(fresh)}))
+                self.records.create(fresh.number, {"format": FORMAT, **asdict(fresh)})
             except AlreadyExistsError:
                 continue
             return fresh

@@ -39,7 +39,7 @@ from raycl.bank.manifest import (
 from raycl.bank.tensors import DTYPES, dtype_of, pack, unpack, views
 from raycl.errors import AlreadyExistsError, BankError, StorageError
 from raycl.storage import Storage
-from raycl.storage.records import Stamp, numbers, stamps
+from raycl.storage.records import Stamp, named_stamps, numbers, stamps
 from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
@@ -325,7 +325,7 @@ class Bank:
 
     def stamps(self) -> dict[int, Stamp]:
         """Number of each snapshot -> stamp of its record: a number that is used again after a deletion has another."""
-        return stamps(self.storage, "snapshots")
+        return stamps(named_stamps(self.storage, "snapshots"))
 
     def newest(self) -> Snapshot | None:
         """The snapshot of the highest number, or None."""

@@ -1,6 +1,7 @@
 """Branches of a bank: names that point at snapshots, as in git.
 
     branches/<name>/<number>.json     a move: the branch points at this snapshot, or at none (it is deleted)
+    branches/<name>/newest.json       the number of the newest move
     not_served.json                   why a run whose bank this is publishes no snapshot
 
 Each move is created exclusively and never changed: of two writers that saw the same head, one creates the next move,
@@ -23,13 +24,16 @@ from pydantic import AfterValidator, TypeAdapter
 from raycl.bank.bank import Bank
 from raycl.bank.manifest import NAME, Snapshot, snapshot_file
 from raycl.errors import AlreadyExistsError, BankError, BranchMovedError, DamagedError, FormatError
-from raycl.storage.records import Stamp, number_of, numbered, numbers, read_fields, seal, stamps
+from raycl.storage.numbered import NOTE, NumberedRecords
+from raycl.storage.records import Stamp, number_of, numbered, read_fields, seal
 
 FOLDER, MAIN = "branches", "main"
 FORMAT = 1
 NOT_SERVED = "not_served.json"
 DEPTH = 8
 """Parts of a branch's name at most."""
+
+REMEDY = ", or delete the branch and promote its snapshot again"
 
 SHORTEST_HASH = 8
 """Digits of a snapshot's hash that name it, at least."""
@@ -83,7 +87,7 @@ def check_branch(name: str) -> str:
     """
     parts = name.split("/")
     fits = len(parts) <= DEPTH and all(NAME.fullmatch(part) and ".." not in part for part in parts)
-    if not fits or name.isdigit() or any(number_of(part) is not None for part in parts):
+    if not fits or name.isdigit() or any(number_of(part) is not None or part == NOTE for part in parts):
         raise BankError(
             f"'{name}' cannot name a branch: use letters, digits, '.', '_', '-' and '/', for example main or "
             "team/experiment, and no number alone, which names a snapshot"
@@ -108,19 +112,23 @@ class Branch:
     def __init__(self, bank: Bank, name: str = MAIN) -> None:
         self.bank, self.name = bank, check_branch(name)
         self.folder = f"{FOLDER}/{name}"
+        self.records = NumberedRecords(bank.storage, self.folder)
         self._known: dict[int, tuple[Stamp, Move]] = {}
 
     def numbers(self) -> list[int]:
         """Numbers of all moves, ascending."""
-        return numbers(self.bank.storage, self.folder)
+        return self.records.numbers()
 
     def last(self) -> Move | None:
         """The newest move; None: there never was one. It is read again only when its file has changed.
 
         Raises:
-            BankError: it is damaged.
+            BankError: it is damaged or missing.
         """
-        found = stamps(self.bank.storage, self.folder)
+        try:
+            found = self.records.stamps()
+        except DamagedError as error:
+            raise BankError(f"{error}{REMEDY}") from error
         if not found:
             return None
         newest = max(found)
@@ -151,7 +159,7 @@ class Branch:
         try:
             found = read_fields(self.bank.storage, file, FORMAT, _MOVE)
         except DamagedError as error:
-            raise BankError(f"{error}, or delete the branch and promote its snapshot again") from error
+            raise BankError(f"{error}{REMEDY}") from error
         except FormatError as error:
             raise BankError(str(error)) from error
         if (found.branch, found.number) != (self.name, number):
@@ -161,7 +169,7 @@ class Branch:
     def newest_first(self, after: int = 0) -> Iterator[int]:
         """Snapshots of the moves after number `after`, newest first, each once; damaged moves are passed over."""
         given: set[int] = set()
-        found = stamps(self.bank.storage, self.folder)
+        found = self.records.there()
         for number in sorted(found, reverse=True):
             if number <= after:
                 return
@@ -240,21 +248,20 @@ class Branch:
         Raises:
             BankError: there is no such branch. BranchMovedError: another writer moved it just now.
         """
-        taken = self.numbers()
         try:
             exists = self.head() is not None
         except BankError:
             exists = True
         if not exists:
             raise missing_branch(self.bank, self.name)
-        return self._add(taken[-1], None, "", why, None)
+        return self._add(self.records.next_number() - 1, None, "", why, None)
 
     def _add(self, last: int, snapshot: int | None, sha256: str, why: str, new: Snapshot | None) -> Move:
         """The move after number `last`."""
         move = Move(last + 1, snapshot, sha256, why, time.time())
         record = {"format": FORMAT, "branch": self.name, **asdict(move)}
         try:
-            self.bank.storage.create(f"{self.folder}/{numbered(move.number)}", seal(record))
+            self.records.create(move.number, record)
         except AlreadyExistsError as error:
             head = self.head()
             if new is not None and head == new.number:  # by another attempt of the same run
@@ -312,7 +319,8 @@ def branch_of(file: str, folder: str) -> str | None:
     """The branch whose record a file below `folder` is; None: it is none."""
     start, _, rest = file.partition("/")
     name, _, record = rest.rpartition("/")
-    return name if start == folder and number_of(record) is not None and is_branch_name(name) else None
+    is_ours = number_of(record) is not None or record == NOTE
+    return name if start == folder and is_ours and is_branch_name(name) else None
 
 
 def is_branch_name(name: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter
@@ -56,15 +56,33 @@ def leased(storage: Storage, max_age_s: float = LEASE_S) -> dict[int, str]:
         BankError: a lease is damaged, so what it protects is unknown.
     """
     found: dict[int, str] = {}
+    for lease in _leases(storage, max_age_s):
+        if isinstance(lease, BankError):
+            raise lease
+        found |= dict.fromkeys(lease.snapshots, lease.run)
+    return found
+
+
+def lease_problems(storage: Storage) -> list[str]:
+    """One sentence for each lease that is damaged."""
+    return [str(lease) for lease in _leases(storage, LEASE_S) if isinstance(lease, BankError)]
+
+
+def _leases(storage: Storage, max_age_s: float) -> Iterator[_Lease | BankError]:
+    """Each lease that counts; in the place of a damaged one, what is wrong with it."""
     for file, entry in storage.files(FOLDER).items():
         if not is_lease(file) or entry.age >= max_age_s:
             continue
         try:
             lease = read_fields(storage, file, FORMAT, _LEASE)
+            if _file(lease.run) != file:
+                raise DamagedError(
+                    f"'{storage.uri}/{file}' is the lease of '{lease.run}': it was moved; restore a copy"
+                )
         except (DamagedError, FormatError) as error:
-            raise BankError(f"{error}, or remove it if its run is finished or will never be continued") from error
-        found |= dict.fromkeys(lease.snapshots, lease.run)
-    return found
+            yield BankError(f"{error}, or remove it if its run is finished or will never be continued")
+        else:
+            yield lease
 
 
 def is_lease(file: str) -> bool:

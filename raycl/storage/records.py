@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -164,8 +165,12 @@ Stamp = tuple[int, float]
 """Size of a file and when it was written: another one under the same name has another."""
 
 
-def stamps(storage: Storage, folder: str) -> dict[int, Stamp]:
-    """Number of each record directly below a folder -> its stamp."""
-    found = {name[len(folder) + 1 :]: file for name, file in storage.files(folder).items()}
-    numbered = {number_of(name): (file.size, file.written) for name, file in found.items()}
-    return {number: stamp for number, stamp in numbered.items() if number is not None}
+def named_stamps(storage: Storage, folder: str) -> dict[str, Stamp]:
+    """Name of each file below a folder -> its stamp."""
+    return {name[len(folder) + 1 :]: (file.size, file.written) for name, file in storage.files(folder).items()}
+
+
+def stamps(named: Mapping[str, Stamp]) -> dict[int, Stamp]:
+    """Number of each record directly in the folder of `named_stamps` -> its stamp."""
+    found = {number_of(name): stamp for name, stamp in named.items()}
+    return {number: stamp for number, stamp in found.items() if number is not None}

@@ -15,6 +15,7 @@ from tiny import Taught
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
+from raycl.storage.numbered import NOTE
 
 FOLLOW = {"follow": {"enabled": True, "poll_s": 0.01}}
 
@@ -95,7 +96,8 @@ def test_a_reused_decision_number_is_read_again(taught: Taught, tmp_path: Path) 
     log.add(1, "first")
     first = log.latest()
     assert first is not None and first.snapshot == 1
-    bank.storage.delete("serving/main/000001.json")
+    for file in ("000001.json", NOTE):
+        bank.storage.delete(f"serving/main/{file}")
     Activations(bank).add(2, "another decision under the same number")
     again = log.latest()
     assert again is not None and (again.number, again.snapshot) == (1, 2)

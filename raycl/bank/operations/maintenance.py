@@ -15,7 +15,7 @@ from raycl.bank.bank import Bank
 from raycl.bank.branches import FOLDER as BRANCHES
 from raycl.bank.branches import NOT_SERVED, Branch, branch_names, branch_of, line_of, numbered_folders
 from raycl.bank.leases import FOLDER as LEASES
-from raycl.bank.leases import is_lease, leased
+from raycl.bank.leases import is_lease, lease_problems, leased
 from raycl.bank.manifest import (
     AdapterManifest,
     AdapterRef,
@@ -85,7 +85,7 @@ def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
     """Read everything: records, hashes, shapes; and is all there that parents, activations and `named` count on?"""
     found = Findings()
     removed = removed_from(bank.storage)
-    found.problems += removed.problems
+    found.problems += [*removed.problems, *lease_problems(bank.storage)]
     objects: dict[str, list[str]] = {}
     read: set[str] = set()  # objects of training states, most of which many snapshots name
     for manifest in _manifests(bank, found):
@@ -147,6 +147,7 @@ def _decided(bank: Bank, there: set[int], found: Findings) -> None:
     """Snapshots that moves of branches and decisions of endpoints name."""
     for name in numbered_folders(bank, BRANCHES):
         branch = Branch(bank, name)
+        found.problems += branch.records.problems()
         for number in branch.numbers():
             try:
                 move = branch.move(number)
@@ -156,7 +157,9 @@ def _decided(bank: Bank, there: set[int], found: Findings) -> None:
             if move.snapshot is not None and move.snapshot not in there:
                 found.problems.append(_gone(move.snapshot, f"move {number} of branch '{name}' names"))
     for name in followed(bank):
-        for decision in Activations(bank, name).all():
+        activations = Activations(bank, name)
+        found.problems += activations.records.problems()
+        for decision in activations.all():
             if isinstance(decision, BankError):
                 found.problems.append(str(decision))
             elif decision.snapshot not in there:

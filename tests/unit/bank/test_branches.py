@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 from bank_samples import child
+from damage import KINDS, damaged
 
 from raycl.bank import Bank
-from raycl.bank.activations import Activations
+from raycl.bank.activations import Activations, activated
 from raycl.bank.branches import Branch, branch_names, check_branch, head_of, line_of, resolve
 from raycl.bank.leases import hold_lease, release_lease
 from raycl.bank.operations.maintenance import prune, verify
 from raycl.errors import BankError, BranchMovedError
+from raycl.storage.numbered import NOTE
 from raycl.storage.records import seal
 
 REPO = Path(__file__).resolve().parents[3]
@@ -114,7 +116,7 @@ def test_references_are_branches_numbers_and_hashes(bank: Bank) -> None:
             BankError, match=rf"has no '{reference}': expected a branch \(main\), a snapshot's number, or"
         ):
             resolve(bank, reference)
-    for name in ("", "7", "../up", "a//b", "a b", "a/000001.json", "/".join("x" * 9)):
+    for name in ("", "7", "../up", "a//b", "a b", "a/000001.json", "a/newest.json", "/".join("x" * 9)):
         with pytest.raises(BankError, match="cannot name a branch"):
             check_branch(name)
 
@@ -189,15 +191,6 @@ def test_prune_keeps_each_branch_what_answers_and_what_is_leased(bank: Bank) -> 
     assert prune(bank, keep_snapshots=1, grace_s=0.0).snapshots == [2, rival.number]
 
 
-def test_a_damaged_lease_stops_prune(bank: Bank) -> None:
-    Branch(bank).advance(child(bank, "a"), "run")
-    hold_lease(bank.storage, "/runs/mine", [1])
-    (file,) = bank.storage.files("leases")
-    bank.storage.write(file, bank.storage.read(file)[:-4])
-    with pytest.raises(BankError, match="remove it if its run is finished"):
-        prune(bank, keep_snapshots=1, grace_s=0.0)
-
-
 @pytest.fixture
 def command(bank: Bank, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """`jobs/bank.py` as a function: its words -> what it prints."""
@@ -234,3 +227,79 @@ def test_commands(bank: Bank, command: Callable[..., str]) -> None:
     assert "points at snapshot 2 (before: snapshot 1)" in command("promote", "2")
     assert "it was at snapshot 3" in command("delete", "old") and "has no 'old'" in command("log", "old", fails=True)
     assert "points at snapshot 3 (before: nothing)" in command("promote", "3", "--to", "old")
+
+
+@pytest.mark.parametrize("kind", ["branch", "endpoint"])
+def test_a_lost_newest_record_brings_no_older_one_back(bank: Bank, kind: str) -> None:
+    """Of a branch's moves, and of the decisions of the endpoints that follow it."""
+    first = child(bank, "a")
+    second, branch, decisions = child(bank, "b", first), Branch(bank), Activations(bank)
+    for snapshot in (first, second):
+        branch.advance(snapshot, "run")
+        decisions.add(snapshot, "test")
+    assert verify(bank).problems == [] and verify(bank).strays == []
+    folder = {"branch": "branches/main", "endpoint": "serving/main"}[kind]
+    lost, note = f"{folder}/000002.json", f"{folder}/{NOTE}"
+    whole, noted = bank.storage.read(lost), bank.storage.read(note)
+    bank.storage.delete(lost)
+    reads = {
+        "branch": (Branch(bank).head, branch.head, lambda: branch.advance(child(bank, "c", second), "run")),
+        "endpoint": (Activations(bank).latest, decisions.latest, lambda: activated(bank)),
+    }[kind]
+    for read in reads:
+        with pytest.raises(BankError, match=rf"{lost}' is missing: restore a copy, or (delete|activate)"):
+            read()
+    assert [lost in problem for problem in verify(bank).problems] == [True]
+    bank.storage.write(lost, whole)
+    assert branch.head() == 2 and verify(bank).problems == []
+    bank.storage.delete(f"{folder}/000001.json")
+    assert [f"{folder}/000001.json' is missing" in problem for problem in verify(bank).problems] == [True]
+    bank.storage.delete(lost)
+    if kind == "branch":
+        assert branch.delete("lost").number == 3 and branch.head() is None
+        assert branch.advance(second, "promoted again").number == 4
+    else:
+        assert decisions.add(2, "again").number == 3 and activated(bank) == {2}
+    assert bank.storage.read(note) != noted
+
+
+@pytest.mark.parametrize("damage", [*KINDS, "version"])
+def test_a_damaged_note_is_named_and_written_again(bank: Bank, damage: str) -> None:
+    first = child(bank, "a")
+    Branch(bank).advance(first, "run")
+    Branch(bank, "side").advance(first, "run")
+    path, other = (Path(bank.storage.path(f"branches/{name}/{NOTE}")) for name in ("main", "side"))
+    whole = path.read_bytes()
+    bad = seal({"format": 99}) if damage == "version" else damaged(whole, damage, other.read_bytes())
+    path.unlink()
+    if bad is not None:
+        path.write_bytes(bad)
+    assert head_of(bank) == first, "the moves are whole"
+    said = verify(bank).problems
+    assert len(said) == (damage != "gone") and all("the next record writes it again" in one for one in said)
+    Branch(bank).advance(child(bank, "b", first), "run")
+    assert verify(bank).problems == [] and path.read_bytes() != whole
+
+
+def test_a_strangers_note_with_a_right_hash_is_checked(bank: Bank) -> None:
+    Branch(bank).advance(child(bank, "a"), "run")
+    for record in ({"folder": "branches/main"}, {"folder": 3, "newest": 1}, {"folder": "branches/main", "newest": "x"}):
+        bank.storage.write(f"branches/main/{NOTE}", seal({"format": 1, **record}))
+        assert Branch(bank).head() == 1 and "no valid record" in verify(bank).problems[0]
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "other"])
+def test_verify_reads_leases(bank: Bank, damage: str) -> None:
+    """So that a damaged one is known before prune is refused."""
+    Branch(bank).advance(child(bank, "a"), "run")
+    hold_lease(bank.storage, "/runs/mine", [1])
+    (file,) = bank.storage.files("leases")
+    hold_lease(bank.storage, "/runs/other", [1])
+    (other,) = bank.storage.files("leases").keys() - {file}
+    whole = bank.storage.read(file)
+    assert verify(bank).problems == []
+    bank.storage.write(file, damaged(whole, damage, bank.storage.read(other)) or b"")
+    (problem,) = verify(bank).problems
+    assert file in problem and problem.endswith("remove it if its run is finished or will never be continued")
+    with pytest.raises(BankError, match="remove it if its run is finished"):
+        prune(bank, keep_snapshots=1, grace_s=0.0)
