@@ -48,8 +48,8 @@ from raycl.storage.records import hashed
 from raycl.training.records.journal import RunState, check_inputs, check_owner, last_attempt, read_state
 from raycl.training.records.publish import open_bank, publish_again
 from raycl.training.records.results import build_results
-from raycl.training.records.stop_request import HostStop
-from raycl.training.records.stop_signal import is_stopped
+from raycl.training.records.stops.request import HostStop
+from raycl.training.records.stops.signal import is_stopped
 from raycl.training.settings import EXEMPT
 from raycl.training.training_context import RunInfo
 from raycl.types import Phase
@@ -217,7 +217,7 @@ class RunOptions:
         share: runs that share the cluster, where the config does not set the CPUs of a worker.
         label: prefix of the run's progress lines.
         awaits_decision: after every phase but the last, the workers wait for a decision
-            (`raycl.training.records.stop_signal`).
+            (`raycl.training.records.stops.signal`).
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: where the host requests that its runs stop.
     """

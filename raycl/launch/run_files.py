@@ -19,7 +19,7 @@ from raycl.storage import Storage
 from raycl.storage.records import without_hash
 from raycl.training.control import BEAT_S, HEARTBEAT
 from raycl.training.records.journal import JournalReader, RunState
-from raycl.training.records.stop_request import stop_of
+from raycl.training.records.stops.request import StopRequest, stop_of
 
 FRESH_S = 6 * BEAT_S
 """Age of a heartbeat up to which its run is alive: a busy machine beats late, and clocks differ a little."""
@@ -42,7 +42,7 @@ class RunFiles:
     results: dict[str, Any]
     heartbeat: dict[str, Any]
     error: dict[str, Any]
-    stop: dict[str, Any]
+    stop: StopRequest | None
     hangs: list[str]
     log: tuple[str, list[str]]
     now: float
@@ -122,15 +122,15 @@ def _json(storage: Storage, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _stop(storage: Storage, drivers: set[str]) -> dict[str, Any]:
+def _stop(storage: Storage, drivers: set[str]) -> StopRequest | None:
     """The newest request to these drivers' workers."""
-    found: list[dict[str, Any]] = []
+    found: list[StopRequest] = []
     for driver in drivers - {""}:
         try:
             found += filter(None, [stop_of(storage, driver)])
         except StorageError:
-            found.append({"reason": "a request that cannot be read", "time": 0.0})
-    return max(found, key=lambda request: float(request["time"]), default={})
+            found.append(StopRequest("a request that cannot be read", 0.0, ""))
+    return max(found, key=lambda request: request.time, default=None)
 
 
 def _log(storage: Storage) -> tuple[str, list[str]]:

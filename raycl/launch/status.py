@@ -16,7 +16,7 @@ from raycl.launch.run_files import RunFiles, read_run
 from raycl.run.folder import resume_arguments
 from raycl.storage import Storage
 from raycl.training.records.progress import TraceReader, clock
-from raycl.training.records.stop_signal import is_stopped
+from raycl.training.records.stops.signal import is_stopped
 
 RESTART_S = 120.0
 """In which Ray Train starts workers again."""
@@ -78,9 +78,7 @@ def _state(files: RunFiles) -> tuple[State, str]:
     if files.is_alive:
         activity = f"{_activity(files.heartbeat)}, last progress {_ago(files.age + files.heartbeat['idle_s'])}"
         return (
-            ("stopping", f"stop requested by {files.stop['reason']}; {activity}")
-            if files.stop
-            else ("running", activity)
+            ("stopping", f"stop requested by {files.stop.reason}; {activity}") if files.stop else ("running", activity)
         )
     done = len(files.state.phases)
     if files.is_finished:
@@ -88,7 +86,7 @@ def _state(files: RunFiles) -> tuple[State, str]:
     if files.error:
         return "failed", str(files.error["message"])
     if files.stop:
-        return "stopped", f"by {files.stop['reason']} at {_at(files.stop['time'])} (exit status 75: resume it)"
+        return "stopped", f"by {files.stop.reason} at {_at(files.stop.time)} (exit status 75: resume it)"
     if is_stopped(files.storage, done):
         return "stopped", f"by the sweep that it belongs to, after {done} tasks"
     if not files.heartbeat and not files.state.attempts:

@@ -18,7 +18,7 @@ from typing import Any, Self
 from raycl.errors import InterruptedRunError, StoppedError, StorageError
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
-from raycl.training.records.stop_request import request_stop
+from raycl.training.records.stops.request import request_stop
 
 log = logging.getLogger("raycl")
 

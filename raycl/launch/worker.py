@@ -37,7 +37,7 @@ from raycl.training.inputs import version_changes
 from raycl.training.memory import forget_peak, is_out_of_memory, out_of_memory
 from raycl.training.records.fork_points import save_fork_point
 from raycl.training.records.journal import read_state
-from raycl.training.records.stop_signal import wait_for_decision
+from raycl.training.records.stops.signal import wait_for_decision
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.stream_loop import StreamLoop
 from raycl.types import Score

@@ -33,7 +33,7 @@ from raycl.run.checks import check_singles
 from raycl.run.config import RunConfig
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage
-from raycl.training.records.stop_request import HostStop
+from raycl.training.records.stops.request import HostStop
 
 log = logging.getLogger("raycl")
 

@@ -39,7 +39,7 @@ from raycl.sweep.search.space import Settings
 from raycl.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.sweep.trials.prefix import prefix_keys, shared_keys
 from raycl.sweep.trials.trial import Work, as_trainable
-from raycl.training.records.stop_request import HostStop
+from raycl.training.records.stops.request import HostStop
 
 log = logging.getLogger("raycl")
 

@@ -28,7 +28,7 @@ from raycl.storage.records import without_hash
 from raycl.sweep.config import SweepConfig, json_safe
 from raycl.sweep.search.space import Settings
 from raycl.training.records.journal import RunState, read_state
-from raycl.training.records.stop_signal import is_stopped
+from raycl.training.records.stops.signal import is_stopped
 
 SWEEP, SETTINGS, REPEATED, FAILED = "sweep.yaml", "settings", "repeated", "failed"
 

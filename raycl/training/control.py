@@ -20,7 +20,7 @@ from typing import Any, Self
 from raycl.errors import StorageError, UnreachableError
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
-from raycl.training.records.stop_request import HostStop, is_stop_requested, request_stop
+from raycl.training.records.stops.request import HostStop, is_stop_requested, request_stop
 
 log = logging.getLogger("raycl")
 

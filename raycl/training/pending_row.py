@@ -18,7 +18,7 @@ from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.scoring import ScoredRow
 from raycl.training.recorder import Recorder
-from raycl.training.records.stop_request import StopRequested
+from raycl.training.records.stops.request import StopRequested
 
 log = logging.getLogger("raycl")
 

@@ -183,13 +183,13 @@ class Recorder:
         if self.journal is None:
             return
         self.journal.ensure_current()
-        checkpoints.commit_checkpoint(self.storage, name, saving.manifest, written)
-        unneeded = self.journal.checkpoint(name, self.context.checkpoint.keep)
+        sha256 = checkpoints.commit_checkpoint(self.storage, name, saving.manifest, written)
+        unneeded = self.journal.checkpoint(name, sha256, self.context.checkpoint.keep)
         self.journal.ensure_current()  # a newer attempt may have started on one of them just now
-        checkpoints.delete_checkpoints(self.storage, unneeded, self.journal.state.checkpoints, self.objects)
+        checkpoints.delete_checkpoints(self.storage, unneeded, self.journal.state.manifests, self.objects)
         if checkpoint.published:  # only now: what the branch points at is never lost with a crash
             move_branch(self.context, self.storage, checkpoint.published)
-            self._hold_lease(checkpoint)
+            self.hold_lease(checkpoint.published)
             self.objects.delete_copies()
 
     def close(self) -> None:
@@ -197,10 +197,16 @@ class Recorder:
         if self._saving is not None:
             wait([self._saving.files])
 
-    def _hold_lease(self, newest: Checkpoint) -> None:
-        """Of the snapshots that the run's checkpoints continue from."""
+    def hold_lease(self, newest: dict[str, Any]) -> None:
+        """Of the snapshots that the run's checkpoints continue from; only rank 0 writes it.
+
+        Args:
+            newest: what was published last.
+        """
+        if self.journal is None:
+            return
         published = [record["bank"] for record in self.state.phases if record["bank"]]
-        kept = [*published[-self.context.checkpoint.keep :], newest.published]
+        kept = [*published[-self.context.checkpoint.keep :], newest]
         bank = open_bank(self.context.bank, self.storage)
         hold_lease(bank.storage, self.storage.address, [record["snapshot"] for record in kept])
 
@@ -233,7 +239,7 @@ class Recorder:
         record["times"] = {**newest["times"], "eval_s": found.eval_s}
         record |= found.of_last_phase()
         if unneeded := self.journal.row_scored(record, self.context.checkpoint.keep):
-            checkpoints.delete_checkpoints(self.storage, unneeded, self.journal.state.checkpoints, self.objects)
+            checkpoints.delete_checkpoints(self.storage, unneeded, self.journal.state.manifests, self.objects)
         self.state = replace(self.state, phases=[*before, record])
         self._write_results(record)
         number, name = len(self.state.phases), record["times"]["phase"]

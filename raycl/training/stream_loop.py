@@ -28,7 +28,7 @@ from raycl.training.records.journal import Journal, RunState
 from raycl.training.records.publish import complete_bank, restore_objects
 from raycl.training.records.results import untrained_cells
 from raycl.training.records.resume import newest_resume_point
-from raycl.training.records.stop_request import StopRequested
+from raycl.training.records.stops.request import StopRequested
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
@@ -141,6 +141,8 @@ class StreamLoop:
         if published is None and self.state.phases:
             published = self.state.phases[-1].get("bank")
         complete_bank(self.context, self.storage, self.state, self.world, published)
+        if published and self.context.bank.publish and len(self.state.phases) < len(self.context.phases):
+            self.recorder.hold_lease(published)  # it may have been lost or damaged while nothing ran
         if found is None:
             return None
         self.context.method.load_state_dict(found.method, found.frozen_state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from raycl.bank import Bank
 from raycl.bank.operations.maintenance import verify
 from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
+from raycl.storage.numbered import NOTE
 from raycl.training.phase import scoring
 from raycl.training.records.fork_points import read_fork_point, save_fork_point, start_from
 from raycl.training.records.journal import last_attempt, read_state
@@ -35,6 +37,12 @@ def damage(path: Path, how: str) -> None:
 def checkpoint(storage: Storage, place: int = -1) -> Path:
     """Folder of a checkpoint that the journal names."""
     return Path(storage.path(f"checkpoints/{read_state(storage).checkpoints[place]}"))
+
+
+def unchanging(bank: Bank) -> dict[str, bytes]:
+    """Files of a bank without those that a run writes again."""
+    names = [name for name in bank.storage.files() if not name.startswith("leases/") and not name.endswith(NOTE)]
+    return {name: bank.storage.read(name) for name in names}
 
 
 def stop(*args: Any, **named: Any) -> None:
@@ -73,16 +81,16 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
     done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
     stopped_after(done.config, storage, where, monkeypatch)
     bank = Bank(storage.sub("bank"))
-    published = {file: bank.storage.read(file) for file in bank.storage.files() if not file.startswith("leases/")}
+    published = unchanging(bank)
     damage(checkpoint(storage) / "parameters.safetensors", "flip")
     run(done.config, storage)
     assert trace(storage) == trace(done.storage)
     assert matrix(storage) == matrix(done.storage)
     assert exported(storage) == exported(done.storage)
-    after = {file: bank.storage.read(file) for file in bank.storage.files() if not file.startswith("leases/")}
+    after = unchanging(bank)
     assert {file: after[file] for file in published} == published, "what was published is never changed"
     if method != "finetune":
-        assert bank.snapshots() == [1, 2] and len(after) == len(Bank(done.storage.sub("bank")).storage.files())
+        assert bank.snapshots() == [1, 2] and len(after) == len(unchanging(Bank(done.storage.sub("bank"))))
         assert verify(bank).problems == []
 
 
@@ -106,6 +114,37 @@ def test_every_kind_of_damage_is_logged_once(
     (said,) = [record.message for record in caplog.records if "continues from" in record.message]
     assert f"continues from checkpoint '{older}'" in said and file in said and "\n" not in said
     assert matrix(storage) == matrix(done.storage) and trace(storage) == trace(done.storage)
+
+
+def test_the_checkpoint_folder_of_another_run_is_not_continued(complete: Complete, tmp_path: Path, caplog: Any) -> None:
+    """One with the same settings but its seed, stopped at the same step."""
+    done, (storage, other) = complete("bert", "lora", "torch"), [Storage.at(tmp_path / name) for name in "ab"]
+    for config, place in ((done.config, storage), (done.config.model_copy(update={"seed": 9}), other)):
+        with pytest.raises(Stop):
+            run(config, place, after=7)
+    newest = checkpoint(storage)
+    assert newest.name == checkpoint(other).name
+    shutil.rmtree(newest)
+    shutil.copytree(checkpoint(other), newest)
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        run(done.config, storage)
+    assert "is of another checkpoint than the run wrote" in caplog.text
+    assert matrix(storage) == matrix(done.storage) and trace(storage) == trace(done.storage)
+
+
+@pytest.mark.parametrize("how", ["cut", "flip", "gone"])
+def test_a_run_that_goes_on_holds_its_lease_again(complete: Complete, tmp_path: Path, how: str) -> None:
+    """Pruning is refused where a lease is damaged, and may take what a run needs where it is gone."""
+    done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
+    with pytest.raises(Stop):
+        run(done.config, storage, after=7)
+    bank = Bank(storage.sub("bank"))
+    (file,) = bank.storage.files("leases")
+    whole = bank.storage.read(file)
+    damage(Path(bank.storage.path(file)), how)
+    with pytest.raises(Stop):
+        run(done.config, storage, after=1)
+    assert bank.storage.read(file) == whole and verify(bank).problems == []
 
 
 def test_phases_after_an_older_checkpoint_are_trained_again(lab: Lab, tmp_path: Path, caplog: Any) -> None:
@@ -152,7 +191,7 @@ def test_a_damaged_fork_point_is_not_used(lab: Lab, tmp_path: Path) -> None:
     run(config, lender, on_phase=lambda record: save_fork_point(lender, 1, place))
     fork_point = read_fork_point(place)
     assert fork_point is not None
-    damage(Path(place.path(f"{fork_point['checkpoint']}/parameters.safetensors")), "flip")
+    damage(Path(place.path(f"{fork_point.checkpoint}/parameters.safetensors")), "flip")
     with pytest.raises(CheckpointError, match="is damaged"):
-        start_from(place, storage, fork_point["phases"])
+        start_from(place, storage, fork_point.phases)
     assert last_attempt(storage) == 0 and storage.list("checkpoints") == []

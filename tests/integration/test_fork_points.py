@@ -91,10 +91,10 @@ def test_a_run_from_a_fork_point_equals_a_full_run(
     first, place = Storage.at(tmp_path / "lender"), Storage.at(tmp_path / "place")
     run(lender, first, on_phase=lambda record: save_fork_point(first, agreed, place))
     fork_point = read_fork_point(place)
-    assert fork_point is not None and len(fork_point["phases"]) == agreed
+    assert fork_point is not None and len(fork_point.phases) == agreed
 
     second, alone = Storage.at(tmp_path / "borrower"), Storage.at(tmp_path / "alone")
-    start_from(place, second, fork_point["phases"], bank=Storage.at(tmp_path / "bank"))
+    start_from(place, second, fork_point.phases, bank=Storage.at(tmp_path / "bank"))
     run(shared, second)
     run(borrower, alone)
     assert matrix(second) == matrix(alone)

@@ -20,14 +20,13 @@ from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.branches import Branch, head_of
 from raycl.bank.leases import release_lease
-from raycl.bank.manifest import Layout, SnapshotAdapter
+from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter
 from raycl.bank.operations.maintenance import prune, verify
 from raycl.errors import BankError, RunError
 from raycl.launch import driver
 from raycl.run.config import RunConfig
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage
-from raycl.training.records.tensor_objects import infos_of
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -190,7 +189,7 @@ def resumed(done: Complete, tmp_path: Path, kind: str, method: str, copies: bool
 def named(storage: Storage) -> set[str]:
     """Files of objects that the run's checkpoints name."""
     manifests = [storage.read_json(f"checkpoints/{name}/manifest.json") for name in storage.list("checkpoints")]
-    return {info.file for manifest in manifests for info in infos_of(manifest["record"]).values()}
+    return {ObjectInfo(**info).file for manifest in manifests for info in manifest["record"]["objects"].values()}
 
 
 def test_published_tensors_are_copied_where_that_is_asked_for(complete: Complete, tmp_path: Path) -> None:

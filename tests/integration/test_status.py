@@ -19,7 +19,7 @@ from raycl.launch import console, run_files, termination
 from raycl.launch import driver as launch
 from raycl.launch.status import Status, status_of
 from raycl.training import control as controls
-from raycl.training.records.stop_request import request_stop
+from raycl.training.records.stops.request import request_stop
 
 REPO = Path(__file__).resolve().parents[2]
 

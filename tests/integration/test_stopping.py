@@ -17,7 +17,7 @@ from raycl.storage import Storage
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.records.journal import read_state
-from raycl.training.records.stop_request import HostStop, request_stop, stop_of
+from raycl.training.records.stops.request import HostStop, request_stop, stop_of
 from raycl.training.stream_loop import StreamLoop
 
 ALONE = DistributedContext.alone(torch.device("cpu"))
@@ -96,7 +96,8 @@ def test_a_stop_request_of_the_tuner_stops_the_run(complete: Complete, tmp_path:
     control = Control(storage, ALONE, "driver", poll_s=0.0, host=HostStop(sweep.address, "sweep"))
     StreamLoop(context, open_engine, storage, ALONE, sink, driver="driver", control=control).run()
     assert read_state(storage).checkpoints[-1].startswith("phase000-step0000003")
-    assert (stop_of(storage, "driver") or {})["reason"] == "SIGTERM"
+    request = stop_of(storage, "driver")
+    assert request is not None and request.reason == "SIGTERM"
 
 
 @pytest.mark.parametrize("engine", ["zero2"])

@@ -14,7 +14,7 @@ from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
-from raycl.training.records.stop_request import HostStop
+from raycl.training.records.stops.request import HostStop
 from raycl.training.stream_loop import StreamLoop
 
 

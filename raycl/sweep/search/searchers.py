@@ -21,8 +21,8 @@ from raycl.sweep.config import SweepConfig
 from raycl.sweep.folder import SweepFolder, plain
 from raycl.sweep.search.space import Draw, Settings, in_order, key_of, step_value
 from raycl.sweep.trials.trial import FAILED, SCORES, TASKS
-from raycl.training.records.stop_request import HostStop
-from raycl.training.records.stop_signal import is_stopped
+from raycl.training.records.stops.request import HostStop
+from raycl.training.records.stops.signal import is_stopped
 
 log = logging.getLogger("raycl")
 

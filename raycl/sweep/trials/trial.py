@@ -36,8 +36,8 @@ from raycl.sweep.trials.single_tasks import singles_of
 from raycl.training.records.fork_points import read_fork_point, start_from
 from raycl.training.records.journal import last_attempt, read_state
 from raycl.training.records.publish import open_bank
-from raycl.training.records.stop_request import HostStop
-from raycl.training.records.stop_signal import is_stopped
+from raycl.training.records.stops.request import HostStop
+from raycl.training.records.stops.signal import is_stopped
 
 log = logging.getLogger("raycl")
 
@@ -148,8 +148,8 @@ class Trial:
                 fork_point = read_fork_point(folder)
                 if fork_point is None:
                     continue
-                source_modifiers = read_state(Storage.at(fork_point["run"])).config.get("modifiers", {})
-                records = fork_records(fork_point["phases"], source_modifiers, configs.as_tree(config)["modifiers"])
+                source_modifiers = read_state(Storage.at(fork_point.run)).config.get("modifiers", {})
+                records = fork_records(fork_point.phases, source_modifiers, configs.as_tree(config)["modifiers"])
                 bank = open_bank(config.bank, storage).storage if config.bank.publish or config.bank.start else None
                 start_from(folder, storage, records, run_config.info_of(config), bank)
             except (DamagedError, RunError) as error:

@@ -24,6 +24,7 @@ from raycl.training.phase.evaluation import (
 )
 from raycl.training.phase.text_alone import TextAlone
 from raycl.training.records.checkpoint import read_checkpoint
+from raycl.training.records.journal import read_state
 from raycl.training.records.publish import open_bank
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.training_context import TrainingContext
@@ -111,7 +112,8 @@ def score_checkpoint(
         CheckpointError: it is missing or damaged. RunError: of another version. StorageError: out of reach.
     """
     bank = open_bank(context.bank, storage).storage if context.bank.publish or context.bank.start else None
-    done = read_checkpoint(storage, name, TensorObjects(storage, bank))
+    manifest = read_state(storage).manifests.get(name, "")
+    done = read_checkpoint(storage, name, TensorObjects(storage, bank), sha256=manifest)
     assert done.is_phase_end, f"'{name}' is inside a phase"
     context.method.load_state_dict(done.method, done.frozen_state)
     context.modifiers.load_state(done.modifiers, done.frozen_state)

@@ -32,7 +32,7 @@ from raycl.training.phase.step import noted_rows, train_step
 from raycl.training.recorder import Recorder
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.publish import open_bank
-from raycl.training.records.stop_request import StopRequested
+from raycl.training.records.stops.request import StopRequested
 from raycl.training.seeds import stable_seed
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase

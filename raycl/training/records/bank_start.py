@@ -177,11 +177,11 @@ def start_from_snapshot(
         checkpoint = replace(checkpoint, phase=values["phase"], method=values["method"], frozen_state=frozen)
         summary["revised"] = {"task": revision.task, "snapshot": snapshot.number, "before": before}
     name = f"phase{checkpoint.phase:03d}-start-{snapshot.sha256[:12]}"
-    write_checkpoint(objects.storage, name, checkpoint, objects)
+    manifest = write_checkpoint(objects.storage, name, checkpoint, objects)
     hold_lease(bank.storage, objects.storage.address, [snapshot.number])
     summary["versions"] = snapshot.provenance.get("versions")
     journal = Journal.claim(objects.storage, context.info, workers=0, driver="", **summary)
-    journal.begin_with([name], phases)
+    journal.begin_with(name, manifest, phases)
 
 
 def check_backbone(snapshot: Snapshot, context: TrainingContext) -> None:

@@ -16,23 +16,28 @@ from functools import partial
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from raycl.bank.manifest import ObjectInfo, Sha256
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.bank.tensors import packed
+from raycl.config.names import FolderName
 from raycl.errors import CheckpointError, DamagedError, FormatError, RunError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
-from raycl.storage.records import read_record, seal
+from raycl.storage.records import MAX_BYTES, fields_of, seal, unseal
 from raycl.storage.unfinished import Buffer
 from raycl.training.distributed import is_shared_out, whole
-from raycl.training.records.tensor_objects import TensorObjects, infos_of
+from raycl.training.records.schema import Natural, Publication
+from raycl.training.records.tensor_objects import TensorObjects
 
 FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.safetensors"
 MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
-FORMAT = 6
+FORMAT = 7
 PYTORCH = {"format": "pt"}
 """What `transformers` looks for in a header."""
 
@@ -100,10 +105,37 @@ class WrittenFile:
     places: dict[str, Extent] = field(default_factory=dict)
 
 
-def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects) -> None:
-    """Write the folder `checkpoints/<name>`, and objects that it names and the run has neither written nor read."""
+@dataclass(frozen=True)
+class _Manifest:
+    """The record of a checkpoint; attributes as in `Checkpoint`.
+
+    Attributes:
+        objects: group -> object of its frozen tensors. sha256: file -> hash. places: file -> `WrittenFile.places`.
+    """
+
+    phase: Natural
+    step: Natural
+    steps: Natural
+    method: dict[str, Any]
+    spent: dict[str, int | float]
+    published: Publication
+    modifiers: dict[str, Any]
+    objects: dict[str, ObjectInfo]
+    sha256: dict[FolderName, Sha256]
+    places: dict[FolderName, dict[str, tuple[Natural, Natural | list[Natural]]]]
+
+
+_MANIFEST = TypeAdapter(_Manifest)
+
+
+def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects) -> str:
+    """Write the folder `checkpoints/<name>`, and objects that it names and the run has neither written nor read.
+
+    Returns:
+        SHA-256 of its manifest, by which the journal names it.
+    """
     manifest = begin_checkpoint(storage, name, checkpoint, objects)
-    commit_checkpoint(storage, name, manifest, write_share(storage, name, checkpoint, 0))
+    return commit_checkpoint(storage, name, manifest, write_share(storage, name, checkpoint, 0))
 
 
 def write_share(storage: Storage, name: str, checkpoint: Checkpoint, rank: int) -> dict[str, WrittenFile]:
@@ -167,46 +199,61 @@ def begin_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, object
 
 def commit_checkpoint(
     storage: Storage, name: str, manifest: Mapping[str, Any], written: Mapping[str, WrittenFile]
-) -> None:
-    """Write the manifest, which names the files of all workers: from now on the checkpoint exists."""
+) -> str:
+    """Write the manifest, which names the files of all workers: from now on the checkpoint exists; returns its hash."""
     hashes = manifest["sha256"] | {file: one.sha256 for file, one in written.items()}
     places = {file: one.places for file, one in written.items() if one.places}
-    storage.sub(f"{FOLDER}/{name}").write(MANIFEST, seal({**manifest, "sha256": hashes, "places": places}))
+    data = seal({**manifest, "sha256": hashes, "places": places})
+    storage.sub(f"{FOLDER}/{name}").write(MANIFEST, data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def read_checkpoint(
-    storage: Storage, name: str, objects: TensorObjects | None = None, partial: bool = False
+    storage: Storage,
+    name: str,
+    objects: TensorObjects | None = None,
+    partial: bool = False,
+    sha256: str | None = None,
 ) -> Checkpoint:
     """Read `checkpoints/<name>`.
 
     Args:
+        sha256: of its manifest, as the journal has it; None: any.
         objects: where frozen tensors are read; None: in the run's folder alone.
         partial: frozen tensors that cannot be read are left out.
 
     Raises:
-        CheckpointError: a file is missing, cut or changed. RunError: of another version. StorageError: out of reach.
+        CheckpointError: a file is missing, cut or changed, or of another checkpoint. RunError: of another version.
+        StorageError: out of reach.
     """
     folder = storage.sub(f"{FOLDER}/{name}")
-    manifest = _manifest(folder)
-    files = {file: _file(folder, file, sha256) for file, sha256 in manifest["sha256"].items()}
-    groups = (objects or TensorObjects(storage)).get(infos_of(manifest), partial)
+    manifest = _manifest(folder, sha256)
+    files = {file: _file(folder, file, found) for file, found in manifest.sha256.items()}
+    groups = (objects or TensorObjects(storage)).get(manifest.objects, partial)
     return Checkpoint(
-        manifest["phase"],
-        manifest["step"],
-        manifest["steps"],
-        manifest["method"],
-        _joined(files, PARAMETERS, manifest["places"]),
-        _joined(files, OPTIMIZER, manifest["places"]),
-        manifest["spent"],
-        manifest["published"],
+        manifest.phase,
+        manifest.step,
+        manifest.steps,
+        manifest.method,
+        _joined(folder, files, PARAMETERS, manifest.places),
+        _joined(folder, files, OPTIMIZER, manifest.places),
+        manifest.spent,
+        manifest.published,
         TensorGroups(groups),
-        manifest["modifiers"],
+        manifest.modifiers,
         files.get(SNAPSHOT, b""),
     )
 
 
-def _joined(files: Mapping[str, bytes], name: str, places: Mapping[str, Any]) -> dict[str, Tensor]:
+def _joined(folder: Storage, files: Mapping[str, bytes], name: str, places: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors of a file and of those of other workers, the rows of each put together."""
+    try:
+        return _joined_parts(files, name, places)
+    except (SafetensorError, RuntimeError, LookupError) as error:  # the hash is right, and what has it is not
+        raise CheckpointError(f"'{folder.uri}' has no whole {name}: {error}; restore a copy") from error
+
+
+def _joined_parts(files: Mapping[str, bytes], name: str, places: Mapping[str, Any]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file, data in files.items():
         if file.partition(".")[0].partition("-")[0] != name.partition(".")[0]:
@@ -222,22 +269,29 @@ def _joined(files: Mapping[str, bytes], name: str, places: Mapping[str, Any]) ->
     return found
 
 
-def read_snapshot(storage: Storage, name: str) -> bytes:
+def read_snapshot(storage: Storage, name: str, sha256: str) -> bytes:
     """The snapshot's record that `checkpoints/<name>` has a copy of; empty if its phase is not over.
+
+    Args:
+        sha256: of the checkpoint's manifest.
 
     Raises:
         CheckpointError, RunError, StorageError: see `read_checkpoint`.
     """
     folder = storage.sub(f"{FOLDER}/{name}")
-    hashes = _manifest(folder)["sha256"]
+    hashes = _manifest(folder, sha256).sha256
     return _file(folder, SNAPSHOT, hashes[SNAPSHOT]) if SNAPSHOT in hashes else b""
 
 
-def delete_checkpoints(storage: Storage, names: Sequence[str], kept: Sequence[str], objects: TensorObjects) -> None:
-    """Delete checkpoints, and objects that only they name. Where a manifest cannot be read, objects stay."""
+def delete_checkpoints(storage: Storage, names: Sequence[str], kept: Mapping[str, str], objects: TensorObjects) -> None:
+    """Delete checkpoints, and objects that only they name. Where a manifest cannot be read, objects stay.
+
+    Args:
+        kept: name -> SHA-256 of the manifest of those that stay.
+    """
     try:
-        ours = [infos_of(_manifest(storage.sub(f"{FOLDER}/{name}"))) for name in names]
-        theirs = [infos_of(_manifest(storage.sub(f"{FOLDER}/{name}"))) for name in kept]
+        ours = [_manifest(storage.sub(f"{FOLDER}/{name}")).objects for name in names]
+        theirs = [_manifest(storage.sub(f"{FOLDER}/{name}"), sha256).objects for name, sha256 in kept.items()]
     except RunError:
         ours, theirs = [], []
     needed = {info.sha256 for one in theirs for info in one.values()}
@@ -246,26 +300,36 @@ def delete_checkpoints(storage: Storage, names: Sequence[str], kept: Sequence[st
     objects.delete([info for one in ours for info in one.values() if info.sha256 not in needed])
 
 
-def copy_checkpoint(source: Storage, folder: str, target: Storage, to: str) -> None:
+def copy_checkpoint(source: Storage, folder: str, target: Storage, to: str, sha256: str) -> None:
     """Copy the checkpoint in `folder` with the objects that it names.
+
+    Args:
+        sha256: of its manifest.
 
     Raises:
         CheckpointError, RunError, StorageError: see `read_checkpoint`.
     """
     held = source.sub(folder)
-    TensorObjects(source).copy(infos_of(_manifest(held)).values(), target)
+    TensorObjects(source).copy(_manifest(held, sha256).objects.values(), target)
     for name in held.files():
         target.sub(to).write(name, held.read(name))
 
 
-def _manifest(folder: Storage) -> dict[str, Any]:
+def _manifest(folder: Storage, sha256: str | None = None) -> _Manifest:
     _check_there(folder, MANIFEST)
     try:
-        return read_record(folder, MANIFEST, FORMAT)
+        data, file = folder.read(MANIFEST, MAX_BYTES), f"{folder.uri}/{MANIFEST}"
+        found = fields_of(unseal(data, file, FORMAT), file, _MANIFEST)
     except DamagedError as error:
         raise CheckpointError(str(error)) from error
     except FormatError as error:
         raise RunError(str(error)) from error
+    if sha256 is not None and (there := hashlib.sha256(data).hexdigest()) != sha256:
+        raise CheckpointError(
+            f"'{file}' is of another checkpoint than the run wrote: its SHA-256 is {there[:12]}, expected "
+            f"{sha256[:12]}: restore a copy"
+        )
+    return found
 
 
 def _file(folder: Storage, file: str, sha256: str) -> bytes:

@@ -7,27 +7,50 @@ What it does not know: which runs agree (`raycl.sweep.trials.prefix`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from raycl.bank.leases import hold_lease
-from raycl.config import Tree
+from raycl.bank.manifest import Sha256
+from raycl.config.names import FolderName
 from raycl.errors import AlreadyExistsError, CheckpointError
 from raycl.storage import Storage
-from raycl.storage.records import read_record, seal
+from raycl.storage.records import read_fields, seal
 from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records import progress
 from raycl.training.records.journal import Journal, read_state
+from raycl.training.records.schema import PhaseRecord
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.training_context import RunInfo
 
 log = logging.getLogger("raycl")
 
 FORK_POINT = "fork_point.json"
-FORMAT = 3
+FORMAT = 4
 PREDICTIONS = "predictions"
+
+
+@dataclass(frozen=True)
+class ForkPoint:
+    """The record of a fork point.
+
+    Attributes:
+        run: address of the run that saved it. phases: its records of its phases.
+        checkpoint: name of its folder here. sha256: of the checkpoint's manifest.
+    """
+
+    run: str
+    checkpoint: FolderName
+    sha256: Sha256
+    phases: list[PhaseRecord]
+
+
+_FORK_POINT = TypeAdapter(ForkPoint)
 
 
 def save_fork_point(storage: Storage, done: int, to: Storage) -> None:
@@ -36,22 +59,23 @@ def save_fork_point(storage: Storage, done: int, to: Storage) -> None:
     if to.exists(FORK_POINT) or len(state.phases) != done or not state.checkpoints:
         return
     name = state.checkpoints[-1]
-    copy = f"{name}-{storage.uri.rsplit('/', 1)[-1]}"  # runs that save at the same time write different files
-    checkpoints.copy_checkpoint(storage, f"{checkpoints.FOLDER}/{name}", to, copy)
-    fork_point = {"format": FORMAT, "run": storage.address, "checkpoint": copy, "phases": state.phases}
+    run = hashlib.sha256(storage.address.encode()).hexdigest()[:16]
+    copy, manifest = f"{name}-{run}", state.manifests[name]  # runs that save at the same time write different files
+    checkpoints.copy_checkpoint(storage, f"{checkpoints.FOLDER}/{name}", to, copy, manifest)
+    fork_point = ForkPoint(storage.address, copy, manifest, state.phases)
     try:
-        to.create(FORK_POINT, seal(fork_point))
+        to.create(FORK_POINT, seal({"format": FORMAT, **vars(fork_point)}))
     except AlreadyExistsError:
         log.info("    fork point '%s' was saved by another run", to.uri)
 
 
-def read_fork_point(fork_point: Storage) -> Tree | None:
+def read_fork_point(fork_point: Storage) -> ForkPoint | None:
     """The manifest that `save_fork_point` wrote; None: there is no fork point.
 
     Raises:
         StorageError: it is damaged.
     """
-    return read_record(fork_point, FORK_POINT, FORMAT) if fork_point.exists(FORK_POINT) else None
+    return read_fields(fork_point, FORK_POINT, FORMAT, _FORK_POINT) if fork_point.exists(FORK_POINT) else None
 
 
 def start_from(
@@ -71,17 +95,17 @@ def start_from(
     Raises:
         CheckpointError: the fork point is damaged; the run has not started then.
     """
-    tree = read_fork_point(fork_point)
-    assert tree is not None, "there is no fork point here"
-    name = str(tree["checkpoint"])
+    found = read_fork_point(fork_point)
+    assert found is not None, "there is no fork point here"
+    name = found.checkpoint
     folder = f"{checkpoints.FOLDER}/{name}"
     try:
-        checkpoints.copy_checkpoint(fork_point, name, storage, folder)
-        checkpoints.read_checkpoint(storage, name, TensorObjects(storage, bank))
+        checkpoints.copy_checkpoint(fork_point, name, storage, folder, found.sha256)
+        checkpoints.read_checkpoint(storage, name, TensorObjects(storage, bank), sha256=found.sha256)
     except CheckpointError:
         storage.delete(folder)
         raise
-    source_run = Storage.at(tree["run"])
+    source_run = Storage.at(found.run)
     if run is not None:  # what it reads is compared with what the source run read when its workers claim it
         run = replace(run, inputs=read_state(source_run).inputs)
     for record in phases:
@@ -92,7 +116,7 @@ def start_from(
     storage.write(f"{progress.FOLDER}/attempt-{journal.attempt:04d}.jsonl", ("\n".join(steps) + "\n").encode())
     if bank is not None and phases[-1]["bank"]:
         hold_lease(bank, storage.address, [phases[-1]["bank"]["snapshot"]])
-    journal.begin_with([name], phases)
+    journal.begin_with(name, found.sha256, phases)
 
 
 def _copy(source: Storage, target: Storage) -> None:

@@ -8,7 +8,7 @@ worker of the former attempt may still be writing. So the run trusts only this j
     journal/attempt-0002/000000.json     a later claim; whatever attempt 1 writes from now on is ignored
 
 A claim *copies* the state it inherits, so a late writer cannot change what a newer attempt believes: the fence
-needs no clock and no lock. What a record names (a checkpoint folder) was written before the record.
+needs no clock and no lock. What a record names (a checkpoint, by the hash of its manifest) was written before it.
 The first claim also identifies the run: it carries the config, and a later claim must come from the same one.
 What it does not know: what a checkpoint holds.
 """
@@ -23,16 +23,21 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from raycl import config as configs
+from raycl.bank.manifest import Sha256
+from raycl.config.names import FolderName
 from raycl.errors import AlreadyExistsError, DamagedError, FormatError, ResumeError, RunError, StaleAttemptError
 from raycl.storage import Storage
-from raycl.storage.records import numbered, numbers, read_record, seal
+from raycl.storage.records import fields_of, numbered, numbers, read_fields, seal
 from raycl.training.inputs import Inputs, changes, joined
+from raycl.training.records.schema import AttemptRecord, PhaseRecord
 from raycl.training.settings import EXEMPT
 from raycl.training.training_context import RunInfo
 
 FOLDER, OLDER_FOLDER = "journal", "ledger"
-FORMAT = 3
+FORMAT = 4
 LISTINGS = 5
 """Of an attempt's folder, before records that are not there count as lost: a listing may miss what is just written."""
 
@@ -45,6 +50,7 @@ class RunState:
 
     Attributes:
         checkpoints: names of usable checkpoints, oldest first; the last one is where to continue.
+        manifests: SHA-256 of the manifest of each: a checkpoint of the same name that another run wrote is none.
         phases: one record per phase that is trained **and** evaluated, in order. With `eval.mode=overlap` the newest
             one may be `pending`: it names the checkpoint that its row of the matrix is scored from, and has none yet.
         attempts: number, start time, time of the last record and seconds up to it, host and process of rank 0,
@@ -60,11 +66,41 @@ class RunState:
     config: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
     inputs: Inputs = field(default_factory=dict)
+    manifests: dict[str, str] = field(default_factory=dict)
 
     @property
     def scored(self) -> int:
         """Phases whose row of the matrix is known: all, or all but the newest."""
         return sum("pending" not in record for record in self.phases)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One record."""
+
+    attempt: int
+    number: int
+    change: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the records of an attempt add up to: a `RunState`."""
+
+    checkpoints: list[FolderName]
+    phases: list[PhaseRecord]
+    attempts: list[AttemptRecord]
+    config: dict[str, Any]
+    fingerprint: str
+    inputs: dict[str, dict[str, Any]]
+    manifests: dict[FolderName, Sha256]
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.checkpoints if name not in self.manifests]:
+            raise ValueError(f"the hash of checkpoint '{unknown[0]}' is missing")
+
+
+_RECORD, _STATE = TypeAdapter(_Record), TypeAdapter(_State)
 
 
 class Journal:
@@ -115,11 +151,16 @@ class Journal:
         """Take over what the former attempt recorded while this one was claiming; from now on it records in vain."""
         found = JournalReader(self.storage).state_of(former)
         if (found.checkpoints, found.phases) != (self.state.checkpoints, self.state.phases):
-            self._append({"checkpoints": found.checkpoints, "phases": found.phases})
+            self._append({"checkpoints": found.checkpoints, "phases": found.phases, "manifests": found.manifests})
 
-    def checkpoint(self, name: str, keep: int) -> list[str]:
-        """Record a checkpoint whose files are all written; returns the names that are no longer needed."""
-        return self._keep([*self.state.checkpoints, name], keep, self.state.phases)
+    def checkpoint(self, name: str, sha256: str, keep: int) -> list[str]:
+        """Record a checkpoint whose files are all written; returns the names that are no longer needed.
+
+        Args:
+            sha256: of its manifest.
+        """
+        known = {**self.state.manifests, name: sha256}
+        return self._keep([*self.state.checkpoints, name], keep, self.state.phases, known)
 
     def phase_done(self, record: dict[str, Any]) -> None:
         """Record a phase that is trained and evaluated."""
@@ -127,24 +168,27 @@ class Journal:
 
     def row_scored(self, record: dict[str, Any], keep: int) -> list[str]:
         """Record the newest phase again, with its row; returns the names of checkpoints that are no longer needed."""
-        return self._keep(self.state.checkpoints, keep, [*self.state.phases[:-1], record])
+        return self._keep(self.state.checkpoints, keep, [*self.state.phases[:-1], record], self.state.manifests)
 
-    def _keep(self, names: list[str], keep: int, phases: list[dict[str, Any]]) -> list[str]:
+    def _keep(self, names: list[str], keep: int, phases: list[dict[str, Any]], known: dict[str, str]) -> list[str]:
         """Record phases and the newest checkpoints, and those that rows are scored from; returns the other names."""
         pending = {record.get("pending") for record in phases}
         kept = [name for name in names if name in names[-keep:] or name in pending]
-        self._append({"checkpoints": kept} | ({"phases": phases} if phases != self.state.phases else {}))
+        manifests = {name: known[name] for name in kept}
+        more = {"phases": phases} if phases != self.state.phases else {}
+        self._append({"checkpoints": kept, "manifests": manifests, **more})
         return [name for name in names if name not in kept]
 
     def go_back(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
         """Record that the run continues from an older checkpoint, and that what was recorded after it is ignored."""
-        self._append({"checkpoints": checkpoints, "phases": phases})
+        manifests = {name: self.state.manifests[name] for name in checkpoints}
+        self._append({"checkpoints": checkpoints, "manifests": manifests, "phases": phases})
 
-    def begin_with(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
-        """Record what another run has done for this one, which has done nothing yet (`fork_points`)."""
+    def begin_with(self, name: str, sha256: str, phases: list[dict[str, Any]]) -> None:
+        """Record a checkpoint of what another run has done for this one, which has done nothing yet (`fork_points`)."""
         assert not self.state.checkpoints and not self.state.phases, "the run has begun already"
         self.state.attempts[-1]["inherited"] = len(phases)
-        self._append({"checkpoints": checkpoints, "phases": phases})
+        self._append({"checkpoints": [name], "manifests": {name: sha256}, "phases": phases})
 
     def ensure_current(self) -> None:
         """Check that no newer attempt has claimed the run.
@@ -246,7 +290,11 @@ class JournalReader:
             if key not in self._changes:
                 self._changes[key] = _change(self.storage, attempt, number)
             tree.update(self._changes[key])
-        return RunState(**copy.deepcopy(tree))
+        try:
+            found = fields_of(tree, f"{self.storage.uri}/{FOLDER}/{_folder(attempt)}", _STATE)
+        except DamagedError as error:
+            raise RunError(str(error)) from error
+        return RunState(**copy.deepcopy(vars(found)))
 
 
 def read_state(storage: Storage) -> RunState:
@@ -270,18 +318,18 @@ def _numbers(storage: Storage, attempt: int) -> list[int]:
 def _change(storage: Storage, attempt: int, number: int) -> dict[str, Any]:
     file = _record(attempt, number)
     try:
-        record = read_record(storage, file, FORMAT)
+        record = read_fields(storage, file, FORMAT, _RECORD)
     except DamagedError as error:
         rest = "it and the records after it" if number else f"the folder {_folder(attempt)}"
         raise RunError(f"{error}, or remove {rest}, and the run continues from what is left") from error
     except FormatError as error:
         raise RunError(str(error)) from error
-    if (record["attempt"], record["number"]) != (attempt, number):
+    if (record.attempt, record.number) != (attempt, number):
         raise RunError(
-            f"'{storage.uri}/{file}' holds record {record['number']} of attempt {record['attempt']}: it was "
-            "moved; restore a copy"
+            f"'{storage.uri}/{file}' holds record {record.number} of attempt {record.attempt}: it was moved; restore a "
+            "copy"
         )
-    return dict(record["change"])
+    return record.change
 
 
 def _sealed(attempt: int, number: int, change: dict[str, Any]) -> bytes:

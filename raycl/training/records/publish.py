@@ -179,12 +179,12 @@ def restore_objects(context: TrainingContext, storage: Storage, state: RunState)
     if not context.bank.publish or not state.checkpoints:
         return False
     bank = open_bank(context.bank, storage)
-    numbers, copies = set(bank.snapshots()), _copies(storage, state.checkpoints)
+    numbers, copies = set(bank.snapshots()), _copies(storage, state)
     wanted = {record["bank"]["snapshot"] for record in state.phases if record["bank"]} | copies.keys()
     removed = removed_from(bank.storage).snapshots - numbers
     there = {n: _opened(bank, n, numbers) for n in sorted(wanted) if n not in removed or n == max(wanted)}
     lost = lost_objects(bank, list(_with_copies(there, copies).values()))
-    again = rebuild(bank, storage, state.checkpoints, lost) if lost else set()
+    again = rebuild(bank, storage, state, lost) if lost else set()
     _log_restored(bank, lost, again)
     if len(again) < len(lost) and max(wanted) in removed:
         raise BankError(
@@ -207,7 +207,7 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
     """
     numbers, removed = set(bank.snapshots()), removed_from(bank.storage).snapshots
     published = {record["bank"]["snapshot"]: record["phase"] for record in state.phases if record["bank"]}
-    copies = _copies(storage, state.checkpoints)
+    copies = _copies(storage, state)
     published |= {number: phase for number, (phase, _) in copies.items() if number not in published}
     last = max(published) if continues and published else None
     there = {n: _opened(bank, n, numbers) for n in sorted(published) if n not in removed or n == last}
@@ -263,7 +263,8 @@ def _states_again(bank: Bank, storage: Storage, state: RunState, snapshots: Sequ
     lost = {one.number: one for one in snapshots if one.training is not None and not has_state(bank, one)}
     for name in reversed(state.checkpoints) if lost else ():
         with suppress(CheckpointError):
-            checkpoint = read_checkpoint(storage, name, TensorObjects(storage, bank.storage))
+            objects = TensorObjects(storage, bank.storage)
+            checkpoint = read_checkpoint(storage, name, objects, sha256=state.manifests[name])
             snapshot = lost.get(checkpoint.published.get("snapshot", 0))
             if snapshot and restore_training_state(bank, snapshot, checkpoint, state.phases[: checkpoint.phase]):
                 del lost[snapshot.number]
@@ -284,7 +285,7 @@ def _objects_again(
     lost = lost_objects(bank, snapshots)
     if not lost:
         return
-    again = rebuild(bank, storage, state.checkpoints, lost)
+    again = rebuild(bank, storage, state, lost)
     _log_restored(bank, lost, again)
     left = [one for one in lost if one.summary.sha256 not in again]
     wanted = [one for one in left if one.summary.sha256 in needed]
@@ -312,12 +313,12 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:LISTED]) + more
 
 
-def _copies(storage: Storage, checkpoints: Sequence[str]) -> dict[int, tuple[int, bytes]]:
+def _copies(storage: Storage, state: RunState) -> dict[int, tuple[int, bytes]]:
     """Number of a snapshot -> its phase and the copy of its record in a checkpoint."""
     found: dict[int, tuple[int, bytes]] = {}
-    for name in checkpoints:
+    for name in state.checkpoints:
         with suppress(CheckpointError):
-            record = read_snapshot(storage, name)
+            record = read_snapshot(storage, name, state.manifests[name])
             if record:
                 snapshot = parse_snapshot(record, None)
                 found[snapshot.number] = (int(snapshot.provenance["phase"]), record)

@@ -22,6 +22,7 @@ from raycl.methods.base import under
 from raycl.storage import Storage
 from raycl.training.records.bank_start import groups_of
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
+from raycl.training.records.journal import RunState
 from raycl.training.records.tensor_objects import TensorObjects
 
 Candidates = Callable[[Checkpoint], Iterator[dict[str, Tensor]]]
@@ -75,18 +76,19 @@ def lost_objects(bank: Bank, snapshots: Sequence[Snapshot]) -> list[BankObject]:
     return [one for one in named.values() if one.summary.file not in removed and not _is_whole(bank, one)]
 
 
-def rebuild(bank: Bank, storage: Storage, checkpoints: Sequence[str], lost: Sequence[BankObject]) -> set[str]:
+def rebuild(bank: Bank, storage: Storage, state: RunState, lost: Sequence[BankObject]) -> set[str]:
     """Write lost objects again, from the run's checkpoints; returns the hashes of those that are there again.
 
     Raises:
         RunError: a checkpoint is of another version. StorageError: bank or run are out of reach.
     """
     left = {one.summary.sha256: one for one in lost}
-    for name in reversed(checkpoints):
+    for name in reversed(state.checkpoints):
         if not left:
             break
         with suppress(CheckpointError):
-            checkpoint = read_checkpoint(storage, name, TensorObjects(storage, bank.storage), partial=True)
+            objects = TensorObjects(storage, bank.storage)
+            checkpoint = read_checkpoint(storage, name, objects, partial=True, sha256=state.manifests[name])
             for sha256, one in list(left.items()):
                 if any(bank.restore_object(one.summary, tensors) for tensors in one.candidates(checkpoint)):
                     del left[sha256]

@@ -9,7 +9,7 @@ What it does not know: how a model's values are restored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,10 +64,10 @@ def newest_resume_point(
         RunError: phases are finished but no checkpoint is whole, or one is of another version.
         StorageError: the storage is out of reach.
     """
-    names, phases = state.checkpoints, state.phases
+    names, phases, manifests = state.checkpoints, state.phases, state.manifests
     found, problems, newest, tried = None, [], len(names) - 1, False
     while found is None and newest >= 0:
-        found, reasons = _read_by_all(storage, names[newest], len(phases), world, objects)
+        found, reasons = _read_by_all(storage, names[newest], manifests, len(phases), world, objects)
         if found is None and not tried:
             tried = True
             if _on_first(restore, world):
@@ -87,7 +87,12 @@ def newest_resume_point(
 
 
 def _read_by_all(
-    storage: Storage, name: str, phases: int, world: DistributedContext, objects: TensorObjects | None
+    storage: Storage,
+    name: str,
+    manifests: Mapping[str, str],
+    phases: int,
+    world: DistributedContext,
+    objects: TensorObjects | None,
 ) -> tuple[Checkpoint | None, list[str]]:
     """A checkpoint, or None and why some worker cannot use it: the same result on every worker.
 
@@ -96,7 +101,7 @@ def _read_by_all(
     """
     found, error = None, None
     try:
-        found = read_checkpoint(storage, name, objects)
+        found = read_checkpoint(storage, name, objects, sha256=manifests[name])
         if found.phase > phases:
             raise CheckpointError(f"checkpoint '{name}' is of phase {found.phase}, but {phases} phases are recorded")
     except (RunError, StorageError) as raised:

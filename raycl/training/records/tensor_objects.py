@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from torch import Tensor
 
@@ -191,8 +190,3 @@ def _are_same(old: list[tuple[Tensor, int]], new: list[tuple[Tensor, int]]) -> b
     """Whether these are the same tensors, none changed in place."""
     same = (one is two and before == after for (one, before), (two, after) in zip(old, new, strict=False))
     return len(old) == len(new) and all(same)
-
-
-def infos_of(manifest: Mapping[str, Any]) -> dict[str, ObjectInfo]:
-    """Group -> object that a checkpoint's manifest names."""
-    return {group: ObjectInfo(**info) for group, info in manifest["objects"].items()}

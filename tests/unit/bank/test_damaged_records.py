@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_records import HASH, phase_record
 
 from raycl.bank import AdapterRef, Bank
 from raycl.bank.activations import Activations, activated
@@ -22,13 +23,15 @@ from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.bank.pruning import record_removal, removed_from
 from raycl.bank.tensors import views
 from raycl.bank.training_state import get_state, put_state, state_file
-from raycl.errors import BankError, RayclError, RunError, StorageError
+from raycl.errors import BankError, DamagedError, RayclError, RunError, StorageError
 from raycl.storage import Storage
+from raycl.storage.numbered import NOTE
 from raycl.storage.records import MAX_BYTES, seal
 from raycl.training.records import fork_points
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal, read_state
-from raycl.training.records.stop_signal import read_decision, write_decision
+from raycl.training.records.stops.request import request_stop, stop_of
+from raycl.training.records.stops.signal import read_decision, write_decision
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.types import AdapterState
 
@@ -69,6 +72,7 @@ RECORDS = {
     "fork point": Record(
         "place/fork_point.json", "", lambda s: fork_points.read_fork_point(s.sub("place")), StorageError
     ),
+    "stop request": Record("stop/two.json", "", lambda s: stop_of(s, "two"), StorageError),
     "decision": Record("decisions/002.json", "decisions/001.json", lambda s: read_decision(s, 2), StorageError),
 }
 
@@ -86,10 +90,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Storage:
         journal = Journal.claim(storage, workers=1)
         name = "ab"[seed]
         checkpoint = Checkpoint(0, 2 + seed, 3, {"labels": ["ä"], "by": {2: 1e-05, 10: 0.5}}, {"w": torch.randn(3)}, {})
-        write_checkpoint(storage, name, checkpoint, TensorObjects(storage))
-        journal.checkpoint(name, keep=2)
+        journal.checkpoint(name, write_checkpoint(storage, name, checkpoint, TensorObjects(storage)), keep=2)
         write_decision(storage, 1 + seed, continues=bool(seed))
-    journal.phase_done({"phase": 0, "row": {"t": {"value": 12.5}}})
+    journal.phase_done(phase_record(0, row={"t": {"value": 12.5}}))
+    for driver in ("one", "two"):
+        request_stop(storage, driver, "SIGTERM")
     fork_points.save_fork_point(storage, 1, storage.sub("place"))
     return storage
 
@@ -163,6 +168,11 @@ def test_records_of_a_stranger_with_a_right_hash_are_checked(written: Storage) -
         "bank/pruned/000001.json": lambda: [BankError(problem) for problem in removed_from(bank.storage).problems],
         f"bank/{lease}": lambda: leased(bank.storage),
         f"bank/{state_file(state)}": lambda: get_state(bank, whole),
+        "checkpoints/b/manifest.json": lambda: read_checkpoint(written, "b"),
+        "journal/attempt-0002/000001.json": lambda: read_state(written),
+        "place/fork_point.json": lambda: fork_points.read_fork_point(written.sub("place")),
+        "stop/two.json": lambda: stop_of(written, "two"),
+        "decisions/002.json": lambda: read_decision(written, 2),
     }
     for file, read in reads.items():
         path = Path(written.path(file))
@@ -225,6 +235,56 @@ def test_a_decision_says_why_and_when(written: Storage) -> None:
         path.write_bytes(whole)
 
 
+NAMES = ("", ".", "..", "../other", "/root", "a/b", ".hidden", "a\\b", "x" * 181, "a\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_in_a_strangers_journal_stay_in_its_folder(tmp_path: Path, name: str) -> None:
+    """A run that is resumed deletes checkpoints that it needs no more, and copies predictions of phases."""
+    storage = Storage.at(tmp_path / "run")
+    journal = Journal.claim(storage, workers=1)
+    for change in (
+        {"checkpoints": [name], "manifests": {name: HASH}},
+        {"phases": [phase_record(0, times={"phase": name})]},
+        {"phases": [phase_record(0, pending=name)]},
+    ):
+        file = "journal/attempt-0001/000001.json"
+        storage.write(file, seal({"format": 4, "attempt": 1, "number": 1, "change": change}))
+        with pytest.raises(
+            RunError, match=r"journal/attempt-0001' is no valid record \((checkpoints|phases)\.0"
+        ) as said:
+            read_state(storage)
+        assert "\n" not in str(said.value)
+    point = {"run": storage.uri, "checkpoint": name, "sha256": HASH, "phases": []}
+    storage.write("fork_point.json", seal({"format": 4, **point}))
+    with pytest.raises(DamagedError, match=r"no valid record \(checkpoint"):
+        fork_points.read_fork_point(storage)
+    assert journal.attempt == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"checkpoints": ["a"]}, "hash of checkpoint 'a' is missing"),
+        ({"checkpoints": {"a": 1}}, "checkpoints: "),
+        ({"manifests": {"a": "../x"}}, "manifests.a"),
+        ({"phases": [{"phase": 0}]}, "phases.0.row"),
+        ({"phases": [phase_record(0, row={"t": 3})]}, "phases.0.row.t"),
+        ({"phases": [phase_record(0, bank={"snapshot": "one"})]}, "phases.0.bank.snapshot"),
+        ({"phases": [phase_record(-1)]}, "phases.0.phase"),
+        ({"attempts": [{"attempt": 1}]}, "attempts.0.started"),
+        ({"config": []}, "config"),
+        ({"inputs": {"models": 3}}, "inputs.models"),
+    ],
+)
+def test_what_a_strangers_journal_adds_up_to_is_checked(tmp_path: Path, change: dict[str, Any], place: str) -> None:
+    storage = Storage.at(tmp_path)
+    Journal.claim(storage, workers=1)
+    storage.write("journal/attempt-0001/000001.json", seal({"format": 4, "attempt": 1, "number": 1, "change": change}))
+    with pytest.raises(RunError, match=f"no valid record.*{place}"):
+        read_state(storage)
+
+
 def test_a_snapshot_is_younger_than_its_parent(written: Storage) -> None:
     """Else walks over parents (log, prune, ancestors) might never end."""
     bank = Bank(written.sub("bank"))
@@ -273,7 +333,8 @@ def test_a_damaged_activation_is_repaired_by_the_next_one(written: Storage) -> N
             repaired = Activations(bank).add(1, "repaired")
             assert Activations(bank).latest() == repaired and repaired.number == 3 and repaired.snapshot == 1
             assert activated(bank) == {1}
-            bank.storage.delete("serving/main/000003.json")
+            for file in ("000003.json", NOTE):
+                bank.storage.delete(f"serving/main/{file}")
     finally:
         path.write_bytes(whole)
 

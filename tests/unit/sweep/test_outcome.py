@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from run_records import phase_record
 
 from raycl import config as configs
 from raycl.report.plots import new_figure
@@ -24,7 +25,7 @@ from raycl.sweep.outcome import Outcome, Row, collect, pareto
 from raycl.sweep.search.space import Settings
 from raycl.sweep.write import write_outcome
 from raycl.training.records.journal import Journal
-from raycl.training.records.stop_signal import write_decision
+from raycl.training.records.stops.signal import write_decision
 
 TASKS = ["topic", "sentiment"]
 
@@ -55,7 +56,7 @@ class Written:
                 patch.setattr(
                     "raycl.training.records.journal.time.monotonic", lambda done=phase + 1: began + 10.0 * done
                 )
-                journal.phase_done({"phase": phase, "row": cells, "times": times, "summary": {}})
+                journal.phase_done(phase_record(phase, row=cells, times=times))
         metrics = {"ap": sum(rows[-1]) / 2, "f_ra": 1.0, "bwt": -1.0, "fwt": None} if rows else {}
         config = configs.as_tree(self.folder.config(self.sweep, number, settings))
         stream = {"tasks": TASKS}

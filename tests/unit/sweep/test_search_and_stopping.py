@@ -19,8 +19,8 @@ from raycl.sweep.search.searchers import Planned, TpeSearcher
 from raycl.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.sweep.trials.single_tasks import separate_key, separate_tree
 from raycl.sweep.trials.trial import FAILED, SCORES, TASKS
-from raycl.training.records.stop_request import HostStop, request_stop
-from raycl.training.records.stop_signal import is_stopped, read_decision, write_decision
+from raycl.training.records.stops.request import HostStop, request_stop
+from raycl.training.records.stops.signal import is_stopped, read_decision, write_decision
 
 
 def sweep(**changes: Any) -> SweepConfig:

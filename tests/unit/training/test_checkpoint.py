@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_records import phase_record
 from safetensors.torch import save
 
 from raycl.bank import Bank
@@ -16,15 +17,20 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.bank.tensors import packed
 from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
+from raycl.training.distributed import DistributedContext
 from raycl.training.records.checkpoint import (
     Checkpoint,
     begin_checkpoint,
     commit_checkpoint,
+    copy_checkpoint,
     delete_checkpoints,
     read_checkpoint,
+    read_snapshot,
     write_checkpoint,
     write_share,
 )
+from raycl.training.records.journal import Journal, read_state
+from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.tensor_objects import TensorObjects
 
 
@@ -125,6 +131,42 @@ def test_without_its_manifest_it_does_not_exist(tmp_path: Path) -> None:
         read_checkpoint(storage, "none")
 
 
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    """It has the same name and is whole; the journal names each by the hash of its manifest."""
+    mine, theirs = Storage.at(tmp_path / "mine"), Storage.at(tmp_path / "theirs")
+    journal = Journal.claim(mine, workers=1)
+    journal.phase_done(phase_record(0))
+    for name in ("older", "newer"):
+        journal.checkpoint(name, write_checkpoint(mine, name, made(), TensorObjects(mine)), keep=2)
+    other = made()
+    other.parameters["a"] += 1
+    write_checkpoint(theirs, "newer", other, TensorObjects(theirs))
+    for name in theirs.files("checkpoints/newer"):
+        mine.write(name, theirs.read(name))
+    state = read_state(mine)
+    with pytest.raises(CheckpointError, match=r"newer/manifest.json' is of another checkpoint than the run wrote"):
+        read_checkpoint(mine, "newer", sha256=state.manifests["newer"])
+    found = newest_resume_point(mine, state, DistributedContext.alone(torch.device("cpu")))
+    assert found.checkpoints == ["older"] and "is of another checkpoint" in found.explanation
+    assert found.checkpoint is not None and torch.equal(found.checkpoint.parameters["a"], made().parameters["a"])
+    with pytest.raises(CheckpointError, match="is of another checkpoint"):
+        copy_checkpoint(mine, "checkpoints/newer", theirs, "copy", state.manifests["newer"])
+    with pytest.raises(CheckpointError, match="is of another checkpoint"):
+        read_snapshot(mine, "newer", state.manifests["newer"])
+
+
+def test_objects_stay_where_a_kept_checkpoint_is_of_another_run(tmp_path: Path) -> None:
+    """What the kept one names is unknown then, so nothing that it may need is deleted."""
+    storage, objects = Storage.at(tmp_path), TensorObjects(Storage.at(tmp_path))
+    checkpoint = made()
+    checkpoint.frozen_state = frozen("one")
+    manifests = {name: write_checkpoint(storage, name, checkpoint, objects) for name in ("old", "kept")}
+    held = storage.files("objects").keys()
+    write_checkpoint(storage, "kept", made(), objects)
+    delete_checkpoints(storage, ["old"], {"kept": manifests["kept"]}, objects)
+    assert storage.files("objects").keys() == held and storage.list("checkpoints") == ["kept"]
+
+
 def frozen(*tasks: str) -> dict[str, torch.Tensor]:
     """State of learned tasks: an adapter of two tensors and a query each, and one tensor of all."""
     state = {"projection": torch.ones(3, dtype=torch.float64)}
@@ -140,13 +182,13 @@ def test_what_is_frozen_is_stored_once_and_named(tmp_path: Path) -> None:
     for name, tasks in (("a", frozen("one")), ("b", state), ("c", {**state, "projection": torch.zeros(3)})):
         checkpoint = made()
         checkpoint.frozen_state = tasks
-        write_checkpoint(storage, name, checkpoint, objects)
+        manifest = write_checkpoint(storage, name, checkpoint, objects)
     assert len(storage.files("objects")) == len(TensorGroups.of(state).groups) + 1
     assert TensorGroups.of(state).keys() == state.keys()
     found = read_checkpoint(storage, "b").frozen_state
     assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
     assert all(found[name].dtype == state[name].dtype for name in state)
-    delete_checkpoints(storage, ["a", "b"], ["c"], objects)
+    delete_checkpoints(storage, ["a", "b"], {"c": manifest}, objects)
     assert storage.list("checkpoints") == ["c"] and len(storage.files("objects")) == len(TensorGroups.of(state).groups)
     assert read_checkpoint(storage, "c").frozen_state.keys() == state.keys()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from run_records import HASH, phase_record
 
 from raycl.storage import Storage
 from raycl.training.records import journal as journals
@@ -27,9 +28,9 @@ def test_wall_time_sums_the_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for seconds, event in events:
             now[0] += seconds
             if event == "checkpoint":
-                journal.checkpoint("name", keep=2)
+                journal.checkpoint("name", HASH, keep=2)
             else:
-                journal.phase_done({"phase": len(journal.state.phases), "ended": 0.0})
+                journal.phase_done(phase_record(len(journal.state.phases), ended=0.0))
 
     assert wall_seconds(read_state(storage)) is None
     attempt((10, "checkpoint"))

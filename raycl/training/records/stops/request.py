@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+
+from pydantic import TypeAdapter
 
 from raycl.errors import StorageError, UnreachableError
 from raycl.storage import Storage
-from raycl.storage.records import read_record, seal
+from raycl.storage.records import read_fields, seal
 
 FOLDER = "stop"
 FORMAT = 1
@@ -23,6 +24,18 @@ FORMAT = 1
 
 class StopRequested(Exception):
     """Ends the training loop of one worker after its checkpoint; never leaves the loop."""
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """A request; `time` in seconds since 1970."""
+
+    reason: str
+    time: float
+    host: str
+
+
+_REQUEST = TypeAdapter(StopRequest)
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,7 @@ class HostStop:
             return ""
         except StorageError:
             return "a request that cannot be read"
-        return "" if found is None else str(found["reason"])
+        return "" if found is None else found.reason
 
     @property
     def is_requested(self) -> bool:
@@ -60,8 +73,8 @@ def request_stop(storage: Storage, driver: str, reason: str) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    record = {"format": FORMAT, "reason": reason, "time": time.time(), "host": socket.gethostname()}
-    storage.write(_file(driver), seal(record))
+    record = StopRequest(reason, time.time(), socket.gethostname())
+    storage.write(_file(driver), seal({"format": FORMAT, **asdict(record)}))
 
 
 def is_stop_requested(storage: Storage, driver: str) -> bool:
@@ -69,13 +82,13 @@ def is_stop_requested(storage: Storage, driver: str) -> bool:
     return storage.exists(_file(driver))
 
 
-def stop_of(storage: Storage, driver: str) -> dict[str, Any] | None:
-    """The request: `reason`, `time` in seconds since 1970, `host`; None: there is none.
+def stop_of(storage: Storage, driver: str) -> StopRequest | None:
+    """The request; None: there is none.
 
     Raises:
         StorageError: the file is damaged.
     """
-    return read_record(storage, _file(driver), FORMAT) if is_stop_requested(storage, driver) else None
+    return read_fields(storage, _file(driver), FORMAT, _REQUEST) if is_stop_requested(storage, driver) else None
 
 
 def _file(driver: str) -> str:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
 
 from raycl.errors import DamagedError
 from raycl.storage import Storage
-from raycl.storage.records import read_record, seal
+from raycl.storage.records import read_fields, seal
 
 log = logging.getLogger("raycl")
 
@@ -20,6 +23,17 @@ FOLDER = "decisions"
 FORMAT = 3
 POLL_S, PATIENCE_S = 0.05, 120.0
 """Seconds between two polls (object stores: 1), and after which a run continues without a decision."""
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """Its record."""
+
+    done: int
+    continues: bool
+
+
+_DECISION = TypeAdapter(_Decision)
 
 
 def write_decision(storage: Storage, done: int, continues: bool) -> None:
@@ -35,10 +49,10 @@ def read_decision(storage: Storage, done: int) -> bool | None:
     """
     if not storage.exists(_file(done)):
         return None
-    record = read_record(storage, _file(done), FORMAT)
-    if record["done"] != done:
-        raise DamagedError(f"'{storage.uri}/{_file(done)}' belongs to phase {record['done']}: it was moved; remove it")
-    return bool(record["continues"])
+    found = read_fields(storage, _file(done), FORMAT, _DECISION)
+    if found.done != done:
+        raise DamagedError(f"'{storage.uri}/{_file(done)}' belongs to phase {found.done}: it was moved; remove it")
+    return found.continues
 
 
 def is_stopped(storage: Storage, done: int) -> bool:

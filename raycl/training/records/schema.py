@@ -1,0 +1,78 @@
+"""Fields of a run's records: what one with a right hash must hold, since it may still come from a stranger.
+
+Names become folders, which are read, copied and deleted: each is a plain one.
+What it does not know: who reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired
+
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+from typing_extensions import TypedDict
+
+from raycl.config.names import FolderName
+
+Natural = Annotated[int, Field(ge=0)]
+
+
+class _Published(TypedDict, total=False):
+    """What a phase published; {}: nothing. `adapters`: name -> version."""
+
+    bank: str
+    snapshot: Natural
+    adapters: dict[str, Natural]
+
+
+class _Times(TypedDict):
+    """Times of a phase, and its name."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    phase: FolderName
+    steps: NotRequired[Natural]
+
+
+class _Phase(TypedDict):
+    """A phase that is trained, and evaluated unless `pending` names the checkpoint that its row is scored from."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    phase: Natural
+    row: dict[str, dict[str, Any]]
+    times: _Times
+    bank: _Published
+    summary: dict[str, Any]
+    pending: NotRequired[FolderName]
+    ended: NotRequired[float]
+
+
+class _Attempt(TypedDict):
+    """One attempt to run the stream."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    attempt: Natural
+    started: float
+    host: str
+    pid: int
+    ended: NotRequired[float]
+    seconds: NotRequired[float]
+    inherited: NotRequired[Natural]
+
+
+@dataclass(frozen=True)
+class _CheckedAs:
+    """A dict that must have these fields, where the code reads a plain dict."""
+
+    kind: Any
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(self.kind)
+
+
+PhaseRecord = Annotated[dict[str, Any], _CheckedAs(_Phase)]
+AttemptRecord = Annotated[dict[str, Any], _CheckedAs(_Attempt)]
+Publication = Annotated[dict[str, Any], _CheckedAs(_Published)]
