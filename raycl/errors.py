@@ -29,6 +29,7 @@ Broken promises among ourselves are `assert` with a message, not these classes.
 """
 
 import difflib
+import re
 from collections import abc
 
 
@@ -167,3 +168,13 @@ def counted(number: float, noun: str) -> str:
     """`1 file of tensors`, `1,000 files of tensors`: for messages; a plural is made by an s behind the first word."""
     first, *rest = noun.split(" ")
     return " ".join([f"{number:,g}" if number % 1 else f"{number:,.0f}", first if number == 1 else f"{first}s", *rest])
+
+
+_UNPRINTED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tabs and line feeds, separators of lines, changes of direction, halves of characters."""
+
+
+def printable(text: str) -> str:
+    """A text for a terminal: what would move its cursor, change its title or turn the line around is written as JSON
+    writes it, `\\u001b`, since names and texts may come from a stranger."""
+    return _UNPRINTED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from raycl.cli.terminal import echo, log_to_stderr
+
 BENCHMARKS = {
     "stream": "raycl.bench.streams.stream",
     "mixing": "raycl.bench.mixing",
@@ -76,17 +78,17 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print; 1 if `--check` finds a figure that misses its target."""
     from raycl.bench.figures import table
 
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    log_to_stderr()
     logging.getLogger("raycl.bench").setLevel(logging.INFO)
     module = import_module(BENCHMARKS[options.name])
     text = module.without_measuring(options) if hasattr(module, "without_measuring") else None
     if text is not None:
-        print(text)
+        echo(text)
         return 0
     report = module.measure(options)
-    print(table(report))
+    echo(table(report))
     if options.json:
         options.json.write_text(json.dumps(report.tree(), indent=1) + "\n")
     for name in report.missed:
-        print(f"misses its target: {name}", file=sys.stderr)
+        echo(f"misses its target: {name}", file=sys.stderr)
     return 1 if options.check and report.missed else 0

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from raycl.cli.terminal import echo
 from raycl.errors import RayclError
 
 
@@ -65,10 +66,10 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
         with _allowed(options):
             return int(module.run(options))
     except RayclError as error:
-        print(f"error: {error}", file=sys.stderr)
+        echo(f"error: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C: what is finished is kept; repeat the command to continue", file=sys.stderr)
+        echo("stopped by Ctrl-C: what is finished is kept; repeat the command to continue", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raycl.cli.files import add_allow_env, local_or_installed
+from raycl.cli.terminal import echo
 from raycl.errors import counted
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _check(options: argparse.Namespace) -> int:
         found.append(one)
     if options.json:
         Path(options.json).write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {options.json}")
+        echo(f"wrote {options.json}")
     return int(any(one.problem for one in found))
 
 
@@ -127,12 +128,12 @@ def _write_labels(options: argparse.Namespace) -> int:
     (path,) = options.paths
     file = Path(path) / LABELS_FILE
     if not Path(path).is_dir():
-        print(f"labels={json.dumps(labels, ensure_ascii=False)}")
+        echo(f"labels={json.dumps(labels, ensure_ascii=False)}")
         return 0
     if file.exists():
         raise DataError(f"'{file}' is there already: expected none, remove it to write the answers of train")
     file.write_text(json.dumps(labels, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {counted(len(labels), 'label')} to {file}")
+    echo(f"wrote {counted(len(labels), 'label')} to {file}")
     return 0
 
 
@@ -217,7 +218,7 @@ def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
         blocks.append(Text(f"error: {one.problem}"))
     elif not one.mistakes:
         blocks.append(Text("nothing to warn of"))
-    print(render(Group(*blocks)))
+    echo(render(Group(*blocks)))
 
 
 def _mistakes(one: TaskCheck) -> RenderableType:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from raycl import __version__
 from raycl.cli.commands import COMMANDS, load, run
+from raycl.cli.terminal import echo
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -19,7 +20,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return run(given[0], given[1:], f"raycl {given[0]}")
     options = parser().parse_args(given)
     if options.completion:
-        print(completion(options.completion))
+        echo(completion(options.completion))
     else:
         parser().print_help()
     return 0

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from raycl.errors import StorageError
+from raycl.errors import StorageError, printable
 from raycl.storage import Storage
 
 log = logging.getLogger("raycl")
@@ -59,6 +59,14 @@ def is_log(name: str) -> bool:
     return re.fullmatch(r"attempt-\d{4,}\.txt", name) is not None
 
 
+class PlainFormatter(logging.Formatter):
+    """Lines without characters that a terminal obeys."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        return printable(super().format(record))
+
+
 def log_to(handler: logging.Handler) -> None:
     """Send raycl's own lines, from INFO on, to one place only."""
     log.handlers = [handler]
@@ -69,5 +77,5 @@ def log_to(handler: logging.Handler) -> None:
 def log_to_stderr() -> None:
     """Progress lines of this process without decoration."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(PlainFormatter("%(message)s"))
     log_to(handler)

@@ -8,7 +8,6 @@ What it does not know: how a comparison is shown.
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import statistics
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from raycl.config import Tree, flatten
+from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
 from raycl.report.published import OF_TYPE, numbers_of, source_of
 from raycl.report.results import (
     INSTRUCTION,
@@ -145,7 +145,7 @@ def labels(results: Sequence[Tree]) -> list[str]:
 def to_csv(results: Sequence[Tree]) -> str:
     """The comparison as CSV with means and standard deviations in full precision; empty cells where undefined."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = SpreadsheetWriter(text)
     lines = compare(results)
     names = [*points_of(lines), *COSTS]
     spreads = [title for name in names for title in (name, f"{name}_std")]
@@ -169,7 +169,7 @@ def runs_to_csv(results: Sequence[Tree]) -> str:
     names = [*points_of(lines), *COSTS]
     ends = [dict(zip(tasks_of(result), values_of(result)[-1], strict=True)) for result in results]
     tasks = list(dict.fromkeys(task for end in ends for task in end))
-    writer = csv.writer(text, lineterminator="\n")
+    writer = SpreadsheetWriter(text)
     scores = [f"score_{task}" for task in tasks]
     writer.writerow(["run", "seed", "method", "stream", "backbone", *names, *scores])
     for result, line, end in zip(results, lines, ends, strict=True):

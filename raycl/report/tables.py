@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raycl.config import Tree
+from raycl.errors import printable
 from raycl.report.attention import AttentionWeights, has_attention
 from raycl.report.compare import METRICS, Line, Spread, compare, grouped, has_published, points_of
 from raycl.report.output_rows.training import OutputRows, has_output_rows
@@ -388,4 +389,4 @@ def render(content: RenderableType) -> str:
         file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None, force_jupyter=False
     )
     console.print(content)
-    return "\n".join(line.rstrip() for line in text.getvalue().split("\n")).strip("\n")
+    return "\n".join(printable(line.rstrip()) for line in text.getvalue().split("\n")).strip("\n")

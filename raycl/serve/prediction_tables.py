@@ -6,7 +6,6 @@ What it does not know: how a row was answered.
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 
 from raycl.config import Tree
 from raycl.data.sources.source import SourceFile
+from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
 from raycl.errors import ConfigError
 from raycl.serve.prediction_files import OWN, PLACE
 from raycl.serve.prediction_input import Input
@@ -81,7 +81,7 @@ def _jsonl(records: Iterator[Tree], columns: Mapping[str, set[str]]) -> Iterator
 
 def _csv(records: Iterator[Tree], columns: Mapping[str, set[str]]) -> Iterator[bytes]:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = SpreadsheetWriter(text)
     writer.writerow(columns)
     while batch := list(islice(records, BATCH)):
         writer.writerows([_cell(record.get(name)) for name in columns] for record in batch)

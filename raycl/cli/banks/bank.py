@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
 from collections.abc import Sequence
+
+from raycl.cli.terminal import echo, log_to_stderr
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -101,8 +102,8 @@ def run(options: argparse.Namespace) -> int:
     """Run one command; 1 if it found something wrong."""
     from raycl.bank.operations.commands import answer
 
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    log_to_stderr()
     logging.getLogger("raycl").setLevel(logging.INFO)
     found = answer(options)
-    print(json.dumps(found.tree, indent=1) if options.json else found.text)
+    echo(json.dumps(found.tree, indent=1) if options.json else found.text)
     return 0 if found.ok else 1

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import sys
 from collections.abc import Sequence
 
 from raycl.cli.banks import predict
+from raycl.cli.terminal import echo, log_to_stderr
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -38,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
     from raycl.data.sources.fields import LABEL_NAMES
 
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    log_to_stderr()
     given = predict.input_of(options, (options.label,) if options.label else LABEL_NAMES)
     with predict.open_model(options) as model:
         from raycl.report.evaluation import confusion_png, evaluation_table
@@ -46,10 +45,10 @@ def run(options: argparse.Namespace) -> int:
 
         found = evaluate_rows(model, given, options.metric, task=options.task, max_tokens=options.max_tokens)
     tree = asdict(found)
-    print(evaluation_table(tree))
+    echo(evaluation_table(tree))
     if options.json:
         Path(options.json).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {options.json}")
+        echo(f"wrote {options.json}")
     if options.png:
-        print(f"wrote {confusion_png(tree, options.png)}")
+        echo(f"wrote {confusion_png(tree, options.png)}")
     return 0

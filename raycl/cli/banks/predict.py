@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from raycl.cli.terminal import echo, log_to_stderr
+
 if TYPE_CHECKING:
     from raycl.bank import Bank, Snapshot
     from raycl.serve.offline import OfflineModel
@@ -89,7 +91,7 @@ def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfi
 def open_model(options: argparse.Namespace) -> OfflineModel:
     """The snapshot, ready to answer."""
     chosen = snapshot_of(options)
-    print(f"loading snapshot {chosen[1].number} of {chosen[0].storage.uri}", file=sys.stderr, flush=True)
+    echo(f"loading snapshot {chosen[1].number} of {chosen[0].storage.uri}", file=sys.stderr, flush=True)
     from raycl.serve.offline import OfflineModel
 
     return OfflineModel(*chosen)
@@ -119,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     from raycl.serve.prediction_tables import check_output, write_table
     from raycl.storage import Storage
 
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    log_to_stderr()
     logging.getLogger("raycl").setLevel(logging.INFO)
     given = input_of(options)
     settings = {"task": options.task, "max_tokens": options.max_tokens}
@@ -128,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
     if not (options.to or options.output):
         with open_model(options) as model:
             for record in answered(model, given, given.all_rows(), **settings):
-                print(json.dumps(record, ensure_ascii=False))
+                echo(json.dumps(record, ensure_ascii=False))
         return 0
     with ExitStack() as stack:
         to = Storage.at(options.to or stack.enter_context(TemporaryDirectory()))
@@ -137,11 +139,11 @@ def run(options: argparse.Namespace) -> int:
             write_table(partial(records_of, to, summary["key"], summary["parts"]), options.output)
     speed = f", {summary['rows_per_s']:.0f} rows/s" if summary["rows_per_s"] else ""
     where = " and ".join(filter(None, [options.to and to.uri, options.output]))
-    print(f"{summary['rows']:,} rows in {where}, {summary['answered_now']:,} answered now{speed}")
+    echo(f"{summary['rows']:,} rows in {where}, {summary['answered_now']:,} answered now{speed}")
     if summary["errors"]:
-        print(f"{counted(summary['errors'], 'row')} could not be answered: the column 'error' says why")
+        echo(f"{counted(summary['errors'], 'row')} could not be answered: the column 'error' says why")
     for name in ("answers", "tasks"):
-        print(f"{name:8}" + ", ".join(f"{key} {count:,}" for key, count in summary[name].items()))
+        echo(f"{name:8}" + ", ".join(f"{key} {count:,}" for key, count in summary[name].items()))
     return 0
 
 

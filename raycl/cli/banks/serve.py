@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from raycl.cli.files import add_allow_env
+from raycl.cli.terminal import echo, log_to_stderr
 
 UNNAMED = "RUN_DIR"
 """Stands for the bank in a printed config for which none is named."""
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     """Run one command; 1 if a candidate was refused."""
     from raycl.serve.settings import at_bank, load_serve_config
 
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    log_to_stderr()
     logging.getLogger("raycl").setLevel(logging.INFO)
     bank = [f"bank={options.bank}"] if options.bank else []
     drop = [f"gate.max_drop={options.max_drop}"] if options.max_drop is not None else []
@@ -64,19 +65,17 @@ def run(options: argparse.Namespace) -> int:
         from raycl.config.reference import commented_yaml
 
         named = "bank" in load_tree(options.config, given)
-        print(
-            commented_yaml(load_serve_config(options.config, given if named else [f"bank={UNNAMED}", *given])), end=""
-        )
+        echo(commented_yaml(load_serve_config(options.config, given if named else [f"bank={UNNAMED}", *given])), end="")
         return 0
     config = at_bank(load_serve_config(options.config, given))
-    print(f"reading the bank {config.bank}", file=sys.stderr, flush=True)
+    echo(f"reading the bank {config.bank}", file=sys.stderr, flush=True)
     from raycl.serve.deployment import endpoint
 
     if options.command == "activate":
         endpoint.activate(config, options.snapshot)
     elif options.command == "promote":
         result, text = endpoint.promote(config, options.snapshot)
-        print(text)
+        echo(text)
         return 0 if result.passed else 1
     else:
         endpoint.serve_forever(config)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from raycl.cli.terminal import echo
+
 KINDS = ("checkpoints", "prefixes", "cache")
 
 
@@ -36,17 +38,17 @@ def run(options: argparse.Namespace) -> int:
 
     found = removable(Storage.at(options.folder or run_config.default_directory()), options.only)
     for one in found:
-        print(f"{one.bytes / 1e6:10,.1f} MB  {one.kind:12} {one.folder.uri}")
+        echo(f"{one.bytes / 1e6:10,.1f} MB  {one.kind:12} {one.folder.uri}")
     total = sum(one.bytes for one in found)
     if not found:
-        print("nothing to remove")
+        echo("nothing to remove")
         return 0
     for kind in dict.fromkeys(one.kind for one in found):
-        print(f"without {kind}: {EFFECTS[kind]}")
+        echo(f"without {kind}: {EFFECTS[kind]}")
     if not options.remove:
-        print(f"{total / 1e6:,.1f} MB in all; nothing was removed: add --remove")
+        echo(f"{total / 1e6:,.1f} MB in all; nothing was removed: add --remove")
         return 0
     for one in found:
         remove(one)
-    print(f"removed {total / 1e6:,.1f} MB")
+    echo(f"removed {total / 1e6:,.1f} MB")
     return 0

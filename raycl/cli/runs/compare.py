@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from raycl.cli.files import add_allow_env, local_or_installed
+from raycl.cli.terminal import echo
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
         found = states(comparison, options.dir, tuple(options.only))
         width = max(map(len, found))
-        print("\n".join(f"{name:{width}}  {state}" for name, state in found.items()))
+        echo("\n".join(f"{name:{width}}  {state}" for name, state in found.items()))
         return 0
     outcome = run_comparison(comparison, options.dir, tuple(options.only))
     from raycl.report.plots import heatmaps
@@ -57,10 +58,10 @@ def run(options: argparse.Namespace) -> int:
 
     results = list(outcome.results.values())
     if results:
-        print(side_by_side(results), end="\n\n")
-        print(comparison_table(results))
+        echo(side_by_side(results), end="\n\n")
+        echo(comparison_table(results))
     if options.png and results:
-        print(f"picture {heatmaps(results, options.png)}")
+        echo(f"picture {heatmaps(results, options.png)}")
     for name, reason in outcome.failed.items():
-        print(f"failed: {name}: {reason}", file=sys.stderr)
+        echo(f"failed: {name}: {reason}", file=sys.stderr)
     return 1 if outcome.failed else 0

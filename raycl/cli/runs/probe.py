@@ -13,6 +13,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from raycl.cli.terminal import echo
+
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command's parser."""
@@ -51,11 +53,11 @@ def run(options: argparse.Namespace) -> int:
     settings = ProbeSettings(options.rows, options.threshold)
     measured = [probe(folder, settings, options.set, options.again) for folder in folders]
     found = probes_of([read_results(folder) for folder in folders], measured, options.layer)
-    print("\n\n".join(map(probe_table, found)))
+    echo("\n\n".join(map(probe_table, found)))
     if options.png:
-        print(f"wrote {probe_maps(found, options.png)}")
+        echo(f"wrote {probe_maps(found, options.png)}")
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
         options.csv.write_text(probe_csv(found), encoding="utf-8")
-        print(f"wrote {options.csv}")
+        echo(f"wrote {options.csv}")
     return 0

@@ -13,6 +13,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from raycl.cli.terminal import echo
+
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command's parser."""
@@ -51,17 +53,17 @@ def run(options: argparse.Namespace) -> int:
     routed = [result for result in results if has_routing(result)]
     for result in results:
         for table in tables_of(result):
-            print(table, end="\n\n")
+            echo(table, end="\n\n")
     if len(routed) > 1:
-        print(routing_comparison(routed), end="\n\n")
-    print(comparison_table(results))
+        echo(routing_comparison(routed), end="\n\n")
+    echo(comparison_table(results))
     if options.png:
-        print(f"wrote {heatmaps(results, options.png)}")
+        echo(f"wrote {heatmaps(results, options.png)}")
     if options.router_png:
-        print(f"wrote {router_maps(routed or results, options.router_png)}")
+        echo(f"wrote {router_maps(routed or results, options.router_png)}")
     if options.attention_png:
         attending = [result for result in results if has_attention(result)]
-        print(f"wrote {attention_maps(attending or results, options.attention_png)}")
+        echo(f"wrote {attention_maps(attending or results, options.attention_png)}")
     if options.csv:
         _write(options.csv, to_csv(results))
     if options.runs_csv:
@@ -72,4 +74,4 @@ def run(options: argparse.Namespace) -> int:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    print(f"wrote {path}")
+    echo(f"wrote {path}")

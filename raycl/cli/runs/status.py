@@ -10,6 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from raycl.cli.terminal import echo
+
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command's parser."""
@@ -44,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         return _serve(options)
     from raycl.launch.status import status_of
 
-    print(status_of(options.run))
+    echo(status_of(options.run))
     return 0
 
 
@@ -61,8 +63,8 @@ def _serve(options: argparse.Namespace) -> int:
     with listen(host, options.port) as listens:
         url = url_of(host, listens.getsockname()[1])
         if not is_loopback(host):
-            print(f"note: with --host {host} everyone who reaches this machine can read the page", file=sys.stderr)
-        print(f"status of {options.run} on {url} (Ctrl-C ends it)", flush=True)
+            echo(f"note: with --host {host} everyone who reaches this machine can read the page", file=sys.stderr)
+        echo(f"status of {options.run} on {url} (Ctrl-C ends it)", flush=True)
         if options.open:  # a browser in the terminal would keep the page waiting for its server
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
         PageServer(reader, listens, host).run()

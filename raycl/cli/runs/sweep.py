@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from raycl.cli.files import add_allow_env, local_or_installed
+from raycl.cli.terminal import echo
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -47,11 +48,11 @@ def run(options: argparse.Namespace) -> int:
 
     outcome = run_sweep(sweep, directory, options.resume)
     text, files = write_outcome(outcome, directory)
-    print(text)
+    echo(text)
     for file in files:
-        print(f"wrote {file}")
+        echo(f"wrote {file}")
     for number, reason in outcome.unscored.items():
-        print(f"no score: trial {number + 1}: {reason}", file=sys.stderr)
+        echo(f"no score: trial {number + 1}: {reason}", file=sys.stderr)
     for number, reason in outcome.failed.items():
-        print(f"failed: trial {number + 1}: {reason}", file=sys.stderr)
+        echo(f"failed: trial {number + 1}: {reason}", file=sys.stderr)
     return 1 if outcome.failed else 0

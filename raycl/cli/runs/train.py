@@ -17,6 +17,7 @@ import json
 from collections.abc import Sequence
 
 from raycl.cli.files import add_allow_env, local_or_installed
+from raycl.cli.terminal import echo
 
 GPU_NAMES = ("a10g-24", "l4-24", "a100-40", "a100-80", "h100-80", "h200-141")
 """Those of `raycl.run.plan.hardware`, so that `--help` does not wait for it."""
@@ -83,17 +84,17 @@ def run(options: argparse.Namespace) -> int:
         from raycl.config.reference import commented_yaml
         from raycl.run import config as run_config
 
-        print(commented_yaml(run_config.load_config(config, options.overrides)), end="")
+        echo(commented_yaml(run_config.load_config(config, options.overrides)), end="")
         return 0
     if options.methods:
         from raycl.run.plan.methods_table import methods_table
 
-        print(methods_table())
+        echo(methods_table())
         return 0
     if options.sizes:
         from raycl.run.plan.sizes_table import sizes_table
 
-        print(sizes_table())
+        echo(sizes_table())
         return 0
     if options.plan:
         return _plan(options, config)
@@ -104,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     if options.status:
         from raycl.launch.status import status_of
 
-        print(status_of(options.status))
+        echo(status_of(options.status))
         return 0
     from raycl.launch import commands, console, termination
 
@@ -115,12 +116,12 @@ def run(options: argparse.Namespace) -> int:
     from raycl.report.plots import heatmap
     from raycl.report.tables import matrix_table
 
-    print(f"run {prepared.storage.uri}", flush=True)
+    echo(f"run {prepared.storage.uri}", flush=True)
     results = driver.train(prepared)
-    print(matrix_table(results))
-    print(f"results {prepared.storage.uri}/results.json")
+    echo(matrix_table(results))
+    echo(f"results {prepared.storage.uri}/results.json")
     if options.png or prepared.storage.is_local:
-        print(f"picture {heatmap(results, options.png or f'{prepared.storage.uri}/matrix.png')}")
+        echo(f"picture {heatmap(results, options.png or f'{prepared.storage.uri}/matrix.png')}")
     return 0
 
 
@@ -135,5 +136,5 @@ def _plan(options: argparse.Namespace, config: str | None) -> int:
     gpus = options.gpus or settings.launch.workers
     cluster = Cluster(gpu_named(options.gpu), gpus, options.gpus_per_node, options.utilisation)
     found = plan(settings, cluster)
-    print(json.dumps(tree(found), indent=2) if options.json else text(found))
+    echo(json.dumps(tree(found), indent=2) if options.json else text(found))
     return 0

@@ -7,7 +7,6 @@ What it does not know: how a model is measured, how a picture is drawn.
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import re
@@ -21,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raycl.config import Tree
+from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
 from raycl.errors import RunError
 from raycl.report.compare import Spread, grouped
 from raycl.report.output_rows.task_rows import TaskRows, unpacked_rows
@@ -135,7 +135,7 @@ def probe_table(probes: Probes) -> str:
 def probe_csv(probes: Sequence[Probes]) -> str:
     """A line for each model and kind of layer, in full precision."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = SpreadsheetWriter(text)
     writer.writerow(["models", "model", "runs", "layers", "count", "overlap", "overlap_std", "chance"])
     for one in probes:
         for model in one.models:

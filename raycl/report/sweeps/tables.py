@@ -6,7 +6,6 @@ What it does not know: how trials were chosen or run. It reads the tree of a swe
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from typing import Any
@@ -15,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from raycl.config import Tree
+from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
 from raycl.report.tables import render
 
 
@@ -51,7 +51,7 @@ def group_table(summary: Tree) -> str:
 def sweep_csv(summary: Tree) -> str:
     """All trials in full precision; lists and mappings as JSON."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    writer = SpreadsheetWriter(out)
     numbers = ("ap", "f_ra", "bwt", "fwt")
     columns = ("tasks", "forked_tasks", "train_s", "wall_s", "error")
     writer.writerow(["trial", "state", *summary["paths"], *summary["metric"], *numbers, *columns])

@@ -1,0 +1,44 @@
+"""CSV files that people open with spreadsheet programs, which run a cell that begins like a formula.
+
+Why it exists: names and texts may come from a stranger, and `=HYPERLINK(...)` or `=cmd|...` in a cell sends or starts
+something. What begins so gets an apostrophe in front, by which Excel, LibreOffice and Google Sheets know a text.
+What it does not know: which columns there are.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from raycl.errors import printable
+
+_FORMULA = re.compile(r"\s*[=+\-@＝＋－＠]")
+_NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)*|\.\d+)([eE][+-]?\d+)?%?")
+
+
+class _Sink(Protocol):
+    def write(self, text: str, /) -> object: ...
+
+
+class SpreadsheetWriter:
+    """As `csv.writer`, with cells of text that are text everywhere."""
+
+    def __init__(self, out: _Sink) -> None:
+        self._rows = csv.writer(out, lineterminator="\n")
+
+    def writerow(self, cells: Iterable[Any]) -> None:
+        """Write a row; None is an empty cell."""
+        self._rows.writerow([text_cell(cell) if isinstance(cell, str) else cell for cell in cells])
+
+    def writerows(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Write several."""
+        for cells in rows:
+            self.writerow(cells)
+
+
+def text_cell(text: str) -> str:
+    """A text that no program takes for a formula, and no terminal obeys; numbers stay as they are."""
+    plain = "\r".join(map(printable, text.split("\r"))) if not text.isprintable() else text
+    return f"'{plain}" if _FORMULA.match(plain) and not _NUMBER.fullmatch(plain) else plain
