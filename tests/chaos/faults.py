@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,7 @@ REPO = Path(__file__).resolve().parents[2]
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")
 PAUSE_S, ANSWER_S, TRIES = 0.25, 20.0, 5
 """Between two questions; for an answer; and how often a question is asked before it counts as lost."""
+FLOOD_EVERY_S, FLOOD_CLIENTS = 5.0, 8
 
 
 class Log:
@@ -171,6 +173,46 @@ class Asking:
 
     def stop(self) -> None:
         """After the present question."""
+        self._over.set()
+
+
+@dataclass
+class Flood:
+    """Every few seconds, clients that send header fields without end.
+
+    Attributes:
+        statuses: that they got; 0: their connection was closed. slowest: answer to `/healthz` meanwhile, in seconds.
+    """
+
+    port: int
+    statuses: Counter[int] = field(default_factory=Counter)
+    slowest: float = 0.0
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """Until `stop`."""
+        while not self._over.wait(FLOOD_EVERY_S):
+            clients = [threading.Thread(target=self._send, daemon=True) for _ in range(FLOOD_CLIENTS)]
+            for client in clients:
+                client.start()
+            began = time.monotonic()
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=ANSWER_S):
+                self.slowest = max(self.slowest, time.monotonic() - began)
+            for client in clients:
+                client.join()
+
+    def _send(self) -> None:
+        answer = b""
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER_S) as client:
+            with suppress(OSError):
+                client.sendall(b"GET /healthz HTTP/1.1\r\n")
+                for _ in range(80):
+                    client.sendall(b"a:b\r\n" * 10_000)
+            answer = client.recv(1000)
+        self.statuses[int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0] += 1
+
+    def stop(self) -> None:
+        """After the present clients."""
         self._over.set()
 
 

@@ -20,6 +20,7 @@ import yaml
 from faults import (
     Asking,
     Driver,
+    Flood,
     Log,
     Nodes,
     Store,
@@ -171,9 +172,10 @@ def _disturbed(log: Log, store: Store, nodes: Nodes, driver: Driver, words: list
     os.kill(state.attempts[-1]["pid"], signal.SIGKILL)
     log(f"{_where(state)}: a worker was killed")
     with endpoint(storage.sub("bank").address, PORT, folder) as serving:
-        asking = Asking(f"http://127.0.0.1:{PORT}")
-        client = threading.Thread(target=asking.run, daemon=True)
-        client.start()
+        asking, flood = Asking(f"http://127.0.0.1:{PORT}"), Flood(PORT)
+        clients = [threading.Thread(target=one.run, daemon=True) for one in (asking, flood)]
+        for client in clients:
+            client.start()
         log("the endpoint answers")
         try:
             _faults(log, store, nodes, driver, words, storage, serving)
@@ -182,12 +184,16 @@ def _disturbed(log: Log, store: Store, nodes: Nodes, driver: Driver, words: list
             _follows(asking, newest.number)
         finally:
             asking.stop()
-            client.join(timeout=60)
+            flood.stop()
+            for client in clients:
+                client.join(timeout=60)
         log(
             f"endpoint: {asking.answers} answers, {asking.lost} lost, statuses {dict(asking.statuses)}, "
             f"snapshots {asking.snapshots}"
         )
+        log(f"flood of header fields: statuses {dict(flood.statuses)}, slowest /healthz {flood.slowest:.1f} s")
         assert asking.lost == 0 and asking.answers > 100
+        assert set(flood.statuses) <= {0, 431} and flood.statuses.total() > 100
         assert asking.snapshots == sorted(asking.snapshots), "an older snapshot answered after a newer one"
 
 

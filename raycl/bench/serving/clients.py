@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class Seen:
     Attributes:
         ms: latency of every answer, in order of arrival. failed: statuses (or 0: no answer) of requests that were
             given up. retried: requests that were sent again, as OpenAI's client does after a server's error.
+        statuses: status of what was no answer (0: the connection broke) -> how often.
         metrics: `usage` and `raycl` of the answers, summed or averaged.
     """
 
@@ -38,6 +40,7 @@ class Seen:
     ms: list[float]
     failed: list[int]
     retried: int
+    statuses: dict[str, int]
     metrics: dict[str, float]
 
     @property
@@ -90,7 +93,15 @@ async def _run_job(job: dict[str, Any]) -> dict[str, Any]:
         await asyncio.gather(*(client(session) for _ in range(job["clients"])))
     spent = time.perf_counter() - began
     sums = {name: sum(values) for name, values in metrics.items()}
-    return {"seconds": spent, "ms": ms, "failed": failed, "retried": len(retried), "metrics": sums}
+    statuses = Counter(map(str, retried + failed))
+    return {
+        "seconds": spent,
+        "ms": ms,
+        "failed": failed,
+        "retried": len(retried),
+        "statuses": statuses,
+        "metrics": sums,
+    }
 
 
 async def _once(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The endpoint under load for minutes, while replicas are killed and damaged snapshots published.
+"""The endpoint under load for minutes, while replicas are killed, damaged snapshots published, hostile requests sent.
 
 What it does not know: how an endpoint is started.
 """
@@ -22,6 +22,7 @@ from raycl.bank import Bank
 from raycl.bench.figures import Figure
 from raycl.bench.serving.banks import damaged_snapshot, drawn_bank, texts_of
 from raycl.bench.serving.clients import run_clients
+from raycl.bench.serving.hostile import Hostile
 
 EVERY_S = 60.0
 FASTEST = 400.0
@@ -30,6 +31,8 @@ FASTEST = 400.0
 
 def soak(start: Callable[[Bank], str], folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """Hold load on an endpoint of two replicas; every minute kill one and publish a damaged snapshot.
+
+    A hostile request is sent every second.
 
     Args:
         start: brings the endpoint of a bank up; its URL.
@@ -43,6 +46,7 @@ def soak(start: Callable[[Bank], str], folder: Path, options: argparse.Namespace
     last_problem = ""
     with ThreadPoolExecutor(1) as pool:
         bodies = [{"input": text} for text in texts]
+        hostile = Hostile(root)
         load = pool.submit(run_clients, f"{root}/v1/classify", bodies, options.clients, options.soak_s)
         survivor, kills, before, began = _replicas()[0], 0, 0.0, time.monotonic()
         while not load.done():
@@ -60,8 +64,17 @@ def soak(start: Callable[[Bank], str], folder: Path, options: argparse.Namespace
             last_problem = state["problem"] if state and state["problem"] else last_problem
         grown = _memory_mb(survivor) - before if before else float("nan")
         seen = load.result()
-    detail = f"{len(seen.ms):,} answers, {kills} replicas killed, {seen.retried} requests sent again"
+        hostile.close()
+    again = ", ".join(f"{count} with {status}" for status, count in sorted(seen.statuses.items()))
+    detail = (
+        f"{len(seen.ms):,} answers, {kills} replicas killed, {seen.retried} requests sent again ({again or 'none'})"
+    )
     yield Figure(f"requests lost in {options.soak_s:.0f} s of load", float(len(seen.failed)), "", 0.0, "<=", detail)
+    wrong = sum(count for status, count in seen.statuses.items() if int(status) >= 500 and status != "503")
+    yield Figure("answers from 500 on, other than 503", float(wrong), "", 0.0, "<=", f"p99 {seen.at(99):.0f} ms")
+    statuses = ", ".join(f"{count} with {status}" for status, count in sorted(hostile.statuses.items()))
+    detail = f"{hostile.statuses.total()} sent: {statuses}; {'; '.join(sorted(set(hostile.faults))) or 'no fault'}"
+    yield Figure("the same, of hostile requests", float(len(hostile.faults)), "", 0.0, "<=", detail)
     detail = f"{len(damaged)} published; the last problem: {last_problem or 'none'}"
     yield Figure("damaged snapshots that answered", float(len(active - whole)), "", 0.0, "<=", detail)
     yield Figure("growth of the replica that lived, second half", grown, "MiB", 50.0, "<=", f"of {before:,.0f} MiB")

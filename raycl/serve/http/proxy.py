@@ -32,7 +32,7 @@ def limit_proxy() -> list[Middleware]:
 class RetryableErrors:
     """ASGI middleware: a request without an answer gets 503 as JSON, where uvicorn would send 500 as plain text.
 
-    Serve's proxy leaves a request without one when its replica is killed.
+    Serve's proxy leaves a request without one when its replica is killed, and when it cannot read the head.
     """
 
     def __init__(self, app: Any) -> None:
@@ -47,6 +47,10 @@ class RetryableErrors:
             began = True
             await send(message)
 
-        await self.app(scope, receive, watched)
+        status, message, kind = 503, ENDED, "server_error"
+        try:
+            await self.app(scope, receive, watched)
+        except UnicodeDecodeError as error:  # Serve reads a few fields of the head as UTF-8
+            status, message, kind = 400, f"a header field is not UTF-8 ({error.reason})", "invalid_request_error"
         if scope["type"] == "http" and not began:
-            await answer(send, 503, ENDED, "server_error")
+            await answer(send, status, message, kind)

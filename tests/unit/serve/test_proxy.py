@@ -25,5 +25,11 @@ def test_a_request_without_an_answer_may_be_sent_again(monkeypatch: pytest.Monke
     found = TestClient(middleware.cls(ended, *middleware.args, **middleware.kwargs)).post("/v1/classify")
     assert found.status_code == 503 and found.headers["retry-after"] == "1"
     assert found.json()["error"]["type"] == "server_error" and "send the request again" in found.text
+
+    async def reads(scope: Any, receive: Any, send: Any) -> None:
+        b"\xff".decode()
+
+    wrong = TestClient(middleware.cls(reads)).get("/")
+    assert wrong.status_code == 400 and "a header field is not UTF-8" in wrong.json()["error"]["message"]
     other = TestClient(middleware.cls(PlainTextResponse("mine", 500))).get("/")
     assert (other.status_code, other.text) == (500, "mine")
