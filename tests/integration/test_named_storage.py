@@ -17,12 +17,14 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.operations.unlearning import forget
 from raycl.cli import main
 from raycl.config.addresses import Server, addresses, announce, require_named
-from raycl.errors import ConfigError, RayclError
+from raycl.errors import ConfigError, DamagedError, RayclError
 from raycl.run.banks import find_bank
 from raycl.run.config import from_tree
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.gate import judge
 from raycl.storage import Storage
+from raycl.storage.records import seal
+from raycl.training.records.fork_points import FORK_POINT, FORMAT, read_fork_point
 
 
 @pytest.fixture
@@ -75,6 +77,19 @@ def test_the_storage_that_a_bank_names_is_not_asked(
     with pytest.raises(RayclError):
         forget(bank, snapshot, "colour", storage=[elsewhere.uri("")])
     assert elsewhere.asked and "AWS4-HMAC-SHA256 Credential=mine/" in elsewhere.asked[0][1], "what was refused"
+
+
+def test_a_fork_point_of_a_sweep_names_runs_beside_it_alone(elsewhere: Listener, tmp_path: Path) -> None:
+    for address in (elsewhere.uri("run"), str(tmp_path / "run")):
+        folder = Storage.at(tmp_path / "fork")
+        record = {"run": address, "checkpoint": "c", "sha256": "a" * 64, "phases": []}
+        folder.write(FORK_POINT, seal({"format": FORMAT, **record}))
+        if "://" not in address:
+            assert getattr(read_fork_point(folder), "run", "") == address
+            continue
+        with pytest.raises(DamagedError, match="names a run on another storage: remove it"):
+            read_fork_point(folder)
+    assert not elsewhere.asked
 
 
 def test_storage_that_the_caller_names_otherwise_is_known(elsewhere: Listener) -> None:

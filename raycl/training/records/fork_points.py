@@ -17,8 +17,9 @@ from pydantic import TypeAdapter
 
 from raycl.bank.leases import hold_lease
 from raycl.bank.manifest import Sha256
+from raycl.config.addresses import Server
 from raycl.config.names import FolderName
-from raycl.errors import AlreadyExistsError, CheckpointError
+from raycl.errors import AlreadyExistsError, CheckpointError, DamagedError
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
 from raycl.training.records import checkpoint as checkpoints
@@ -73,9 +74,14 @@ def read_fork_point(fork_point: Storage) -> ForkPoint | None:
     """The manifest that `save_fork_point` wrote; None: there is no fork point.
 
     Raises:
-        StorageError: it is damaged.
+        StorageError: it is damaged, or names a run that is not beside it.
     """
-    return read_fields(fork_point, FORK_POINT, FORMAT, _FORK_POINT) if fork_point.exists(FORK_POINT) else None
+    if not fork_point.exists(FORK_POINT):
+        return None
+    found = read_fields(fork_point, FORK_POINT, FORMAT, _FORK_POINT)
+    if Server.of(found.run) != Server.of(fork_point.address):  # which no sweep writes
+        raise DamagedError(f"'{fork_point.uri}/{FORK_POINT}' names a run on another storage: remove it")
+    return found
 
 
 def start_from(
