@@ -36,7 +36,7 @@ def test_single_task_scores_are_reused(lab: Lab, tmp_path: Path, method: Any, mo
     tree = separate_tree(trial)
     root = Storage.at(tmp_path / FOLDER)
     run(configs.validate(RunConfig, tree), root.sub("alone"))
-    root.write_json(f"{separate_key(tree)}.json", {"run": root.sub("alone").address})
+    root.write_json(f"{separate_key(tree)}.json", {"run": "alone"})
 
     singles = read_singles(singles_of(trial, str(tmp_path)))
     assert singles is not None and set(singles) == {str(task["name"]) for task in lab.tasks}

@@ -62,7 +62,7 @@ def singles_of(config: RunConfig, directory: str, options: driver.RunOptions | N
         name = f"{separate_key(tree)}-{config.output.name}"
         tree["output"] = {"dir": root.address, "name": name, "exists": "resume"}
         driver.train(driver.prepare(configs.validate(RunConfig, tree)), options)
-        root.write_json(pointer, {"run": root.sub(name).address})
+        root.write_json(pointer, {"run": name})
     found = configs.as_tree(config)
-    found["eval"]["singles"] = root.read_json(pointer)["run"]
+    found["eval"]["singles"] = root.sub(str(root.read_json(pointer)["run"])).address  # beside it, whatever it says
     return configs.validate(RunConfig, found)
