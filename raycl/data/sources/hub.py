@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
+from raycl.data.sources.compressed import check_compressed
 from raycl.data.sources.fields import Columns, Row, usable_rows
 from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits
 from raycl.data.sources.source import SourceFile
+from raycl.data.sources.tables.parquet import BATCH, check_parquet
 from raycl.errors import DataError
 
 if TYPE_CHECKING:
@@ -184,10 +186,29 @@ def _open(split: HubSplit) -> Dataset:
         name = split.path.removeprefix(HUB).removeprefix("datasets/")
         _require_inside(split, [folder / card for card in CARDS] if folder.is_dir() else _cards(name, split.revision))
         config = split.config or _only_config(split, datasets.get_dataset_config_names(name, revision=split.revision))
+        batch_rows = _checked(split, name, config) if folder.is_dir() else None
         found: Dataset = datasets.load_dataset(
-            name, config, split=split.split, revision=split.revision, cache_dir=split.cache
+            name,
+            config,
+            split=split.split,
+            revision=split.revision,
+            cache_dir=split.cache,
+            **({} if batch_rows is None else {"batch_size": batch_rows}),
         )
         return found
+
+
+def _checked(split: HubSplit, name: str, config: str | None) -> int | None:
+    """Rows that `datasets` may read at once of a folder's Parquet files, whose sizes are checked like those of other
+    compressed files; None: it has no Parquet files, or as many as usual."""
+    import datasets
+
+    found = datasets.load_dataset_builder(name, config, cache_dir=split.cache).config.data_files or {}
+    paths = {Path(path) for files in found.values() for path in files if Path(path).is_file()}
+    for path in paths:
+        check_compressed(path, split.limits, split.refuse)
+    rows = [check_parquet(SourceFile.at(path).within(split.limits)) for path in paths if path.suffix == ".parquet"]
+    return min(rows) if rows and min(rows) < BATCH else None
 
 
 def _cards(name: str, revision: str | None) -> list[Path]:

@@ -91,9 +91,9 @@ def test_parquet_that_expands_is_one_sentence(tmp_path: Path) -> None:
     zeros = pa.array(np.zeros(500_000, np.int32))
     tables = {
         "shared.parquet": {"text": pa.DictionaryArray.from_arrays(zeros, ["x" * 1_000]), "label": ["b"] * 500_000},
-        "run.parquet": {"text": pa.nulls(50_000_000, pa.string()), "label": pa.nulls(50_000_000, pa.string())},
-        "page.parquet": {"text": ["x" * 300_000_000], "label": ["b"]},
-        "list.parquet": {"text": ["a"], "label": pa.ListArray.from_arrays([0, 50_000_000], pa.nulls(50_000_000))},
+        "run.parquet": {"text": pa.nulls(18_000_000, pa.string()), "label": pa.nulls(18_000_000, pa.string())},
+        "page.parquet": {"text": ["x" * 270_000_000], "label": ["b"]},
+        "list.parquet": {"text": ["a"], "label": pa.ListArray.from_arrays([0, 34_000_000], pa.nulls(34_000_000))},
         "value.parquet": {"text": ["x" * 20_000_000], "label": ["b"]},
         "values.parquet": {
             "text": pa.DictionaryArray.from_arrays(zeros[:2_000], ["x" * 15_000_000]),

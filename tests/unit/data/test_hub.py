@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from data_samples import MiniLMCodec
@@ -14,6 +18,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Sequence
 from listener import listener
 
 from raycl.data.resolve import missing_files
+from raycl.data.sources.limits import ReadLimits
 from raycl.data.stream import Stream, StreamConfig, TaskSpec, open_stream
 from raycl.errors import ConfigError, DataError
 
@@ -164,7 +169,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     damaged = as_parquet(tmp_path / "damaged")
     shard = damaged / "data" / "test-00001-of-00002.parquet"
     shard.write_bytes(shard.read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"cannot read .*damaged split 'train': .*[Pp]arquet"):
+    with pytest.raises(DataError, match=r"damaged/data/test-.*: not a readable Parquet file"):
         opened(damaged)
     with pytest.raises(ConfigError, match=r"names a config or splits of 's3://.*local folders and hf:// names"):
         opened("s3://bucket/data?region=x", config="a")
@@ -226,3 +231,36 @@ def test_rows_cannot_have_pictures_opened(tmp_path: Path) -> None:
     DatasetDict(train=pictures, test=pictures).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match="column 'text' holds pictures or sound: expected text or classes"):
         rows(opened(tmp_path / "saved"))
+
+
+def test_compressed_files_that_expand_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    row, blank = b'{"text": "a", "label": "b"}\n', b" " * (1 << 20)
+    for kind in ("gz", "zip", "parquet"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "test.jsonl").write_bytes(row)
+        if kind == "parquet":
+            (folder / "test.jsonl").unlink()
+            columns = {"text": ["x" * 1_000] * 300_000, "label": ["b"] * 300_000}
+            pq.write_table(pa.table(columns), folder / "train.parquet", row_group_size=300_000)
+            pq.write_table(pa.table(columns).slice(0, 4), folder / "test.parquet")
+        elif kind == "zip":
+            with zipfile.ZipFile(folder / "train.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+                archive.writestr("train.jsonl", row + blank * 260)
+        else:
+            with gzip.open(folder / "train.jsonl.gz", "wb", compresslevel=1) as file:
+                for _ in range(260):
+                    file.write(blank)
+                file.write(row)
+        with pytest.raises(DataError, match=r"than 256 MiB, and the file .* bytes.*raise stream\.limits\.expansion"):
+            spec = TaskSpec(name="news", path=str(folder))
+            open_stream(StreamConfig(name="mine", tasks=(spec,), limits=ReadLimits(expansion=10)), seed=0)
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    for split in ("train", "test"):
+        with gzip.open(folder / f"{split}.jsonl.gz", "wb") as file:
+            file.write(row * 4)
+    assert opened(folder).tasks[0].labels == ("b",)
+    (folder / "train.jsonl.gz").write_bytes((folder / "train.jsonl.gz").read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"'train\.jsonl\.gz' cannot be expanded.*: compress it again"):
+        opened(folder)

@@ -18,7 +18,7 @@ from pyarrow import ArrowException
 from raycl.data.sources.fields import Columns
 from raycl.data.sources.source import SourceFile
 
-_BATCH = 1024
+BATCH = 1024
 _MOST_VALUE = 3 << 19
 """A dictionary of more bytes than writers usually make makes batches smaller, ..."""
 _BATCH_BYTES = 256 << 20
@@ -41,11 +41,8 @@ def parquet_items(file: SourceFile, columns: Columns) -> Iterator[tuple[int, Any
             parquet = pq.ParquetFile(stream, schema_depth_limit=2 * limits.depth, arrow_extensions_enabled=False)
             wanted = columns.needed(parquet.schema_arrow.names, file.refuse)
             size = stream.seek(0, 2)
-            expanded = _expansion(parquet, wanted, stream, every_page=file.folder.is_local)
+            batch_rows = _batch_rows(parquet, wanted, stream, file)
             left = limits.expanded_bytes(size)
-            if expanded.total > left:
-                file.refuse(limits.too_expanded(size))
-            batch_rows = _BATCH if expanded.largest <= _MOST_VALUE else max(1, _BATCH_BYTES // expanded.largest)
             plain = pa.schema([(name, _plain(parquet.schema_arrow.field(name).type)) for name in wanted])
             for batch in parquet.iter_batches(batch_size=batch_rows, columns=wanted):
                 batch = batch if batch.schema.types == plain.types else batch.cast(plain)
@@ -57,6 +54,28 @@ def parquet_items(file: SourceFile, columns: Columns) -> Iterator[tuple[int, Any
                 number += batch.num_rows
         except (ArrowException, MemoryError, _BadPageError) as error:
             file.refuse(f"not a readable Parquet file ({' '.join(str(error).split())}): re-export the file")
+
+
+def check_parquet(file: SourceFile) -> int:
+    """Rows that may be read at once of a file that a library reads.
+
+    Raises:
+        DataError: it is damaged, or expands further than its limits allow.
+    """
+    with file.open() as stream:
+        try:
+            parquet = pq.ParquetFile(stream, schema_depth_limit=2 * file.limits.depth)
+            return _batch_rows(parquet, parquet.schema_arrow.names, stream, file)
+        except (ArrowException, _BadPageError) as error:
+            file.refuse(f"not a readable Parquet file ({' '.join(str(error).split())}): re-export the file")
+
+
+def _batch_rows(parquet: pq.ParquetFile, columns: Sequence[str], stream: IO[bytes], file: SourceFile) -> int:
+    size = stream.seek(0, 2)
+    expanded = _expansion(parquet, columns, stream, every_page=file.folder.is_local)
+    if expanded.total > file.limits.expanded_bytes(size):
+        file.refuse(file.limits.too_expanded(size))
+    return BATCH if expanded.largest <= _MOST_VALUE else max(1, _BATCH_BYTES // expanded.largest)
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
@@ -113,7 +132,7 @@ def _add_chunk(found: _Expansion, chunk: Any, stream: IO[bytes], every_page: boo
     start = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
         start = chunk.dictionary_page_offset
-    end, expanded, values = start + chunk.total_compressed_size, 0, 0
+    end, expanded, values, mean = start + chunk.total_compressed_size, 0, 0, _VALUE_BYTES
     while start < end:
         stream.seek(start)
         header, length = _page_header(stream.read(_HEADER_BYTES))
@@ -121,6 +140,7 @@ def _add_chunk(found: _Expansion, chunk: Any, stream: IO[bytes], every_page: boo
         expanded += size
         if _number(header, 1) == _DICTIONARY_PAGE:
             found.largest = max(found.largest, size)  # every row may be its longest value
+            mean = max(mean, size // max(1, _number(header.get(7) or {}, 1)))
         else:
             data = header.get(5) or header.get(8) or {}
             count = _number(data, 1)
@@ -131,7 +151,7 @@ def _add_chunk(found: _Expansion, chunk: Any, stream: IO[bytes], every_page: boo
             expanded = max(expanded, chunk.total_uncompressed_size)
             values = max(values, chunk.num_values)
             break
-    found.total += max(expanded, values * _VALUE_BYTES)
+    found.total += max(expanded, values * mean)
 
 
 def _number(header: Mapping[int, Any], field: int) -> int:
