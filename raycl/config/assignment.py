@@ -43,7 +43,7 @@ def read_override(override: str) -> tuple[str, Any]:
         raise ConfigError(f"override '{override}' is not of the form key.path=value, for example method.rank=8")
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"override '{override}': the value is not valid YAML: {one_line(error)}") from error
     if isinstance(value, dict) and not re.search(r"[\s{]", text):  # an IPv6 address such as `::`, and no mapping
         return key.strip(), text

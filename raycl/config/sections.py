@@ -151,7 +151,7 @@ def _read_file(path: str) -> Tree:
 def _mapping(text: str, source: str) -> Tree:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
-    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not valid YAML: {one_line(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{source} holds a {type(tree).__name__}: expected a mapping of sections")

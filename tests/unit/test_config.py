@@ -370,3 +370,15 @@ def test_the_command_allows_environment_variables_by_name(
     assert "--allow-env A_NAME" in capsys.readouterr().err
     assert main(["train", "--config", path, "--print-config", "--allow-env", "A_NAME"]) == 0
     assert "name: mine" in capsys.readouterr().out
+
+
+def test_files_and_overrides_that_would_fill_memory_are_one_sentence(tmp_path: Path) -> None:
+    """Deep YAML, numbers of thousands of digits, aliases that double with each line."""
+    doubled = "".join(f"a{number}: &a{number} [*a{number - 1}, *a{number - 1}]\n" for number in range(1, 30))
+    for text in ("[" * 5_000 + "]" * 5_000, "9" * 5_000, f"&a0 [x, y]\n{doubled}"):
+        (tmp_path / "bomb.yaml").write_text(f"a: {text}")
+        with pytest.raises(ConfigError, match=r"bomb\.yaml' is not valid YAML"):
+            sections.load_tree(str(tmp_path / "bomb.yaml"))
+        if "\n" not in text:
+            with pytest.raises(ConfigError, match="the value is not valid YAML"):
+                sections.load_tree(None, [f"a={text}"])

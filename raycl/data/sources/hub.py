@@ -36,6 +36,8 @@ NO_LABEL = "-1"
 """What the hub's datasets have where a label is not known, as in public test sets."""
 SAVED = ("dataset_dict.json", "state.json")
 """Files of a folder that `save_to_disk` wrote: of several splits, and of one."""
+MOST_DESCRIBED = 1_000_000
+"""Entries of a card or another file that describes a dataset."""
 _BATCH = 1024
 
 
@@ -243,12 +245,19 @@ def _described(file: Path) -> Any:
 
 
 def _outside(tree: Any) -> Iterator[str]:
-    """The texts in it that are addresses, absolute paths, or paths that lead up."""
-    if isinstance(tree, dict | list):
-        for inner in tree.values() if isinstance(tree, dict) else tree:
-            yield from _outside(inner)
-    elif isinstance(tree, str) and ("://" in tree or Path(tree).is_absolute() or ".." in Path(tree).parts):
-        yield tree
+    """The texts in it that are addresses, absolute paths, or paths that lead up.
+
+    Raises:
+        ValueError: there is more in it than in any description; aliases of YAML double it with each line.
+    """
+    found = [tree]
+    for one in found:
+        if isinstance(one, dict | list):
+            found += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, str) and ("://" in one or Path(one).is_absolute() or ".." in Path(one).parts):
+            yield one
+        if len(found) > MOST_DESCRIBED:
+            raise ValueError(f"its description has more than {MOST_DESCRIBED:,} entries")
 
 
 def _saved(split: HubSplit, found: Any) -> Dataset:
@@ -279,7 +288,7 @@ def _explained(split: HubSplit) -> Iterator[None]:
 
     try:
         yield
-    except (DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, OSError, ValueError, RecursionError) as error:
         cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
         text = " ".join(str(cause).split())[:300]
         if "nknown split" in text:

@@ -264,3 +264,11 @@ def test_compressed_files_that_expand_are_refused_before_they_are_read(tmp_path:
     (folder / "train.jsonl.gz").write_bytes((folder / "train.jsonl.gz").read_bytes()[:-9])
     with pytest.raises(DataError, match=r"'train\.jsonl\.gz' cannot be expanded.*: compress it again"):
         opened(folder)
+
+
+def test_a_card_that_doubles_with_each_line_is_one_sentence(tmp_path: Path) -> None:
+    folder = as_parquet(tmp_path / "card")
+    doubled = "".join(f"  a{number}: &a{number} [*a{number - 1}, *a{number - 1}]\n" for number in range(1, 30))
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: x\n  data_files: &a0 [x, y]\n{doubled}---\n")
+    with pytest.raises(DataError, match="its description has more than 1,000,000 entries"):
+        opened(folder)
