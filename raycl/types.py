@@ -8,7 +8,7 @@ What it does not know: how any of these are made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -228,6 +228,13 @@ class Mixture:
         shape = tuple(self.weights.shape)
         assert len(shape) == 2 and shape[1] == len(self.names), f"weights are {shape} for {len(self.names)} adapters"
         assert len(set(self.names)) == len(self.names), f"an adapter stands twice in {self.names}"
+
+    def over(self, names: Collection[str]) -> Mixture:
+        """The same without adapters that have none of these names."""
+        kept = [column for column, name in enumerate(self.names) if name in names]
+        if len(kept) == len(self.names):
+            return self
+        return replace(self, names=tuple(self.names[column] for column in kept), weights=self.weights[:, kept])
 
     def on(self, device: torch.device) -> Mixture:
         """The same with its weights on `device`."""

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
-ROUTERS = ("router", "attention", "selector")
+PUBLISHED = "published"
+"""Kind of the tensors of the router that a phase has published."""
+
+ROUTERS = ("router", "attention", "selector", PUBLISHED)
 """Kinds of tensors that are named as in `raycl.types.RouterState`."""
 
 WHOLE = "tensor"

@@ -24,7 +24,7 @@ from raycl.bank.tensors import views
 from raycl.errors import BankError, DamagedError, FormatError
 from raycl.storage.records import fields_of, seal, unseal
 
-FORMAT = 1
+FORMAT = 2
 
 _FILE = re.compile(r"states/([0-9a-f]{2})/\1[0-9a-f]{62}\.json")
 

@@ -20,6 +20,7 @@ from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.output_probe import as_tree, large_outputs, probed_tasks
+from raycl.training.phase.routing import PublishedRouter
 from raycl.training.records.bank_start import read_training_state
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import RunState
@@ -87,11 +88,12 @@ def _measured(config: RunConfig, storage: Storage, state: RunState, settings: Pr
         )
     tasks = probed_tasks(context, len(state.phases))
     wanted = (settings.rows, settings.threshold, settings.layers)
-    untrained = large_outputs(context, tasks, *wanted, is_bare=True)
+    untrained = large_outputs(context, tasks, *wanted)
     done = _last(config, storage, state, world)
     context.method.load_state_dict(done.method, done.frozen_state)
     context.load_learned(done.parameters)
-    return as_tree(tasks, untrained=untrained, trained=large_outputs(context, tasks, *wanted))
+    router = PublishedRouter.of(context.method, done)
+    return as_tree(tasks, untrained=untrained, trained=large_outputs(context, tasks, *wanted, router=router))
 
 
 def _last(config: RunConfig, storage: Storage, state: RunState, world: DistributedContext) -> Checkpoint:

@@ -15,7 +15,7 @@ from raycl.storage import Storage
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.evaluation import Observations, evaluate_row
-from raycl.training.phase.text_alone import TextAlone
+from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.settings import BankConfig
@@ -59,14 +59,17 @@ def scores_of(
         log.info("snapshot %d, before the task is learned again:", snapshot.number)
     newest = tuple(task for task in context.stream.tasks if task.name == snapshot.tasks[-1].name)
     last = replace(context.phases[-1], name=BEFORE, tasks=newest)
+    router = PublishedRouter.of(context.method, done)
+    is_chosen = context.evaluation.instruction == "chosen"
     row = evaluate_row(
         context,
         last,
         world,
         storage,
+        router,
         Observations(),
         lambda task: control.progress("evaluating", phase=last.index, phases=len(context.phases), task=task),
-        TextAlone.of(context, snapshot) if context.evaluation.instruction == "chosen" else None,
+        TextAlone.of(context, router, snapshot) if router is not None and is_chosen else None,
     )
     if context.schedule.one_model_per_task and phases:
         row = {**{name: Score(**cell) for name, cell in phases[-1]["row"].items()}, **row}

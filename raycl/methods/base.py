@@ -169,8 +169,9 @@ class Learned:
             each of them out (`raycl.training.distributed.whole`).
         labels: rows of the model's label head (`head.weight`, `head.bias` among its tensors).
         extras: adapter -> kind -> tensors that are kept beside it in the bank (pseudo-samples).
-        tasks: adapter -> names of its tasks, where they are not those of the phase.
-        router: how adapters are chosen for a text.
+        owners: adapter -> names of its tasks, in the order of learning and of earlier phases too, for methods with
+            adapters of their own for each task; {}: all adapters know all tasks so far.
+        router: how adapters are chosen for a text, in the phase's evaluation and in serving.
         not_served: in one sentence, why nothing of it can be served; "" where it can.
     """
 
@@ -178,7 +179,7 @@ class Learned:
     model: dict[str, Tensor] = field(default_factory=dict)
     labels: list[str] = field(default_factory=list)
     extras: dict[str, dict[str, dict[str, Tensor]]] = field(default_factory=dict)
-    tasks: dict[str, list[str]] = field(default_factory=dict)
+    owners: dict[str, list[str]] = field(default_factory=dict)
     router: RouterState = field(default_factory=lambda: RouterState("single"))
     not_served: str = ""
 
@@ -253,9 +254,9 @@ class Method:
         return batch
 
     def route(self, batch: Batch) -> Mixture | None:
-        """Per micro-batch, in training and evaluation, without side effects: each example's adapters and weights.
+        """Per micro-batch of training, without side effects: each example's adapters and weights; None: no adapters.
 
-        None: no adapters.
+        Evaluation and serving ask the router that `end_task` returns.
         """
         return None
 

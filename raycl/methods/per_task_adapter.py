@@ -47,6 +47,9 @@ class PerTaskAdapter(Method, ABC):
     """One adapter or several for every task; those of earlier tasks never change.
 
     Subclasses create a task's adapters (`_create`), route, and name the router that chooses adapters later (`_router`).
+
+    Attributes:
+        owners: adapter -> names of its tasks.
     """
 
     own_adapters: ClassVar[bool] = True
@@ -78,6 +81,7 @@ class PerTaskAdapter(Method, ABC):
         paths = linear_names(backbone.model, tuple(targets)) if targets else []
         self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=activation, query_of=query_of)
         self.scale = scale
+        self.owners: dict[str, list[str]] = {}
         self._learned: dict[str, AdapterState] = {}
         self._previous: dict[str, AdapterState] = {}
         self._task = ""
@@ -169,8 +173,13 @@ class PerTaskAdapter(Method, ABC):
 
     def end_task(self, context: TaskContext) -> Learned:
         """The task's adapters are frozen, and go to the bank with their label rows."""
-        states = self._freeze(context)
-        return Learned(dict(states), router=self._router())
+        return self._published(context, self._freeze(context))
+
+    def _published(self, context: TaskContext, states: Mapping[str, AdapterState]) -> Learned:
+        """Adapters of the phase, and earlier ones that it has changed."""
+        for name in states:
+            self.owners.setdefault(name, [task.name for task in context.phase.tasks])
+        return Learned(dict(states), owners=dict(self.owners), router=self._router())
 
     def _freeze(self, context: TaskContext) -> dict[str, AdapterState]:
         states = end_training(self.backbone, self.stack, context.parameters)
@@ -190,6 +199,7 @@ class PerTaskAdapter(Method, ABC):
         rows = list(head.trainable_labels) if isinstance(head, MixedHead) else []
         learned = [[name, list(state.labels)] for name, state in self._learned.items()]  # pairs: their order counts
         values |= {"task": self._task, "trainable_labels": rows, "learned": learned}
+        values["owners"] = list(self.owners.items())
         values["previous"] = [[name, list(state.labels)] for name, state in self._previous.items()]
         scales = {name: state.scale for name, state in (self._learned | self._previous).items()}
         values["scales"] = {name: scale for name, scale in scales.items() if scale != self.scale}
@@ -200,7 +210,7 @@ class PerTaskAdapter(Method, ABC):
         super().load_state_dict(values, tensors)
         for name in self._learned:
             self.stack.drop(name)
-        self._learned = {}
+        self._learned, self.owners = {}, {name: list(tasks) for name, tasks in values["owners"]}
         pairs = (*values["learned"], *values.get("previous", ()))
         scales = {name: values.get("scales", {}).get(name, self.scale) for name, _ in pairs}
         learned = unpacked(dict(values["learned"]), tensors, scales, self.stack.activation)
@@ -230,4 +240,5 @@ class PerTaskAdapter(Method, ABC):
             left |= TensorGroups({f"{PREVIOUS}/{name}/": under(f"slot/{name}/", tensors)})
         known = {label for _, labels in learned for label in labels}
         labels = [label for label in values["labels"] if label in known]
-        return {**values, "learned": learned, "previous": previous, "labels": labels}, left
+        owners = [pair for pair in values["owners"] if pair[0] not in adapters]
+        return {**values, "learned": learned, "owners": owners, "previous": previous, "labels": labels}, left

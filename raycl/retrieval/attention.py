@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,14 +18,18 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, log_softmax, silu
 
 from raycl.config import Section
-from raycl.errors import BankError, RetrievalError
+from raycl.errors import RetrievalError
 from raycl.retrieval.discriminant import BareTexts
+from raycl.retrieval.encoder import SentenceEncoder
 from raycl.retrieval.prompt_pool import mean_pooled
-from raycl.retrieval.router import Need, Owners, Router
+from raycl.retrieval.router import Need, Owners, PromptRouter
 from raycl.types import Mixture, RouterState
 
 SHARED = ("down", "up", "norm_weight", "norm_bias")
 """Parameters that all tasks share, by name."""
+
+LEAST_WEIGHT = 1e-30
+"""Weight of an adapter whose labels must count: the smallest that the label head distinguishes from zero."""
 
 STANDARD = ("center", "spread")
 """What standardizes the pooled embeddings, by name; seen once, never learned."""
@@ -214,7 +217,7 @@ class Attention(nn.Module):
         self.fill(tensors)
 
 
-class AttentionRouter(Router):
+class AttentionRouter(PromptRouter):
     """The attention of a snapshot, over the backbone's token embeddings of whole prompts.
 
     Attributes:
@@ -223,21 +226,10 @@ class AttentionRouter(Router):
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"embeddings"})
-    chooses = True
+    kind: ClassVar[str] = "attention"
 
     def __init__(self, attention: Attention, hard: bool = False, bare: BareTexts | None = None) -> None:
         self.attention, self.hard, self.bare = attention, hard, bare or BareTexts()
-
-    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Texts alone are not enough.
-
-        Raises:
-            BankError: always.
-        """
-        raise BankError(
-            "the snapshot's router is 'attention', which reads prompts with the backbone's own embeddings: use it "
-            "beside the model (layout=colocated, or the replicas that hold the model)"
-        )
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
@@ -253,12 +245,12 @@ class AttentionRouter(Router):
         pooled_BD = max_pooled(embeddings_BLD, mask_BL, attention.config.pool_pads)
         alpha_BT = attention(pooled_BD).exp().cpu()
         mixture = mixture_of(attention.names, alpha_BT, attention.config.pruning_threshold, self.hard)
-        return replace(
-            mixture, by_text=self.bare.weights(attention.names, mean_pooled(embeddings_BLD.float(), mask_BL))
-        )
+        whole_BT = hard_weights(alpha_BT) if self.hard else alpha_BT.clamp(min=LEAST_WEIGHT)
+        by_text = self.bare.weights(attention.names, mean_pooled(embeddings_BLD.float(), mask_BL))
+        return replace(mixture, unpruned=Mixture(attention.names, whole_BT), by_text=by_text)
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> AttentionRouter:
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> AttentionRouter:
         """With the attention that was learned in training."""
         settings = state.settings
         attention = Attention(settings["dimensions"], AttentionConfig(**settings["attention"]), 0)

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from raycl.errors import BankError, RetrievalError
+from raycl.errors import RetrievalError
+from raycl.retrieval.encoder import SentenceEncoder
 from raycl.retrieval.out_of_distribution import OodCalibrator
 from raycl.retrieval.prompt_pool import mean_pooled
-from raycl.retrieval.router import Need, Owners, Router
+from raycl.retrieval.router import Need, Owners, PromptRouter
 from raycl.types import Mixture, RouterState
 
 MEANS, COVARIANCE, SAMPLE = "means", "covariance", "sample"
@@ -181,34 +181,25 @@ def inverse(covariance_DD: Tensor, ridge: float = 0.0) -> Tensor:
     return found
 
 
-class ClassGaussiansRouter(Router):
+class ClassGaussiansRouter(PromptRouter):
     """The classes of a snapshot, over the backbone's last hidden states of whole prompts."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states"})
-    chooses = True
+    kind: ClassVar[str] = "class_gaussians"
 
     def __init__(self, gaussians: ClassGaussians) -> None:
         self.gaussians = gaussians
-
-    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Texts alone are not enough.
-
-        Raises:
-            BankError: always.
-        """
-        raise BankError(
-            "the snapshot's router is 'class_gaussians', which reads prompts with the backbone: use it beside the "
-            "model (layout=colocated, or the replicas that hold the model)"
-        )
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
         """The adapter of the nearest class of each text, by its last hidden states; weights on the CPU."""
         queries_BD = mean_pooled(embeddings_BLD, mask_BL)
         mixture, scores_B = self.gaussians.selected(queries_BD), self.gaussians.ood_scores(queries_BD)
-        return replace(mixture, ood_scores=None if scores_B is None else scores_B.cpu())
+        return replace(mixture, unpruned=mixture, ood_scores=None if scores_B is None else scores_B.cpu())
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> ClassGaussiansRouter:
+    def restored(
+        cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
+    ) -> ClassGaussiansRouter:
         """With the classes of all tasks."""
         return cls(ClassGaussians.of(state.settings, state.tensors))

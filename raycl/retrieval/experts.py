@@ -10,16 +10,16 @@ What it does not know: models, where hidden states come from, what an expert hol
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from raycl.errors import BankError, RetrievalError
+from raycl.errors import RetrievalError
+from raycl.retrieval.encoder import SentenceEncoder
 from raycl.retrieval.prompt_pool import mean_pooled
-from raycl.retrieval.router import Need, Owners, Router
+from raycl.retrieval.router import Need, Owners, PromptRouter
 from raycl.types import Mixture, RouterState
 
 
@@ -50,7 +50,7 @@ class ExpertGate(nn.Module):
         return result
 
 
-class ExpertRouter(Router):
+class ExpertRouter(PromptRouter):
     """The experts of a snapshot.
 
     Attributes:
@@ -58,21 +58,10 @@ class ExpertRouter(Router):
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states"})
-    chooses = True
+    kind: ClassVar[str] = "experts"
 
     def __init__(self, gate: ExpertGate, always: Sequence[str] = ()) -> None:
         self.gate, self.always = gate, tuple(always)
-
-    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Texts alone are not enough.
-
-        Raises:
-            BankError: always.
-        """
-        raise BankError(
-            "the snapshot's router is 'experts', which reads prompts with the backbone: use it beside the model "
-            "(layout=colocated, or the replicas that hold the model)"
-        )
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
@@ -90,7 +79,7 @@ class ExpertRouter(Router):
         return Mixture((*gate.names, *self.always), torch.cat([weights_BN, ones_BM], dim=1))
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> ExpertRouter:
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> ExpertRouter:
         """With the layer that was learned in training."""
         weight_ND = state.tensors["weight"]
         gate = ExpertGate(state.settings["names"], weight_ND.shape[1], 0)

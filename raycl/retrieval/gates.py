@@ -11,16 +11,16 @@ What it does not know: models, where embeddings come from, what an adapter holds
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, silu
 
-from raycl.errors import BankError, RetrievalError
+from raycl.errors import RetrievalError
+from raycl.retrieval.encoder import SentenceEncoder
 from raycl.retrieval.prompt_pool import mean_pooled
-from raycl.retrieval.router import Need, Owners, Router
+from raycl.retrieval.router import Need, Owners, PromptRouter
 from raycl.types import Mixture, RouterState
 
 PARTS = ("down", "up", "key")
@@ -128,25 +128,14 @@ class TaskGates(nn.Module):
         return self._stacked
 
 
-class GateRouter(Router):
+class GateRouter(PromptRouter):
     """The gates of a snapshot, over the backbone's token embeddings of whole prompts."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"embeddings"})
-    chooses = True
+    kind: ClassVar[str] = "gates"
 
     def __init__(self, gates: TaskGates) -> None:
         self.gates = gates
-
-    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Texts alone are not enough.
-
-        Raises:
-            BankError: always.
-        """
-        raise BankError(
-            "the snapshot's router is 'gates', which reads prompts with the backbone's own embeddings: use it beside "
-            "the model (layout=colocated, or the replicas that hold the model)"
-        )
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
@@ -159,7 +148,7 @@ class GateRouter(Router):
         return Mixture(self.gates.names, self.gates(mean_embedding(embeddings_BLD, mask_BL)).cpu())
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> GateRouter:
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> GateRouter:
         """With the gates that were learned in training; tasks that were removed have none."""
         tasks = [task for task in state.settings["tasks"] if f"key/{task}" in state.tensors]
         held = {task: {part: state.tensors[f"{part}/{task}"] for part in PARTS} for task in tasks}

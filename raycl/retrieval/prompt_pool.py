@@ -9,15 +9,15 @@ What it does not know: models, where hidden states come from, what a prompt hold
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from raycl.errors import BankError, RetrievalError
-from raycl.retrieval.router import Need, Owners, Router
+from raycl.errors import RetrievalError
+from raycl.retrieval.encoder import SentenceEncoder
+from raycl.retrieval.router import Need, Owners, PromptRouter
 from raycl.types import Mixture, RouterState
 
 
@@ -65,7 +65,7 @@ def mean_pooled(states_BLD: Tensor, mask_BL: Tensor) -> Tensor:
     return (states_BLD * mask_BL1).sum(1) / mask_BL1.sum(1).clamp(min=1)
 
 
-class PromptPoolRouter(Router):
+class PromptPoolRouter(PromptRouter):
     """The pool of a snapshot.
 
     Attributes:
@@ -73,21 +73,10 @@ class PromptPoolRouter(Router):
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states"})
-    chooses = True
+    kind: ClassVar[str] = "prompt_pool"
 
     def __init__(self, pool: PromptPool, always: Sequence[str] = ()) -> None:
         self.pool, self.always = pool, tuple(always)
-
-    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Texts alone are not enough.
-
-        Raises:
-            BankError: always.
-        """
-        raise BankError(
-            "the snapshot's router is 'prompt_pool', which reads prompts with the backbone: use it beside the model "
-            "(layout=colocated, or the replicas that hold the model)"
-        )
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
@@ -105,7 +94,7 @@ class PromptPoolRouter(Router):
         return Mixture((*pool.names, *self.always), torch.cat([weights_BN, ones_BM], dim=1))
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> PromptPoolRouter:
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> PromptPoolRouter:
         """With the keys that were learned in training."""
         settings, keys_ND = state.settings, state.tensors["keys"]
         pool = PromptPool(settings["names"], keys_ND.shape[1], settings["top_k"], 0)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from raycl.errors import BankError
+from raycl.retrieval.encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
 
 Owners = Mapping[str, tuple[str, ...]]
@@ -40,24 +40,31 @@ def columns_of(kind: str, columns: Mapping[str, int], tasks: Sequence[str] | Non
     return torch.tensor([columns[task] for task in tasks], dtype=torch.long)
 
 
+def heads_of_tasks(owners: Owners) -> dict[str, str]:
+    """Task -> the first adapter that was trained on it, whose label head answers where heads go by the task."""
+    return {task: name for name, tasks in reversed(list(owners.items())) for task in tasks}
+
+
 class Router(ABC):
     """A router of a snapshot. Callers read `needs` and `chooses` instead of the class or the kind.
 
     Attributes:
         needs: what the mixture is computed from; empty: nothing.
         chooses: the text or its task determines the mixture; False: every text gets the same one.
+        encoder: the sentence encoder that it reads texts with, or None.
     """
 
     needs: ClassVar[frozenset[Need]]
     chooses: ClassVar[bool]
+    encoder: SentenceEncoder | None = None
 
     @classmethod
     @abstractmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> Router:
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Router:
         """The router that a snapshot holds.
 
         Args:
-            cache: folder where a sentence encoder keeps queries; None: none.
+            encoders: those that are loaded; the router's own is used if it is among them.
 
         Raises:
             BankError: the adapters do not fit this kind. RetrievalError: another sentence encoder.
@@ -85,10 +92,6 @@ class Router(ABC):
         """
         raise AssertionError(f"{type(self).__name__} needs {', '.join(sorted(self.needs)) or 'nothing'}: call route")
 
-    def share_encoder(self, other: Router) -> bool:
-        """Use the sentence encoder of `other` if both use the same one, so that it is loaded once; whether it is."""
-        return False
-
     @property
     def reads_task(self) -> bool:
         """Whether the mixture goes by the task of a text, where it is given."""
@@ -107,3 +110,29 @@ class Router(ABC):
     def task_of(cls, tensor: str) -> str:
         """The task that a tensor of the router's state belongs to, by the tensor's name; "": all tasks share it."""
         return tensor.partition("/")[2]
+
+
+class PromptRouter(Router):
+    """A router that reads prompts with the backbone.
+
+    Class attributes:
+        kind: its name in snapshots.
+    """
+
+    kind: ClassVar[str]
+    chooses = True
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """Texts alone are not enough.
+
+        Raises:
+            BankError: always.
+        """
+        raise BankError(
+            f"the snapshot's router is '{self.kind}', which reads prompts with the backbone: use it beside the model "
+            "(layout=colocated, or the replicas that hold the model)"
+        )
+
+    @abstractmethod
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+        """Weights `[B, N]` from the backbone's vectors."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class SingleRouter(Router):
     chooses = False
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> SingleRouter:
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
         """Over the snapshot's adapter."""
         return cls(owners)
 
@@ -60,7 +59,7 @@ class SumRouter(Router):
     chooses = False
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> SumRouter:
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
         """Over the snapshot's adapters."""
         return cls(owners)
 
@@ -79,7 +78,9 @@ class WeightedSumRouter(Router):
     chooses = False
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> WeightedSumRouter:
+    def restored(
+        cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
+    ) -> WeightedSumRouter:
         """Over the adapters that have a weight.
 
         Raises:
@@ -108,7 +109,7 @@ class TaskRouter(Router):
     kind: ClassVar[str] = "task"
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> TaskRouter:
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
         """Over the snapshot's adapters."""
         return cls(owners)
 
@@ -128,7 +129,9 @@ class ProgressiveRouter(TaskRouter):
     kind: ClassVar[str] = "progressive"
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> ProgressiveRouter:
+    def restored(
+        cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
+    ) -> ProgressiveRouter:
         """Over the snapshot's prompts in the order of their numbers, in which they were learned."""
         places = state.settings["prompt_order"]
         return cls({name: owners[name] for name in sorted(owners, key=lambda name: places[name])})
@@ -144,9 +147,12 @@ class TextRouter(Router):
 
     needs: ClassVar[frozenset[Need]] = frozenset({"text"})
     chooses = True
+    encoder: SentenceEncoder
 
-    def __init__(self, router: SlotRouter, encoder: SentenceEncoder) -> None:
+    def __init__(self, router: SlotRouter, encoder: SentenceEncoder, owners: Owners) -> None:
         self.router, self.encoder = router, encoder
+        owned = {one: owners.get(router.adapters(one)[0], ()) for one in router.tasks}
+        self._phases = {task: one for one, tasks in owned.items() for task in tasks}
         if router.samples:
             router.calibrated()  # ahead of the first text
 
@@ -155,8 +161,10 @@ class TextRouter(Router):
 
         Without kept texts to compare with there are no out-of-distribution scores.
         """
-        queries_BC = self.encoder.embed(texts)
-        mixture = self.router.route(queries_BC, tasks if self.router.config.task_id else None)
+        queries_BC, only = self.encoder.embed(texts), None
+        if tasks is not None and self.router.config.task_id:
+            only = [self._phases.get(task, task) for task in tasks]
+        mixture = self.router.route(queries_BC, only)
         return replace(mixture, ood_scores=self.router.ood_score(queries_BC)) if self.router.samples else mixture
 
     @property
@@ -165,29 +173,19 @@ class TextRouter(Router):
         return self.router.config.task_id
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> TextRouter:
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
         """With the snapshot's sentence encoder, which must be the one that the keys were made with."""
         if state.encoder is None:
             raise BankError(f"a snapshot with router '{state.kind}' must name its sentence encoder, this one does not")
-        encoder = SentenceEncoder(
-            validate(EncoderConfig, {"layer": "last", **state.encoder}), cache, keeps=SERVED_TEXTS
-        )
+        config = validate(EncoderConfig, {"layer": "last", **state.encoder})
+        same = [one for one in encoders if (one.config, one.fingerprint) == (config, state.encoder_sha256)]
+        encoder = same[0] if same else SentenceEncoder(config, keeps=SERVED_TEXTS)
         if encoder.fingerprint != state.encoder_sha256:
             raise RetrievalError(
                 f"encoder hash mismatch: the keys were computed with '{encoder.config.name}' "
                 f"({state.encoder_sha256[:12]}), found {encoder.fingerprint[:12]} under that name: install the original"
             )
-        return cls(SlotRouter.restored(state), encoder)
-
-    def share_encoder(self, other: Router) -> bool:
-        """Use the encoder of `other` if it has the same settings and weights."""
-        if not isinstance(other, TextRouter):
-            return False
-        mine, its = self.encoder, other.encoder
-        if (mine.config, mine.fingerprint) != (its.config, its.fingerprint):
-            return False
-        self.encoder = its
-        return True
+        return cls(SlotRouter.restored(state), encoder, owners)
 
     @classmethod
     def selected(cls, state: RouterState, dev: Mapping[str, Tensor]) -> RouterState:
@@ -235,20 +233,29 @@ def router_class(kind: str) -> type[Router]:
     return ROUTERS[kind]
 
 
-def make_router(state: RouterState, owners: Owners, cache: Path | None = None) -> Router:
+def make_router(state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Router:
     """The router of a snapshot.
+
+    Args:
+        encoders: those that are loaded; the router's own is used if it is among them.
 
     Raises:
         BankError: an unknown kind, or adapters that do not fit it. RetrievalError: another encoder.
     """
-    return router_class(state.kind).restored(state, owners, cache)
+    return router_class(state.kind).restored(state, owners, encoders)
 
 
 def without(state: RouterState, task: str) -> RouterState:
-    """The router's state without a task: its keys and its statistics are removed.
+    """The router's state without a task: its keys, its statistics and its name are removed.
 
     Raises:
         BankError: an unknown kind.
     """
-    task_of = router_class(state.kind).task_of
-    return replace(state, tensors={name: value for name, value in state.tensors.items() if task_of(name) != task})
+    task_of, settings = router_class(state.kind).task_of, dict(state.settings)
+    for key in ("tasks", "prompt_order"):
+        if key in settings:
+            held = settings[key]
+            left = [one for one in held if one != task]
+            settings[key] = {one: held[one] for one in left} if isinstance(held, dict) else left
+    tensors = {name: value for name, value in state.tensors.items() if task_of(name) != task}
+    return replace(state, settings=settings, tensors=tensors)

@@ -12,16 +12,16 @@ What it does not know: models, where hidden states come from, what a module hold
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from raycl.errors import BankError, RetrievalError
+from raycl.errors import RetrievalError
+from raycl.retrieval.encoder import SentenceEncoder
 from raycl.retrieval.prompt_pool import mean_pooled
-from raycl.retrieval.router import Need, Owners, Router, columns_of
+from raycl.retrieval.router import Need, Owners, PromptRouter, columns_of
 from raycl.types import Mixture, RouterState
 
 Weighting = Literal["softmax", "cosine"]
@@ -111,27 +111,15 @@ class TaskKeys(nn.Module):
         self.keys = {task: tensors[f"key/{task}"].float() for task in tasks if f"key/{task}" in tensors}
 
 
-class TaskKeysRouter(Router):
+class TaskKeysRouter(PromptRouter):
     """The keys of a snapshot."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states"})
-    chooses = True
     kind: ClassVar[str] = "task_keys"
 
     def __init__(self, keys: TaskKeys, owners: Owners) -> None:
         self.keys = keys
         self._columns = {task: column for column, name in enumerate(keys.names) for task in owners.get(name, ())}
-
-    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Texts alone are not enough.
-
-        Raises:
-            BankError: always.
-        """
-        raise BankError(
-            f"the snapshot's router is '{self.kind}', which reads prompts with the backbone: use it beside the model "
-            "(layout=colocated, or the replicas that hold the model)"
-        )
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
@@ -149,7 +137,7 @@ class TaskKeysRouter(Router):
         return None
 
     @classmethod
-    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> TaskKeysRouter:
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> TaskKeysRouter:
         """With the keys that were learned in training."""
         settings = state.settings
         keys = TaskKeys(settings["dimensions"], settings["weights"], settings["scale"])

@@ -128,9 +128,11 @@ class Recorder:
         if learned.model and (wanted == "each" or (wanted == "last" and is_last)):
             name, files = f"{phase.index:03d}-{phase.name}", context.backbone.model_files() if self.journal else {}
             checkpoints.write_model(self.storage if self.journal else None, name, learned, files)
-        if self.journal is not None and learned.not_served and context.bank.publish:
+        if self.journal is None or not context.bank.publish:
+            return
+        if learned.not_served:
             explain_empty(open_bank(context.bank, self.storage), learned.not_served)
-        if self.journal is not None and learned.adapters and context.bank.publish:
+        elif learned.adapters:
             done.published, done.snapshot = publish(context, phase, learned, done, self.state, self.objects)
 
     def save(self, checkpoint: Checkpoint, beside: bool = False) -> None:

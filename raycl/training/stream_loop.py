@@ -161,7 +161,7 @@ class StreamLoop:
             pending = {"pending": self.world.broadcast(self.journal.state.checkpoints[-1] if self.journal else "")}
         else:
             before = partial(self._pause, "evaluating", phase)
-            found = score_phase(context, phase, self.world, self.storage, before, done.published)
+            found = score_phase(context, phase, self.world, self.storage, before, done)
         row = found.row
         if context.schedule.one_model_per_task and self.state.phases:
             row = {**self.state.phases[-1]["row"], **row}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from axes import FULL, sampled
 from http_client import Wire, listening
 from service_client import bank_of
-from tiny import NOT_SERVED, RUNS_BY_KIND, Complete, Lab, on_main
+from tiny import NOT_SERVED, RUNS_BY_KIND, Complete, Lab, last_checkpoint, on_main
 
 from raycl.data.conversation import messages_of
 from raycl.data.stream import StreamConfig, open_stream
@@ -98,9 +99,8 @@ def test_a_runs_last_rows_are_the_endpoints_answers(
 
     def scored() -> ScoredRow:
         world = DistributedContext.alone(torch.device("cpu"))
-        return score_phase(
-            context, context.phases[-1], world, storage, lambda task: None, {"snapshot": snapshot.number}
-        )
+        last = replace(last_checkpoint(done), published={"snapshot": snapshot.number})
+        return score_phase(context, context.phases[-1], world, storage, lambda task: None, last)
 
     found = scored()
     gives_task = method == "separate" or context.method.config.needs_task

@@ -8,13 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from axes import sampled
-from tiny import KINDS, NOT_SERVED, RUNS_BY_KIND, Complete, Done, matrix, opened
+from tiny import KINDS, NOT_SERVED, RUNS_BY_KIND, Complete, Done, last_checkpoint, matrix, opened
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.operations.unlearning import evaluate, forget
+from raycl.bank.routers import get_router
+from raycl.bank.tensor_groups import PUBLISHED
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError
+from raycl.methods.base import under
+from raycl.training.distributed import DistributedContext
+from raycl.training.phase.routing import PublishedRouter
+from raycl.training.phase.scoring import score_phase
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -34,7 +41,37 @@ def copied(done: Done, folder: Any) -> tuple[Bank, Snapshot]:
 
 
 @pytest.mark.parametrize(("kind", "method"), sampled(RUNS_BY_KIND))
+def test_evaluation_routes_by_the_router_that_is_published(
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, method: str
+) -> None:
+    """The method is not asked, and what the run's last checkpoint keeps is what the snapshot holds."""
+    done = complete(kind, method, "torch")
+    context, last = done.context, last_checkpoint(done)
+    if context.method.local_adaptation is None:  # a step on neighbours is training
+        monkeypatch.setattr(context.method, "route", None)
+    world, storage = DistributedContext.alone(torch.device("cpu")), done.copy(tmp_path)
+    found = score_phase(context, context.phases[-1], world, storage, lambda task: None, last)
+    row = dict(zip((task.name for task in context.stream.tasks), matrix(done.storage)[-1], strict=True))
+    assert {name: cell["value"] for name, cell in found.row.items()} == {name: row[name] for name in found.row}
+    bank, snapshot = newest(done)
+    if snapshot is not None and method != "separate":  # which gives adapters the names of their tasks
+        published, kept = get_router(bank, snapshot), PublishedRouter.of(context.method, last)
+        assert kept is not None and kept.owners == {entry.name: entry.tasks for entry in snapshot.adapters}
+        assert {**last.router, "owners": []} == {
+            "kind": published.kind,
+            "settings": published.settings,
+            "encoder": published.encoder,
+            "encoder_sha256": published.encoder_sha256,
+            "owners": [],
+        }
+        tensors = under(f"{PUBLISHED}/", last.frozen_state)
+        assert tensors.keys() == published.tensors.keys()
+        assert all(torch.equal(tensors[name], value) for name, value in published.tensors.items())
+
+
+@pytest.mark.parametrize(("kind", "method"), sampled(RUNS_BY_KIND))
 def test_a_snapshot_alone_answers_as_the_run_did(complete: Complete, kind: str, method: str) -> None:
+    """What is read from the bank is what was trained."""
     done = complete(kind, method, "torch")
     bank, snapshot = newest(done)
     if snapshot is None:

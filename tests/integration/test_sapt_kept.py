@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from phases import begin_phase, end_phase
+from phases import begin_phase, end_phase, routed
 from test_sapt import WORLD, loss, started
 from tiny import KINDS, Lab
 from torch import Tensor
 
 from raycl.generation.answers import predict
-from raycl.methods.base import activate_batch, trained_names
+from raycl.methods.base import activate, trained_names
 from raycl.methods.pseudo_samples.samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import max_pooled
@@ -73,14 +73,15 @@ def test_a_given_task_is_answered_at_any_adapter_weight(lab: Lab, loudness: floa
     assert method.context is not None
     own = dict(method.backbone.named_parameters())
     method.context.parameters = {name: own[name].detach().clone() for name in trained_names(method.backbone)}
-    method.end_task(method.context)
+    learned = method.end_task(method.context)
     backbone = method.backbone.eval()
     with torch.no_grad():
-        assert method.route(batch).names == ("animal",)
-        with activate_batch(method, batch):
+        mixture = routed(method, learned, batch)
+        assert mixture.names == ("animal",)
+        with activate(method, mixture):
             assert set(predict(backbone, batch, 1)) <= {"cat", "dog"}
         backbone.allowed_labels = dict.fromkeys(("red", "blue"), ())
-        with activate_batch(method, batch):
+        with activate(method, routed(method, learned, batch)):
             assert set(predict(backbone, batch, 1)) <= {"red", "blue"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from service_client import bank_of, examples, serving
-from tiny import KINDS, Done, Lab, Taught, opened, run
+from tiny import KINDS, Done, Lab, Taught, evaluated_by, opened, run
 
 from raycl import config as configs
 from raycl.cli import main
@@ -29,7 +29,7 @@ def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
-            evaluated = done.context.method.route(batch)
+            evaluated = evaluated_by(done).mixture(batch)
             weights = dict(zip(evaluated.names, evaluated.weights[0].tolist(), strict=True))
             mixture = model.model.route_embeddings(model.loaded, batch.source_ids, batch.source_mask)
             names = [model.loaded.names[key] for key in mixture.names]

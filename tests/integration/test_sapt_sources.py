@@ -25,6 +25,7 @@ from raycl.methods.pseudo_samples.samples import Volume
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import hard_weights
+from raycl.retrieval.routers import make_router
 from raycl.run.assembly import build
 from raycl.run.checks import check
 from raycl.storage import Storage
@@ -194,9 +195,9 @@ def test_each_ablation_disables_its_component(lab: Lab, ablation: str) -> None:
     if method.selector is not None:
         mine, other = method.attention.keys, method.selector.keys
         assert mine.keys() == other.keys() and not any(torch.equal(mine[task], other[task]) for task in mine)
-        method._task = ""
-        chosen = method.selector(method._pooled([ids.tolist() for ids in batch.source_ids])).exp()
-        tested = method.route(batch)
+        state, ids = method._router(), batch.source_ids
+        tested = make_router(state, {}).route_embeddings(method.backbone.embedded(ids), batch.source_mask)
+        chosen = method.selector(method._pooled([row.tolist() for row in ids])).exp()
         told = torch.zeros(4, len(other))
         told[:, [list(other).index(name) for name in tested.names]] = tested.weights
         assert torch.equal(told, hard_weights(chosen) if ablation == "shared_attention" else chosen)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from http_client import listening
 from phases import begin_phase
-from tiny import KINDS, Complete, Lab, Stop, exported, matrix, opened, run, tokenizer, trace
+from tiny import KINDS, Complete, Done, Lab, Stop, evaluated_by, exported, matrix, opened, run, tokenizer, trace
 
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
@@ -22,7 +22,7 @@ from raycl.bench.gpu.tiny import tiny_model
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, ConfigError, RayclError
 from raycl.generation.answers import predict
-from raycl.methods.base import activate_batch
+from raycl.methods.base import activate, activate_batch
 from raycl.methods.slm.slm import Slm
 from raycl.report.routing import Routing
 from raycl.retrieval.memory_slots.slots import SlotRouter
@@ -277,11 +277,12 @@ def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str, mixing: str
     """The ablation DTKR+Prompt: same keys, no weight is touched; retrieved prompts stand one after another."""
     storage = Storage.at(tmp_path)
     settings = {"name": "slm", "value": "prompt", "prompt_length": 3, "retrieval": {"rule": "vote"}}
-    loop = run(lab.config(kind, {**settings, "prompt_mixing": mixing}), storage)
-    context = loop.trainer.context
+    config = lab.config(kind, {**settings, "prompt_mixing": mixing})
+    done = Done(config, storage, run(config, storage).trainer.context)
+    context = done.context
     table = context.stream.table(context.stream.tasks[0], "test", context.backbone.codec)
     batch = next(iter(eval_batches(table, None, 0, 1, 4, context.backbone.codec.pad_id, True)))
-    with activate_batch(context.method, batch):
+    with activate(context.method, evaluated_by(done).mixture(batch)):
         inputs, positions = context.backbone.prefixed(batch.source_ids, batch.source_mask)
     assert positions == (6 if mixing == "concat" else 3), "two slots of three positions"
     assert inputs["attention_mask"][:, :positions].bool().all()

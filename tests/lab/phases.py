@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raycl.methods.base import Learned, trained_names
+from raycl.bank.tensor_groups import TensorGroups
+from raycl.methods.base import Learned, Method, trained_names
 from raycl.methods.context import Step, TaskContext
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase import trainer
 from raycl.training.phase.data import PhaseData
+from raycl.training.phase.routing import PublishedRouter, router_record
+from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.training_context import TrainingContext
-from raycl.types import Phase
+from raycl.types import Batch, Mixture, Phase
 
 
 def begin_phase(context: TrainingContext, index: int = 0, resumed: bool = False) -> TaskContext:
@@ -28,6 +31,16 @@ def end_phase(context: TrainingContext, found: TaskContext) -> Learned | None:
     found.parameters = {name: own[name].detach().clone() for name in trained_names(context.backbone)}
     learned = context.method.end_task(found)
     return learned and context.schedule.published(found.phase, context.method, learned)
+
+
+def routed(method: Method, learned: Learned | None, batch: Batch, task: str | None = None) -> Mixture:
+    """By the router of what a phase gave, as its evaluation routes."""
+    assert learned is not None
+    values, tensors = router_record(learned, [task or ""])
+    frozen = TensorGroups.of(tensors)
+    found = PublishedRouter.of(method, Checkpoint(0, 0, 0, {}, {}, router=values, frozen_state=frozen))
+    assert found is not None
+    return found.mixture(batch, task)
 
 
 def bare(phase: Phase, parameters: dict[str, Tensor] | None = None, step: Step | None = None) -> TaskContext:

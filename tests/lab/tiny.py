@@ -33,8 +33,11 @@ from raycl.storage import Storage
 from raycl.tracking import MetricsSink
 from raycl.training.distributed import DistributedContext
 from raycl.training.pending_row import RowScorer
+from raycl.training.phase.routing import PublishedRouter
+from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import read_state
 from raycl.training.records.progress import read_trace
+from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.training_context import TrainingContext
 
@@ -338,6 +341,19 @@ class Done:
     def copy(self, folder: Path) -> Storage:
         """A copy of the run directory, to be damaged or continued."""
         return Storage.at(shutil.copytree(self.storage.root, folder / "copy"))
+
+
+def last_checkpoint(done: Done) -> Checkpoint:
+    """That of the run's end."""
+    objects = TensorObjects(done.storage, done.storage.sub("bank"))
+    return read_checkpoint(done.storage, read_state(done.storage).checkpoints[-1], objects)
+
+
+def evaluated_by(done: Done) -> PublishedRouter:
+    """The router of the run's last evaluation."""
+    found = PublishedRouter.of(done.context.method, last_checkpoint(done))
+    assert found is not None
+    return found
 
 
 Complete = Callable[[str, str, str], Done]

@@ -321,7 +321,7 @@ class _DiscardingRouter(TextRouter):
     """Embeds the texts and discards the result."""
 
     def __init__(self, router: TextRouter) -> None:
-        super().__init__(router.router, router.encoder)
+        super().__init__(router.router, router.encoder, {})
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
         self.encoder.embed(texts)

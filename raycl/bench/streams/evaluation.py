@@ -30,15 +30,17 @@ from raycl import config as configs
 from raycl.backbone import Backbone
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.streams.overlap import learned_by_lora, overlap_figures
-from raycl.methods.base import Method
+from raycl.methods.lora.lora import Lora
+from raycl.retrieval.routers import SingleRouter
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.evaluation import Observations, evaluate_row
+from raycl.training.phase.routing import PublishedRouter
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.training_context import TrainingContext
-from raycl.types import Batch, Mixture
+from raycl.types import Mixture
 
 log = logging.getLogger(__name__)
 
@@ -98,16 +100,18 @@ def measure(options: argparse.Namespace) -> Report:
 
 def _figures(options: argparse.Namespace, storage: Storage) -> Iterator[Figure]:
     context = _trained(options, storage)
-    routes = {"one mixture": context.method.route, "a mixture for each row": _varied(context.method)}
-    for name, route in routes.items():
-        vars(context.method)["route"] = route
+    context.method.needs_texts = True  # each row has a weight by its text
+    owners = {Lora.adapter: tuple(task.name for task in context.stream.tasks)}
+    kinds = {"one mixture": SingleRouter, "a mixture for each row": _VariedRouter}
+    for name, kind in kinds.items():
+        router = PublishedRouter(context.method, kind(owners), owners)
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         cpu: dict[str, list[float]] = {way: [] for way in WAYS}
         answers: dict[str, list[dict[str, Any]]] = {}
         for number in range(options.rounds):
             for way in WAYS:
                 began, used = time.perf_counter(), time.process_time()
-                answers[way] = _evaluated(context, storage, way)
+                answers[way] = _evaluated(context, storage, router, way)
                 seconds[way].append(time.perf_counter() - began)
                 cpu[way].append(time.process_time() - used)
             log.info(
@@ -144,26 +148,23 @@ def _trained(options: argparse.Namespace, storage: Storage) -> TrainingContext:
     return context
 
 
-def _varied(method: Method) -> Any:
-    """The method's routing with a weight of its own for each row, near the one that was trained."""
-    route = method.route
+class _VariedRouter(SingleRouter):
+    """A weight of its own for each row, near the one that was trained."""
 
-    def varied(batch: Batch) -> Mixture:
-        mixture = route(batch)
-        assert mixture is not None, "LoRA has adapters"
-        nudge_B1 = 1 + 0.01 * (batch.rows.to(mixture.weights) % 7)[:, None]
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """By the length of its text."""
+        mixture = super().route(texts, tasks)
+        nudge_B1 = torch.tensor([[1 + 0.01 * (len(text) % 7)] for text in texts])
         return replace(mixture, weights=mixture.weights * nudge_B1)
 
-    return varied
 
-
-def _evaluated(context: TrainingContext, storage: Storage, way: str) -> list[dict[str, Any]]:
+def _evaluated(context: TrainingContext, storage: Storage, router: PublishedRouter, way: str) -> list[dict[str, Any]]:
     """The answers to all test rows of all tasks."""
     update = {"decoding": way.partition(" ")[0], "subsample": None}
     context.evaluation = context.evaluation.model_copy(update=update)
     phase, world = context.phases[-1], DistributedContext.alone(torch.device("cpu"))
     with _as_it_trains(context.backbone) if way == WAYS[-1] else nullcontext():
-        evaluate_row(context, phase, world, storage, Observations())
+        evaluate_row(context, phase, world, storage, router, Observations())
     folder = f"predictions/{phase.index:03d}-{phase.name}"
     return [row for task in phase.tasks for row in storage.read_json_lines(f"{folder}/{task.name}.jsonl")]
 

@@ -102,8 +102,6 @@ class SdLora(IncLora):
 
     def route(self, batch: Batch) -> Mixture:
         """Every direction by its magnitude; label rows whose direction was dropped stay active."""
-        if self.task_id_given and not self._task:
-            return super().route(batch)
         weights_BT = self.magnitudes(len(batch))
         known = {*self.magnitudes.names}
         others = () if self.task_id_given else tuple(name for name in self._learned if name not in known)

@@ -16,6 +16,7 @@ Nothing goes to the bank: the masks of the tasks are in layers, which adapters d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -144,8 +145,8 @@ class Hat(ChosenByTask):
         head = self.backbone.head
         labels = list(head.trainable_labels) if isinstance(head, MixedHead) else []
         task = self._task
-        super().end_task(context)
-        return Learned(model=self._masked(task, context.parameters), labels=labels)
+        learned = super().end_task(context)
+        return replace(learned, adapters={}, model=self._masked(task, context.parameters), labels=labels)
 
     def _freeze(self, context: TaskContext) -> dict[str, AdapterState]:
         """Masks and label rows; the backbone's own values, which all workers have."""

@@ -18,7 +18,6 @@ to their tasks, as in HAT.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from raycl.backbone import Backbone, Output
 from raycl.methods.adapters.chosen_by_task import ByTaskConfig, ChosenByTask
-from raycl.methods.base import Learned, MethodConfig, State, under
+from raycl.methods.base import MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.lora import as_peft_draws
 from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, Bounds, HardAttention, Key, annealed, freedom
@@ -119,14 +118,8 @@ class HatAdapter(ChosenByTask):
         found[name] = self.masks.compensated(found[name])
         return found
 
-    def end_task(self, context: TaskContext) -> Learned:
-        """The task's masked adapter, and those of earlier tasks that it has moved."""
-        learned = super().end_task(context)
-        tasks = {name: [task for task, owner in self.owners.items() if owner == name] for name in learned.adapters}
-        return replace(learned, tasks=tasks)
-
     def _freeze(self, context: TaskContext) -> dict[str, AdapterState]:
-        """The shared weights stay as they are; every adapter that they change is made of them again."""
+        """The task's masked adapter, and those of earlier tasks that it has moved; the shared weights stay."""
         self.masks.end(self._task, context.parameters[EMBEDDING])
         ((task, shared),) = end_training(self.backbone, self.stack, context.parameters).items()
         self._task = ""

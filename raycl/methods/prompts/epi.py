@@ -19,7 +19,6 @@ What it does not know: engines, serving.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -157,14 +156,8 @@ class Epi(PerTaskAdapter):
     # ---- routing ---------------------------------------------------------------------------------------------
 
     def route(self, batch: Batch) -> Mixture:
-        """In training the task's own adapter; then that of the nearest class, or where the task id is given the newest.
-
-        (Under schedule `separate` a model is evaluated on its own task alone.)
-        """
-        if self._task or self.task_id_given:
-            return Mixture.same({self._task or list(self._learned)[-1]: 1.0}, len(batch))
-        mixture = self.gaussians.selected(self._queries(batch))
-        return replace(mixture, unpruned=mixture)
+        """The task's own adapter."""
+        return Mixture.same({self._task: 1.0}, len(batch))
 
     def _queries(self, batch: Batch) -> Tensor:
         """`[B, D]`: the frozen backbone's hidden states, averaged over each text."""

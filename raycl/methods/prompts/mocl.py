@@ -29,10 +29,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 
 from raycl.adapters.head import Rule as HeadRule
 from raycl.backbone import Backbone, Output
@@ -150,21 +148,10 @@ class Mocl(PerTaskAdapter):
     # ---- routing ---------------------------------------------------------------------------------------------
 
     def route(self, batch: Batch) -> Mixture:
-        """The modules of all tasks so far, by each text's cosines with their keys.
-
-        With `task_id` the modules of tasks that were learned after the text's own have weight 0.
-        """
-        names = self.keys.names
+        """The modules of all tasks so far, by each text's cosines with their keys."""
         if self.task_id_given:
-            last_B = torch.full((len(batch),), len(names) - 1)
-            return Mixture(names, one_hot(last_B, len(names)).float())
-        last = self._last(batch) if self.config.task_id and not self._task else None
-        return Mixture(names, self.keys.weights(self.keys(self._queries(batch)), last))
-
-    def _last(self, batch: Batch) -> Tensor:
-        """Column of each text's task; the newest for texts that fill a batch up, and for tasks to come."""
-        names = self.keys.names
-        return torch.tensor([names.index(task) if task in names else len(names) - 1 for task in batch.tasks])
+            return Mixture.same({self._task: 1.0}, len(batch))
+        return Mixture(self.keys.names, self.keys.weights(self.keys(self._queries(batch))))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """The matching loss: 1 minus the cosine of each text with the key of the task in training."""
@@ -181,7 +168,7 @@ class Mocl(PerTaskAdapter):
         assert key is not None, "the task has a key"
         states = self._freeze(context)
         self.keys.end(key)
-        return Learned(dict(states), router=self._router())
+        return self._published(context, states)
 
     def _router(self) -> RouterState:
         """The keys; under schedule `separate` the task's own module."""

@@ -18,9 +18,9 @@ to task; here `stream.max_source_tokens` is the text's alone. Its early stopping
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -95,16 +95,10 @@ class ProgPrompt(PerTaskAdapter):
         self._prompts.order |= {name: (-number, name) for name, number in places.items()}
 
     def route(self, batch: Batch) -> Mixture:
-        """All prompts while a task is trained; at test those that each text's own task was trained with."""
+        """All prompts, and the task's label head."""
         names = [*self._learned, *([self._task] if self._task else [])]
-        newest = len(names) - 1
-        last = [newest] * len(batch)
-        if self.config.task_id and not self._task:
-            last = [names.index(task) if task in self._learned else newest for task in batch.tasks]
-        heads = tuple(names[column] for column in last) if self._rule == "label_count" else ()
-        columns_N, last_B1 = torch.arange(len(names)), torch.tensor(last)[:, None]
-        is_active_BN = columns_N == last_B1 if self.task_id_given else columns_N <= last_B1
-        return Mixture(tuple(names), is_active_BN.float(), heads)
+        mixture = Mixture.same(dict.fromkeys(names[-1:] if self.task_id_given else names, 1.0), len(batch))
+        return replace(mixture, heads=tuple(names[-1:]) * len(batch)) if self._rule == "label_count" else mixture
 
     def _router(self) -> RouterState:
         """The prompts of the task and of all earlier ones by its task id; all of them without."""

@@ -194,8 +194,8 @@ class Mbpa(Wrapper):
 
     def end_task(self, context: TaskContext) -> Learned:
         """The learner's part ends; nothing is published."""
-        self.learner.end_task(context)
-        return Learned(not_served=NOT_SERVED)
+        learned = self.learner.end_task(context) or Learned()
+        return Learned(learned.adapters, owners=learned.owners, router=learned.router, not_served=NOT_SERVED)
 
     def state_dict(self) -> State:
         """The learner's, and the memory."""

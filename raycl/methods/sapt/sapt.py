@@ -46,7 +46,7 @@ from raycl.methods.sapt.ablations import ABLATIONS
 from raycl.methods.sapt.reflection import Reflection, ReplayEntry
 from raycl.methods.sapt.settings import SaptConfig
 from raycl.methods.trained_adapters import is_trainable
-from raycl.retrieval.attention import Attention, AttentionRouter, hard_weights, max_pooled, mixture_of
+from raycl.retrieval.attention import LEAST_WEIGHT, Attention, AttentionRouter, max_pooled, mixture_of
 from raycl.retrieval.discriminant import KINDS_OF_OUTLINES, BareTexts
 from raycl.retrieval.prompt_pool import mean_pooled
 from raycl.retrieval.selector import learn_selector
@@ -58,9 +58,6 @@ Pool = Callable[[Tensor, Tensor], Tensor]
 READ_AT_ONCE, LOOKED_AT = 64, 1000
 """Prompts embedded together where only their maxima are wanted; `LOOKED_AT`
 of a task, drawn at random, stand for all."""
-
-LEAST_WEIGHT = 1e-30
-"""Weight of an adapter whose labels must count: the smallest that the label head distinguishes from zero."""
 
 
 class Sapt(PerTaskAdapter):
@@ -158,41 +155,22 @@ class Sapt(PerTaskAdapter):
     # ---- routing ---------------------------------------------------------------------------------------------
 
     def route(self, batch: Batch) -> Mixture:
-        """All adapters learned so far, by the attention of each example's source."""
-        if self.task_id_given or (self._is_alone and self._task):
-            return self._own(batch)
-        config, chooser = self.config, self.attention if self._task else self.selector or self.attention
-        threshold = 0.0 if self._needs_all_labels else config.attention.pruning_threshold
+        """All adapters so far, by the attention of each example's source; without attention the task's own."""
+        if self._is_alone:
+            return Mixture.same({self._task: 1.0}, len(batch))
+        config = self.config.attention
         with torch.no_grad():
             embedded = self.backbone.embedded(batch.source_ids)
-            pooled_BD = max_pooled(embedded, batch.source_mask, config.attention.pool_pads)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self._task)):
-            alpha_BT = chooser(pooled_BD).exp()
+            pooled_BD = max_pooled(embedded, batch.source_mask, config.pool_pads)
+        alpha_BT = self.attention(pooled_BD).exp()
         if self._needs_all_labels:
-            alpha_BT = alpha_BT.clamp(min=LEAST_WEIGHT)
-        hard = self._is_alone and not self._task
-        mixture = mixture_of(chooser.names, alpha_BT, threshold, hard, self._task)
-        if self._task:
-            return mixture
-        unpruned = Mixture(chooser.names, hard_weights(alpha_BT) if hard else alpha_BT)
-        by_text = self.bare.weights(chooser.names, mean_pooled(embedded.float(), batch.source_mask))
-        return replace(mixture, unpruned=unpruned, by_text=by_text)
+            return mixture_of(self.attention.names, alpha_BT.clamp(min=LEAST_WEIGHT), always=self._task)
+        return mixture_of(self.attention.names, alpha_BT, config.pruning_threshold, always=self._task)
 
     @property
     def _needs_all_labels(self) -> bool:
-        """Whether label rows of every adapter count, however small its weight: no other adapter has those labels.
-
-        An adapter that is chosen alone (the ablation without shared attention) gives its own labels only.
-        """
+        """Whether label rows of every adapter count, however small its weight: no other adapter has those labels."""
         return self._replay is not None or (self.backbone.head is not None and bool(self.backbone.allowed_labels))
-
-    def _own(self, batch: Batch) -> Mixture:
-        """Each example's own adapter alone."""
-        if self._task:
-            return Mixture.same({self._task: 1.0}, len(batch))
-        names = tuple(self._learned)
-        columns = torch.tensor([names.index(task) if task in names else 0 for task in batch.tasks])
-        return Mixture(names, torch.nn.functional.one_hot(columns, len(names)).float())
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Attentive reflection's term, the same for every micro-batch of a step."""
@@ -208,15 +186,14 @@ class Sapt(PerTaskAdapter):
         states = self._freeze(context)
         self.attention.end({**self.attention.tensors(), **key, **trained})
         if self.task_id_given:
-            return Learned(dict(states), router=self._router())
+            return self._published(context, states)
         if found := self._bare_sources(context):
             self.bare.add(task, self._pooled(found, lambda embedded, mask: mean_pooled(embedded.float(), mask)))
         samples = self._samples(context)
         self.reflection.add(task, ReplayEntry(samples, self._mean_weights(context)))
         if self.ablation.selects:
             self._select()
-        extras = {task: {"pseudo": samples.tensors()}}
-        return Learned(dict(states), extras=extras, router=self._router())
+        return replace(self._published(context, states), extras={task: {"pseudo": samples.tensors()}})
 
     def _samples(self, context: TaskContext) -> PseudoSamples:
         if self._source.kind == "generated" and not self.ablation.reads_samples:

@@ -248,32 +248,18 @@ class Slm(PerTaskAdapter):
     # ---- routing ---------------------------------------------------------------------------------------------
 
     def route(self, batch: Batch) -> Mixture:
-        """Slots by each text's query: while a task is trained, among its own (or those of all tasks so far)."""
-        mixture = self._routed(batch)
-        if self.config.head_rule != "label_count" or self.backbone.head is None:
+        """Slots by each text's query: among the task's own, or those of all tasks so far, or of the whole stream.
+
+        Slots of later tasks get weight but have no adapters yet.
+        """
+        queries, config = self.encoder.embed(batch.texts), self.config
+        if config.fits_ahead:
+            mixture = self._ahead.route(queries).over(self._learned.keys() | self.stack.trainable.keys())
+        else:
+            mixture = self.router.route(queries, [self._task] * len(batch) if config.train_scope == "own" else None)
+        if config.head_rule != "label_count" or self.backbone.head is None:
             return mixture
-        tasks = [self._task or self._learned_as(task) for task in batch.tasks]
-        return replace(mixture, heads=tuple(self.router.adapters(task)[0] for task in tasks))
-
-    def _routed(self, batch: Batch) -> Mixture:
-        queries = self.encoder.embed(batch.texts)
-        if self._task and self.config.fits_ahead:
-            return self._that_exist(self._ahead.route(queries))
-        if self._task:
-            return self.router.route(queries, [self._task] * len(batch) if self.config.train_scope == "own" else None)
-        if self._knows_task:
-            return self.router.route(queries, [task or self.router.tasks[-1] for task in batch.tasks])
-        return self.router.route(queries)
-
-    def _learned_as(self, task: str) -> str:
-        """The phase whose slots answer for a task: its own, or the joint one; the newest for fill-ups."""
-        return task if task in self.router.tasks else self.router.tasks[-1]
-
-    def _that_exist(self, mixture: Mixture) -> Mixture:
-        """Slots of later tasks get weight but have no adapters yet: their columns are left out."""
-        known = self._learned.keys() | self.stack.trainable.keys()
-        kept = [column for column, name in enumerate(mixture.names) if name in known]
-        return Mixture(tuple(mixture.names[column] for column in kept), mixture.weights[:, kept])
+        return replace(mixture, heads=(self.router.adapters(self._task)[0],) * len(batch))
 
     # ---- the end of a task -----------------------------------------------------------------------------------
 
@@ -282,7 +268,7 @@ class Slm(PerTaskAdapter):
         states = self._freeze(context)
         if self.config.router == "auto":
             self.router.select()
-        return Learned(dict(states), router=self._router())
+        return self._published(context, states)
 
     def _router(self) -> RouterState:
         """Keys, statistics, rules and encoder."""
@@ -332,11 +318,10 @@ class Slm(PerTaskAdapter):
         """Also without the task's keys, statistics and queries."""
         values, tensors = super().without_task(values, tensors, task, adapters, keep)
         router = values["router"]
-        settings = {**router["settings"], "tasks": [name for name in router["settings"]["tasks"] if name != task]}
-        left = without(RouterState(router["kind"], settings, dict(under("router/", tensors))), task).tensors
+        left = without(RouterState(router["kind"], router["settings"], dict(under("router/", tensors))), task)
         others = tensors.select(lambda name: not name.startswith("router/") and name != f"dev/{task}")
-        values = {**values, "router": {**router, "settings": settings}}
-        return values, others | {f"router/{name}": one for name, one in left.items()}
+        values = {**values, "router": {**router, "settings": left.settings}}
+        return values, others | {f"router/{name}": one for name, one in left.tensors.items()}
 
 
 def _restored(state: RouterState, tensors: Mapping[str, Tensor]) -> SlotRouter:

@@ -26,8 +26,9 @@ from raycl.backbone.roles import query_of
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
+from raycl.generation.routing import route_prompts
 from raycl.generation.task_prompts import TaskPrompts, check_templates
-from raycl.retrieval.router import Router
+from raycl.retrieval.router import Router, heads_of_tasks
 from raycl.serve.errors import UnavailableError
 from raycl.types import Activation, AdapterState, Mixture
 
@@ -69,16 +70,16 @@ class LoadedSnapshot(TaskPrompts):
         """
         check_templates(snapshot)
         keys = {entry.name: f"{entry}{mark}" for entry in snapshot.adapters}
-        heads = {task: keys[entry.name] for entry in reversed(snapshot.adapters) for task in entry.tasks}
+        owners = {keys[entry.name]: entry.tasks for entry in snapshot.adapters}
         return LoadedSnapshot(
             router,
-            {keys[entry.name]: entry.tasks for entry in snapshot.adapters},
+            owners,
             {task.name: Prompt.of(task) for task in snapshot.tasks},
             snapshot,
             source,
             keys,
             {key: name for name, key in keys.items()},
-            heads,
+            heads_of_tasks(owners),
         )
 
     @property
@@ -275,15 +276,10 @@ class MultiSnapshotModel:
     ) -> Mixture:
         """The mixture of each prompt, for routers that need embeddings; see `LoadedSnapshot.mixture`.
 
-        Other texts may be decoded under their mixture meanwhile, which must not reach these states.
-
         Args:
             tasks: of each prompt where it is known.
         """
-        is_deep = "hidden_states" in loaded.router.needs
-        with self.stack.mixture_aside():
-            found = self.backbone.hidden_states(ids_BL, mask_BL) if is_deep else self.backbone.embedded(ids_BL)
-        return loaded.named(loaded.router.route_embeddings(found, mask_BL, tasks))
+        return loaded.named(route_prompts(loaded.router, self.backbone, self.stack, ids_BL, mask_BL, tasks))
 
     def ahead(self, loaded: LoadedSnapshot) -> list[str]:
         """The first adapters of a snapshot, up to `AHEAD_BYTES`: they are prefetched."""

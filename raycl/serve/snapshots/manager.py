@@ -146,12 +146,9 @@ class SnapshotManager:
 
     def _router(self, snapshot: Snapshot) -> Router:
         """Routers that read texts share one sentence encoder, which is loaded once."""
-        router = router_of(self._cache or self.bank, snapshot, self.config.permissions)
         with self._lock:
-            others = [loaded.router for loaded in self._open.values()]
-        for other in others:
-            router.share_encoder(other)
-        return router
+            encoders = [one.router.encoder for one in self._open.values() if one.router.encoder is not None]
+        return router_of(self._cache or self.bank, snapshot, self.config.permissions, encoders)
 
     def _check(self, snapshot: Snapshot) -> None:
         if snapshot.backbone.sha256 != self._identity:

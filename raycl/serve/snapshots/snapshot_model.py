@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from raycl.adapters.stack import Source
@@ -18,6 +17,7 @@ from raycl.bank.routers import get_router
 from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
 from raycl.errors import BankError
 from raycl.generation.answers import predict
+from raycl.retrieval.encoder import SentenceEncoder
 from raycl.retrieval.router import Router
 from raycl.retrieval.routers import make_router
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
@@ -131,12 +131,16 @@ def _require(permissions: Permissions, settings: Mapping[str, Any], made_with: s
 
 
 def router_of(
-    reader: ObjectReader, snapshot: Snapshot, permissions: Permissions = NONE_GIVEN, cache: Path | None = None
+    reader: ObjectReader,
+    snapshot: Snapshot,
+    permissions: Permissions = NONE_GIVEN,
+    encoders: Sequence[SentenceEncoder] = (),
 ) -> Router:
     """The snapshot's router, its tensors read by `reader`.
 
     Args:
         permissions: what the snapshot's author may run here.
+        encoders: those that are loaded; the router's own is used if it is among them.
 
     Raises:
         BankError: damaged, of a kind that this version does not know, or it needs more than the permissions.
@@ -145,7 +149,7 @@ def router_of(
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
     state = get_router(reader, snapshot)
     _require(permissions, state.encoder or {}, f"the router of snapshot {snapshot.number} was made with encoder")
-    return make_router(state, owners, cache)
+    return make_router(state, owners, encoders)
 
 
 def adapters_of(bank: Bank, snapshot: Snapshot) -> Source:

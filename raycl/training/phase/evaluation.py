@@ -30,7 +30,7 @@ from raycl.methods.base import activate
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.adaptation import answer_each
-from raycl.training.phase.text_alone import TextAlone
+from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.training_context import TrainingContext
 from raycl.types import Batch, Mixture, Phase, Score, Task
 
@@ -83,6 +83,7 @@ class _Pass:
         storage: where the answers are kept; None: nothing is logged or written.
         folder: of the answers. observations: gets the routing weights of all texts.
         split: None: as configured. is_bare: by the backbone alone, without adapters.
+        router: None: the model has no adapters, or is in training, where the method routes.
         alone: reads texts without their tasks' instructions; None: each is read in its own task's prompt.
     """
 
@@ -93,6 +94,7 @@ class _Pass:
     before: Before = _no_check
     split: Split | None = None
     is_bare: bool = False
+    router: PublishedRouter | None = None
     alone: TextAlone | None = None
 
 
@@ -101,6 +103,7 @@ def evaluate_row(
     phase: Phase,
     world: DistributedContext,
     storage: Storage,
+    router: PublishedRouter | None,
     observations: Observations,
     before: Before = _no_check,
     alone: TextAlone | None = None,
@@ -109,12 +112,14 @@ def evaluate_row(
     """Task name -> score after `phase`. Collective; rank 0 logs each score and keeps the answers.
 
     Args:
+        router: of the phase; None: the model has no adapters.
         observations: gets the routing weights of all texts.
         alone: reads texts without their tasks' instructions; None: each is read in its own task's prompt.
         folder: of the answers; "": the phase's.
     """
     context.backbone.eval()
-    row = _Pass(world, storage, folder or f"{phase.index:03d}-{phase.name}", observations, before, alone=alone)
+    folder = folder or f"{phase.index:03d}-{phase.name}"
+    row = _Pass(world, storage, folder, observations, before, router=router, alone=alone)
     return _scores(context, tasks_with_data(context, phase), row)
 
 
@@ -122,6 +127,7 @@ def evaluate_unseen(
     context: TrainingContext,
     world: DistributedContext,
     storage: Storage,
+    router: PublishedRouter | None,
     before: Before = _no_check,
     alone: TextAlone | None = None,
 ) -> dict[str, Score]:
@@ -132,7 +138,7 @@ def evaluate_unseen(
     context.backbone.eval()
     if context.stream.unseen and world.is_first:
         log.info("    never trained:")
-    row = _Pass(world, storage, UNSEEN, before=before, alone=alone)
+    row = _Pass(world, storage, UNSEEN, before=before, router=router, alone=alone)
     return _scores(context, context.stream.unseen, row)
 
 
@@ -284,7 +290,7 @@ def _text_score(context: TrainingContext, task: Task, row: _Pass) -> Score:
 
     def read(batch: Batch) -> Tensor:
         batch = batch.to(row.world.device)
-        with activate(context.method, _route(context, batch, row)):
+        with activate(context.method, _route(context, task, batch, row)):
             return context.backbone.read(batch).cpu()
 
     cell = score_texts(batches, read, len(table), row.world.gather)
@@ -331,17 +337,21 @@ def _answers(context: TrainingContext, task: Task, batch: Batch, limit: int, row
 def _read(context: TrainingContext, task: Task, batch: Batch, row: _Pass) -> tuple[Batch, Mixture | None]:
     """A batch of a task's rows as it is read, and its mixture, whose weights are observed."""
     if row.alone is None:
-        return batch, _route(context, batch, row)
+        return batch, _route(context, task, batch, row)
     read, mixture = row.alone.read(batch, task)
     row.observations.add(batch.tasks, mixture)
     return read, mixture
 
 
-def _route(context: TrainingContext, batch: Batch, row: _Pass) -> Mixture | None:
+def _route(context: TrainingContext, task: Task, batch: Batch, row: _Pass) -> Mixture | None:
     """The batch's mixture, whose weights are observed; none, for the bare backbone."""
-    method = context.method
-    with torch.no_grad():
-        mixture = None if method.stack is None or row.is_bare else method.route(batch)
+    if context.method.stack is None or row.is_bare:
+        return None
+    if row.router is not None:
+        mixture: Mixture | None = row.router.mixture(batch, None if task in context.stream.unseen else task.name)
+    else:
+        with torch.no_grad():
+            mixture = context.method.route(batch)
     row.observations.add(batch.tasks, mixture)
     return mixture
 

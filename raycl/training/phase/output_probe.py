@@ -24,6 +24,7 @@ from raycl.methods.migu.row_selection import Rule
 from raycl.methods.migu.summary import packed_rows
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.evaluation import OBJECTIVE_SEED
+from raycl.training.phase.routing import PublishedRouter
 from raycl.training.training_context import TrainingContext
 from raycl.types import Batch, Task
 
@@ -35,14 +36,14 @@ def large_outputs(
     threshold: float,
     layers: Sequence[str],
     rule: Rule = "floor",
-    is_bare: bool = False,
+    router: PublishedRouter | None = None,
 ) -> dict[str, Any]:
     """Layer -> for each task, the large outputs as `packed_rows`; the model's weights stay as they are.
 
     Args:
         rows: test rows of each task, the first ones. threshold: share of outputs that are not large.
         layers: roles or regular expressions, as `modifiers.migu.layers`.
-        is_bare: the backbone alone is measured, without adapters.
+        router: of the last phase; None: the backbone is measured without adapters.
 
     Raises:
         ConfigError: `layers` names none. RunError: a task has no test rows.
@@ -53,7 +54,7 @@ def large_outputs(
     layout = layout_of_outputs(backbone, found)
     magnitudes = Magnitudes(backbone, layout, found)
     try:
-        sums = [_measured(context, task, rows, magnitudes, is_bare) for task in tasks]
+        sums = [_measured(context, task, rows, magnitudes, router) for task in tasks]
     finally:
         magnitudes.close()
     kept = [large_units(layout, sums_F, threshold, rule) for sums_F in sums]
@@ -61,7 +62,9 @@ def large_outputs(
 
 
 @torch.no_grad()
-def _measured(context: TrainingContext, task: Task, rows: int, magnitudes: Magnitudes, is_bare: bool) -> Tensor:
+def _measured(
+    context: TrainingContext, task: Task, rows: int, magnitudes: Magnitudes, router: PublishedRouter | None
+) -> Tensor:
     """`[F]` magnitudes of all outputs for the texts of a task."""
     backbone, method, codec = context.backbone, context.method, context.backbone.codec
     table = context.stream.table(task, "test", codec)
@@ -69,7 +72,7 @@ def _measured(context: TrainingContext, task: Task, rows: int, magnitudes: Magni
         raise RunError(f"task '{task.name}' has no test rows: give a run whose tasks all have some")
     table = table.part(np.arange(min(rows, len(table))))
     alone = DistributedContext.alone(backbone.device)
-    if method.encoder is not None and not is_bare:
+    if method.encoder is not None and router is not None:
         method.encoder.embed_all(table.texts(range(len(table))), (alone.rank, alone.size), alone.gather)
     objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
     read: Callable[[Batch], object] = backbone.score_labels if codec.needs_labels and objective is None else backbone
@@ -77,8 +80,7 @@ def _measured(context: TrainingContext, task: Task, rows: int, magnitudes: Magni
     magnitudes.clear()
     for batch in eval_batches(table, None, *sizes, codec.pad_id, method.needs_texts, objective):
         batch = batch.to(backbone.device)
-        mixture = None if method.stack is None or is_bare else method.route(batch)
-        with activate(method, mixture):
+        with activate(method, None if router is None else router.mixture(batch, task.name)):
             magnitudes.observe(read, batch)
     return magnitudes.sums.clone()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,8 +21,8 @@ from raycl.training.phase.evaluation import (
     evaluate_unseen,
     tasks_with_data,
 )
-from raycl.training.phase.text_alone import TextAlone
-from raycl.training.records.checkpoint import read_checkpoint
+from raycl.training.phase.routing import PublishedRouter, TextAlone
+from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import read_state
 from raycl.training.records.publish import open_bank
 from raycl.training.records.tensor_objects import TensorObjects
@@ -62,22 +61,25 @@ def score_phase(
     world: DistributedContext,
     storage: Storage,
     before: Before,
-    published: Mapping[str, Any],
+    done: Checkpoint,
 ) -> ScoredRow:
     """Evaluate the context's model as it is. Collective.
 
     Args:
-        published: what the phase has published (`Checkpoint.published`).
+        done: the phase's last checkpoint, with its router.
     """
     began = time.perf_counter()
+    router = PublishedRouter.of(context.method, done)
     observations = Observations()
     is_last = phase.index == len(context.phases) - 1
     alone = (
-        TextAlone.after(context, storage, published) if is_last or context.evaluation.instruction != "given" else None
+        TextAlone.after(context, storage, done, router)
+        if is_last or context.evaluation.instruction != "given"
+        else None
     )
     chosen = alone if context.evaluation.instruction == "chosen" else None
-    row = evaluate_row(context, phase, world, storage, observations, before, chosen)
-    unseen = evaluate_unseen(context, world, storage, before, chosen) if is_last else {}
+    row = evaluate_row(context, phase, world, storage, router, observations, before, chosen)
+    unseen = evaluate_unseen(context, world, storage, router, before, chosen) if is_last else {}
     other = _other_row(context, phase, world, storage, before, alone) if is_last and alone is not None else {}
     eval_s = time.perf_counter() - began
     observed = observations.means(world.gather)
@@ -100,7 +102,8 @@ def _other_row(
     if world.is_first:
         log.info("    %s:", "by the text alone, without instructions" if is_given else "with each task's instruction")
     folder = "chosen" if is_given else "given"
-    return evaluate_row(context, phase, world, storage, Observations(), before, alone if is_given else None, folder)
+    chosen = alone if is_given else None
+    return evaluate_row(context, phase, world, storage, alone.published, Observations(), before, chosen, folder)
 
 
 def score_checkpoint(
@@ -118,7 +121,7 @@ def score_checkpoint(
     context.method.load_state_dict(done.method, done.frozen_state)
     context.modifiers.load_state(done.modifiers, done.frozen_state)
     context.load_learned(done.parameters)
-    return score_phase(context, context.phases[done.phase], world, storage, before, done.published)
+    return score_phase(context, context.phases[done.phase], world, storage, before, done)
 
 
 def _cells(scores: dict[str, Any]) -> dict[str, Any]:

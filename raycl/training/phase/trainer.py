@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.loader import GlobalOrder, Loader
 from raycl.errors import RunError
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
@@ -27,6 +28,7 @@ from raycl.training.pending_row import PendingRow
 from raycl.training.phase.data import PhaseData, nothing, order_of, rows_of
 from raycl.training.phase.gradient_check import GradientMaskCheck
 from raycl.training.phase.preparation import encode_texts
+from raycl.training.phase.routing import router_record
 from raycl.training.phase.selection import Selection
 from raycl.training.phase.step import noted_rows, train_step
 from raycl.training.recorder import Recorder
@@ -269,6 +271,9 @@ class TaskTrainer:
         kept = trained_names(context.backbone)
         done.parameters = {name: done.parameters[name] for name in kept if name in done.parameters}
         if learned is not None:
+            seen = [task.name for one in context.phases[: phase.index + 1] for task in one.tasks]
+            done.router, tensors = router_record(learned, seen)
+            done.frozen_state = TensorGroups.of(done.frozen_state) | tensors
             self.recorder.publish(phase, context.schedule.published(phase, context.method, learned), done)
         self.recorder.save(done)
         done.parameters = {}  # they may be the engine's own memory, which evaluation can use

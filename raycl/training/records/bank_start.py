@@ -17,17 +17,18 @@ from torch import Tensor
 from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import info_of
 from raycl.bank.leases import hold_lease
-from raycl.bank.tensor_groups import TensorGroups
+from raycl.bank.tensor_groups import PUBLISHED, TensorGroups
 from raycl.bank.training_state import get_record, put_state, restore_record
 from raycl.errors import BankError, CheckpointError
-from raycl.methods.base import Method, State
+from raycl.methods.base import Method, State, under
 from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.retrieval.routers import without
 from raycl.training.inputs import Inputs, changes
 from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.training_context import TrainingContext
-from raycl.types import Score
+from raycl.types import RouterState, Score
 
 PARAMETERS = "parameters"
 """Group of the parameters of a training state."""
@@ -65,6 +66,7 @@ def groups_of(done: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
 
 def _values(done: Checkpoint, phases: list[dict[str, Any]]) -> dict[str, Any]:
     values = {"phase": done.phase, "steps": done.steps, "method": done.method, "modifiers": done.modifiers}
+    values["router"] = done.router
     bare = [{**record, "summary": {}} for record in phases]  # summaries grow with the number of tasks, times phases
     return {**values, "phases": bare}
 
@@ -98,7 +100,14 @@ def without_task(
     rows = [{name: cell for name, cell in record["row"].items() if name != task} for record in kept]
     phases = [{**record, "phase": number, "row": rows[number]} for number, record in enumerate(kept)]
     state, left = method.without_task(values["method"], frozen, task, adapters, keep)
-    return {**values, "phase": values["phase"] - 1, "phases": phases, "method": state}, left
+    router, start = values["router"], f"{PUBLISHED}/"
+    published = without(RouterState(router["kind"], router["settings"], dict(under(start, left))), task)
+    left = TensorGroups.of(left).select(
+        lambda name: not name.startswith(start) or name.removeprefix(start) in published.tensors
+    )
+    owners = [pair for pair in router["owners"] if pair[0] not in adapters]
+    router = {**router, "settings": published.settings, "owners": owners}
+    return {**values, "phase": values["phase"] - 1, "phases": phases, "method": state, "router": router}, left
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,7 @@ def read_training_state(
         published={"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions},
         frozen_state=TensorGroups(groups),
         modifiers=values["modifiers"],
+        router=values["router"],
         snapshot=bank.storage.read(snapshot.file),
     )
     return checkpoint, values["phases"]
@@ -174,7 +184,8 @@ def start_from_snapshot(
         )
         before = {name: asdict(score) for name, score in revision.before.items()}
         phases = values["phases"]
-        checkpoint = replace(checkpoint, phase=values["phase"], method=values["method"], frozen_state=frozen)
+        changed = {name: values[name] for name in ("phase", "method", "router")}
+        checkpoint = replace(checkpoint, **changed, frozen_state=frozen)
         summary["revised"] = {"task": revision.task, "snapshot": snapshot.number, "before": before}
     name = f"phase{checkpoint.phase:03d}-start-{snapshot.sha256[:12]}"
     manifest = write_checkpoint(objects.storage, name, checkpoint, objects)

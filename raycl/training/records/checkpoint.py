@@ -60,6 +60,7 @@ class Checkpoint:
         frozen_state: tensors of the method and of modifiers that are no parameters.
         modifiers: state of gradient modifiers by name.
         snapshot: a copy of the snapshot's record, where one was published: the bank may lose its own.
+        router: of the phase that ends here (`raycl.training.phase.routing`); its tensors are in `frozen_state`.
         places, is_part: of one worker's share, which is written and never read (`Share` of
             `raycl.training.engines.engine`).
     """
@@ -75,6 +76,7 @@ class Checkpoint:
     frozen_state: Mapping[str, Tensor] = field(default_factory=dict)
     modifiers: dict[str, Any] = field(default_factory=dict)
     snapshot: bytes = b""
+    router: dict[str, Any] = field(default_factory=dict)
     places: Mapping[str, Extent] = field(default_factory=dict)
     is_part: bool = False
 
@@ -190,6 +192,7 @@ def begin_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, object
         "spent": checkpoint.spent,
         "published": checkpoint.published,
         "modifiers": checkpoint.modifiers,
+        "router": checkpoint.router,
         "objects": {group: info.model_dump() for group, info in named.items()},
         "sha256": hashes,
         "places": {},
@@ -242,6 +245,7 @@ def read_checkpoint(
         TensorGroups(groups),
         manifest.modifiers,
         files.get(SNAPSHOT, b""),
+        manifest["router"],
     )
 
 

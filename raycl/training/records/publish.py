@@ -64,7 +64,7 @@ def publish(
     mine = [task.name for task in (phase.tasks if context.own_adapters else seen)]
     known = {name: bank.versions(name) for name in learned.adapters}
     fresh = [
-        bank.publish(name, state, backbone, learned.tasks.get(name, mine), provenance, extras=learned.extras.get(name))
+        bank.publish(name, state, backbone, learned.owners.get(name, mine), provenance, extras=learned.extras.get(name))
         for name, state in learned.adapters.items()
     ]
     names = {manifest.name for manifest in fresh}

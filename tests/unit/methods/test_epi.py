@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from http_client import listening
-from phases import begin_phase, end_phase
+from phases import begin_phase, end_phase, routed
 from service_client import bank_of, examples, serving
 from tiny import KINDS, Lab, Taught, matrix, run
 
@@ -84,9 +84,9 @@ def test_each_text_gets_the_adapter_of_the_nearest_class(lab: Lab) -> None:
         begun = begin_phase(context, index)
         own = method.route(rows_of(context, index))
         assert own.names == (["colour", "animal"][index],) and (own.weights == 1).all(), "in training its own"
-        end_phase(context, begun)
+        learned = end_phase(context, begun)
     batch = rows_of(context, 1)
-    found = method.route(batch)
+    found = routed(method, learned, batch)
     assert found.names == ("colour", "animal") and found.weights.sum(1).tolist() == [1.0] * len(batch)
     assert found.weights[:, 1].mean() > 0.7, "training texts of the second task"
     assert trained_names(context.backbone) == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from phases import begin_phase, end_phase
-from tiny import ENGINES, KINDS, Complete, Lab, matrix, opened, run, trace
+from tiny import ENGINES, KINDS, Complete, Lab, evaluated_by, matrix, opened, run, trace
 from torch import Tensor, nn
 
 from raycl.bank import Bank
@@ -87,7 +87,7 @@ def test_gates_of_tasks_do_not_depend_on_one_another() -> None:
 
 def test_what_gates_cannot_read_is_refused() -> None:
     router = GateRouter(TaskGates(2, 1))
-    with pytest.raises(BankError, match="router is 'gates', which reads prompts with the backbone's own embeddings"):
+    with pytest.raises(BankError, match="router is 'gates', which reads prompts with the backbone"):
         router.route(["x"], None)
     with pytest.raises(RetrievalError, match="on embeddings of 2 dimensions, this backbone's have 3"):
         router.route_embeddings(torch.zeros(1, 4, 3), torch.ones(1, 4))
@@ -274,7 +274,7 @@ def test_the_snapshot_holds_the_gates(complete: Complete, tmp_path: Path) -> Non
     model = opened(bank, snapshot)
     embedded = model.backbone.embedded(batch.source_ids)
     served = model.router.route_embeddings(embedded, batch.source_mask)
-    own = method.route(batch)
+    own = evaluated_by(done).mixture(batch)
     assert served.names == own.names == ("colour", "animal")
     torch.testing.assert_close(served.weights, own.weights)
     assert mean_embedding(embedded, batch.source_mask).shape == (6, 32) and isinstance(method.gates, nn.Module)

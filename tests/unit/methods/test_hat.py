@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from phases import begin_phase, end_phase
+from phases import begin_phase, end_phase, routed
 from tiny import KINDS, Complete, Lab, Taught, matrix
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def test_masks_are_factors_on_heads_inner_units_and_outputs(lab: Lab, kind: str)
     assert not torch.allclose(trained, bare, atol=1e-3)
     learned = end_phase(context, found)
     assert learned is not None and not learned.adapters
-    with activate(method, method.route(batch)):
+    with activate(method, routed(method, learned, batch, "colour")):
         torch.testing.assert_close(states(context, batch), trained, atol=1e-5, rtol=1e-4)
     own = dict(context.backbone.named_parameters())
     with torch.no_grad():

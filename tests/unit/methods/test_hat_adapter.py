@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from phases import begin_phase, end_phase
-from tiny import Complete, Lab, Taught, opened
+from phases import begin_phase, end_phase, routed
+from tiny import Complete, Lab, Taught, evaluated_by, opened
 from torch import Tensor
 
 from raycl.bank import Bank
@@ -113,7 +113,7 @@ def test_what_is_published_computes_what_was_trained(lab: Lab, outputs: bool) ->
         trained = context.backbone.states(batch)
     learned = end_phase(context, found)
     assert learned is not None and list(learned.adapters) == ["colour"] and learned.router.kind == "task"
-    with activate(method, method.route(batch)):
+    with activate(method, routed(method, learned, batch, "colour")):
         torch.testing.assert_close(context.backbone.states(batch), trained, atol=1e-5, rtol=1e-4)
     with activate(method, None):
         assert not torch.allclose(context.backbone.states(batch), trained, atol=1e-2)
@@ -204,7 +204,7 @@ def test_an_earlier_task_that_later_ones_move_is_published_again(lab: Lab) -> No
         layer.lora_B.fill_(3.0)
     learned = end_phase(context, found)
     assert learned is not None and list(learned.adapters) == ["colour", "animal"]
-    assert learned.tasks == {"colour": ["colour"], "animal": ["animal"]}
+    assert learned.owners == {"colour": ["colour"], "animal": ["animal"]}
     (_, high), *_ = learned.adapters["colour"].linears.values()
     torch.testing.assert_close(high, torch.full_like(high, 0.75))
     (_, kept), *_ = method.stack.states["colour"].linears.values()
@@ -234,7 +234,7 @@ def test_the_snapshot_answers_each_task_as_measured(taught: Taught) -> None:
     for number, task in enumerate(context.stream.tasks):
         batch = batch_of(context, number)
         texts, tasks = list(batch.texts), [task.name] * len(batch)
-        with activate(context.method, context.method.route(batch)):
+        with activate(context.method, evaluated_by(done).mixture(batch, task.name)):
             scores, labels = context.backbone.score_labels(batch)
         expected = [labels[column] for column in scores.argmax(1).tolist()]
         assert model.predict(batch, texts, tasks, 4) == expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 from phases import begin_phase
 from service_client import bank_of, examples, serving
-from tiny import ENGINES, KINDS, Lab, Taught, matrix, opened, run, trace
+from tiny import ENGINES, KINDS, Lab, Taught, evaluated_by, matrix, opened, run, trace
 from torch.nn.functional import cosine_similarity
 
 from raycl.backbone.base import loss_count
@@ -161,7 +161,7 @@ def test_served_texts_get_the_prompts_of_the_run_and_its_answers(
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
-            row = done.context.method.route(batch)
+            row = evaluated_by(done).mixture(batch)
             names = {name for name, weight in zip(row.names, row.weights[0].tolist(), strict=True) if weight}
             expected[table.texts(batch.rows.tolist())[0]] = names
     assert len(set(map(frozenset, expected.values()))) > 1

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from phases import bare, begin_phase, end_phase
+from phases import bare, begin_phase, end_phase, routed
 from service_client import bank_of, examples, serving
-from tiny import ENGINES, KINDS, Complete, Lab, Taught, matrix, opened, run, trace
+from tiny import ENGINES, KINDS, Complete, Lab, Taught, evaluated_by, matrix, opened, run, trace
 from torch.nn.functional import cosine_similarity, normalize
 
 from raycl.backbone.base import loss_count
@@ -20,7 +19,7 @@ from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError, ConfigError, RetrievalError
 from raycl.generation.requests import Sampling
-from raycl.methods.base import activate_batch, trained_names
+from raycl.methods.base import activate, activate_batch, trained_names
 from raycl.methods.prompts.mocl import Mocl
 from raycl.retrieval.routers import make_router, without
 from raycl.retrieval.task_keys import TaskKeys
@@ -119,18 +118,19 @@ def test_the_router_of_given_tasks_by_hand(weights: str, middle: list[float]) ->
 def test_at_test_the_task_id_leaves_modules_of_later_tasks_out(lab: Lab, kind: str, weights: str) -> None:
     method, context = second_task(lab, kind, weights=weights, task_id=True)
     assert method.config.needs_task and method.needs_texts
-    batch = replace(batch_of(context, 0), tasks=("colour", "animal", "", "colour", "animal"))
+    batch = batch_of(context, 0)
     assert method.route(batch).weights.all(), "the task in training is composed with all earlier ones"
-    end_phase(context, bare(context.phases[1]))
+    learned = end_phase(context, bare(context.phases[1]))
     context.backbone.eval()
-    found = method.route(batch).weights
+    first, second, unknown = (routed(method, learned, batch, task) for task in ("colour", "animal", "to come"))
     whole = method.keys(method._queries(batch))
     both = whole if weights == "cosine" else (8 * whole).softmax(1)
-    alone = whole[:, :1] if weights == "cosine" else torch.ones(5, 1)
-    torch.testing.assert_close(found[[1, 2, 4]], both[[1, 2, 4]])
-    torch.testing.assert_close(found[[0, 3]], torch.cat([alone, torch.zeros(5, 1)], dim=1)[[0, 3]])
+    alone = whole[:, :1] if weights == "cosine" else torch.ones(len(batch), 1)
+    torch.testing.assert_close(second.weights, both)
+    torch.testing.assert_close(first.weights, torch.cat([alone, torch.zeros(len(batch), 1)], dim=1))
+    assert torch.equal(unknown.weights, second.weights), "a task to come is read as the newest"
     if kind == "bert":
-        with torch.no_grad(), activate_batch(method, batch):
+        with torch.no_grad(), activate(method, first):
             scores, labels = context.backbone.score_labels(batch)
         possible = [label for label, score in zip(labels, scores[0].tolist(), strict=True) if score > -torch.inf]
         assert set(possible) == {"red", "blue"}, "labels of later tasks have no score"
@@ -237,12 +237,11 @@ def test_served_texts_get_the_weights_and_answers_of_the_run(
     done, is_given = taught(kind, method), method != "mocl"
     bank = bank_of(done, tmp_path)
     asked, codec, expected = examples(done, bank), done.context.backbone.codec, {}
+    router = evaluated_by(done)
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id, texts=True):
-            weights = done.context.method.route(replace(batch))
-            assert weights is not None
-            expected[batch.texts[0]] = weights.weights[0].tolist()
+            expected[batch.texts[0]] = router.mixture(batch, task.name).weights[0].tolist()
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5) as client:
         with client.paused():  # all in one batch: texts of both tasks beside each other

@@ -10,7 +10,7 @@ import pytest
 import torch
 from phases import begin_phase, end_phase
 from service_client import bank_of, examples, serving
-from tiny import ENGINES, KINDS, Lab, Taught, matrix, run, trace
+from tiny import ENGINES, KINDS, Lab, Taught, evaluated_by, matrix, run, trace
 
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError, ConfigError, RetrievalError
@@ -143,9 +143,7 @@ def test_served_texts_get_the_mixture_of_the_run_and_its_answers(
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
-            with torch.no_grad():
-                row = done.context.method.route(batch)
-            assert row is not None
+            row = evaluated_by(done).mixture(batch)
             weights = dict(zip(row.names, row.weights[0].tolist(), strict=True))
             expected[table.texts(batch.rows.tolist())[0]] = weights
     sampling = None if kind == "bert" else Sampling(12)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from phases import begin_phase, end_phase
+from phases import begin_phase, end_phase, routed
 from service_client import bank_of, examples, serving
 from tiny import KINDS, Lab, Taught, matrix, opened, run
 from torch import Tensor
@@ -18,7 +17,7 @@ from raycl.bank import Bank
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError, ConfigError
 from raycl.generation.requests import Sampling
-from raycl.methods.base import activate_batch, activate_trainable, trained_names
+from raycl.methods.base import activate, activate_batch, activate_trainable, trained_names
 from raycl.methods.prompts.progprompt import ProgPrompt
 from raycl.retrieval.routers import make_router
 from raycl.run.assembly import build
@@ -111,16 +110,17 @@ def test_an_mlp_is_kept_as_what_it_gives(lab: Lab) -> None:
 def test_the_task_id_picks_the_prompts_and_the_head_of_its_task(lab: Lab, kind: str) -> None:
     method, context = started(lab, kind)
     for index in range(2):
-        end_phase(context, begin_phase(context, index))
+        learned = end_phase(context, begin_phase(context, index))
     both = [batch_of(context, index, "test") for index in range(2)]
-    assert [read(method, batch)[0].shape[1] for batch in both] == [LENGTH, 2 * LENGTH]
-    assert method.route(both[0]).weights.tolist() == [[1.0, 0.0]] * 4
-    assert method.route(both[1]).weights.tolist() == [[1.0, 1.0]] * 4
-    mixed = replace(both[0], tasks=("colour", "animal", "animal", "colour"))
-    assert read(method, mixed)[1].sum(1).tolist() == [LENGTH, 2 * LENGTH, 2 * LENGTH, LENGTH]
+    mixtures = [routed(method, learned, batch, name) for batch, name in zip(both, ("colour", "animal"), strict=True)]
+    for number, (mixture, weights) in enumerate(zip(mixtures, ([1.0, 0.0], [1.0, 1.0]), strict=True)):
+        assert mixture.weights.tolist() == [weights] * 4
+        with activate(method, mixture):
+            found = context.backbone.prefix(4, torch.device("cpu"))  # type: ignore[misc]
+        assert found is not None and found[1].sum(1).tolist() == [LENGTH * (1 + number)] * 4
     if kind == "bert":
-        assert method.route(both[0]).heads == ("colour",) * 4
-        with activate_batch(method, both[1]):
+        assert mixtures[0].heads == ("colour",) * 4
+        with activate(method, mixtures[1]):
             scores, labels = context.backbone.score_labels(both[1])
         possible = {label for label, score in zip(labels, scores[0].tolist(), strict=True) if score > -torch.inf}
         assert possible == {"cat", "dog"}, "the head of the text's own task answers"
@@ -140,8 +140,9 @@ def test_without_task_ids_every_text_gets_all_prompts(lab: Lab) -> None:
     for index in range(2):
         learned = end_phase(context, begin_phase(context, index))
     batch = batch_of(context, 0, "test")
-    assert method.route(batch).weights.all() and not method.config.needs_task and not method.needs_texts
-    with activate_batch(method, batch):
+    mixture = routed(method, learned, batch)
+    assert mixture.weights.all() and not method.config.needs_task and not method.needs_texts
+    with activate(method, mixture):
         scores, labels = context.backbone.score_labels(batch)
     assert len(labels) == 4 and torch.isfinite(scores).all(), "the labels of all tasks compete"
     assert learned is not None and learned.router.kind == "sum"

@@ -276,7 +276,7 @@ def test_scores_are_mixed_without_a_pruning_threshold() -> None:
 
 def test_impossible_routing_is_an_error() -> None:
     router = AttentionRouter(attention(2, trainable=False))
-    with pytest.raises(BankError, match="reads prompts with the backbone's own embeddings"):
+    with pytest.raises(BankError, match="'attention', which reads prompts with the backbone"):
         router.route(["a text"], None)
     with pytest.raises(RetrievalError, match="of 8 dimensions, this backbone's have 4"):
         router.route_embeddings(torch.zeros(1, 2, 4), torch.ones(1, 2))

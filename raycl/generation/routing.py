@@ -1,0 +1,51 @@
+"""The mixture of texts by a router: of the texts themselves, or of what the backbone makes of their prompts.
+
+Evaluation and serving route by the same lines.
+What it does not know: where a router comes from, whose prompt a text gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from raycl.adapters import AdapterStack
+from raycl.backbone import Backbone
+from raycl.retrieval.router import Router
+from raycl.types import Batch, Mixture
+
+
+def route_batch(
+    router: Router, backbone: Backbone, stack: AdapterStack, batch: Batch, tasks: Sequence[str] | None = None
+) -> Mixture:
+    """The mixture of each text of a batch.
+
+    Args:
+        batch: with its texts, for routers that read them.
+        tasks: of the texts where they are known.
+
+    Raises:
+        BankError: the router needs the tasks, or does not know one. RetrievalError: it is of another backbone.
+    """
+    if {"embeddings", "hidden_states"} & router.needs:
+        return route_prompts(router, backbone, stack, batch.source_ids, batch.source_mask, tasks)
+    return router.route(batch.texts or ("",) * len(batch), tasks)
+
+
+def route_prompts(
+    router: Router,
+    backbone: Backbone,
+    stack: AdapterStack,
+    ids_BL: Tensor,
+    mask_BL: Tensor,
+    tasks: Sequence[str] | None = None,
+) -> Mixture:
+    """The mixture of each prompt, for routers that read prompts.
+
+    Other texts may be decoded under their mixture meanwhile, which must not reach these states.
+    """
+    is_deep = "hidden_states" in router.needs
+    with stack.mixture_aside():
+        found = backbone.hidden_states(ids_BL, mask_BL) if is_deep else backbone.embedded(ids_BL)
+    return router.route_embeddings(found, mask_BL, tasks)
