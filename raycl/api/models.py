@@ -35,7 +35,7 @@ class Model:
         """See `load`."""
         opened, snapshot = snapshot_at(bank)
         config = configs.validate(ServeConfig, {**settings_here(opened), **settings})
-        self._model: OfflineModel | None = OfflineModel(opened, snapshot, config)
+        self._model: OfflineModel | None = OfflineModel.open(opened, snapshot, config)
         self.bank, self.snapshot = opened.storage.address, snapshot.number
         self.tasks = tuple(task.name for task in snapshot.tasks)
         self.answers: Literal["label", "text"] = "label" if self._model.answers == "label" else "text"

@@ -25,12 +25,14 @@ from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.serving.banks import drawn_bank, texts_of
 from raycl.data.loader import batch_of
 from raycl.data.sources.fields import Columns
+from raycl.generation.answers import predict as answer
 from raycl.run.banks import snapshot_at
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.offline import WINDOW, OfflineModel
 from raycl.serve.prediction_files import write_predictions
 from raycl.serve.prediction_input import Input, files_at
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, router_of
+from raycl.serve.snapshots.parts import adapters_of, router_of
 from raycl.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -60,9 +62,10 @@ def _figures(folder: Path, options: argparse.Namespace) -> list[Figure]:
     bank = drawn_bank(folder / "bank", backbone.name, options.adapters, texts[:64])
     _, snapshot = snapshot_at(bank.storage.address)
     config = ServeConfig(bank=bank.storage.address, device="cpu", threads=options.threads, max_batch=options.batch)
-    with OfflineModel(bank, snapshot, config) as model:
-        alone = load_backbone(backbone, load_codec(backbone, 64, 1), torch.device("cpu"), 0)
-        peer = SnapshotModel(alone, snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))
+    with OfflineModel.open(bank, snapshot, config) as model:
+        peer = MultiSnapshotModel(load_backbone(backbone, load_codec(backbone, 64, 1), torch.device("cpu"), 0))
+        loaded = LoadedSnapshot.of(snapshot, router_of(bank, snapshot), adapters_of(bank, snapshot))
+        peer.add(loaded)
         ours, theirs, memory = [], [], []
         process = psutil.Process()
         for number in range(options.rounds):
@@ -73,7 +76,7 @@ def _figures(folder: Path, options: argparse.Namespace) -> list[Figure]:
             began = time.perf_counter()
             write_predictions(model, given, Storage.at(folder / f"out{number}"))
             ours.append(options.rows / (time.perf_counter() - began))
-            theirs.append(options.rows / _loop_s(peer, fresh, options.batch))
+            theirs.append(options.rows / _loop_s(peer, loaded, fresh, options.batch))
             memory.append(process.memory_info().rss)
             log.info("round %d: %.0f rows/s, loop %.0f", number + 1, ours[-1], theirs[-1])
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
@@ -87,7 +90,7 @@ def _figures(folder: Path, options: argparse.Namespace) -> list[Figure]:
 
 
 @torch.no_grad()
-def _loop_s(model: SnapshotModel, texts: Sequence[str], size: int) -> float:
+def _loop_s(model: MultiSnapshotModel, loaded: LoadedSnapshot, texts: Sequence[str], size: int) -> float:
     """Seconds for all texts."""
     codec = model.backbone.codec
     began = time.perf_counter()
@@ -95,5 +98,6 @@ def _loop_s(model: SnapshotModel, texts: Sequence[str], size: int) -> float:
         window = sorted(texts[first : first + WINDOW * size], key=len, reverse=True)
         for start in range(0, len(window), size):
             part = window[start : start + size]
-            model.predict(batch_of(codec.encode_source(part), codec.pad_id), part, None, 1)
+            with model.activate(loaded.mixture(part)):
+                answer(model.backbone, batch_of(codec.encode_source(part), codec.pad_id), 1)
     return time.perf_counter() - began

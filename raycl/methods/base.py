@@ -194,6 +194,7 @@ class Method:
         router_module: what routes and is trained, or None.
         constraint: what updates of trained parameters must keep, or None.
         task_id_given: evaluation gives the task id of each text (schedule `separate`).
+        is_wrapped: a method around it may train it on rows of earlier tasks beside those of a task.
         local_adaptation: evaluation adapts weights to each text before it is answered; None: it does not.
         transforms_gradients: it has a `transform_gradients` of its own.
         mixes_gradients: what that gives for one value depends on others too, so it must be given whole gradients.
@@ -231,6 +232,7 @@ class Method:
         self.router_module: RouterModule | None = None
         self.constraint: Constraint | None = None
         self.task_id_given = False
+        self.is_wrapped = False
         self.local_adaptation: LocalAdaptation | None = None
         self.transforms_gradients = type(self).transform_gradients is not Method.transform_gradients
         self.mixes_gradients = self.transforms_gradients and not self.scales_gradients

@@ -177,8 +177,9 @@ class PerTaskAdapter(Method, ABC):
 
     def _published(self, context: TaskContext, states: Mapping[str, AdapterState]) -> Learned:
         """Adapters of the phase, and earlier ones that it has changed."""
+        trained = (*(context.earlier_tasks if self.is_wrapped else ()), *context.phase.tasks)
         for name in states:
-            self.owners.setdefault(name, [task.name for task in context.phase.tasks])
+            self.owners.setdefault(name, [task.name for task in trained])
         return Learned(dict(states), owners=dict(self.owners), router=self._router())
 
     def _freeze(self, context: TaskContext) -> dict[str, AdapterState]:

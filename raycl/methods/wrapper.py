@@ -97,6 +97,7 @@ class Wrapper(Method):
     def __init__(self, config: WrapperConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
         self.learner = method_class(config.learner.name)(config.learner, backbone, seed)
+        self.learner.is_wrapped = True
         self.trains_backbone = self.learner.trains_backbone
         self.stack = self.learner.stack
         self.encoder = self.learner.encoder

@@ -6,18 +6,20 @@ What it does not know: how a text is answered.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
+from raycl import config as configs
 from raycl.bank import Snapshot
 from raycl.bank.manifest import TaskInfo
 from raycl.data.conversation import last_contents, messages_of
 from raycl.data.sources.fields import Row
 from raycl.data.sources.ingest import MAX_AUTO_LABELS
 from raycl.errors import DataError
-from raycl.eval.metrics import NEED_SOURCES, check_metric, score, taken_for_same
+from raycl.eval.metrics import NEED_SOURCES, check_metric, taken_for_same
+from raycl.eval.settings import EvalConfig
+from raycl.scoring.scored_task import score_answers
 from raycl.serve.offline import OfflineModel, Text
 from raycl.serve.prediction_input import Input
 from raycl.types import Score
@@ -48,7 +50,9 @@ class Evaluation:
 
 
 def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, **settings: Any) -> Evaluation:
-    """Answer all rows and compare with their references, as training compares the answers of a task.
+    """Answer all rows and compare with their references, as the snapshot's run compares the answers of a task.
+
+    Its `eval.off_task` counts here too, and its `eval.labels` where the task is named.
 
     Args:
         metric: a name in `raycl.eval.metrics.METRICS`; None: that of the task whose rows these are (`_task_of`), else
@@ -70,9 +74,13 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
                 sources.extend(last_contents([row.text]) if row.is_chat else [row.text])
             yield _text_of(row)
 
+    recorded = model.snapshot.provenance.get("config", {}).get("eval", {})
+    rules = configs.validate(EvalConfig, {name: recorded[name] for name in ("labels", "off_task") if name in recorded})
+    named = next((one.labels for one in model.snapshot.tasks if one.name == settings.get("task")), None)
+    allowed = (named or ()) if rules.labels == "task" else ()
     answers, weights, ood_scores = [], Counter[str](), []
     for prediction in model.predict(texts(), **settings):
-        answers.append(prediction.text)
+        answers.append(prediction.among(allowed))
         weights.update(prediction.tasks)
         ood_scores += [] if prediction.ood_score is None else [prediction.ood_score]
     if not answers:
@@ -86,11 +94,15 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     labels = task.labels or (tuple(sorted(distinct)) if found or len(distinct) <= MAX_AUTO_LABELS else None)
     others = {label for other in model.snapshot.tasks for label in other.labels or ()}.difference(labels or ())
     metric = metric or task.metric
-    scored = partial(score, metric, references=references, labels=labels, other_labels=others, sources=sources)
+    task = task.model_copy(update={"metric": metric, "labels": labels})
+
+    def scored(answers: Sequence[str]) -> Score:
+        return score_answers(task, answers, references, sources, others, rules)
+
     alone = None
     if settings.get("task") and model.reads_alone:
         texts_alone = (_text_of(row) for _, row in given.rows())
-        alone = scored([one.text for one in model.predict(texts_alone, **{**settings, "task": None})])
+        alone = scored([one.among(allowed) for one in model.predict(texts_alone, **{**settings, "task": None})])
     return Evaluation(
         metric,
         scored(answers),

@@ -9,7 +9,7 @@ import logging
 import queue
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,16 +20,18 @@ from typing import Any
 import torch
 
 from raycl.bank import Bank, Snapshot
-from raycl.data.conversation import Message, text_of
+from raycl.data.conversation import Message, messages_of, text_of
 from raycl.errors import AdapterError, ConfigError, ConversationError, RetrievalError
 from raycl.generation.requests import Event, Failed, Sampling
+from raycl.scoring.scored_task import ScoredTask
 from raycl.serve.deployment.factory import open_engine
+from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.errors import InternalError
 from raycl.serve.service import Answer, take
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.snapshot_model import adapters_of, router_of
+from raycl.serve.snapshots.parts import adapters_of, router_of
 
 log = logging.getLogger("raycl")
 
@@ -64,6 +66,12 @@ class Prediction:
     cut_tokens: int = 0
     error: str = ""
 
+    def among(self, labels: Collection[str]) -> str:
+        """The most probable of these labels, "" where none is known; the text itself without any, or if generated."""
+        if not labels or not self.scores:
+            return self.text
+        return next((label for label in self.scores if label in labels), "")
+
 
 def settings_here(bank: Bank) -> dict[str, Any]:
     """Settings of serving that fit this process: torch keeps its number of threads."""
@@ -76,9 +84,17 @@ class OfflineModel:
     Attributes:
         snapshot: whose adapters and router answer.
         answers: `label` or `text`.
+        codec: of its backbone.
     """
 
-    def __init__(self, bank: Bank, snapshot: Snapshot, config: ServeConfig | None = None) -> None:
+    def __init__(self, engine: Engine, loaded: LoadedSnapshot) -> None:
+        """One that an engine has loaded."""
+        self.snapshot, self.answers = loaded.snapshot, engine.capabilities.answers
+        self.codec = engine.model.backbone.codec
+        self._engine, self._loaded, self._has_warned = engine, loaded, False
+
+    @classmethod
+    def open(cls, bank: Bank, snapshot: Snapshot, config: ServeConfig | None = None) -> OfflineModel:
         """Load the backbone and the snapshot.
 
         Args:
@@ -90,15 +106,14 @@ class OfflineModel:
             ConfigError: the device does not exist.
         """
         config = config or ServeConfig(**settings_here(bank))
-        self.snapshot, self._max_batch, self._has_warned = snapshot, config.max_batch, False
-        self._engine = open_engine(config, snapshot)
-        self.answers = self._engine.capabilities.answers
+        engine = open_engine(config, snapshot)
         with ExitStack() as stack:
-            stack.callback(self._engine.close)
+            stack.callback(engine.close)
             router = router_of(bank, snapshot, config.permissions)
-            self._loaded = LoadedSnapshot.of(snapshot, router, adapters_of(bank, snapshot))
-            self._engine.load_snapshot(self._loaded)
+            loaded = LoadedSnapshot.of(snapshot, router, adapters_of(bank, snapshot))
+            engine.load_snapshot(loaded)
             stack.pop_all()  # it stays open
+        return cls(engine, loaded)
 
     @property
     def reads_alone(self) -> bool:
@@ -130,11 +145,23 @@ class OfflineModel:
             raise ConfigError(f"snapshot {self.snapshot.number} has no task '{task}': expected one of {names}")
         if task is not None:
             self._warn_of(task)
+        return self._predicted(texts, task, max_tokens, keep_errors)
+
+    def answers_to(self, rows: ScoredTask) -> list[str]:
+        """An answer to each row of a task, in its own prompt or by the text alone (`eval.instruction`)."""
+        texts = [messages_of(text) for text in rows.texts] if rows.stream.is_chat(rows.task) else rows.texts
+        is_given = rows.settings.instruction == "given" or self._loaded.asks_for_task
+        found, allowed = self._predicted(texts, rows.task.name if is_given else None, rows.limit), rows.allowed
+        return [one.among(allowed).strip() for one in found]
+
+    def _predicted(
+        self, texts: Iterable[Text], task: str | None, max_tokens: int | None, keep_errors: bool = False
+    ) -> Iterator[Prediction]:
         sampling = None
         if self.answers != "label":
             sampling = Sampling(max_tokens) if max_tokens else Sampling(sys.maxsize, as_trained=True)
         source = iter(texts)
-        while window := list(islice(source, WINDOW * self._max_batch)):
+        while window := list(islice(source, WINDOW * self._engine.max_batch)):
             yield from self._window(window, task, sampling, keep_errors=keep_errors)
 
     def _warn_of(self, task: str) -> None:

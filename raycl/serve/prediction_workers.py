@@ -96,7 +96,7 @@ class PartWorker:
         self._work, self._to = work, Storage.at(work.to)
         config = configs.validate(ServeConfig, work.config)
         torch.set_num_threads(config.threads)
-        self._model = OfflineModel(bank, bank.open(work.snapshot), config)
+        self._model = OfflineModel.open(bank, bank.open(work.snapshot), config)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[int]]:
         """Write the parts of a batch; returns their numbers and rows."""

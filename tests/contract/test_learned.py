@@ -23,7 +23,7 @@ from raycl.data.loader import eval_batches
 from raycl.methods.base import activate_trainable, trained_names
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import METHODS, method_class
-from raycl.serve.snapshots.snapshot_model import backbone_of
+from raycl.serve.snapshots.parts import backbone_of
 from raycl.types import Mixture, Phase
 
 AUTO: dict[str, Any] = {"bert": AutoModel, "t5": AutoModelForSeq2SeqLM, "llama": AutoModelForCausalLM}

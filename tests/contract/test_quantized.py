@@ -20,7 +20,7 @@ from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, BankError, ConfigError
 from raycl.run.checks import check
 from raycl.serve.offline import OfflineModel
-from raycl.serve.snapshots.snapshot_model import backbone_of
+from raycl.serve.snapshots.parts import backbone_of
 from raycl.storage import Storage
 from raycl.types import Mixture
 
@@ -103,7 +103,7 @@ def test_what_is_served_and_exported(lab: Lab, wide: str, tmp_path: Path) -> Non
     bank = Bank(storage.sub("bank"))
     snapshot = bank.newest()
     assert snapshot is not None
-    with OfflineModel(bank, snapshot) as model:
+    with OfflineModel.open(bank, snapshot) as model:
         assert [answer.text for answer in model.predict(["fire is warm", "the sea"], task="colour")]
         assert any(p.dtype == torch.uint8 for p in model._engine.model.backbone.parameters())
     state, card = mixed(bank, snapshot, {"lora": 1.0}), card_metadata(snapshot, {"lora": 1.0})

@@ -138,7 +138,7 @@ def test_a_snapshot_without_its_run_cannot_be_evaluated(complete: Complete, tmp_
     bank, snapshot = copied(complete("bert", "separate", "torch"), tmp_path)
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
     bare = bank.snapshot(entries, snapshot.backbone, snapshot.router, snapshot.tasks)
-    with pytest.raises(BankError, match="does not record its training data"):
+    with pytest.raises(BankError, match="has no record of its training data"):
         evaluate(bank, bare)
     assert forget(bank, bare, "colour", scores=False).removed == ["colour"]
 

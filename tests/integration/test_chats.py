@@ -73,7 +73,7 @@ def test_the_endpoint_and_files_get_the_answers_of_the_evaluation(
     assert snapshot.tasks[0].chat_template == TEMPLATE and snapshot.tasks[0].prompt == ("", "")
     texts = [row["text"] for row in measured]
     assert len(texts) == 8 and sum(len(messages_of(text)) > 1 for text in texts) >= 5
-    with OfflineModel(bank, snapshot) as model:
+    with OfflineModel.open(bank, snapshot) as model:
         offline = list(model.predict([messages_of(text) for text in texts]))
         mixtures = model.route([messages_of(text) for text in texts])
     assert [one.text for one in offline] == [row["answer"] for row in measured]
@@ -96,7 +96,7 @@ def test_the_endpoint_and_files_get_the_answers_of_the_evaluation(
 
 def test_a_task_that_is_no_conversation_gets_the_plain_contents(config: Config, tmp_path: Path) -> None:
     bank, snapshot = snapshot_at(run(config("animal"), Storage.at(tmp_path / "run")).storage.sub("bank").uri)
-    with OfflineModel(bank, snapshot) as model:
+    with OfflineModel.open(bank, snapshot) as model:
         words = "it purrs a sleeps " * 4
         (plain,) = model.predict([f"{words}\n{words}"], task="animal")
         (of_chat,) = model.predict([messages_of(f"<|system|>\n{words}\n<|user|>\n{words}")], task="animal")

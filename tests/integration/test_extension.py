@@ -155,7 +155,7 @@ def test_an_added_task_may_have_longer_texts_and_older_ones_keep_their_limits(la
     assert trace(folder) == trace(Storage.at(tmp_path / "whole"))
     assert matrix(folder) == matrix(Storage.at(tmp_path / "whole"))
     bank = Bank(folder.sub("bank"))
-    with OfflineModel(bank, bank.open(2)) as model:
+    with OfflineModel.open(bank, bank.open(2)) as model:
         for task, (source, target) in (("colour", (8, 2)), (own, (12, 3))):
             (answer,) = model.predict(["it purrs a sleeps " * 5], task=task)
             whole_prompt = len(

@@ -49,7 +49,7 @@ def test_a_hostile_template_is_never_activated(taught: Taught, tmp_path: Path) -
             wire.until(lambda said=said: said in wire.get("/v1/snapshots")["problem"])
             assert wire.get("/readyz")["snapshot"] == 2 and answers()
             with pytest.raises(BankError, match=said):
-                OfflineModel(bank, hostile)
+                OfflineModel.open(bank, hostile)
             with pytest.raises(BankError, match=said):
                 activate(ServeConfig(bank=bank.storage.uri), str(hostile.number))
         assert Activations(bank).latest() is None, "nothing was decided"

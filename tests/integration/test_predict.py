@@ -23,7 +23,7 @@ from raycl.run.banks import snapshot_at
 from raycl.run.checks import check
 from raycl.serve.offline import WINDOW, OfflineModel
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.snapshot_model import router_of
+from raycl.serve.snapshots.parts import router_of
 from raycl.storage import Storage
 
 Model = Callable[..., OfflineModel]
@@ -36,7 +36,7 @@ def model(complete: Complete) -> Iterator[Model]:
 
     def get(kind: str, **settings: Any) -> OfflineModel:
         bank, snapshot = snapshot_at(uri(complete, kind))
-        opened.append(OfflineModel(bank, snapshot, ServeConfig(bank=bank.storage.address, **settings)))
+        opened.append(OfflineModel.open(bank, snapshot, ServeConfig(bank=bank.storage.address, **settings)))
         return opened[-1]
 
     yield get
@@ -74,7 +74,7 @@ def test_out_of_distribution_scores_are_the_routers(lab: Lab, tmp_path: Path) ->
     storage = run(lab.config("bert", "slm", stream={"dev_fraction": 0.3}), Storage.at(tmp_path)).storage
     bank, snapshot = snapshot_at(storage.sub("bank").uri)
     texts = [*texts_of(lab), "a a a a"]
-    with OfflineModel(bank, snapshot) as model:
+    with OfflineModel.open(bank, snapshot) as model:
         found = [prediction.ood_score for prediction in model.predict(texts)]
     wanted = router_of(bank, snapshot).route(texts, None).ood_scores
     assert wanted is not None and found == pytest.approx(wanted.tolist()) and len(set(wanted.tolist())) > 1
@@ -321,7 +321,7 @@ def test_torch_keeps_its_number_of_threads(complete: Complete) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with OfflineModel(bank, snapshot) as model:
+        with OfflineModel.open(bank, snapshot) as model:
             assert list(model.predict(["the sky"])) and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -340,7 +340,7 @@ def test_a_task_that_the_router_does_not_go_by_is_said_once(
     caplog.clear()
     given = lab.config("bert", {"name": "slm", "retrieval": {"task_id": True}})
     for done in (complete("bert", "separate", "torch"), run(given, Storage.at(tmp_path))):
-        with OfflineModel(*snapshot_at(done.storage.sub("bank").uri)) as found:
+        with OfflineModel.open(*snapshot_at(done.storage.sub("bank").uri)) as found:
             assert list(next(found.predict(["the sky"], task="animal")).tasks) == ["animal"]
     assert not [message for message in caplog.messages if "task 'animal'" in message]
 

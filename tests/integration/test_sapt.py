@@ -32,7 +32,7 @@ from raycl.retrieval.attention import Attention, AttentionRouter, max_pooled
 from raycl.retrieval.discriminant import KINDS_OF_OUTLINES
 from raycl.run.assembly import build
 from raycl.run.checks import check
-from raycl.serve.snapshots.snapshot_model import router_of
+from raycl.serve.snapshots.parts import router_of
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.types import AdapterState, Batch, Mixture, Objective
@@ -351,7 +351,7 @@ def test_texts_alone_are_refused(complete: Complete) -> None:
     bank = Bank(complete("bert", "sapt", "torch").storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None
-    with pytest.raises(RayclError, match="reads prompts with the backbone's own embeddings"):
+    with pytest.raises(RayclError, match="'attention', which reads prompts with the backbone"):
         opened(bank, newest).loaded.mixture(["fire is"])
 
 

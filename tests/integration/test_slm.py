@@ -296,7 +296,7 @@ def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str, mixing: str
     assert [evaluated[task].value for task in ("colour", "animal")] == matrix(storage)[-1]
     assert newest.router.settings.get("prompt_mixing", "sum") == mixing
     texts = table.texts(range(len(table)))
-    with OfflineModel(bank, newest) as model:
+    with OfflineModel.open(bank, newest) as model:
         served = [one.text for one in model.predict(texts)]
     (last,) = (name for name in storage.files("predictions") if name.endswith("colour.jsonl") and "/001" in name)
     assert served == [json.loads(line)["answer"] for line in storage.read_text(last).splitlines()]

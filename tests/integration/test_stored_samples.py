@@ -21,7 +21,7 @@ from raycl.bank.operations.unlearning import forget
 from raycl.cli.banks.bank import parser
 from raycl.errors import BankError
 from raycl.launch import driver
-from raycl.serve.snapshots.snapshot_model import backbone_of
+from raycl.serve.snapshots.parts import backbone_of
 
 SampleBank = Callable[[Path], Bank]
 

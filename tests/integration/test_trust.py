@@ -26,7 +26,7 @@ from raycl.run import config as run_config
 from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.settings import ServeConfig, load_serve_config
 from raycl.serve.snapshots.gate import judge
-from raycl.serve.snapshots.snapshot_model import backbone_of
+from raycl.serve.snapshots.parts import backbone_of
 from raycl.storage import Storage
 from raycl.sweep.comparison import load_comparison
 from raycl.sweep.config import load_sweep

@@ -32,7 +32,7 @@ from raycl.pages.address import bound
 from raycl.serve.http.access import Keys
 from raycl.serve.http.server import Listener
 from raycl.serve.settings import AuthConfig, ServeConfig, load_serve_config
-from raycl.serve.snapshots.snapshot_model import router_of
+from raycl.serve.snapshots.parts import router_of
 from raycl.serve.upstream.choice import open_choice
 from raycl.serve.upstream.client import UpstreamClient
 from raycl.serve.upstream.web import make_front_web

@@ -12,10 +12,9 @@ import openai
 import pytest
 from http_client import Wire, listening, problem
 from service_client import Asked, bank_of, examples
-from tiny import Done, Taught, opened
+from tiny import Done, SnapshotModel, Taught, opened
 
 from raycl.bank import Bank
-from raycl.serve.snapshots.snapshot_model import SnapshotModel
 
 REPO = Path(__file__).resolve().parents[2]
 

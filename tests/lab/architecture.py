@@ -20,7 +20,7 @@ LAYERS = (
     ("storage",),
     ("config", "pretrained", "pages"),
     ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking"),
-    ("generation",),
+    ("generation", "scoring"),
     ("methods",),
     ("training", "report"),
     ("run",),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny import Done, opened
+from tiny import Done, SnapshotModel, opened
 
 from raycl.bank import Bank
 from raycl.data.loader import batch_of, eval_batches
@@ -27,7 +27,6 @@ from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import AdapterSelection, EngineRequest
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.snapshot_model import SnapshotModel
 from raycl.types import Mixture
 
 WAIT_S = 120.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,20 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from raycl import config as configs
-from raycl.backbone import load_backbone, load_codec
+from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch
 from raycl.bench.gpu import tiny as models
+from raycl.generation.answers import predict
+from raycl.generation.routing import route_batch
 from raycl.launch import driver
 from raycl.launch.worker import in_process_worker, worker_main
 from raycl.methods.registry import METHODS, method_class
 from raycl.retrieval.memory_slots import key_maps
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
-from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
+from raycl.serve.snapshots.parts import adapters_of, backbone_of, heads_of, router_of
 from raycl.storage import Storage
 from raycl.tracking import MetricsSink
 from raycl.training.distributed import DistributedContext
@@ -40,6 +43,7 @@ from raycl.training.records.progress import read_trace
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.training_context import TrainingContext
+from raycl.types import Batch
 
 WORDS = (
     *("red", "blue", "cat", "dog", "the", "a", "is", "sky", "sea", "fire"),
@@ -293,12 +297,35 @@ def work(prepared: driver.Prepared) -> None:
         worker_main(driver.job_of(prepared, driver.RunOptions(in_process=True), "driver"))
 
 
+class SnapshotModel:
+    """A snapshot that answers batches by plain passes, without an engine: what engines are compared with."""
+
+    def __init__(self, backbone: Backbone, bank: Bank, snapshot: Snapshot) -> None:
+        self.backbone, self.snapshot, self.router = backbone, snapshot, router_of(bank, snapshot)
+        self.model = MultiSnapshotModel(backbone)
+        self.loaded = LoadedSnapshot.of(snapshot, self.router, adapters_of(bank, snapshot))
+        self.model.add(self.loaded)
+
+    def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
+        """One answer per example, in the prompts of the batch.
+
+        Args:
+            texts: what is routed. tasks: where they are known.
+        """
+        rule = self.loaded.head_rule
+        heads = heads_of(self.loaded, tasks) if rule == "label_count" else ()
+        batch = replace(batch, texts=tuple(texts))
+        mixture = self.loaded.named(route_batch(self.router, self.backbone, self.model.stack, batch, tasks))
+        with self.model.activate(mixture, rule, heads):
+            return predict(self.backbone, batch, limit)
+
+
 def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -> SnapshotModel:
     """The snapshot over a freshly loaded backbone, on the CPU unless a device is given."""
     config = backbone_of(snapshot)
     codec = load_codec(config, 24, 4)
     backbone = load_backbone(config, codec, device or torch.device("cpu"), 0)
-    return SnapshotModel(backbone, snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))
+    return SnapshotModel(backbone, bank, snapshot)
 
 
 def on_main(bank: Bank, snapshot: Snapshot) -> Snapshot:

@@ -25,7 +25,7 @@ from raycl.config.trust import Permissions
 from raycl.errors import BankError, counted
 from raycl.retrieval.routers import router_class
 from raycl.run.banks import bank_at, find_bank
-from raycl.serve.snapshots.snapshot_model import backbone_of, router_of
+from raycl.serve.snapshots.parts import backbone_of, router_of
 from raycl.storage import Storage
 from raycl.training.records.journal import last_attempt, read_state
 

@@ -9,28 +9,26 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from raycl import config as configs
-from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bank.routers import get_router, put_router
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.bank.training_state import get_state, put_state
 from raycl.config.trust import NONE_GIVEN, Permissions
-from raycl.data.stream import Stream, StreamConfig, open_stream
+from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import BankError
 from raycl.eval.settings import EvalConfig
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class
 from raycl.retrieval.routers import without
 from raycl.run.start import settings_by_task
+from raycl.serve.offline import OfflineModel, settings_here
+from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.recorded_data import recorded_data
 from raycl.serve.snapshots.scores import score_snapshot
-from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.training.records.bank_start import PARAMETERS, adapters_of_task, without_task
 from raycl.types import Score
 
@@ -146,14 +144,7 @@ def evaluate(
     wanted = {task.name for task in stream.tasks if stream.has_data(task)} & {info.name for info in snapshot.tasks}
     wanted -= {without}
     log.info("snapshot %d:", snapshot.number)
-    config = backbone_of(snapshot, backbone or None, permissions)
-    router = router_of(bank, snapshot, permissions)
-    model = SnapshotModel(_backbone(config, stream), snapshot, adapters_of(bank, snapshot), router)
     settings = configs.validate(EvalConfig, tree["eval"])
-    return score_snapshot(model, stream, [task for task in stream.tasks if task.name in wanted], settings)
-
-
-def _backbone(config: BackboneConfig, stream: Stream) -> Backbone:
-    codec = load_codec(config, *stream.token_limits)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return load_backbone(config, codec, device, 0)
+    given = {"backbone": backbone or None, "max_batch": settings.batch_size, **asdict(permissions)}
+    with OfflineModel.open(bank, snapshot, ServeConfig(**settings_here(bank), **given)) as model:
+        return score_snapshot(model, stream, [task for task in stream.tasks if task.name in wanted], settings)

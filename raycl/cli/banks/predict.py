@@ -94,7 +94,7 @@ def open_model(options: argparse.Namespace) -> OfflineModel:
     echo(f"loading snapshot {chosen[1].number} of {chosen[0].storage.uri}", file=sys.stderr, flush=True)
     from raycl.serve.offline import OfflineModel
 
-    return OfflineModel(*chosen)
+    return OfflineModel.open(*chosen)
 
 
 def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:

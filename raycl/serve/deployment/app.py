@@ -34,7 +34,7 @@ from raycl.serve.service import Answer, finished_text, labelled, routed, take
 from raycl.serve.settings import ServeConfig, at_bank
 from raycl.serve.snapshots.decisions import decide_first
 from raycl.serve.snapshots.gate_actor import GateActor, poll_gate
-from raycl.serve.snapshots.snapshot_model import backbone_of
+from raycl.serve.snapshots.parts import backbone_of
 from raycl.serve.upstream.choice import open_choice
 from raycl.serve.upstream.export import read_record
 from raycl.serve.upstream.web import make_front_web

@@ -26,7 +26,7 @@ from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import readable_snapshot, wanted_snapshots
 from raycl.serve.snapshots.manager import SnapshotManager
-from raycl.serve.snapshots.snapshot_model import backbone_of
+from raycl.serve.snapshots.parts import backbone_of
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import EngineRequest
 from raycl.serve.errors import InvalidRequestError
-from raycl.serve.snapshots.snapshot_model import heads_of
+from raycl.serve.snapshots.parts import heads_of
 from raycl.types import Mixture
 
 RoutePrompts = Callable[[LoadedSnapshot, Sequence[EngineRequest], Sequence[str]], Mixture]

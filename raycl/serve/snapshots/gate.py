@@ -8,23 +8,20 @@ What it does not know: what is decided by the result.
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raycl.backbone import Backbone
 from raycl.data.stream import Stream
 from raycl.errors import BankError
 from raycl.eval.settings import EvalConfig
-from raycl.generation.requests import Event, Failed, LabelScores, Sampling, TextDelta
 from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-from raycl.serve.engine.requests import AdapterSelection, EngineRequest
+from raycl.serve.offline import OfflineModel
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.earlier_rows import earlier_rows, stream_of
 from raycl.serve.snapshots.scores import score_snapshot
-from raycl.types import Batch, Score, Task
+from raycl.types import Score, Task
 
 log = logging.getLogger("raycl")
 
@@ -97,12 +94,12 @@ def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False)
         _check_rows(stream, tasks, learned, config)
         tasks = [task for task in tasks if stream.has_data(task)]
         earlier, revised, gone = earlier_rows(active.snapshot, newer.snapshot, stream, config)
-        settings = EvalConfig(split=config.gate.split, batch_size=config.max_batch)
+        settings = EvalConfig(split=config.gate.split, instruction="chosen")  # as an endpoint answers texts alone
         rows = {task.name: f" (rows of snapshot {candidate})" for task in revised}
         old_rows = f" (rows of snapshot {active.snapshot.number})"
 
         def scores(loaded: LoadedSnapshot, tasks: Sequence[Task]) -> dict[str, Score]:
-            model = EngineModel(engine, loaded)
+            model = OfflineModel(engine, loaded)
             now = score_snapshot(model, stream, tasks, settings)
             if revised:
                 log.info("snapshot %d, on the rows of snapshot %d:", loaded.snapshot.number, active.snapshot.number)
@@ -136,43 +133,3 @@ def _check_rows(stream: Stream, tasks: Sequence[Task], learned: set[str], config
             f"{', '.join(empty)}: no {split} rows to evaluate on; train with stream.dev_fraction above 0, or set "
             "gate.split=test"
         )
-
-
-class EngineModel:
-    """A loaded snapshot behind the engine."""
-
-    def __init__(self, engine: Engine, loaded: LoadedSnapshot) -> None:
-        self.engine, self.loaded = engine, loaded
-        self.backbone: Backbone = engine.model.backbone
-
-    def predict(
-        self,
-        batch: Batch,
-        texts: Sequence[str],
-        tasks: Sequence[str] | None,
-        limit: int,
-        is_chat: bool = False,
-        alone: bool = True,
-    ) -> list[str]:
-        """One answer per example, requested by the text alone, fill-ups too."""
-        sampling = None if self.backbone.codec.needs_labels else Sampling(limit)
-        boxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in texts]
-        for place, (text, box) in enumerate(zip(texts, boxes, strict=True)):
-            selection = AdapterSelection(task=tasks[place] if self.loaded.asks_for_task and tasks else None)
-            self.engine.submit(
-                EngineRequest(text or " ", box.put, sampling, loaded=self.loaded, selection=selection, is_chat=is_chat)
-            )
-        return [self._answer(box) for box in boxes]
-
-    def _answer(self, box: queue.SimpleQueue[Event]) -> str:
-        text = ""
-        while True:
-            event = box.get()
-            if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, LabelScores):
-                return next(iter(event.scores))
-            if isinstance(event, TextDelta):
-                text += event.text
-                if event.finish is not None:
-                    return text.strip()

@@ -28,7 +28,7 @@ from raycl.serve.engine.requests import FAILURES
 from raycl.serve.errors import UnavailableError
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import wanted_snapshots
-from raycl.serve.snapshots.snapshot_model import adapters_of, router_of
+from raycl.serve.snapshots.parts import adapters_of, router_of
 from raycl.storage.records import Stamp
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from raycl.errors import ConfigError, RayclError
 from raycl.retrieval.routers import router_class
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.snapshot_model import adapters_of, router_of
+from raycl.serve.snapshots.parts import adapters_of, router_of
 from raycl.serve.upstream.export import ExportRecord, read_record
 
 

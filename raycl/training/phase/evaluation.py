@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,15 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raycl.data.conversation import last_contents
 from raycl.data.loader import eval_batches
-from raycl.data.tokens import Split, TokenTable
-from raycl.eval.evaluator import Predictions, evaluate, predict_share
+from raycl.data.tokens import Split
 from raycl.eval.language import score_texts
-from raycl.eval.metrics import NEED_SOURCES
 from raycl.generation.answer_batch import AnswerBatch, Prompts, answers_continuously
 from raycl.generation.answers import predict
 from raycl.methods.base import activate
+from raycl.scoring.scored_task import Predictions, ScoredTask, line_of, merge, predict_share
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.adaptation import answer_each
@@ -200,16 +197,15 @@ def _scored(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict
 
 def _generated(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict[str, Predictions]:
     """This worker's answers to all tasks, decoded in one continuous batch."""
-    backbone, settings, method = context.backbone, context.evaluation, context.method
-    decoder = AnswerBatch(backbone, partial(activate, method), settings.batch_size)
+    backbone, method = context.backbone, context.method
+    decoder = AnswerBatch(backbone, partial(activate, method), context.evaluation.batch_size)
 
     def prompts() -> Iterator[Prompts]:
         for task in tasks:
-            table = _opened(context, task, row)
-            start = table.common_start() if row.alone is None else []
-            allowed = tuple(map(tuple, _allowed_labels(context, task).values()))
-            limit = settings.max_new_tokens or context.stream.limits(task, backbone.codec).target
-            for batch in _batches(context, task, table, row, decoder.read_rows):
+            scored = _opened(context, task, row)
+            start = scored.table.common_start() if row.alone is None else []
+            allowed, limit = tuple(map(tuple, scored.allowed.values())), scored.limit
+            for batch in _batches(context, scored, row, decoder.read_rows):
                 real = int((batch.rows >= 0).sum())  # the last ones of a worker may be fill-ups, without an answer
                 if real:
                     batch, mixture = _read(context, task, batch.first(real).to(row.world.device), row)
@@ -223,78 +219,62 @@ def _generated(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> d
 
 def _predicted(context: TrainingContext, task: Task, row: _Pass) -> Predictions:
     """This worker's answers, batch by batch."""
-    settings = context.evaluation
-    limit = settings.max_new_tokens or context.stream.limits(task, context.backbone.codec).target
-    batches = _batches(context, task, _opened(context, task, row), row, settings.batch_size)
-    with _allow_labels(context, task):
+    scored, backbone = _opened(context, task, row), context.backbone
+    batches, limit = _batches(context, scored, row, context.evaluation.batch_size), scored.limit
+    backbone.allowed_labels = scored.allowed
+    try:
         return predict_share(batches, lambda batch: _answers(context, task, batch.to(row.world.device), limit, row))
+    finally:
+        backbone.allowed_labels = {}
 
 
-def _opened(context: TrainingContext, task: Task, row: _Pass) -> TokenTable:
+def _task(context: TrainingContext, task: Task, row: _Pass) -> ScoredTask:
+    return ScoredTask(context.stream, task, context.evaluation, context.backbone.codec, row.split)
+
+
+def _opened(context: TrainingContext, task: Task, row: _Pass) -> ScoredTask:
     """The task's rows, with their sentence embeddings computed by all workers together. Collective."""
     row.before(task.name)
-    table, encoder = _table(context, task, row), context.method.encoder
+    scored, encoder = _task(context, task, row), context.method.encoder
     if encoder is not None and not row.is_bare:
-        texts = table.texts(range(len(table)))
-        if row.alone is not None:
-            texts = [row.alone.seen(text, task) for text in texts]
+        texts = scored.texts if row.alone is None else [row.alone.seen(text, task) for text in scored.texts]
         encoder.embed_all(texts, (row.world.rank, row.world.size), row.world.gather)
-    return table
+    return scored
 
 
-def _table(context: TrainingContext, task: Task, row: _Pass) -> TokenTable:
-    settings, codec = context.evaluation, context.backbone.codec
-    if row.split is not None:
-        return context.stream.table(task, row.split, codec)
-    return context.stream.scored(task, settings.split, codec, settings.subsample)
-
-
-def _batches(context: TrainingContext, task: Task, table: TokenTable, row: _Pass, size: int) -> Iterator[Batch]:
+def _batches(context: TrainingContext, scored: ScoredTask, row: _Pass, size: int) -> Iterator[Batch]:
     """This worker's share of a task's rows."""
     codec, reads = context.backbone.codec, context.method.needs_texts or row.alone is not None
     objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
-    batches = eval_batches(table, None, row.world.rank, row.world.size, size, codec.pad_id, reads, objective)
-    return map(_without_task, batches) if task in context.stream.unseen else batches
+    batches = eval_batches(scored.table, None, row.world.rank, row.world.size, size, codec.pad_id, reads, objective)
+    return map(_without_task, batches) if scored.task in context.stream.unseen else batches
 
 
 def _cell(context: TrainingContext, task: Task, share: Predictions, row: _Pass) -> Score:
     """One cell, of all workers' answers. Collective."""
-    world, settings, table = row.world, context.evaluation, _table(context, task, row)
-    references = table.references(range(len(table)))
-    others = {label for other in context.stream.tasks if other is not task for label in other.labels or ()}
-    answers, cell = evaluate(
-        task,
-        share,
-        references,
-        others,
-        world.gather,
-        sources=last_contents(table.texts(range(len(table)))) if task.metric in NEED_SOURCES else (),
-        off_task_is_wrong=settings.off_task == "wrong",
-        with_interval=settings.subsample is not None,
-    )
-    cell.extra |= {"truncated_sources": float(table.truncated_sources)}
-    if world.is_first and row.storage is not None:
-        off = f", {cell.extra['off_task']:g} off task" if cell.extra.get("off_task") else ""
-        limits = f", 95 % interval {cell.extra['low']:.1f} to {cell.extra['high']:.1f}" if "low" in cell.extra else ""
-        log.info("    %-36s %5.1f  (%d examples%s%s)", task.name, cell.value, cell.count, limits, off)
-        if settings.save_predictions:
+    scored = _task(context, task, row)
+    answers = merge(row.world.gather(share), len(scored.table))
+    cell = scored.score(answers)
+    if row.world.is_first and row.storage is not None:
+        log.info("%s", line_of(task.name, cell))
+        if context.evaluation.save_predictions:
             name = f"predictions/{row.folder}/{task.name}.jsonl"
-            row.storage.write(name, _jsonl(table.texts(range(len(table))), references, answers))
+            row.storage.write(name, _jsonl(scored.texts, scored.references, answers))
     return cell
 
 
 def _text_score(context: TrainingContext, task: Task, row: _Pass) -> Score:
     """Where texts themselves are learned."""
-    table = _opened(context, task, row)
-    batches = _batches(context, task, table, row, context.evaluation.batch_size)
+    scored = _opened(context, task, row)
+    batches = _batches(context, scored, row, context.evaluation.batch_size)
 
     def read(batch: Batch) -> Tensor:
         batch = batch.to(row.world.device)
         with activate(context.method, _route(context, task, batch, row)):
             return context.backbone.read(batch).cpu()
 
-    cell = score_texts(batches, read, len(table), row.world.gather)
-    cell.extra |= {"truncated_sources": float(table.truncated_sources)}
+    cell = score_texts(batches, read, len(scored.table), row.world.gather)
+    cell.extra |= {"truncated_sources": float(scored.table.truncated_sources)}
     if row.world.is_first and row.storage is not None:
         values = (task.name, cell.value, cell.extra["perplexity"], cell.extra["tokens"])
         log.info("    %-36s %5.1f  (perplexity %.4g, %d tokens)", *values)
@@ -304,22 +284,6 @@ def _text_score(context: TrainingContext, task: Task, row: _Pass) -> Score:
 def _without_task(batch: Batch) -> Batch:
     """The batch as of no task, for tasks that the method cannot know."""
     return replace(batch, tasks=("",) * len(batch.tasks))
-
-
-@contextmanager
-def _allow_labels(context: TrainingContext, task: Task) -> Iterator[None]:
-    """Restrict answers to the task's own labels, if `eval.labels` is `task`."""
-    context.backbone.allowed_labels = _allowed_labels(context, task)
-    try:
-        yield
-    finally:
-        context.backbone.allowed_labels = {}
-
-
-def _allowed_labels(context: TrainingContext, task: Task) -> dict[str, list[int]]:
-    """The task's labels with their ids, if `eval.labels` is `task`."""
-    labels = (task.labels or ()) if context.evaluation.labels == "task" else ()
-    return dict(zip(labels, context.stream.answer_ids(task, labels, context.backbone.codec), strict=True))
 
 
 def _answers(context: TrainingContext, task: Task, batch: Batch, limit: int, row: _Pass) -> list[str]:

@@ -19,7 +19,7 @@ from raycl.data.loader import eval_batches
 from raycl.methods.base import Method, activate_batch
 from raycl.methods.lora.olora import OLora, abssum
 from raycl.run.assembly import build
-from raycl.serve.snapshots.snapshot_model import backbone_of
+from raycl.serve.snapshots.parts import backbone_of
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.training_context import TrainingContext

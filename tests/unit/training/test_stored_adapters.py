@@ -29,7 +29,13 @@ from raycl.types import AdapterState, Mixture
 
 WIDTH, RANK = 16, 2
 NAMES = ("one", "two", "three")
-VALUES = {"labels": [], "task": "", "trainable_labels": [], "learned": [[name, []] for name in NAMES]}
+VALUES = {
+    "labels": [],
+    "task": "",
+    "trainable_labels": [],
+    "learned": [[name, []] for name in NAMES],
+    "owners": [[name, [name]] for name in NAMES],
+}
 shared_or_own = pytest.mark.parametrize("shared", [None, lambda storage: Bank(storage)], ids=["own", "shared"])
 
 

@@ -1,4 +1,4 @@
-"""A snapshot as a model: routed, mixed and answered by the same layers as in training.
+"""What a snapshot is opened with: its backbone, its router, its adapters, and whose label head answers.
 
 What it does not know: which method learned the snapshot, where requests come from.
 """
@@ -10,79 +10,16 @@ from dataclasses import asdict
 from typing import Any
 
 from raycl.adapters.stack import Source
-from raycl.backbone import Backbone, BackboneConfig, identity
+from raycl.backbone import BackboneConfig, identity
 from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import ObjectReader
 from raycl.bank.routers import get_router
 from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
 from raycl.errors import BankError
-from raycl.generation.answers import predict
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.retrieval.router import Router
 from raycl.retrieval.routers import make_router
-from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
-from raycl.types import Batch, Mixture
-
-
-class SnapshotModel:
-    """Answers texts with a snapshot's adapters."""
-
-    def __init__(
-        self, backbone: Backbone, snapshot: Snapshot, source: Source, router: Router, max_loaded_rows: int | None = None
-    ) -> None:
-        """Attach the snapshot's adapters to `backbone`.
-
-        Args:
-            source: name of an adapter -> what it holds (`adapters_of`, or an object-store cache).
-            router: of the snapshot (`router_of`).
-            max_loaded_rows: ranks of adapters on the device at once; None: no limit.
-
-        Raises:
-            BankError: see `MultiSnapshotModel.add`.
-        """
-        self.backbone, self.snapshot, self.router = backbone, snapshot, router
-        self.model = MultiSnapshotModel(backbone, max_loaded_rows)
-        self.loaded = LoadedSnapshot.of(snapshot, router, source)
-        self.model.add(self.loaded)
-
-    def predict(
-        self,
-        batch: Batch,
-        texts: Sequence[str],
-        tasks: Sequence[str] | None,
-        limit: int,
-        is_chat: bool = False,
-        alone: bool = False,
-    ) -> list[str]:
-        """One answer per example.
-
-        Args:
-            texts: what is routed, one per example. tasks: where they are known.
-            limit: tokens of a generated answer.
-            is_chat: the texts stand for conversations.
-            alone: texts are read by themselves, as at an endpoint, unless that asks for their tasks; else in the
-                prompts of the batch.
-
-        Raises:
-            BankError: the router needs what is not given, or an adapter is damaged.
-        """
-        rule = self.loaded.head_rule
-        heads = heads_of(self.loaded, tasks) if rule == "label_count" else ()
-        if alone and not self.loaded.asks_for_task:
-            readings = [self.loaded.reading(text, is_chat) for text in texts]
-            batch, mixture = self.loaded.read(batch, readings, self._routed, self.backbone.codec, self.snapshot)
-        else:
-            mixture = self._mixture(batch, texts, tasks)
-        with self.model.activate(mixture, rule, heads):
-            return predict(self.backbone, batch, limit)
-
-    def _routed(self, batch: Batch) -> Mixture:
-        return self._mixture(batch, batch.texts, None)
-
-    def _mixture(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        if self.loaded.reads_prompts:
-            return self.model.route_embeddings(self.loaded, batch.source_ids, batch.source_mask, tasks)
-        return self.loaded.mixture(texts, tasks)
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 
 
 def heads_of(loaded: LoadedSnapshot, tasks: Sequence[str] | None) -> list[str]:

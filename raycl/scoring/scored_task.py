@@ -1,0 +1,123 @@
+"""The rows of a task that are answered, and their score: the same for the workers of a run and for an engine.
+
+What it does not know: who answers, routers, where scores are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from raycl.bank.manifest import TaskInfo
+from raycl.data.conversation import last_contents
+from raycl.data.stream import Stream
+from raycl.data.tokens import Split, TokenTable
+from raycl.errors import counted
+from raycl.eval.metrics import NEED_SOURCES, score
+from raycl.eval.settings import EvalConfig
+from raycl.types import Batch, Score, Task, TextCodec
+
+Predictions = list[tuple[int, str]]
+"""Row and answer."""
+
+
+@dataclass(frozen=True)
+class ScoredTask:
+    """A task's rows, and what their answers must be.
+
+    Attributes:
+        split: None: as configured, which is sampled where `eval.subsample` is set.
+    """
+
+    stream: Stream
+    task: Task
+    settings: EvalConfig
+    codec: TextCodec
+    split: Split | None = None
+
+    @cached_property
+    def table(self) -> TokenTable:
+        """Its rows."""
+        if self.split is not None:
+            return self.stream.table(self.task, self.split, self.codec)
+        return self.stream.scored(self.task, self.settings.split, self.codec, self.settings.subsample)
+
+    @property
+    def texts(self) -> list[str]:
+        """Of its rows, without prompts."""
+        return self.table.texts(range(len(self.table)))
+
+    @property
+    def references(self) -> Sequence[Sequence[str]]:
+        """Accepted answers of each row."""
+        return self.table.references(range(len(self.table)))
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a generated answer at most."""
+        return self.settings.max_new_tokens or self.stream.limits(self.task, self.codec).target
+
+    @property
+    def allowed(self) -> dict[str, list[int]]:
+        """The task's labels with their ids, if `eval.labels` is `task`: the only answers."""
+        labels = (self.task.labels or ()) if self.settings.labels == "task" else ()
+        return dict(zip(labels, self.stream.answer_ids(self.task, labels, self.codec), strict=True))
+
+    def score(self, answers: Sequence[str]) -> Score:
+        """The score of an answer to each row."""
+        others = {label for other in self.stream.tasks if other is not self.task for label in other.labels or ()}
+        sources = last_contents(self.texts) if self.task.metric in NEED_SOURCES else ()
+        found = score_answers(self.task, answers, self.references, sources, others, self.settings)
+        return replace(found, extra={**found.extra, "truncated_sources": float(self.table.truncated_sources)})
+
+
+def score_answers(
+    task: Task | TaskInfo,
+    answers: Sequence[str],
+    references: Sequence[Sequence[str]],
+    sources: Sequence[str],
+    other_labels: Collection[str],
+    settings: EvalConfig,
+) -> Score:
+    """The score of answers to texts, by the task's own metric.
+
+    Args:
+        sources: the texts, for metrics that compare with them (`NEED_SOURCES`).
+        other_labels: label words of other tasks, which count as off-task answers.
+        settings: of the run that learned the task.
+    """
+    return score(
+        task.metric,
+        answers,
+        references,
+        task.labels,
+        other_labels,
+        sources=sources,
+        off_task_is_wrong=settings.off_task == "wrong",
+        with_interval=settings.subsample is not None,
+    )
+
+
+def line_of(task: str, found: Score) -> str:
+    """A score as logs show it."""
+    extra = found.extra
+    off = f", {extra['off_task']:g} off task" if extra.get("off_task") else ""
+    limits = f", 95 % interval {extra['low']:.1f} to {extra['high']:.1f}" if "low" in extra else ""
+    return f"    {task:<36} {found.value:5.1f}  ({counted(found.count, 'example')}{off}{limits})"
+
+
+def predict_share(batches: Iterable[Batch], predict: Callable[[Batch], list[str]]) -> Predictions:
+    """A worker's answers; fill-ups are computed, so that workers stay in step, and dropped."""
+    answers: Predictions = []
+    for batch in batches:
+        texts = predict(batch)
+        answers += [(row, text) for row, text in zip(batch.rows.tolist(), texts, strict=True) if row >= 0]
+    return answers
+
+
+def merge(shares: Iterable[Predictions], count: int) -> list[str]:
+    """All workers' answers in row order."""
+    answers: Mapping[int, str] = dict(pair for share in shares for pair in share)
+    assert sorted(answers) == list(range(count)), f"{len(answers)} answers for {count} rows"
+    return [answers[row] for row in range(count)]
