@@ -56,15 +56,15 @@ class PublishedRouter:
         values = dict(done.router)
         owners = {name: tuple(tasks) for name, tasks in values.pop("owners")}
         state = RouterState(**values, tensors=dict(under(f"{PUBLISHED}/", done.frozen_state)))
-        encoders = () if method.encoder is None else (method.encoder,)
-        if state.encoder is not None:  # the run's own, wherever it is: a bank's record has nothing loaded
-            if state.encoder_sha256 not in (one.fingerprint for one in encoders):
+        own = method.encoder
+        if state.encoder is not None:  # the run's own, wherever it is: nothing that a bank names is loaded
+            if own is None or own.fingerprint != state.encoder_sha256:
                 raise RetrievalError(
                     f"the router was made with the sentence encoder of hash {state.encoder_sha256[:12]}, and the run "
                     "has another one: name the original in method.encoder"
                 )
-            state = replace(state, encoder=encoders[0].config.model_dump(mode="json"))
-        return PublishedRouter(method, make_router(state, owners, encoders), owners)
+            state = replace(state, encoder=own.config.model_dump(mode="json"))
+        return PublishedRouter(method, make_router(state, owners, () if own is None else (own,)), owners)
 
     @torch.no_grad()
     def mixture(self, batch: Batch, task: str | None = None) -> Mixture:

@@ -19,7 +19,7 @@ from raycl.errors import BackboneError, BankError, ConfigError, RetrievalError
 from raycl.pretrained import fingerprint_of, only_pickled
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.routers import make_router
-from raycl.serve.snapshots.snapshot_model import router_of
+from raycl.serve.snapshots.parts import router_of
 from raycl.types import RouterState
 
 TEXTS = ["the sky is blue", "it purrs"]
