@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.retrieval.router import Router
@@ -21,6 +19,8 @@ def route_batch(
 ) -> Mixture:
     """The mixture of each text of a batch.
 
+    Other texts may be decoded under their mixture meanwhile, which must not reach what a router reads of prompts.
+
     Args:
         batch: with its texts, for routers that read them.
         tasks: of the texts where they are known.
@@ -28,24 +28,9 @@ def route_batch(
     Raises:
         BankError: the router needs the tasks, or does not know one. RetrievalError: it is of another backbone.
     """
-    if {"embeddings", "hidden_states"} & router.needs:
-        return route_prompts(router, backbone, stack, batch.source_ids, batch.source_mask, tasks)
-    return router.route(batch.texts or ("",) * len(batch), tasks)
-
-
-def route_prompts(
-    router: Router,
-    backbone: Backbone,
-    stack: AdapterStack,
-    ids_BL: Tensor,
-    mask_BL: Tensor,
-    tasks: Sequence[str] | None = None,
-) -> Mixture:
-    """The mixture of each prompt, for routers that read prompts.
-
-    Other texts may be decoded under their mixture meanwhile, which must not reach these states.
-    """
-    is_deep = "hidden_states" in router.needs
+    if not {"embeddings", "hidden_states"} & router.needs:
+        return router.route(batch.texts or ("",) * len(batch), tasks)
+    ids_BL, mask_BL, is_deep = batch.source_ids, batch.source_mask, "hidden_states" in router.needs
     with stack.mixture_aside():
         found = backbone.hidden_states(ids_BL, mask_BL) if is_deep else backbone.embedded(ids_BL)
     return router.route_embeddings(found, mask_BL, tasks)

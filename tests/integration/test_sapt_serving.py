@@ -13,6 +13,7 @@ from raycl import config as configs
 from raycl.cli import main
 from raycl.data.loader import eval_batches
 from raycl.generation.requests import Sampling
+from raycl.generation.routing import route_batch
 from raycl.launch.page.server import RunReader
 from raycl.launch.worker import CONFIG
 from raycl.report.tables import matrix_table
@@ -31,7 +32,7 @@ def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
             evaluated = evaluated_by(done).mixture(batch)
             weights = dict(zip(evaluated.names, evaluated.weights[0].tolist(), strict=True))
-            mixture = model.model.route_embeddings(model.loaded, batch.source_ids, batch.source_mask)
+            mixture = model.loaded.named(route_batch(model.router, model.backbone, model.model.stack, batch))
             names = [model.loaded.names[key] for key in mixture.names]
             assert dict(zip(names, mixture.weights[0].tolist(), strict=True)) == pytest.approx(weights, abs=1e-6)
             expected[table.texts(batch.rows.tolist())[0]] = weights

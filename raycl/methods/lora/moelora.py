@@ -25,7 +25,6 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
@@ -33,9 +32,9 @@ from raycl.backbone.roles import linear_names
 from raycl.methods.base import Learned, Method, check_prompts, in_head, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.lora import LoraSettings, as_peft_draws
+from raycl.methods.prompts.queries import Queries
 from raycl.methods.trained_adapters import head_adapter
 from raycl.retrieval.experts import ExpertGate, router_state
-from raycl.retrieval.prompt_pool import mean_pooled
 from raycl.types import Batch, Mixture, Phase, Task
 
 
@@ -65,6 +64,7 @@ class MoeLora(Method):
         width = int(backbone.model.config.hidden_size)
         self.gate = self.router_module = ExpertGate(names, width, seed, backbone.device)
         backbone.add_module("expert_gate", self.gate)
+        self._queries = Queries(backbone, self.stack)
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Every task has prompts.
@@ -83,12 +83,7 @@ class MoeLora(Method):
 
     def route(self, batch: Batch) -> Mixture:
         """All experts, by each example's query."""
-        return Mixture(self.gate.names, self.gate(self._query(batch)))
-
-    def _query(self, batch: Batch) -> Tensor:
-        """`[B, D]`."""
-        assert self.stack.plan is None, "queries are the frozen model's own: a mixture is active"
-        return mean_pooled(self.backbone.hidden_states(batch.source_ids, batch.source_mask), batch.source_mask)
+        return Mixture(self.gate.names, self.gate(self._queries(batch)))
 
     def end_task(self, context: TaskContext) -> Learned:
         """Every expert as an adapter, and the label head as one that is active for every text."""

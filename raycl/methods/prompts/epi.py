@@ -32,9 +32,9 @@ from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.lora import as_peft_draws
 from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.prompts.queries import Queries
 from raycl.retrieval.class_gaussians import COVARIANCE, MEANS, SAMPLE, ClassGaussians, ClassStatistics
 from raycl.retrieval.out_of_distribution import sample_rows
-from raycl.retrieval.prompt_pool import mean_pooled
 from raycl.types import Batch, Mixture, RouterState, Task
 
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -130,6 +130,7 @@ class Epi(PerTaskAdapter):
         )
         self.needs_texts = True  # evaluation reports the choices by task
         self.gaussians = ClassGaussians(config.ridge)
+        self._queries = Queries(backbone, self.stack)
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Tasks are identified by their classes.
@@ -158,12 +159,6 @@ class Epi(PerTaskAdapter):
     def route(self, batch: Batch) -> Mixture:
         """The task's own adapter."""
         return Mixture.same({self._task: 1.0}, len(batch))
-
-    def _queries(self, batch: Batch) -> Tensor:
-        """`[B, D]`: the frozen backbone's hidden states, averaged over each text."""
-        assert self.stack.plan is None, "queries are the frozen model's own: a mixture is active"
-        states_BLD = self.backbone.hidden_states(batch.source_ids, batch.source_mask)
-        return mean_pooled(states_BLD, batch.source_mask)
 
     # ---- the end of a task -----------------------------------------------------------------------------------
 

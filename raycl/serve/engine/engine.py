@@ -26,6 +26,7 @@ from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
 from raycl.generation.continuous_batch import OVERFLOW, ContinuousBatch, PreparedRequest
 from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started
+from raycl.generation.routing import route_batch
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.requests import CLOSED, FAILURES, EngineRequest, is_last
 from raycl.serve.engine.routing import head_of, mixtures_of, ood_score_of, template_of
@@ -317,7 +318,7 @@ class Engine:
         batch = batch_of(ids, self.model.backbone.codec.pad_id).to(self.model.backbone.device)
         self._texts.deactivate()  # hidden states are read without the adapters of texts that are being decoded
         given = [own for request in requests if (own := request.selection.task) is not None]  # all give one, or none
-        return self.model.route_embeddings(loaded, batch.source_ids, batch.source_mask, given or None)
+        return loaded.named(route_batch(loaded.router, self.model.backbone, self.model.stack, batch, given or None))
 
     def _with_prompt(self, request: EngineRequest, mixture: Mixture) -> RoutedPrompt:
         """With the prompt of the request's task, else of the task with the largest weight (`template_of`)."""

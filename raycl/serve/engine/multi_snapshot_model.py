@@ -26,7 +26,6 @@ from raycl.backbone.roles import query_of
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
-from raycl.generation.routing import route_prompts
 from raycl.generation.task_prompts import TaskPrompts, check_templates
 from raycl.retrieval.router import Router, heads_of_tasks
 from raycl.serve.errors import UnavailableError
@@ -270,16 +269,6 @@ class MultiSnapshotModel:
             return source(name)
         except (BankError, StorageError) as error:
             raise UnavailableError(f"adapter {key} cannot be loaded: {error}") from error
-
-    def route_embeddings(
-        self, loaded: LoadedSnapshot, ids_BL: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None
-    ) -> Mixture:
-        """The mixture of each prompt, for routers that need embeddings; see `LoadedSnapshot.mixture`.
-
-        Args:
-            tasks: of each prompt where it is known.
-        """
-        return loaded.named(route_prompts(loaded.router, self.backbone, self.stack, ids_BL, mask_BL, tasks))
 
     def ahead(self, loaded: LoadedSnapshot) -> list[str]:
         """The first adapters of a snapshot, up to `AHEAD_BYTES`: they are prefetched."""
