@@ -31,13 +31,13 @@ from raycl.storage import Storage
 from raycl.storage.records import MAX_BYTES, fields_of, seal, unseal
 from raycl.storage.unfinished import Buffer
 from raycl.training.distributed import is_shared_out, whole
-from raycl.training.records.schema import Natural, Publication
+from raycl.training.records.schema import Natural, Publication, RouterRecord
 from raycl.training.records.tensor_objects import TensorObjects
 
 FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.safetensors"
 MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
-FORMAT = 7
+FORMAT = 8
 PYTORCH = {"format": "pt"}
 """What `transformers` looks for in a header."""
 
@@ -122,6 +122,7 @@ class _Manifest:
     spent: dict[str, int | float]
     published: Publication
     modifiers: dict[str, Any]
+    router: RouterRecord
     objects: dict[str, ObjectInfo]
     sha256: dict[FolderName, Sha256]
     places: dict[FolderName, dict[str, tuple[Natural, Natural | list[Natural]]]]
@@ -245,7 +246,7 @@ def read_checkpoint(
         TensorGroups(groups),
         manifest.modifiers,
         files.get(SNAPSHOT, b""),
-        manifest["router"],
+        manifest.router,
     )
 
 

@@ -26,6 +26,16 @@ class _Published(TypedDict, total=False):
     adapters: dict[str, Natural]
 
 
+class _Router(TypedDict, total=False):
+    """The router of a phase but for its tensors; {}: it has none. `owners`: pairs of an adapter and its tasks."""
+
+    kind: str
+    settings: dict[str, Any]
+    encoder: dict[str, Any] | None
+    encoder_sha256: str
+    owners: list[tuple[str, list[str]]]
+
+
 class _Times(TypedDict):
     """Times of a phase, and its name."""
 
@@ -76,3 +86,4 @@ class _CheckedAs:
 PhaseRecord = Annotated[dict[str, Any], _CheckedAs(_Phase)]
 AttemptRecord = Annotated[dict[str, Any], _CheckedAs(_Attempt)]
 Publication = Annotated[dict[str, Any], _CheckedAs(_Published)]
+RouterRecord = Annotated[dict[str, Any], _CheckedAs(_Router)]
