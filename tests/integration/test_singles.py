@@ -6,19 +6,23 @@ In this process; that workers make it is the sweep's business (tests/ray/test_sw
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import KINDS, damaged
 from tiny import Lab, run, trace
 
 from raycl import config as configs
 from raycl.errors import ConfigError
+from raycl.launch import driver
 from raycl.run.checks import read_singles
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.sweep.trials.single_tasks import FOLDER, separate_key, separate_tree, singles_of
+from raycl.storage.records import seal
+from raycl.sweep.trials.single_tasks import FOLDER, separate_key, separate_tree, singles_of, write_pointer
 
 
 @pytest.mark.parametrize(
@@ -36,7 +40,7 @@ def test_single_task_scores_are_reused(lab: Lab, tmp_path: Path, method: Any, mo
     tree = separate_tree(trial)
     root = Storage.at(tmp_path / FOLDER)
     run(configs.validate(RunConfig, tree), root.sub("alone"))
-    root.write_json(f"{separate_key(tree)}.json", {"run": "alone"})
+    write_pointer(root, separate_key(tree), "alone")
 
     singles = read_singles(singles_of(trial, str(tmp_path)))
     assert singles is not None and set(singles) == {str(task["name"]) for task in lab.tasks}
@@ -44,6 +48,29 @@ def test_single_task_scores_are_reused(lab: Lab, tmp_path: Path, method: Any, mo
     orders["stream"]["tasks"] = orders["stream"]["tasks"][::-1]
     if not modifiers:
         assert read_singles(singles_of(configs.validate(RunConfig, orders), str(tmp_path))) == singles
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "newer"])
+def test_a_damaged_pointer_is_written_again(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """One of other settings would give other trials' scores, and so another FWT."""
+    trained: list[Any] = []
+    monkeypatch.setattr(driver, "prepare", lambda config: config)
+    monkeypatch.setattr(driver, "train", lambda config, options: trained.append(config.output.name))
+    trials = [lab.config("bert", "lora", seed=seed) for seed in range(2)]
+    runs = [singles_of(trial, str(tmp_path)).eval.singles for trial in trials]
+    root = Storage.at(tmp_path / FOLDER)
+    path, other = (Path(root.path(f"{separate_key(separate_tree(trial))}.json")) for trial in trials)
+    whole = path.read_bytes()
+    newer = seal({**json.loads(whole)["record"], "format": 99})
+    bad = newer if kind == "newer" else damaged(whole, kind, other.read_bytes())
+    path.unlink()
+    if bad is not None:
+        path.write_bytes(bad)
+    assert singles_of(trials[0], str(tmp_path)).eval.singles == runs[0] != runs[1]
+    assert len(trained) == 3 and path.read_bytes() == whole and len(caplog.messages) == (kind != "gone")
+    assert singles_of(trials[0], str(tmp_path)).eval.singles == runs[0] and len(trained) == 3
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,37 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
 
 from raycl import __version__
 from raycl import config as configs
 from raycl.config import Tree
+from raycl.config.names import FolderName
+from raycl.errors import DamagedError, FormatError
 from raycl.launch import driver
 from raycl.methods.registry import WRAPPERS, method_class
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
+from raycl.storage.records import read_fields, seal
+
+log = logging.getLogger("raycl")
 
 FOLDER = "separate"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """Which run was made for the settings of a key."""
+
+    key: str
+    run: FolderName
+
+
+_POINTER = TypeAdapter(_Pointer)
 
 
 def separate_tree(config: RunConfig) -> Tree:
@@ -50,19 +71,40 @@ def singles_of(config: RunConfig, directory: str, options: driver.RunOptions | N
     Args:
         options: where it runs.
 
-    Two trials that need it at the same moment both make it; the first to finish is the one that counts.
+    Two trials that need it at the same moment both make it; the last to finish is the one that counts. A damaged
+    pointer, or one of other settings, is written again.
 
     Raises:
         RayclError: it fails.
     """
     tree = separate_tree(config)
     root = Storage.at(directory).sub(FOLDER)
-    pointer = f"{separate_key(tree)}.json"
-    if not root.exists(pointer):
-        name = f"{separate_key(tree)}-{config.output.name}"
+    key = separate_key(tree)
+    run = _known(root, key)
+    if run is None:
+        name = f"{key}-{config.output.name}"
         tree["output"] = {"dir": root.address, "name": name, "exists": "resume"}
         driver.train(driver.prepare(configs.validate(RunConfig, tree)), options)
-        root.write_json(pointer, {"run": name})
+        write_pointer(root, key, name)
+        run = name
     found = configs.as_tree(config)
-    found["eval"]["singles"] = root.sub(str(root.read_json(pointer)["run"])).address  # beside it, whatever it says
+    found["eval"]["singles"] = root.sub(run).address
     return configs.validate(RunConfig, found)
+
+
+def write_pointer(root: Storage, key: str, run: str) -> None:
+    """Record the finished run for settings of this key: the name of its folder beside the pointer."""
+    root.write(f"{key}.json", seal({"format": FORMAT, "key": key, "run": run}))
+
+
+def _known(root: Storage, key: str) -> str | None:
+    """Name of the run that was made for these settings; None: there is none, or the pointer to it is damaged."""
+    pointer = f"{key}.json"
+    try:
+        found = read_fields(root, pointer, FORMAT, _POINTER) if root.exists(pointer) else None
+        if found is not None and found.key != key:
+            raise DamagedError(f"'{root.uri}/{pointer}' is of other settings: it was moved")
+    except (DamagedError, FormatError) as error:
+        log.warning("tasks are trained alone again: %s", error)
+        return None
+    return None if found is None else found.run
