@@ -6,6 +6,7 @@ shown (`raycl.report.output_rows`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.config import Tree, trust
-from raycl.errors import ConfigError, RunError
+from raycl.errors import ConfigError, RunError, StorageError
 from raycl.launch.driver import run_in
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
+from raycl.storage.records import hashed, without_hash
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.output_probe import as_tree, large_outputs, probed_tasks
 from raycl.training.phase.routing import PublishedRouter
@@ -27,6 +29,8 @@ from raycl.training.records.journal import RunState
 from raycl.training.records.publish import open_bank
 from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.tensor_objects import TensorObjects
+
+log = logging.getLogger("raycl")
 
 FILE = "probe.json"
 
@@ -65,15 +69,24 @@ def probe(folder: str, settings: ProbeSettings, overrides: Sequence[str] = (), a
     storage, config, state = run_in(folder)
     wanted: Tree = {**asdict(settings), "layers": list(settings.layers), "overrides": list(overrides)}
     wanted |= {"phases": len(state.phases), "fingerprint": state.fingerprint}
-    if not again and storage.exists(FILE) and (found := storage.read_json(FILE)).get("settings") == wanted:
-        return dict(found)
+    if not again and (found := _kept(storage)).get("settings") == wanted:
+        return found
     tree = configs.as_tree(config)
     for override in overrides:
         configs.apply_override(tree, override)
     trust.require(trust.requested(tree), overrides, f"the run '{storage.uri}'", "")
     measured = {"settings": wanted, **_measured(configs.validate(RunConfig, tree), storage, state, settings)}
-    storage.write_json(FILE, measured)
+    storage.write_json(FILE, hashed(measured))
     return measured
+
+
+def _kept(storage: Storage) -> Tree:
+    """What was measured before; {} where nothing was, or its file is damaged."""
+    try:
+        return without_hash(storage.read_json(FILE), f"{storage.uri}/{FILE}") if storage.exists(FILE) else {}
+    except StorageError as error:
+        log.warning("it is measured again: %s", error)
+        return {}
 
 
 def _measured(config: RunConfig, storage: Storage, state: RunState, settings: ProbeSettings) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,7 +217,13 @@ class Flood:
 
 
 class Driver:
-    """`jobs/train_stream.py`, started again and again on one run."""
+    """`jobs/train_stream.py`, started again and again on one run.
+
+    Attributes:
+        command: what is started, without its words.
+    """
+
+    command: Sequence[str] = (sys.executable, str(REPO / "jobs" / "train_stream.py"))
 
     def __init__(self, address: str, folder: Path, log: Log) -> None:
         self._address, self._folder, self._log = address, folder, log
@@ -228,9 +234,10 @@ class Driver:
         """With these words behind the job's name."""
         self._starts += 1
         said = (self._folder / f"driver{self._starts}.log").open("wb")
-        command = [sys.executable, str(REPO / "jobs" / "train_stream.py"), *arguments]
         environment = {**os.environ, "RAY_ADDRESS": self._address}
-        self.process = subprocess.Popen(command, cwd=self._folder, env=environment, stdout=said, stderr=said)
+        self.process = subprocess.Popen(
+            [*self.command, *arguments], cwd=self._folder, env=environment, stdout=said, stderr=said
+        )
 
     def send(self, number: signal.Signals) -> int:
         """Signal it; its exit status."""
@@ -252,6 +259,10 @@ class Driver:
         """The end of what all starts printed."""
         logs = sorted(self._folder.glob("driver*.log"))
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-2000:]}" for log in logs)
+
+    def logs(self) -> str:
+        """All that the last start printed."""
+        return (self._folder / f"driver{self._starts}.log").read_text(errors="replace").strip()
 
     def stop(self) -> None:
         """If it still runs."""

@@ -126,7 +126,7 @@ def outcome(storage: Storage, bank: Bank | None = None) -> dict[str, Any]:
     results = storage.read_json("results.json")
     newest = (bank or Bank(storage.sub("bank"))).newest()
     assert newest is not None and results["finished"]
-    folder = f"predictions/{len(WORDS) - 1:03d}-{list(WORDS)[-1]}"
+    folder = f"predictions/{len(results['phases']) - 1:03d}-{results['phases'][-1]}"
     return {
         "matrix": [[cell and cell["value"] for cell in row] for row in results["matrix"]],
         "steps": [(step["phase"], step["step"], step["loss"], step["grad_norm"]) for step in read_trace(storage)],

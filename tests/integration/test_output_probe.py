@@ -21,6 +21,7 @@ from raycl.launch import driver
 from raycl.launch.probe import FILE, ProbeSettings, probe
 from raycl.report.output_rows.task_rows import unpacked_rows
 from raycl.storage import Storage
+from raycl.storage.records import hashed
 
 ROWS, HALF = 3, ProbeSettings(rows=3, threshold=0.5)
 MIGU = [{"name": "migu", "threshold": 0.7, "skip_first_task": False}]
@@ -152,8 +153,13 @@ def test_what_was_measured_is_kept_until_the_settings_differ(runs: dict[str, str
     address = str(shutil.copytree(runs["plain"], tmp_path / "copy"))
     first = probe(address, HALF)
     storage = Storage.at(address)
-    storage.write_json(FILE, {**first, "mark": True})
+    storage.write_json(FILE, hashed({**first, "mark": True}))
     assert probe(address, HALF)["mark"]
+    whole = storage.read(FILE)
+    for bad in (b"", whole[:90], whole.replace(b"true", b"null"), b"[]"):
+        storage.write(FILE, bad)
+        assert "mark" not in probe(address, HALF), "a damaged file is measured again"
+    storage.write(FILE, whole)
     assert "mark" not in probe(address, HALF, again=True)
     counts = [
         sum(
