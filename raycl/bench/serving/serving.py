@@ -99,8 +99,9 @@ def measure(options: argparse.Namespace) -> Report:
             else:
                 notes.append(f"no generation: {llama} does not exist (--models)")
         finally:
-            serve.shutdown()
-            ray.shutdown()
+            if ray.is_initialized():  # else Serve would start one to end it
+                serve.shutdown()
+                ray.shutdown()
     settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return Report("serve", settings, figures, machine(before), notes)
 

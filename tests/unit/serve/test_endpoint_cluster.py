@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import ray
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import RayServeException
 
 from raycl.errors import LaunchError
+from raycl.serve.deployment import application
 from raycl.serve.deployment.application import start
 from raycl.serve.settings import ServeConfig
 
@@ -54,3 +58,27 @@ def test_a_ray_that_does_not_start_in_time_is_an_error(monkeypatch: pytest.Monke
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(LaunchError, match=r"^Ray did not start \(The current node timed out during startup\.\)"):
         start(ServeConfig(bank="bank"), None)
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (TimeoutError("HTTP proxies not available after 60s."), "HTTP proxies not available after 60s"),
+        (RayActorError(), "The actor experienced an error"),
+        (RayServeException("there is no controller"), "there is no controller"),
+    ],
+)
+def test_a_proxy_or_controller_that_does_not_answer_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, said: str
+) -> None:
+    def start_serve(**settings: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
+    monkeypatch.setattr(application, "_get_global_client", lambda raise_if_no_controller_running: None)
+    monkeypatch.setattr(serve, "start", start_serve)
+    monkeypatch.setattr(serve, "status", start_serve)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(LaunchError, match=rf"^the endpoint did not start: {said}"):
+        application.start(ServeConfig(bank="bank", device="cpu"), None)
