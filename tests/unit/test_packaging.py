@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def test_the_bill_of_materials_has_what_is_installed(tmp_path: Path) -> None:
     root = bill["metadata"]["component"]
     assert (bill["bomFormat"], root["name"], root["version"]) == ("CycloneDX", "raycl", raycl.__version__)
     listed = {canonicalize_name(one["name"]): one["version"] for one in bill["components"]}
-    installed = {canonicalize_name(one.name): one.version for one in importlib.metadata.distributions()}
+    folders = [sysconfig.get_path("purelib")]  # what setuptools carries is on sys.path once something imported it
+    installed = {canonicalize_name(one.name): one.version for one in importlib.metadata.distributions(path=folders)}
     assert listed == {name: version for name, version in installed.items() if name != "raycl"}
     requires = {one["ref"]: one["dependsOn"] for one in bill["dependencies"] if "dependsOn" in one}
     assert f"ray=={installed['ray']}" in requires[root["bom-ref"]]

@@ -19,7 +19,6 @@ from raycl.bank.operations.answers import Answer, table
 from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.bank.operations.maintenance import Named, diff, prune, verify
 from raycl.bank.operations.samples import sample_texts, stored_samples
-from raycl.bank.operations.unlearning import forget
 from raycl.bank.operations.vllm import MIXTURE, export_vllm
 from raycl.config.trust import Permissions
 from raycl.errors import BankError, counted
@@ -197,6 +196,8 @@ def _diff(bank: Bank, options: Namespace) -> Answer:
 
 
 def _forget(bank: Bank, options: Namespace) -> Answer:
+    from raycl.bank.operations.unlearning import forget  # brings the engine, which other commands need not
+
     snapshot = resolve(bank, options.snapshot)
     overrides = options.set + ([f"stream.test_rows={options.rows}"] if options.rows else [])
     scores, backbone = not options.without_scores, options.backbone or ""

@@ -269,11 +269,12 @@ def test_a_snapshot_scores_as_the_run_did_where_tasks_are_given(complete: Comple
     assert scores == pytest.approx(dict(zip(("colour", "animal"), matrix(done.storage)[-1], strict=True)))
     found = forget(bank, newest, "colour", scores=False)
     left = opened(bank, bank.open(found.new))
-    ids, mask = torch.ones(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.long)
-    mixture = left.model.route_embeddings(left.loaded, ids, mask, ["animal"])
-    assert [left.loaded.names[key] for key in mixture.names] == ["animal"]
+    mask = torch.ones(1, 2, dtype=torch.long)
+    states = torch.zeros(1, 2, int(left.model.backbone.model.config.hidden_size))
+    mixture = left.loaded.router.route_embeddings(states, mask, ["animal"])
+    assert mixture.names == ("animal",)
     with pytest.raises(BankError, match="no adapter was trained on colour: expected animal"):
-        left.model.route_embeddings(left.loaded, ids, mask, ["colour"])
+        left.loaded.router.route_embeddings(states, mask, ["colour"])
 
 
 def test_unseen_tasks_have_no_task_id(lab: Lab) -> None:
