@@ -29,7 +29,7 @@ HOSTILE = {
     "a list in lists": (NESTED, f"{TOO_LONG}|{TOO_LARGE}"),
     "text times a number": ("{{ 'a' * 10 ** 10 }}", TOO_LARGE),
     "a list times a number": ("{{ ([1] * 10 ** 10) | length }}", TOO_LARGE),
-    "doubled text": (DOUBLED, TOO_LARGE),
+    "doubled text": (DOUBLED, f"{TOO_LONG}|{TOO_LARGE}"),
     "a filter": ("{{ 'a' | center(10 ** 10) }}", TOO_LARGE),
     "a method": ("{{ 'a'.ljust(10 ** 10) }}", TOO_LARGE),
     "a format": ("{{ '%10000000000d' % 1 }}", TOO_LARGE),
