@@ -27,7 +27,7 @@ HUB = "hf"
 
 
 class Server(NamedTuple):
-    """Where requests for an address go: the kind of store, its bucket or host, and what else determines the server."""
+    """The server that an address leads to: the kind of store, its bucket or host, and what else determines it."""
 
     kind: str
     host: str

@@ -89,7 +89,7 @@ class RowChoice:
 
     Attributes:
         rows: None: all. products: memory that may be shared with other weights.
-        formed: a gradient of chosen rows was computed; whoever chooses rows resets it.
+        formed: a gradient of chosen rows was computed; the modifier that chooses rows resets it.
     """
 
     rows: Rows | None = None

@@ -24,7 +24,7 @@ MEMORY_MIB, OUT_OF_MEMORY = 512, 77
 """Memory beside what the process begins with, and its exit status when that is not enough."""
 
 CHARACTERS, FACTOR = 2**18, 4
-"""Of a text at most: so many, and the factor times those of its conversation."""
+"""A rendered text has at most so many characters, and the factor times those of its conversation."""
 
 LONGEST_PROBLEM = 300
 """Characters of a message."""

@@ -78,7 +78,7 @@ PARTS = (
 """In order of value; those whose single runs are long come last."""
 
 RESERVE = 0.1
-"""Of the suite's time: no case is cut short, so that the last ones may take longer than their parts' time."""
+"""This share of the suite's time is kept free, since cases are not cut short and may exceed their part's time."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Requests that nobody should send, one a second beside ordinary ones: malformed, oversized, extreme, never finished.
+"""Hostile requests, one a second beside ordinary ones: malformed, oversized, extreme, never finished.
 
 What it does not know: what the endpoint serves.
 """

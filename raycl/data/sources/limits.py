@@ -36,11 +36,11 @@ class ReadLimits(Section):
 
     @property
     def row_bytes(self) -> int:
-        """Of one row."""
+        """Return the largest size of one row."""
         return self.row_mb << 20
 
     def expanded_bytes(self, size: int) -> int:
-        """Of all rows of a compressed file of this size."""
+        """Return the largest size of all rows of a compressed file of this size."""
         return max(FREE_BYTES, self.expansion * size)
 
     @property

@@ -29,7 +29,7 @@ from raycl.storage.records import read_fields, seal
 log = logging.getLogger("raycl")
 
 _FORMAT = 1
-"""Of the records of hashes in the cache."""
+"""The format of the cache's records of hashes."""
 _CHUNK = 1 << 20
 _SETTLED_NS = 2_000_000_000
 """A file changed less than this before being hashed may change again within its time stamp's resolution."""

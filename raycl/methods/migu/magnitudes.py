@@ -38,7 +38,7 @@ class Tokens:
 
     @staticmethod
     def of(real_BS: Tensor, before: int) -> Tokens:
-        """Where so many positions stand before them; a GPU is waited for."""
+        """Find the tokens that count where so many positions stand before them; this waits for a GPU."""
         weight_BS = nn.functional.pad(real_BS.float(), (before, 0))
         weight_N = weight_BS.reshape(-1)
         rows_K = weight_N.nonzero().squeeze(1)

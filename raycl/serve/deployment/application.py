@@ -137,7 +137,7 @@ def _check_others(config: ServeConfig, name: str, replace: bool) -> None:
     if found.proxy_location == "Disabled":
         raise LaunchError(
             "Ray Serve runs on this cluster without proxies: use ingress=direct with a free port=NUMBER, or end Serve "
-            "with `serve shutdown` if nobody uses it"
+            "with `serve shutdown` if no one else uses it"
         )
     if there is not None and (there.host, there.port) != (config.host, config.port):
         raise LaunchError(

@@ -61,7 +61,7 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
 
 
 def wall_seconds(state: RunState) -> float | None:
-    """Time of the attempts so far, each from its claim to its last record by a clock that nobody sets; None before the
+    """Time of the attempts so far, each from its claim to its last record by a monotonic clock; None before the
     first phase is done."""
     if not state.phases:
         return None

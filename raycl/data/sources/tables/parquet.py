@@ -116,7 +116,7 @@ class _Expansion:
 
 
 def _expansion(parquet: pq.ParquetFile, columns: Sequence[str], stream: IO[bytes], every_page: bool) -> _Expansion:
-    """Of the pages of these columns; of files elsewhere the first of each is read, for each read is a request."""
+    """Size the pages of these columns; of remote files the first page of each is read, since each read is a request."""
     found = _Expansion()
     meta = parquet.metadata
     for group in range(meta.num_row_groups):

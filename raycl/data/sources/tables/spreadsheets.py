@@ -23,7 +23,7 @@ class _Sink(Protocol):
 
 
 class SpreadsheetWriter:
-    """As `csv.writer`, with cells of text that are text everywhere."""
+    """Writes CSV as `csv.writer` does, with cells of text that no spreadsheet program takes for a formula."""
 
     def __init__(self, out: _Sink) -> None:
         self._rows = csv.writer(out, lineterminator="\n")
