@@ -53,11 +53,12 @@ chaos: venv  ## a stream and an endpoint through kills, outages and damage (abou
 compat:  ## tests with the oldest and the newest Ray and transformers allowed (.compat/log.txt; ENDS=oldest TESTS=tests)
 	@$(PYTHON) tests/lab/compat.py $(ENDS) $(if $(TESTS),--tests $(TESTS))
 
-check: venv  ## format, lint, types, architecture
+check: venv  ## format, lint, types, architecture; prints how large the code is
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -p no:cacheprovider -o addopts=-q tests/test_architecture.py
+	@$(BIN)/python tests/lab/sizes.py
 
 audit: venv  ## known vulnerabilities of the pinned versions: asks PyPI about each, or reads an export of OSV's (DB=FILE)
 	@$(BIN)/python tests/lab/audit.py $(if $(DB),"$(DB)")

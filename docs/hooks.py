@@ -1,6 +1,6 @@
 """What MkDocs generates and includes: the reference of settings and commands, notebooks, and excerpts of the source.
 
-A line `::: raycl/retrieval/routers.py SumRouter` in a page becomes that class of that file, and `::: cluster/README.md`
+A line `::: raycl/routing/routers.py SumRouter` in a page becomes that class of that file, and `::: cluster/README.md`
 becomes the whole file. A file or name that does not exist fails the build.
 
 A notebook becomes a page by nbconvert, as Markdown: so it has the theme's look, and its links are checked as those of
@@ -28,16 +28,16 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 
-from raycl.bank.operations.commands import COMMANDS
 from raycl.cli import commands as cli
 from raycl.cli import main
 from raycl.config import Section
 from raycl.config.reference import Group, groups
+from raycl.operations.banks.commands import COMMANDS
+from raycl.operations.plan.methods_table import BACKBONES, methods_table
+from raycl.operations.sweep.comparison import ComparisonConfig
+from raycl.operations.sweep.config import SweepConfig
 from raycl.run.config import RunConfig
-from raycl.run.plan.methods_table import BACKBONES, methods_table
 from raycl.serve.settings import ServeConfig
-from raycl.sweep.comparison import ComparisonConfig
-from raycl.sweep.config import SweepConfig
 
 REPO = Path(__file__).resolve().parents[1]
 EXCERPT = re.compile(r"^::: (\S+)(?: (\w+))?$", re.MULTILINE)
@@ -192,8 +192,6 @@ def _helps(name: str) -> Iterator[str]:
     module = cli.load(name)
     if name == "bank":
         names += [["--bank", "BANK", one] for one in COMMANDS]
-    elif name == "benchmark":
-        names += [[one] for one in module.BENCHMARKS]
     for words in names:
         title = f"### `{words[-1]}`\n\n" if words else ""
         parse = partial(module.arguments, prog=f"raycl {name}")

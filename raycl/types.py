@@ -57,7 +57,7 @@ class Task:
     Attributes:
         name: unique in its stream, safe as a file name.
         labels: the closed label set in a fixed order, or None for free text.
-        metric: name of its score in `raycl.eval.metrics`; `token_accuracy` where texts themselves are learned.
+        metric: name of its score in `raycl.metrics.per_example`; `token_accuracy` where texts themselves are learned.
         type: of what kind it is (dialogue, summary, ...), for means by type; "" where nobody says.
     """
 
@@ -316,7 +316,7 @@ class RouterState:
     """What serving needs to choose adapters as training did.
 
     Attributes:
-        kind: in `raycl.retrieval.routers.ROUTERS`.
+        kind: in `raycl.routing.routers.ROUTERS`.
         settings: JSON-able.
         tensors: `<what>/<adapter or task>` -> values, so that one of them can be removed; on the CPU.
         encoder: settings of the sentence encoder, or None for kinds that read no text.

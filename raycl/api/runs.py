@@ -22,9 +22,9 @@ from raycl.config import Tree
 from raycl.errors import ConfigError, RunError
 from raycl.launch import commands, console, driver
 from raycl.launch.driver import Prepared, RunOptions
-from raycl.report.plots import heatmap
-from raycl.report.results import method_of, metric_of, read_results, tasks_of, values_of
-from raycl.report.tables import matrix_table
+from raycl.metrics.run_results import method_of, metric_of, read_results, tasks_of, values_of
+from raycl.operations.report.plots import heatmap
+from raycl.operations.report.tables import matrix_table
 from raycl.run import config as run_config
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state

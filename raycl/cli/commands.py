@@ -44,7 +44,6 @@ COMMANDS = {
     "probe": Command("raycl.cli.runs.probe", "large outputs of finished models that tasks share, layer by layer"),
     "status": Command("raycl.cli.runs.status", "state and progress of a run, and the next command"),
     "clean": Command("raycl.cli.runs.clean", "remove caches and checkpoints that are not needed any more"),
-    "benchmark": Command("raycl.cli.benchmark", "measured figures beside their targets"),
     "demo": Command("raycl.cli.runs.demo", "learn five short tasks in two ways: one forgets, one does not"),
 }
 

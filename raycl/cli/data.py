@@ -171,7 +171,7 @@ def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from raycl.report.tables import render
+    from raycl.operations.report.tables import render
 
     labels = f", {len(one.labels)} labels" if one.labels is not None else ""
     blocks: list[RenderableType] = [Text(f"{one.name}: {one.kind}{labels}, metric {one.metric}")]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
-from raycl.retrieval.router import Router
+from raycl.routing.router import Router
 from raycl.types import Batch, Mixture
 
 

@@ -22,8 +22,8 @@ from raycl.data.loader import batch_of
 from raycl.data.prepare import fit_prompts
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError
-from raycl.retrieval.router import Router
-from raycl.retrieval.routers import router_class
+from raycl.routing.router import Router
+from raycl.routing.routers import router_class
 from raycl.types import Batch, Mixture, TextCodec
 
 

@@ -1,7 +1,7 @@
 """The large outputs of a finished run's model for each task's texts, measured in this process and kept in its folder.
 
 What it does not know: how a text is run through the model (`raycl.training.phase.output_probe`), how overlaps are
-shown (`raycl.report.output_rows`).
+shown (`raycl.operations.report.output_rows`).
 """
 
 from __future__ import annotations

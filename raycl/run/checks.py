@@ -20,12 +20,12 @@ from raycl.data.mistakes import MOST_COMPARED, mistakes_of
 from raycl.data.prepare import MIN_TEXT_TOKENS
 from raycl.data.stream import Stream, open_stream
 from raycl.errors import ConfigError, RunError
-from raycl.eval.metrics import check_labels, check_metric, taken_for_same
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
 from raycl.methods.registry import WRAPPERS, method_class, modifier_class
-from raycl.report.results import read_results
+from raycl.metrics.per_example import check_labels, check_metric, taken_for_same
+from raycl.metrics.run_results import read_results
 from raycl.run.banks import snapshot_at
 from raycl.run.config import RunConfig
 from raycl.run.extension import check_takes_more_tasks

@@ -18,7 +18,7 @@ from raycl.data.sources.source import SourceFile
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split
 from raycl.pretrained import is_local, parts_of
-from raycl.retrieval.encoder import EncoderConfig
+from raycl.routing.encoder import EncoderConfig
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.inputs import Inputs

@@ -14,8 +14,8 @@ from raycl.data.conversation import last_contents
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import counted
-from raycl.eval.metrics import NEED_SOURCES, score
-from raycl.eval.settings import EvalConfig
+from raycl.metrics.per_example import NEED_SOURCES, score
+from raycl.metrics.settings import EvalConfig
 from raycl.types import Batch, Score, Task, TextCodec
 
 Predictions = list[tuple[int, str]]

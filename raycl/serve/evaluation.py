@@ -17,8 +17,8 @@ from raycl.data.conversation import last_contents, messages_of
 from raycl.data.sources.fields import Row
 from raycl.data.sources.ingest import MAX_AUTO_LABELS
 from raycl.errors import DataError
-from raycl.eval.metrics import NEED_SOURCES, check_metric, taken_for_same
-from raycl.eval.settings import EvalConfig
+from raycl.metrics.per_example import NEED_SOURCES, check_metric, taken_for_same
+from raycl.metrics.settings import EvalConfig
 from raycl.scoring.scored_task import score_answers
 from raycl.serve.offline import OfflineModel, Text
 from raycl.serve.prediction_input import Input
@@ -55,8 +55,8 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     Its `eval.off_task` counts here too, and its `eval.labels` where the task is named.
 
     Args:
-        metric: a name in `raycl.eval.metrics.METRICS`; None: that of the task whose rows these are (`_task_of`), else
-            `exact_match`.
+        metric: a name in `raycl.metrics.per_example.METRICS`; None: that of the task whose rows these
+            are (`_task_of`), else `exact_match`.
         settings: of `OfflineModel.predict`.
 
     Raises:

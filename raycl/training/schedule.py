@@ -18,7 +18,7 @@ from raycl.backbone import Backbone
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.stream import Stream
 from raycl.methods.base import Learned, Method, State
-from raycl.retrieval.routers import router_class
+from raycl.routing.routers import router_class
 from raycl.types import Phase, RouterState
 
 NOT_SERVED = (

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from raycl.backbone import Backbone
 from raycl.data.stream import Stream
-from raycl.eval.settings import EvalConfig
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
+from raycl.metrics.settings import EvalConfig
 from raycl.training.distributed import load_parameters
 from raycl.training.inputs import Inputs
 from raycl.training.schedule import Schedule

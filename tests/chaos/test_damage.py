@@ -24,7 +24,7 @@ from faults import REPO, TEXTS, Driver, Log, wait_for
 from test_chaos import inside, outcome, save_config
 
 from raycl.bank import Bank
-from raycl.bank.operations.maintenance import verify
+from raycl.operations.banks.maintenance import verify
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import FOLDER
 from raycl.training.records.journal import read_state

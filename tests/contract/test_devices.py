@@ -11,7 +11,7 @@ from axes import FULL
 from device_runs import CASES, SIMILAR
 from fork_server import Call, ForkServer
 
-from raycl.bench.gpu.suite import PARTS
+from benchmarks.gpu.suite import PARTS
 
 LIMIT_S = 240.0
 """Several times what all cases take on a busy machine."""

@@ -17,12 +17,12 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from raycl.backbone.heads.label import LabelHead
 from raycl.bank import Bank, Snapshot
-from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, mixed
-from raycl.bank.operations.maintenance import verify
 from raycl.data.loader import eval_batches
 from raycl.methods.base import activate_trainable, trained_names
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import METHODS, method_class
+from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, mixed
+from raycl.operations.banks.maintenance import verify
 from raycl.serve.snapshots.parts import backbone_of
 from raycl.types import Mixture, Phase
 

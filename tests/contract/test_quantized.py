@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from raycl.adapters.layer import plain_weight
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.bank import Bank
-from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, mixed
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, BankError, ConfigError
+from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, mixed
 from raycl.run.checks import check
 from raycl.serve.offline import OfflineModel
 from raycl.serve.snapshots.parts import backbone_of

@@ -13,12 +13,12 @@ from axes import sampled
 from tiny import KINDS, NOT_SERVED, RUNS_BY_KIND, Complete, Done, last_checkpoint, matrix, opened
 
 from raycl.bank import Bank, Snapshot
-from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.bank.routers import get_router
 from raycl.bank.tensor_groups import PUBLISHED
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError
 from raycl.methods.base import under
+from raycl.operations.banks.unlearning import evaluate, forget
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.routing import PublishedRouter
 from raycl.training.phase.scoring import score_phase

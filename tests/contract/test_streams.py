@@ -17,9 +17,9 @@ from axes import FULL, sampled
 from tiny import ENGINES, KINDS, RUNS, RUNS_BY_KIND, TASKS, Complete, Done, Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
-from raycl.bank.operations.maintenance import verify
 from raycl.errors import StorageError
 from raycl.methods.base import trained_names
+from raycl.operations.banks.maintenance import verify
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training import recorder, stream_loop

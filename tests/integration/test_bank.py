@@ -20,8 +20,8 @@ from tiny import on_main
 
 from raycl.bank import AdapterManifest, AdapterRef, Bank
 from raycl.bank.manifest import ModelInfo, TaskInfo
-from raycl.bank.operations.maintenance import diff, prune, verify
 from raycl.errors import BankError, StorageError
+from raycl.operations.banks.maintenance import diff, prune, verify
 from raycl.storage import Storage
 from raycl.storage.records import seal
 from raycl.types import AdapterState

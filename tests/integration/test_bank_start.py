@@ -17,14 +17,14 @@ from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, head_of, line_of
 from raycl.bank.manifest import FORMAT
-from raycl.bank.operations.maintenance import prune, verify
-from raycl.bank.operations.merge import merge
-from raycl.bank.operations.unlearning import forget
 from raycl.bank.routers import get_router
 from raycl.bank.training_state import state_objects
 from raycl.errors import BankError, ConfigError, RayclError, RunError, StorageError, UnreachableError
 from raycl.launch import driver, worker
 from raycl.methods.base import at
+from raycl.operations.banks.maintenance import prune, verify
+from raycl.operations.banks.merge import merge
+from raycl.operations.banks.unlearning import forget
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.storage import Storage

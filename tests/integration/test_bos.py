@@ -13,11 +13,11 @@ from tiny import Done, Lab, run
 
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
-from raycl.bank.operations.merge import merge
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError, ConfigError, ResumeError
 from raycl.generation.requests import Sampling
 from raycl.launch import driver
+from raycl.operations.banks.merge import merge
 from raycl.run import config as run_config
 from raycl.storage import Storage
 

@@ -10,10 +10,10 @@ from tiny import Complete, run
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.bank.operations.maintenance import verify
 from raycl.bank.training_state import has_state
 from raycl.cli import main
 from raycl.launch.status import status_of
+from raycl.operations.banks.maintenance import verify
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 

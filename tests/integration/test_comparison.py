@@ -22,10 +22,10 @@ from raycl.errors import ConfigError, StoppedError
 from raycl.launch import driver
 from raycl.launch.driver import Prepared, RunOptions
 from raycl.launch.termination import stopped_by
-from raycl.report.results import find_results
-from raycl.report.tables import comparison_table
+from raycl.metrics.run_results import find_results
+from raycl.operations.report.tables import comparison_table
+from raycl.operations.sweep.comparison import ComparisonConfig, plan, run_comparison
 from raycl.storage import Storage
-from raycl.sweep.comparison import ComparisonConfig, plan, run_comparison
 from raycl.training.records.journal import read_state
 
 

@@ -21,7 +21,7 @@ COMMANDS = {
     ),
     "evaluate": (["evaluate", "{bank}", "{data}/test.jsonl"], "raycl.serve.offline:OfflineModel.open"),
     "serve": (["serve", "--bank", "{bank}"], STORAGE),
-    "bank": (["bank", "--bank", "{bank}", "verify"], "raycl.bank.operations.maintenance:numbered_folders"),
+    "bank": (["bank", "--bank", "{bank}", "verify"], "raycl.operations.banks.maintenance:numbered_folders"),
     "status": (["status", "{bank}/.."], STORAGE),
 }
 

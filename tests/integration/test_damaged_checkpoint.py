@@ -12,8 +12,8 @@ from axes import sampled
 from tiny import Complete, Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
-from raycl.bank.operations.maintenance import verify
 from raycl.errors import CheckpointError, RunError
+from raycl.operations.banks.maintenance import verify
 from raycl.storage import Storage
 from raycl.storage.numbered import NOTE
 from raycl.training.phase import scoring

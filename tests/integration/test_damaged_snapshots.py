@@ -14,8 +14,8 @@ from tiny import Taught, on_main
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
-from raycl.bank.operations.maintenance import verify
 from raycl.errors import BankError
+from raycl.operations.banks.maintenance import verify
 from raycl.serve.deployment.endpoint import activate
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import decide_first

@@ -15,10 +15,10 @@ from tiny import Lab, matrix, run, trace
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.bank.operations.maintenance import verify
+from raycl.operations.banks.maintenance import verify
+from raycl.operations.sweep.trials.prefix import prefix_keys
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.sweep.trials.prefix import prefix_keys
 from raycl.training.records.checkpoint import read_checkpoint
 from raycl.training.records.fork_points import read_fork_point, save_fork_point, start_from
 from raycl.training.records.journal import read_state

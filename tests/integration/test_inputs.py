@@ -19,10 +19,10 @@ from tiny import Lab, Stop, matrix, run, work
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.bank.operations.merge import merge
 from raycl.errors import BankError, ResumeError
 from raycl.launch import commands, driver
-from raycl.report.tables import matrix_table
+from raycl.operations.banks.merge import merge
+from raycl.operations.report.tables import matrix_table
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.storage import Storage

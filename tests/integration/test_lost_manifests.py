@@ -10,8 +10,8 @@ from tiny import Complete
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.bank.operations.maintenance import verify
 from raycl.launch import driver
+from raycl.operations.banks.maintenance import verify
 from raycl.run.folder import CONFIG
 
 

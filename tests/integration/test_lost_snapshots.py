@@ -21,9 +21,9 @@ from raycl.bank.activations import Activations
 from raycl.bank.branches import Branch, head_of
 from raycl.bank.leases import release_lease
 from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter
-from raycl.bank.operations.maintenance import prune, verify
 from raycl.errors import BankError, RunError
 from raycl.launch import driver
+from raycl.operations.banks.maintenance import prune, verify
 from raycl.run.config import RunConfig
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage

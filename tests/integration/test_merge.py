@@ -14,11 +14,11 @@ from tiny import Lab, opened, run
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import head_of
-from raycl.bank.operations.maintenance import verify
-from raycl.bank.operations.merge import merge
-from raycl.bank.operations.unlearning import forget
 from raycl.bank.routers import get_router
 from raycl.errors import BankError
+from raycl.operations.banks.maintenance import verify
+from raycl.operations.banks.merge import merge
+from raycl.operations.banks.unlearning import forget
 from raycl.run import config as run_config
 from raycl.storage import Storage
 

@@ -14,10 +14,10 @@ from service_client import bank_of
 from tiny import Lab, Taught
 
 from raycl.bank import Bank, Snapshot
-from raycl.bank.operations.unlearning import forget
 from raycl.cli import main
 from raycl.config.addresses import Server, addresses, announce, require_named
 from raycl.errors import ConfigError, DamagedError, RayclError
+from raycl.operations.banks.unlearning import forget
 from raycl.run.banks import find_bank
 from raycl.run.config import from_tree
 from raycl.serve.settings import ServeConfig

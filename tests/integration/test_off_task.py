@@ -9,8 +9,8 @@ import pytest
 from tiny import Lab, run
 
 from raycl.bank import Bank
-from raycl.bank.operations.unlearning import evaluate
 from raycl.cli.main import main
+from raycl.operations.banks.unlearning import evaluate
 from raycl.storage import Storage
 
 RULES: dict[str, dict[str, str]] = {

@@ -15,12 +15,12 @@ from tiny import Lab, matrix, trace
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, head_of
-from raycl.bank.operations.maintenance import verify
-from raycl.bank.operations.unlearning import forget
 from raycl.bank.training_state import get_state
 from raycl.errors import BankError, ConfigError, RunError
 from raycl.launch import commands
-from raycl.report.tables import matrix_table
+from raycl.operations.banks.maintenance import verify
+from raycl.operations.banks.unlearning import forget
+from raycl.operations.report.tables import matrix_table
 from raycl.run import config as run_config
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.gate import judge

@@ -14,12 +14,12 @@ from raycl import config as configs
 from raycl.errors import CheckpointError, ConfigError, RunError
 from raycl.launch import driver
 from raycl.launch.scoring import needs_scorer, scorer_resources
+from raycl.operations.sweep.config import SweepConfig
+from raycl.operations.sweep.drive import make_plan
+from raycl.operations.sweep.folder import SweepFolder
 from raycl.run import scoring
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.sweep.config import SweepConfig
-from raycl.sweep.drive import make_plan
-from raycl.sweep.folder import SweepFolder
 from raycl.training.records.journal import read_state
 
 OVERLAP = {"mode": "overlap"}

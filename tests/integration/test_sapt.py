@@ -18,8 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from raycl.adapters import AdapterStack
 from raycl.adapters.prompts import MixedPrompts
 from raycl.bank import Bank
-from raycl.bank.operations.maintenance import verify
-from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.bank.routers import get_router
 from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RayclError
@@ -28,8 +26,10 @@ from raycl.methods.base import activate_batch
 from raycl.methods.pseudo_samples.samples import sources_of
 from raycl.methods.sapt import sapt
 from raycl.methods.sapt.sapt import Sapt
-from raycl.retrieval.attention import Attention, AttentionRouter, max_pooled
-from raycl.retrieval.discriminant import KINDS_OF_OUTLINES
+from raycl.operations.banks.maintenance import verify
+from raycl.operations.banks.unlearning import evaluate, forget
+from raycl.routing.attention import Attention, AttentionRouter, max_pooled
+from raycl.routing.discriminant import KINDS_OF_OUTLINES
 from raycl.run.assembly import build
 from raycl.run.checks import check
 from raycl.serve.snapshots.parts import router_of

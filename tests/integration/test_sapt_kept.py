@@ -15,7 +15,7 @@ from raycl.generation.answers import predict
 from raycl.methods.base import activate, trained_names
 from raycl.methods.pseudo_samples.samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
-from raycl.retrieval.attention import max_pooled
+from raycl.routing.attention import max_pooled
 from raycl.run.assembly import build
 from raycl.types import Batch, Mixture
 

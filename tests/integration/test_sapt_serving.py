@@ -16,7 +16,7 @@ from raycl.generation.requests import Sampling
 from raycl.generation.routing import route_batch
 from raycl.launch.page.server import RunReader
 from raycl.launch.worker import CONFIG
-from raycl.report.tables import matrix_table
+from raycl.operations.report.tables import matrix_table
 from raycl.storage import Storage
 
 

@@ -15,7 +15,6 @@ from tiny import Lab, Stop, exported, matrix, run, trace
 from transformers import AutoTokenizer
 
 from raycl.bank import Bank
-from raycl.bank.operations.unlearning import evaluate
 from raycl.bank.routers import get_router
 from raycl.errors import BackboneError, ConfigError, DataError
 from raycl.methods.base import trained_names
@@ -24,8 +23,9 @@ from raycl.methods.pseudo_samples.generator import Generator, GeneratorConfig
 from raycl.methods.pseudo_samples.samples import Volume
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.methods.sapt.sapt import Sapt
-from raycl.retrieval.attention import hard_weights
-from raycl.retrieval.routers import make_router
+from raycl.operations.banks.unlearning import evaluate
+from raycl.routing.attention import hard_weights
+from raycl.routing.routers import make_router
 from raycl.run.assembly import build
 from raycl.run.checks import check
 from raycl.storage import Storage

@@ -18,11 +18,11 @@ from tiny import Lab, run, trace
 from raycl import config as configs
 from raycl.errors import ConfigError
 from raycl.launch import driver
+from raycl.operations.sweep.trials.single_tasks import FOLDER, separate_key, separate_tree, singles_of, write_pointer
 from raycl.run.checks import read_singles
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.storage.records import seal
-from raycl.sweep.trials.single_tasks import FOLDER, separate_key, separate_tree, singles_of, write_pointer
 
 
 @pytest.mark.parametrize(

@@ -15,20 +15,20 @@ from tiny import KINDS, Complete, Done, Lab, Stop, evaluated_by, exported, matri
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
 from raycl.bank import Bank
-from raycl.bank.operations.maintenance import verify
-from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.bank.routers import get_router
-from raycl.bench.gpu.tiny import tiny_model
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, ConfigError, RayclError
 from raycl.generation.answers import predict
 from raycl.methods.base import activate, activate_batch
 from raycl.methods.slm.slm import Slm
-from raycl.report.routing import Routing
-from raycl.retrieval.memory_slots.slots import SlotRouter
+from raycl.operations.banks.maintenance import verify
+from raycl.operations.banks.unlearning import evaluate, forget
+from raycl.operations.report.routing import Routing
+from raycl.routing.memory_slots.slots import SlotRouter
 from raycl.run.assembly import build
 from raycl.serve.offline import OfflineModel
 from raycl.storage import Storage
+from raycl.testing.tiny_models import tiny_model
 from raycl.training.distributed import DistributedContext
 from raycl.types import AdapterState, Batch, Mixture
 
@@ -377,7 +377,7 @@ def test_generation_calls_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyP
 
 
 def test_a_missing_encoder_is_an_error() -> None:
-    from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
+    from raycl.routing.encoder import EncoderConfig, SentenceEncoder
 
     with pytest.raises(BackboneError, match="does not exist"):
         SentenceEncoder(EncoderConfig(name="./nowhere"))

@@ -11,7 +11,7 @@ from axes import sampled
 from tiny import Complete, exported, matrix, run, trace
 
 from raycl.bank import Bank
-from raycl.bank.operations.maintenance import verify
+from raycl.operations.banks.maintenance import verify
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.control import Control

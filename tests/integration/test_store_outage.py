@@ -15,9 +15,9 @@ from store import Store
 from tiny import Complete, exported, matrix, run, trace, work
 
 from raycl.bank import Bank
-from raycl.bank.operations.maintenance import verify
 from raycl.errors import AlreadyExistsError, StorageError, UnreachableError
 from raycl.launch import driver
+from raycl.operations.banks.maintenance import verify
 from raycl.storage import Storage, outage
 
 

@@ -14,13 +14,13 @@ from tiny import Lab, matrix, work
 from raycl.backbone import load_codec
 from raycl.bank import Bank
 from raycl.bank.branches import head_of
-from raycl.bank.operations.commands import answer
-from raycl.bank.operations.maintenance import prune, verify
-from raycl.bank.operations.samples import sample_texts, stored_samples
-from raycl.bank.operations.unlearning import forget
 from raycl.cli.banks.bank import parser
 from raycl.errors import BankError
 from raycl.launch import driver
+from raycl.operations.banks.commands import answer
+from raycl.operations.banks.maintenance import prune, verify
+from raycl.operations.banks.samples import sample_texts, stored_samples
+from raycl.operations.banks.unlearning import forget
 from raycl.serve.snapshots.parts import backbone_of
 
 SampleBank = Callable[[Path], Bank]

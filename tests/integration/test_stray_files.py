@@ -13,7 +13,7 @@ from tiny import Complete, Taught, matrix, run, trace
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations, activated
-from raycl.bank.operations.maintenance import prune, verify
+from raycl.operations.banks.maintenance import prune, verify
 from raycl.storage import Storage
 
 REPO = Path(__file__).resolve().parents[2]

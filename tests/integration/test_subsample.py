@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tiny import Lab, run
 
-from raycl.report.tables import matrix_table
+from raycl.operations.report.tables import matrix_table
 from raycl.storage import Storage
 
 

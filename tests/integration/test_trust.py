@@ -17,10 +17,12 @@ from tiny import Lab, work
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.bank.operations.unlearning import forget
 from raycl.config.trust import Permissions
 from raycl.errors import BackboneError, BankError, ConfigError, RunError
 from raycl.launch import driver
+from raycl.operations.banks.unlearning import forget
+from raycl.operations.sweep.comparison import load_comparison
+from raycl.operations.sweep.config import load_sweep
 from raycl.run import checks
 from raycl.run import config as run_config
 from raycl.serve.deployment.factory import close_service, open_service
@@ -28,8 +30,6 @@ from raycl.serve.settings import ServeConfig, load_serve_config
 from raycl.serve.snapshots.gate import judge
 from raycl.serve.snapshots.parts import backbone_of
 from raycl.storage import Storage
-from raycl.sweep.comparison import load_comparison
-from raycl.sweep.config import load_sweep
 
 REPO = Path(__file__).resolve().parents[2]
 TYPED = "backbone.trust_remote_code=true"

@@ -13,18 +13,18 @@ from tiny import KINDS, TASKS, TEST_ROWS, Complete, Lab, Stop, exported, matrix,
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.bank.operations import unlearning
 from raycl.config import Tree
 from raycl.errors import ConfigError
 from raycl.launch import driver
-from raycl.report.compare import to_csv
-from raycl.report.tables import comparison_table, matrix_table
+from raycl.operations.banks import unlearning
+from raycl.operations.report.compare import to_csv
+from raycl.operations.report.tables import comparison_table, matrix_table
+from raycl.operations.sweep.trials.prefix import prefix_keys
+from raycl.operations.sweep.trials.single_tasks import separate_key, separate_tree
 from raycl.run.checks import check, read_singles
 from raycl.run.config import RunConfig
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage
-from raycl.sweep.trials.prefix import prefix_keys
-from raycl.sweep.trials.single_tasks import separate_key, separate_tree
 from raycl.training.phase import scoring
 from raycl.types import Batch
 

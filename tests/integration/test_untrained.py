@@ -18,14 +18,14 @@ from raycl.data.benchmarks.knowledge import TASKS as KNOWN
 from raycl.data.benchmarks.orders import require
 from raycl.errors import ConfigError
 from raycl.launch import driver
-from raycl.report.compare import compare, to_csv
-from raycl.report.tables import comparison_table, matrix_table
+from raycl.operations.report.compare import compare, to_csv
+from raycl.operations.report.tables import comparison_table, matrix_table
+from raycl.operations.sweep.trials.prefix import prefix_keys
+from raycl.operations.sweep.trials.single_tasks import separate_tree
 from raycl.run.checks import check
 from raycl.run.config import RunConfig
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage
-from raycl.sweep.trials.prefix import prefix_keys
-from raycl.sweep.trials.single_tasks import separate_tree
 
 ALL = {*TASKS, "mixed"}
 

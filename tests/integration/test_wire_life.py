@@ -19,7 +19,7 @@ from tiny import Lab, Taught
 
 from raycl.bank import Bank
 from raycl.bank.branches import Move
-from raycl.retrieval.routers import TextRouter
+from raycl.routing.routers import TextRouter
 from raycl.run.assembly import build
 from raycl.serve.snapshots.manager import SnapshotManager
 from raycl.storage import Storage

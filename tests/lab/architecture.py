@@ -1,4 +1,4 @@
-"""The rules of the house, checked on the syntax trees: who may import whom, which libraries enter where, and sizes.
+"""The rules of the house, checked on the syntax trees: who may import whom, and which libraries enter where.
 
 Nothing of raycl is imported here, so the rules hold for code that cannot even start. Every rule is a function from
 one module to findings; `test_architecture.py` applies them and gives each one code that breaks it.
@@ -7,32 +7,30 @@ one module to findings; `test_architecture.py` applies them and gives each one c
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import PurePosixPath
-
-from retired import EVERYWHERE, IN_FOLDER
 
 LAYERS = (
     ("errors", "types"),
     ("storage",),
     ("config", "pretrained", "pages"),
-    ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking"),
+    ("backbone", "data", "adapters", "kernels", "routing", "bank", "metrics", "tracking"),
     ("generation", "scoring"),
     ("methods",),
-    ("training", "report"),
+    ("training",),
     ("run",),
     ("launch",),
     ("serve",),
-    ("bank/operations",),
-    ("sweep",),
-    ("bench", "api"),
+    ("operations",),
+    ("operations/report", "operations/plan", "operations/banks"),
+    ("operations/sweep",),
+    ("api", "testing"),
     ("cli",),
+    ("benchmarks",),
     ("jobs",),
 )
-"""A unit (a module, package or subpackage of raycl/, or jobs/) imports units of rows above its own, no others."""
+"""A unit (a module or package of raycl/, or jobs/ or benchmarks/) imports units of rows above its own, no others."""
 
 APART = {
     "serve": ("methods",),
@@ -46,10 +44,10 @@ DOORS = {
         "raycl/launch/scoring.py",
         "raycl/launch/trainer.py",
         "raycl/launch/worker.py",
-        "raycl/sweep/",
+        "raycl/operations/sweep/",
         "raycl/bank/object_store.py",
         "raycl/serve/",
-        "raycl/bench/",
+        "benchmarks/",
     ),
     "deepspeed": ("raycl/training/engines/deepspeed.py",),
     "omegaconf": ("raycl/config/",),
@@ -58,11 +56,11 @@ DOORS = {
     "google": ("raycl/storage/exclusive.py",),
     "datasets": ("raycl/data/sources/hub.py",),
     "jinja2": ("raycl/backbone/markup/render_process.py",),
-    "faiss": ("raycl/retrieval/memory_slots/codes.py",),
-    "optuna": ("raycl/sweep/search/searchers.py",),
-    "sentence_transformers": ("raycl/retrieval/encoder.py",),
+    "faiss": ("raycl/routing/memory_slots/codes.py",),
+    "optuna": ("raycl/operations/sweep/search/searchers.py",),
+    "sentence_transformers": ("raycl/routing/encoder.py",),
     "triton": ("raycl/kernels/",),
-    "matplotlib": ("raycl/report/",),
+    "matplotlib": ("raycl/operations/report/",),
     "wandb": ("raycl/tracking.py",),
     "tensorboard": ("raycl/tracking.py",),
     "tensorboardX": ("raycl/tracking.py",),
@@ -72,7 +70,7 @@ DOORS = {
 }
 """Library -> the only files or folders that import it. No door at all: tensors and JSON are never pickled."""
 
-CLOSED = {"raycl/report/": ("torch", "transformers")}
+CLOSED = {"raycl/operations/report/": ("torch", "transformers")}
 """Folder -> libraries it does without: reports are made from result files on any laptop."""
 
 PRETRAINED = "raycl/backbone"
@@ -80,18 +78,17 @@ PRETRAINED = "raycl/backbone"
 
 BACKBONE_CLASSES = {"EncoderBackbone", "Seq2SeqBackbone", "CausalBackbone"}
 BACKBONE_KINDS = {"encoder", "encoder-decoder", "decoder"}
-KINDS_KNOWN_AT = ("raycl/backbone/", "raycl/bench/streams/plain.py")
+KINDS_KNOWN_AT = ("raycl/backbone/", "benchmarks/streams/plain.py")
 """Only these know the kinds of backbone (the plain loop has none of raycl's classes); others read `capabilities`."""
 
 ROUTER_CLASSES = {"SingleRouter", "SumRouter", "TaskRouter", "TextRouter", "AttentionRouter", "SlotRouter"}
-ROUTERS_KNOWN_AT = ("raycl/retrieval/", "raycl/methods/", "raycl/run/", "raycl/bench/")
+ROUTERS_KNOWN_AT = ("raycl/routing/", "raycl/methods/", "raycl/run/", "benchmarks/")
 """Only the package itself, methods, the assembly and benchmarks name a concrete router; others read `needs`."""
 
 METHOD_AT, HOOKS = "raycl/methods/base.py", 10
 """Where the contract of a method is, and how many public hooks it may have."""
 
-FILE_LINES, FUNCTION_LINES, JOB_LINES = 400, 80, 80
-ROOT_MODULES, FOLDER_MODULES, README_LINES = 5, 12, 150
+README_LINES = 150
 KNOTS = {"utils", "util", "common", "misc", "helpers", "helper"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear", "discard"}
@@ -122,7 +119,7 @@ class Module:
 
     @property
     def ours(self) -> bool:
-        return self.path.startswith(("raycl/", "jobs/"))
+        return self.path.startswith(("raycl/", "benchmarks/", "jobs/"))
 
     @property
     def unit(self) -> str | None:
@@ -149,8 +146,8 @@ def _dotted(path: str) -> str:
 
 def _unit(dotted: str) -> str | None:
     parts = dotted.split(".")
-    if parts[0] == "jobs":
-        return "jobs"
+    if parts[0] in ("jobs", "benchmarks"):
+        return parts[0]
     if parts[0] != "raycl" or len(parts) == 1 or parts[1] == "__version__":
         return None
     below = "/".join(parts[1:3])
@@ -271,33 +268,6 @@ def router_kinds(module: Module) -> Iterator[Finding]:
 
 
 @rule
-def sizes(module: Module) -> Iterator[Finding]:
-    lines = module.text.count("\n")
-    limit = JOB_LINES if re.fullmatch(r"jobs/\w+\.py", module.path) else FILE_LINES
-    if lines > limit:
-        yield 1, f"{lines} lines, at most {limit}: split it along its nouns"
-    for node in module.nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > FUNCTION_LINES:
-                yield node.lineno, f"function {node.name} has {length} lines, at most {FUNCTION_LINES}"
-
-
-@rule
-def folders(module: Module) -> Iterator[Finding]:
-    """Counted once for each folder, at its `__init__.py`."""
-    parts = PurePosixPath(module.path).parts
-    if parts[0] != "raycl" or parts[-1] != "__init__.py" or not module.beside:
-        return
-    limit = ROOT_MODULES if len(parts) == 2 else FOLDER_MODULES
-    if len(module.beside) > limit:
-        yield (
-            1,
-            f"{len(module.beside)} modules beside it, at most {limit}: make a package of those that belong together",
-        )
-
-
-@rule
 def prints(module: Module) -> Iterator[Finding]:
     for node in module.nodes:
         inside = module.path.startswith("raycl/") and module.path != "raycl/cli/terminal.py"
@@ -332,30 +302,10 @@ def names(module: Module) -> Iterator[Finding]:
             yield 1, f"'{part}' says nothing: name the module after the noun it is about"
 
 
-def _identifiers(module: Module) -> Iterator[tuple[int, str]]:
-    """Line and name of modules, classes, functions, arguments and attributes, where they are defined or used."""
-    yield from ((1, part) for part in _dotted(module.path).split("."))
-    for node in module.nodes:
-        if isinstance(node, ast.Name | ast.Attribute):
-            yield node.lineno, _name(node)
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.lineno, node.name
-        elif isinstance(node, ast.arg | ast.keyword):
-            yield node.lineno, node.arg or ""
-
-
-@rule
-def retired(module: Module) -> Iterator[Finding]:
-    gone = EVERYWHERE.union(*(words for folder, words in IN_FOLDER.items() if module.path.startswith(folder)))
-    for line, name in _identifiers(module):
-        if module.path.startswith("raycl/") and name.lstrip("_") in gone:
-            yield line, f"'{name}' was replaced by the field's term: use that of the code around it (retired.py)"
-
-
 @rule
 def docstrings(module: Module) -> Iterator[Finding]:
     if not ast.get_docstring(module.tree):
-        yield 1, "has no docstring: open with why it exists and what it does not know"
+        yield 1, "has no docstring: open with what it is for"
 
 
 def _containers(module: Module) -> Iterator[tuple[int, str, bool]]:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from raycl.backbone.codec import HFCodec
-from raycl.bench.gpu.tiny import word_tokenizer
+from raycl.testing.tiny_models import word_tokenizer
 
 TEMPLATES = {
     "trims": (

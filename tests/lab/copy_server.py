@@ -80,15 +80,15 @@ LIBRARIES = (
 """What jobs, workers, trials, replicas and Ray's own processes import, except Ray."""
 
 PACKAGE = (
-    "raycl.report.plots",
-    "raycl.report.tables",
+    "raycl.operations.report.plots",
+    "raycl.operations.report.tables",
     "raycl.run.assembly",
     "raycl.run.checks",
     "raycl.run.extension",
     "raycl.run.start",
     "raycl.serve.engine.engine",
     "raycl.serve.http.server",
-    "raycl.sweep.outcome",
+    "raycl.operations.sweep.outcome",
     "raycl.training.stream_loop",
 )
 """What they import of raycl, except what imports Ray."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pretend_device import DEVICE
 
-from raycl.bench.figures import Figure
-from raycl.bench.gpu.setup import Case, Setup
-from raycl.bench.gpu.suite import PARTS, Part, run_part
+from benchmarks.figures import Figure
+from benchmarks.gpu.setup import Case, Setup
+from benchmarks.gpu.suite import PARTS, Part, run_part
 
 NO_KERNELS = ("fsdp", "int8", "nf4")
 """Cases of libraries that have none for this device."""

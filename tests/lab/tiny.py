@@ -21,18 +21,18 @@ from raycl import config as configs
 from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch
-from raycl.bench.gpu import tiny as models
 from raycl.generation.answers import predict
 from raycl.generation.routing import route_batch
 from raycl.launch import driver
 from raycl.launch.worker import in_process_worker, worker_main
 from raycl.methods.registry import METHODS, method_class
-from raycl.retrieval.memory_slots import key_maps
+from raycl.routing.memory_slots import key_maps
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.snapshots.parts import adapters_of, backbone_of, heads_of, router_of
 from raycl.storage import Storage
+from raycl.testing import tiny_models as models
 from raycl.tracking import MetricsSink
 from raycl.training.distributed import DistributedContext
 from raycl.training.pending_row import RowScorer

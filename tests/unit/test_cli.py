@@ -14,9 +14,9 @@ from raycl.cli.commands import COMMANDS, load
 from raycl.cli.files import FOLDER, local_or_installed
 from raycl.config import to_yaml
 from raycl.errors import ConfigError
+from raycl.operations.sweep.comparison import load_comparison, plan
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage
-from raycl.sweep.comparison import load_comparison, plan
 
 REPO = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "ray", "numpy", "pydantic", "omegaconf", "matplotlib")

@@ -13,9 +13,9 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from torch import nn
 
-from raycl.bank.operations.commands import COMMANDS
 from raycl.config.reference import groups
 from raycl.methods.modifier import GradientModifier, Modifiers
+from raycl.operations.banks.commands import COMMANDS
 from raycl.run.config import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ def test_the_documentation_builds_strictly(tmp_path: Path) -> None:
         path for path in paths if f"<code>{path.replace('<', '&lt;').replace('>', '&gt;')}</code>" not in settings
     ] == []
     commands = (tmp_path / "reference/commands/index.html").read_text()
-    assert all(f"<code>{name}</code>" in commands for name in [*COMMANDS, "growth"]) and "--print-config" in commands
+    assert all(f"<code>{name}</code>" in commands for name in COMMANDS) and "--print-config" in commands
     ready = (tmp_path / "reference/files/index.html").read_text()
     assert [path for path in REPO.glob("jobs/configs/**/*.yaml") if path.name not in ready] == []
     assert "SumRouter" in (tmp_path / "extending/router/index.html").read_text()
@@ -60,7 +60,7 @@ def hooks() -> ModuleType:
     ("path", "name", "message"),
     [
         ("raycl/nothing.py", None, "names no file of the repository"),
-        ("raycl/retrieval/router.py", "Nobody", "no top-level 'Nobody'"),
+        ("raycl/routing/router.py", "Nobody", "no top-level 'Nobody'"),
     ],
 )
 def test_a_missing_excerpt_fails(hooks: ModuleType, path: str, name: str | None, message: str) -> None:

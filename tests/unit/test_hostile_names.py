@@ -15,7 +15,7 @@ from raycl.cli.terminal import echo
 from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
 from raycl.errors import printable
 from raycl.launch.console import PlainFormatter
-from raycl.report.tables import render
+from raycl.operations.report.tables import render
 from raycl.serve.prediction_tables import _csv
 
 TITLE, CSI, BACK, TURNED = "\x1b]0;owned\x07", "\x9b2J", "ok\rerror", "\u202efdp.exe"

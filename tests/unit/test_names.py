@@ -10,11 +10,11 @@ from pyarrow import fs
 from raycl.config.names import LONGEST, problem_of
 from raycl.data.benchmarks.layout import check_name
 from raycl.errors import ConfigError, DataError
+from raycl.operations.sweep.comparison import ComparisonConfig
+from raycl.operations.sweep.config import SweepConfig
 from raycl.run import config as run_config
 from raycl.run.config import load_config
 from raycl.storage import Storage
-from raycl.sweep.comparison import ComparisonConfig
-from raycl.sweep.config import SweepConfig
 
 GOOD = ("my run ü", "größe", "任务 1", "задача", "وظيفة", "a.b-c_d+e (1)", "ü" * (LONGEST // 2), "50%?#")
 BAD = (

@@ -21,18 +21,19 @@ import yaml
 from ray.scripts.scripts import cli as ray_cli
 from ray.serve.scripts import cli as serve_cli
 
+from benchmarks.command import parser as benchmark_parser
 from raycl import config as configs
-from raycl.bank.operations.commands import COMMANDS
 from raycl.cli import main
 from raycl.cli.commands import COMMANDS as COMMANDS_OF_RAYCL
 from raycl.cli.commands import load
 from raycl.errors import ConfigError
+from raycl.operations.banks.commands import COMMANDS
+from raycl.operations.sweep.comparison import load_comparison
+from raycl.operations.sweep.config import load_sweep
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.run.extension import task_of
 from raycl.serve.settings import ServeConfig
-from raycl.sweep.comparison import load_comparison
-from raycl.sweep.config import load_sweep
 
 REPO = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "cluster/README.md", "docs/hooks.py")
@@ -89,6 +90,9 @@ def check(line: str, patch: pytest.MonkeyPatch) -> None:
     head, *rest = words
     if head in ("python", ".venv/bin/python") and rest[0].startswith("jobs/"):
         assert (REPO / rest[0]).is_file()
+        if rest[0] == "jobs/benchmark.py":
+            benchmark_parser(rest[1:]).parse_args(rest[1:])
+            return
         head, rest = "raycl", [Path(rest[0]).stem.removesuffix("_stream"), *rest[1:]]
     if head == "raycl":
         by_raycl(rest)

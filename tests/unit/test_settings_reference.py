@@ -12,10 +12,10 @@ from pydantic import Field
 
 from raycl.config import Section
 from raycl.config.reference import commented_yaml, groups
+from raycl.operations.sweep.comparison import ComparisonConfig
+from raycl.operations.sweep.config import SweepConfig
 from raycl.run.config import RunConfig, load_config
 from raycl.serve.settings import ServeConfig, load_serve_config
-from raycl.sweep.comparison import ComparisonConfig
-from raycl.sweep.config import SweepConfig
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -100,7 +100,7 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Run one command; 1 if it found something wrong."""
-    from raycl.bank.operations.commands import answer
+    from raycl.operations.banks.commands import answer
 
     log_to_stderr()
     logging.getLogger("raycl").setLevel(logging.INFO)

@@ -32,9 +32,9 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Show sizes, then remove."""
+    from raycl.operations.sweep.disk import EFFECTS, removable, remove
     from raycl.run import config as run_config
     from raycl.storage import Storage
-    from raycl.sweep.disk import EFFECTS, removable, remove
 
     found = removable(Storage.at(options.folder or run_config.default_directory()), options.only)
     for one in found:

@@ -40,21 +40,21 @@ def run(options: argparse.Namespace) -> int:
     """Run what is missing, print the table."""
     file = local_or_installed(options.comparison)
     from raycl.launch import console, termination
-    from raycl.sweep.comparison import load_comparison, run_comparison
+    from raycl.operations.sweep.comparison import load_comparison, run_comparison
 
     console.log_to_stderr()
     termination.exit_on_sigterm()
     comparison = load_comparison(file, options.overrides)
     if options.status:
-        from raycl.sweep.comparison import states
+        from raycl.operations.sweep.comparison import states
 
         found = states(comparison, options.dir, tuple(options.only))
         width = max(map(len, found))
         echo("\n".join(f"{name:{width}}  {state}" for name, state in found.items()))
         return 0
     outcome = run_comparison(comparison, options.dir, tuple(options.only))
-    from raycl.report.plots import heatmaps
-    from raycl.report.tables import comparison_table, side_by_side
+    from raycl.operations.report.plots import heatmaps
+    from raycl.operations.report.tables import comparison_table, side_by_side
 
     results = list(outcome.results.values())
     if results:

@@ -43,12 +43,12 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Measure what is missing, print the tables, write the files."""
-    from raycl.report.results import read_results, run_folders
+    from raycl.metrics.run_results import read_results, run_folders
 
     folders = [folder.address for root in options.runs for folder in run_folders(root)]
     from raycl.launch.probe import ProbeSettings, probe
-    from raycl.report.output_rows.plots import probe_maps
-    from raycl.report.output_rows.probe import probe_csv, probe_table, probes_of
+    from raycl.operations.report.output_rows.plots import probe_maps
+    from raycl.operations.report.output_rows.probe import probe_csv, probe_table, probes_of
 
     settings = ProbeSettings(options.rows, options.threshold)
     measured = [probe(folder, settings, options.set, options.again) for folder in folders]

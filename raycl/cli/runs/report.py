@@ -39,16 +39,16 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, write the files."""
-    from raycl.report.results import find_results
+    from raycl.metrics.run_results import find_results
 
     results = [result for root in options.runs for result in find_results(root)]
-    from raycl.report.attention import has_attention
-    from raycl.report.attention_plots import attention_maps
-    from raycl.report.compare import runs_to_csv, to_csv
-    from raycl.report.plots import heatmaps
-    from raycl.report.router_plots import router_maps
-    from raycl.report.routing import has_routing
-    from raycl.report.tables import comparison_table, routing_comparison, tables_of
+    from raycl.operations.report.attention import has_attention
+    from raycl.operations.report.attention_plots import attention_maps
+    from raycl.operations.report.compare import runs_to_csv, to_csv
+    from raycl.operations.report.plots import heatmaps
+    from raycl.operations.report.router_plots import router_maps
+    from raycl.operations.report.routing import has_routing
+    from raycl.operations.report.tables import comparison_table, routing_comparison, tables_of
 
     routed = [result for result in results if has_routing(result)]
     for result in results:

@@ -36,15 +36,15 @@ def run(options: argparse.Namespace) -> int:
     """Run the trials, sum up."""
     file = local_or_installed(options.sweep)
     from raycl.launch import console, termination
+    from raycl.operations.sweep.config import load_sweep
     from raycl.run import config as run_config
-    from raycl.sweep.config import load_sweep
 
     console.log_to_stderr()
     termination.exit_on_sigterm()
     directory = options.dir or run_config.default_directory()
     sweep = load_sweep(file, options.set)
-    from raycl.sweep.drive import run_sweep
-    from raycl.sweep.write import write_outcome
+    from raycl.operations.sweep.drive import run_sweep
+    from raycl.operations.sweep.write import write_outcome
 
     outcome = run_sweep(sweep, directory, options.resume)
     text, files = write_outcome(outcome, directory)

@@ -20,7 +20,7 @@ from raycl.cli.files import add_allow_env, local_or_installed
 from raycl.cli.terminal import echo
 
 GPU_NAMES = ("a10g-24", "l4-24", "a100-40", "a100-80", "h100-80", "h200-141")
-"""Those of `raycl.run.plan.hardware`, so that `--help` does not wait for it."""
+"""Those of `raycl.operations.plan.hardware`, so that `--help` does not wait for it."""
 
 SETTINGS = """settings that matter first (all: --print-config, and docs/reference):
   method=lora|slm|sapt|...       how tasks are learned          stream.name, stream.tasks   what is learned
@@ -87,12 +87,12 @@ def run(options: argparse.Namespace) -> int:
         echo(commented_yaml(run_config.load_config(config, options.overrides)), end="")
         return 0
     if options.methods:
-        from raycl.run.plan.methods_table import methods_table
+        from raycl.operations.plan.methods_table import methods_table
 
         echo(methods_table())
         return 0
     if options.sizes:
-        from raycl.run.plan.sizes_table import sizes_table
+        from raycl.operations.plan.sizes_table import sizes_table
 
         echo(sizes_table())
         return 0
@@ -113,8 +113,8 @@ def run(options: argparse.Namespace) -> int:
     termination.exit_on_sigterm()
     prepared = commands.prepared(config, options.overrides, options.resume, options.add, options.revise)
     from raycl.launch import driver
-    from raycl.report.plots import heatmap
-    from raycl.report.tables import matrix_table
+    from raycl.operations.report.plots import heatmap
+    from raycl.operations.report.tables import matrix_table
 
     echo(f"run {prepared.storage.uri}", flush=True)
     results = driver.train(prepared)
@@ -127,10 +127,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace, config: str | None) -> int:
     """Print what the run would need."""
+    from raycl.operations.plan.hardware import Cluster, gpu_named
+    from raycl.operations.plan.planning import plan
+    from raycl.operations.plan.report import text, tree
     from raycl.run import config as run_config
-    from raycl.run.plan.hardware import Cluster, gpu_named
-    from raycl.run.plan.planning import plan
-    from raycl.run.plan.report import text, tree
 
     settings = run_config.load_config(config, options.overrides)
     gpus = options.gpus or settings.launch.workers

@@ -9,11 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raycl.eval.matrix import AccuracyMatrix
 from raycl.launch.run_files import RunFiles
 from raycl.launch.status import nodes_of, status_from
-from raycl.report.compare import METRICS
-from raycl.report.results import INSTRUCTION, backbone_of, method_of, title_of
+from raycl.metrics.matrix import AccuracyMatrix
+from raycl.metrics.run_results import INSTRUCTION, METRICS, backbone_of, method_of, title_of
 from raycl.training.records.progress import TraceReader
 from raycl.training.records.results import matrix_of, metrics_so_far, other_row
 

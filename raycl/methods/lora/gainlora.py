@@ -45,7 +45,7 @@ from raycl.methods.lora.inclora import IncLora
 from raycl.methods.lora.inflora import InfLora, InfLoraSettings, Subspace, designed, grown_threshold
 from raycl.methods.lora.olora import OLora, OLoraSettings
 from raycl.methods.pseudo_samples.samples import sources_of
-from raycl.retrieval.gates import PARTS, TaskGates, features, mean_embedding, router_state
+from raycl.routing.gates import PARTS, TaskGates, features, mean_embedding, router_state
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
 
 log = logging.getLogger("raycl")

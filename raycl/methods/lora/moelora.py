@@ -34,7 +34,7 @@ from raycl.methods.context import TaskContext
 from raycl.methods.lora.lora import LoraSettings, as_peft_draws
 from raycl.methods.prompts.queries import Queries
 from raycl.methods.trained_adapters import head_adapter
-from raycl.retrieval.experts import ExpertGate, router_state
+from raycl.routing.experts import ExpertGate, router_state
 from raycl.types import Batch, Mixture, Phase, Task
 
 

@@ -4,7 +4,7 @@ Wang et al. 2023, "Rehearsal-free Continual Language Learning via Efficient Para
 prefix: keys and values that every attention layer reads beside the text's, on a frozen backbone. When it ends, the
 mean of each class and the mean of the classes' covariances are taken from the frozen backbone's hidden states of its
 training texts. At test a text gets the adapter of the task that holds the class of least Mahalanobis distance
-(`raycl.retrieval.class_gaussians`). Label heads are of a task's own labels. So each task needs a closed label set; the
+(`raycl.routing.class_gaussians`). Label heads are of a task's own labels. So each task needs a closed label set; the
 answers themselves may be generated, as in SAPT's runs of EPI on T5 and LLaMA-2.
 Length and kinds (prefix, or a soft prompt at the input) are those of the released code (run.py, scripts/5ds.sh); a LoRA
 is an option of ours. Where the code differs: its prefix shares the softmax with the text, is drawn from N(0, 1) and
@@ -33,8 +33,8 @@ from raycl.methods.context import TaskContext
 from raycl.methods.lora.lora import as_peft_draws
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.prompts.queries import Queries
-from raycl.retrieval.class_gaussians import COVARIANCE, MEANS, SAMPLE, ClassGaussians, ClassStatistics
-from raycl.retrieval.out_of_distribution import sample_rows
+from raycl.routing.class_gaussians import COVARIANCE, MEANS, SAMPLE, ClassGaussians, ClassStatistics
+from raycl.routing.out_of_distribution import sample_rows
 from raycl.types import Batch, Mixture, RouterState, Task
 
 TARGETS: dict[str, tuple[str, ...]] = {

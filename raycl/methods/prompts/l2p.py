@@ -36,7 +36,7 @@ from raycl.methods.base import Learned, Method, MethodConfig, in_head, phase_lab
 from raycl.methods.context import TaskContext
 from raycl.methods.prompts.queries import Queries, mean_by_positions
 from raycl.methods.trained_adapters import head_adapter
-from raycl.retrieval.prompt_pool import PromptPool, router_state
+from raycl.routing.prompt_pool import PromptPool, router_state
 from raycl.types import AdapterState, Batch, Mixture, Phase
 
 

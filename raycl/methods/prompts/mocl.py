@@ -40,7 +40,7 @@ from raycl.methods.lora.lora import as_peft_draws
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.prompts.queries import Queries, mean_by_positions
 from raycl.methods.trained_adapters import is_trainable
-from raycl.retrieval.task_keys import TaskKeys, Weighting
+from raycl.routing.task_keys import TaskKeys, Weighting
 from raycl.types import Batch, Mixture, RouterState
 
 

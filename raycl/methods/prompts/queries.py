@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
-from raycl.retrieval.prompt_pool import mean_pooled
+from raycl.routing.prompt_pool import mean_pooled
 from raycl.types import IGNORE, Batch
 
 

@@ -24,7 +24,7 @@ from raycl.methods.context import Step
 from raycl.methods.pseudo_samples.samples import PseudoSamples
 from raycl.methods.pseudo_samples.sources import Kind, check_files
 from raycl.methods.replay.buffer import ReplayBuffer
-from raycl.retrieval.attention import Attention, divergence
+from raycl.routing.attention import Attention, divergence
 from raycl.types import Capabilities
 
 

@@ -46,10 +46,10 @@ from raycl.methods.sapt.ablations import ABLATIONS
 from raycl.methods.sapt.reflection import Reflection, ReplayEntry
 from raycl.methods.sapt.settings import SaptConfig
 from raycl.methods.trained_adapters import is_trainable
-from raycl.retrieval.attention import LEAST_WEIGHT, Attention, AttentionRouter, max_pooled, mixture_of
-from raycl.retrieval.discriminant import KINDS_OF_OUTLINES, BareTexts
-from raycl.retrieval.prompt_pool import mean_pooled
-from raycl.retrieval.selector import learn_selector
+from raycl.routing.attention import LEAST_WEIGHT, Attention, AttentionRouter, max_pooled, mixture_of
+from raycl.routing.discriminant import KINDS_OF_OUTLINES, BareTexts
+from raycl.routing.prompt_pool import mean_pooled
+from raycl.routing.selector import learn_selector
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
 
 Pool = Callable[[Tensor, Tensor], Tensor]

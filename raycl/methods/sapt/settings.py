@@ -17,8 +17,8 @@ from raycl.methods.per_task_adapter import MlpWidthSetting, PromptFormSetting
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
 from raycl.methods.sapt.ablations import ABLATIONS, Name
 from raycl.methods.sapt.reflection import ReflectionConfig
-from raycl.retrieval.attention import AttentionConfig
-from raycl.retrieval.selector import SelectorConfig
+from raycl.routing.attention import AttentionConfig
+from raycl.routing.selector import SelectorConfig
 
 
 class SaptConfig(MethodConfig):

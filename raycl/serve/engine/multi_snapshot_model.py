@@ -27,7 +27,7 @@ from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
 from raycl.generation.task_prompts import TaskPrompts, check_templates
-from raycl.retrieval.router import Router, heads_of_tasks
+from raycl.routing.router import Router, heads_of_tasks
 from raycl.serve.errors import UnavailableError
 from raycl.types import Activation, AdapterState, Mixture
 

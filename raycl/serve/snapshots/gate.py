@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from raycl.data.stream import Stream
 from raycl.errors import BankError
-from raycl.eval.settings import EvalConfig
+from raycl.metrics.settings import EvalConfig
 from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot

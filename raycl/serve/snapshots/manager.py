@@ -20,7 +20,7 @@ from raycl.bank.activations import Activations
 from raycl.bank.integrity import IntegrityCheck
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import BankError, RayclError
-from raycl.retrieval.router import Router
+from raycl.routing.router import Router
 from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, mark_of

@@ -16,9 +16,9 @@ from raycl.bank.bank import ObjectReader
 from raycl.bank.routers import get_router
 from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
 from raycl.errors import BankError
-from raycl.retrieval.encoder import SentenceEncoder
-from raycl.retrieval.router import Router
-from raycl.retrieval.routers import make_router
+from raycl.routing.encoder import SentenceEncoder
+from raycl.routing.router import Router
+from raycl.routing.routers import make_router
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from raycl.data.stream import Stream
 from raycl.errors import BankError
-from raycl.eval.settings import EvalConfig
+from raycl.metrics.settings import EvalConfig
 from raycl.scoring.scored_task import ScoredTask, line_of
 from raycl.serve.offline import OfflineModel
 from raycl.types import Score, Task

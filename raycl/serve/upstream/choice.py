@@ -12,7 +12,7 @@ import torch
 
 from raycl.bank import Bank, Snapshot
 from raycl.errors import ConfigError, RayclError
-from raycl.retrieval.routers import router_class
+from raycl.routing.routers import router_class
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import adapters_of, router_of

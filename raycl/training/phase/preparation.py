@@ -11,7 +11,7 @@ import time
 from torch import Tensor
 
 from raycl.data.tokens import Split
-from raycl.retrieval.encoder import SentenceEncoder
+from raycl.routing.encoder import SentenceEncoder
 from raycl.training.distributed import DistributedContext
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase

@@ -23,8 +23,8 @@ from raycl.errors import RetrievalError
 from raycl.generation.routing import route_batch
 from raycl.generation.task_prompts import Reading, TaskPrompts, task_prompts
 from raycl.methods.base import Learned, Method, under
-from raycl.retrieval.router import Owners, Router, heads_of_tasks
-from raycl.retrieval.routers import make_router
+from raycl.routing.router import Owners, Router, heads_of_tasks
+from raycl.routing.routers import make_router
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.publish import open_bank

@@ -22,7 +22,7 @@ from raycl.bank.training_state import get_record, put_state, restore_record
 from raycl.errors import BankError, CheckpointError
 from raycl.methods.base import Method, State, under
 from raycl.methods.per_task_adapter import PerTaskAdapter
-from raycl.retrieval.routers import without
+from raycl.routing.routers import without
 from raycl.training.inputs import Inputs, changes
 from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal

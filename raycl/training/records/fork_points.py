@@ -2,7 +2,7 @@
 
 Why it exists: two runs with the same effective settings up to some phase are the same run up to there, bit for bit;
 the second one starts with the checkpoint and journal records of the first, as if it had been resumed there.
-What it does not know: which runs agree (`raycl.sweep.trials.prefix`).
+What it does not know: which runs agree (`raycl.operations.sweep.trials.prefix`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`results.json`: the matrix, the metrics, and what is needed to trust and repeat them.
 
-What it does not know: how to draw or print them (`raycl.report`).
+What it does not know: how to draw or print them (`raycl.operations.report`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from raycl import __version__
 from raycl.data.stream import Stream
-from raycl.eval.averages import averages
-from raycl.eval.matrix import AccuracyMatrix, summary
-from raycl.eval.variants import compute_variants
+from raycl.metrics.averages import averages
+from raycl.metrics.matrix import AccuracyMatrix, summary
+from raycl.metrics.variants import compute_variants
 from raycl.training.inputs import version_changes, versions
 from raycl.training.records.journal import RunState
 from raycl.training.training_context import RunInfo

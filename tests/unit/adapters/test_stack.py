@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from raycl.adapters import AdapterStack
 from raycl.adapters.state import combine, fold
 from raycl.backbone.roles import linear_names
-from raycl.bench.gpu.tiny import tiny_model
 from raycl.errors import AdapterError
+from raycl.testing.tiny_models import tiny_model
 from raycl.types import Activation, AdapterState, Mixture
 
 KINDS = ("bert", "t5", "llama", "gpt2", "gqa")

@@ -23,11 +23,11 @@ from transformers import (
 
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.backbone.encoder import EncoderBackbone
-from raycl.bench.gpu.tiny import SIZES, tiny_model
 from raycl.errors import ConfigError
 from raycl.methods.finetune import Finetune
 from raycl.run.assembly import build
 from raycl.storage import Storage
+from raycl.testing.tiny_models import SIZES, tiny_model
 from raycl.training.distributed import DistributedContext
 from raycl.training.records.checkpoint import write_model
 from raycl.types import IGNORE, Batch, Phase, Task

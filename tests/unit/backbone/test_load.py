@@ -32,12 +32,12 @@ from transformers import (
 
 from raycl.backbone import BackboneConfig, base, load_backbone, load_codec, load_skeleton
 from raycl.backbone.load import known_kind, pick_dtype, wrap_model
-from raycl.bench.gpu.tiny import SIZES, tiny_model
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
 from raycl.generation.answers import predict
 from raycl.run.assembly import build
 from raycl.run.checks import check
+from raycl.testing.tiny_models import SIZES, tiny_model
 from raycl.training.distributed import DistributedContext
 from raycl.types import IGNORE, Batch
 

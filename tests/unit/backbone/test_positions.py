@@ -30,8 +30,8 @@ from transformers import (
 from raycl.adapters import AdapterStack
 from raycl.backbone.load import wrap_model
 from raycl.backbone.positions import logits_at, pack
-from raycl.bench.gpu.tiny import SIZES, tiny_model
 from raycl.errors import BackboneError
+from raycl.testing.tiny_models import SIZES, tiny_model
 from raycl.types import IGNORE, AdapterState, Batch, Mixture
 
 BART = {

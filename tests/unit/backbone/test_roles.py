@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from raycl.backbone.roles import GROUPS, ROLES, linear_names, without_role
-from raycl.bench.gpu.tiny import tiny_model
 from raycl.errors import BackboneError
+from raycl.testing.tiny_models import tiny_model
 
 BERT = "encoder.layer.{}."
 EXPECTED = {

@@ -24,9 +24,9 @@ from raycl.backbone import BackboneConfig, identity
 from raycl.backbone.kinds import capabilities_of
 from raycl.bank import AdapterRef, Bank
 from raycl.bank.manifest import ModelInfo, RouterInfo
-from raycl.bank.operations.exchange import export_merged, export_peft, import_peft, mixed
-from raycl.bank.operations.vllm import RANKS, allowed_rank, export_vllm, of_one_rank
 from raycl.errors import AdapterError, BackboneError, BankError
+from raycl.operations.banks.exchange import export_merged, export_peft, import_peft, mixed
+from raycl.operations.banks.vllm import RANKS, allowed_rank, export_vllm, of_one_rank
 from raycl.types import AdapterState, Mixture
 
 REPO = Path(__file__).resolve().parents[3]

@@ -19,7 +19,7 @@ from raycl.data.sources.cache import Info, entry
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError
 from raycl.pretrained import hashes
-from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
+from raycl.routing.encoder import EncoderConfig, SentenceEncoder
 from raycl.storage.records import seal
 
 SCHEMA = pa.schema([("n", pa.int64())])

@@ -15,7 +15,7 @@ from raycl.cli.main import main
 from raycl.data.benchmarks.knowledge import TASKS
 from raycl.data.stream import Stream, StreamConfig, TaskSpec, open_stream
 from raycl.errors import ConfigError, DataError, MissingTasksError
-from raycl.eval.metrics import check_labels
+from raycl.metrics.per_example import check_labels
 from raycl.types import Task
 
 DOCTOR = "If you are a doctor, please answer the medical questions based on the patient's description."

@@ -9,9 +9,9 @@ import torch
 
 from raycl.data.prompts import Prompt, superni
 from raycl.generation.task_prompts import TaskPrompts
-from raycl.retrieval.attention import AttentionRouter
-from raycl.retrieval.router import Router
-from raycl.retrieval.routers import SingleRouter, TextRouter
+from raycl.routing.attention import AttentionRouter
+from raycl.routing.router import Router
+from raycl.routing.routers import SingleRouter, TextRouter
 from raycl.types import Mixture
 
 CHAT = {name: Prompt(chat_template="any", system=f"Sort {name}.\n") for name in ("news", "food")}

@@ -13,13 +13,13 @@ from tiny import ENGINES, KINDS, Complete, Lab, evaluated_by, matrix, opened, ru
 from torch import Tensor, nn
 
 from raycl.bank import Bank
-from raycl.bank.operations.unlearning import forget
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError, ConfigError, RetrievalError
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.lora.gainlora import FeatureSubspaces, GainLora
 from raycl.methods.lora.inflora import Subspace
-from raycl.retrieval.gates import PARTS, GateRouter, TaskGates, gates, mean_embedding
+from raycl.operations.banks.unlearning import forget
+from raycl.routing.gates import PARTS, GateRouter, TaskGates, gates, mean_embedding
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext

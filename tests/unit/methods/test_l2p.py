@@ -19,7 +19,7 @@ from raycl.errors import BankError, ConfigError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.prompts.l2p import L2p
-from raycl.retrieval.prompt_pool import PromptPool, PromptPoolRouter, mean_pooled
+from raycl.routing.prompt_pool import PromptPool, PromptPoolRouter, mean_pooled
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext

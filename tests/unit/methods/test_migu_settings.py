@@ -13,7 +13,7 @@ from tiny import Lab, run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raycl.bench.migu import GradientsOnly
+from benchmarks.migu import GradientsOnly
 from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Method
 from raycl.methods.migu.migu import MEASURED, Migu

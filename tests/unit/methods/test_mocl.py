@@ -15,14 +15,14 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from raycl.backbone.base import loss_count
 from raycl.bank import Bank
-from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError, ConfigError, RetrievalError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate, activate_batch, trained_names
 from raycl.methods.prompts.mocl import Mocl
-from raycl.retrieval.routers import make_router, without
-from raycl.retrieval.task_keys import TaskKeys
+from raycl.operations.banks.unlearning import evaluate, forget
+from raycl.routing.routers import make_router, without
+from raycl.routing.task_keys import TaskKeys
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext

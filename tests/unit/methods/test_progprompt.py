@@ -19,7 +19,7 @@ from raycl.errors import BankError, ConfigError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate, activate_batch, activate_trainable, trained_names
 from raycl.methods.prompts.progprompt import ProgPrompt
-from raycl.retrieval.routers import make_router
+from raycl.routing.routers import make_router
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext

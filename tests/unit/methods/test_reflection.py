@@ -15,7 +15,7 @@ from raycl.methods.context import Step, TaskContext
 from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, counts_of, take_real
 from raycl.methods.pseudo_samples.sources import read_file, read_texts
 from raycl.methods.sapt.reflection import Reflection, ReflectionConfig, ReplayEntry
-from raycl.retrieval.attention import Attention, AttentionConfig, divergence
+from raycl.routing.attention import Attention, AttentionConfig, divergence
 from raycl.run.assembly import build
 from raycl.run.config import load_config
 from raycl.training.distributed import DistributedContext

@@ -12,12 +12,12 @@ from tiny import ENGINES, KINDS, Complete, Lab, opened, run
 from torch import Tensor
 
 from raycl.bank import Bank
-from raycl.bank.operations.unlearning import forget
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.lora.sdlora import SdLora, least_squares, norm_of, product, scaled
-from raycl.retrieval.routers import make_router, without
+from raycl.operations.banks.unlearning import forget
+from raycl.routing.routers import make_router, without
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext

@@ -18,15 +18,15 @@ from raycl.cli.runs import train
 from raycl.errors import BackboneError, ConfigError
 from raycl.methods.base import activate_batch
 from raycl.methods.context import TaskContext
+from raycl.operations.plan import methods_table
+from raycl.operations.plan.hardware import GPUS, Cluster
+from raycl.operations.plan.memory import PROCESS, activations, host_memory
+from raycl.operations.plan.opening import opened
+from raycl.operations.plan.planning import plan
+from raycl.operations.plan.shapes import longest_of, numbers
+from raycl.operations.plan.workload import Engine, Model, Run, Step
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
-from raycl.run.plan import methods_table
-from raycl.run.plan.hardware import GPUS, Cluster
-from raycl.run.plan.memory import PROCESS, activations, host_memory
-from raycl.run.plan.opening import opened
-from raycl.run.plan.planning import plan
-from raycl.run.plan.shapes import longest_of, numbers
-from raycl.run.plan.workload import Engine, Model, Run, Step
 from raycl.training.distributed import DistributedContext, ensure_process_group
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.phase.data import PhaseData

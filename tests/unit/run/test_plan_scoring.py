@@ -12,14 +12,14 @@ from tiny import Lab
 from raycl import config as configs
 from raycl.cli.runs import train
 from raycl.generation import dynamic_cache
+from raycl.operations.plan.hardware import GPUS, Cluster
+from raycl.operations.plan.memory import CONTEXT, PROCESS
+from raycl.operations.plan.opening import opened
+from raycl.operations.plan.planning import plan
+from raycl.operations.plan.scoring import cached_width
+from raycl.operations.plan.shapes import numbers
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
-from raycl.run.plan.hardware import GPUS, Cluster
-from raycl.run.plan.memory import CONTEXT, PROCESS
-from raycl.run.plan.opening import opened
-from raycl.run.plan.planning import plan
-from raycl.run.plan.scoring import cached_width
-from raycl.run.plan.shapes import numbers
 from raycl.training.distributed import DistributedContext
 
 PARAMETERS, LORA = 6_738_415_616, 32 * 2 * 8 * (4096 + 4096)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.sharing import PATHS, make_backbone
 from raycl.bank import Bank
 from raycl.bank import tensors as stored
 from raycl.bank.bank import info_of
 from raycl.bank.manifest import ObjectInfo
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.bank.tensors import StoredTensors, pack
-from raycl.bench.sharing import PATHS, make_backbone
 from raycl.errors import BankError, CheckpointError
 from raycl.methods.base import packed, under
 from raycl.methods.lora.inclora import IncLora, IncLoraConfig

@@ -1,0 +1,105 @@
+"""Scores of overlapping text: Rouge-L, BLEU and edit similarity, by the libraries that define them.
+
+Why it exists: rouge_score reads ASCII letters and digits alone, so that Chinese scores 0 and words with umlauts fall
+apart; here it gets words of every script.
+What it does not know: tasks, the off-task rule.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from raycl.metrics.answers import Answers, mean_best
+
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
+
+_UNSPACED = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Myanmar, Khmer
+    r"\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f"  # kana
+    r"\u3005-\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Chinese characters
+)
+"""Scripts that are written without spaces between words: each character is a word."""
+_HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+
+
+class UnicodeTokenizer:
+    """Words of every script, for rouge_score; texts in ASCII give what its own tokenizer gives.
+
+    Letters, digits and the marks on them are words, in lower case and in composed form (NFKC). Porter's stemmer, which
+    knows English alone, is applied to words in ASCII.
+    """
+
+    def __init__(self) -> None:
+        from rouge_score.tokenizers import DefaultTokenizer
+
+        self._ascii = DefaultTokenizer(use_stemmer=True)
+
+    def tokenize(self, text: str) -> list[str]:
+        """The words in order."""
+        if text.isascii():
+            return list(self._ascii.tokenize(text))
+        kept = "".join(map(_kept, unicodedata.normalize("NFKC", text).lower()))
+        words = re.sub(f"([{_UNSPACED}])", r" \1 ", kept).split()
+        return [part for word in words for part in (self._ascii.tokenize(word) if word.isascii() else [word])]
+
+
+def _kept(character: str) -> str:
+    """Letters (L), marks (M) and numbers (N); a space for anything else."""
+    return character if unicodedata.category(character)[0] in "LMN" else " "
+
+
+@lru_cache(maxsize=2)
+def _scorer(ascii_only: bool) -> RougeScorer:
+    from rouge_score.rouge_scorer import RougeScorer  # two seconds of imports, only paid by tasks that need it
+
+    if ascii_only:
+        return RougeScorer(["rougeL"], use_stemmer=True)
+    return RougeScorer(["rougeL"], tokenizer=UnicodeTokenizer())
+
+
+def _rouge_l(prediction: str, reference: str, ascii_only: bool = False) -> float:
+    if not prediction.strip() and not reference.strip():
+        return 1.0
+    return float(_scorer(ascii_only).score(target=reference, prediction=prediction)["rougeL"].fmeasure)
+
+
+def _rouge_l_ascii(prediction: str, reference: str) -> float:
+    return _rouge_l(prediction, reference, ascii_only=True)
+
+
+rouge = mean_best(_rouge_l)
+"""Rouge-L, F-measure, English words stemmed."""
+
+rouge_ascii = mean_best(_rouge_l_ascii)
+"""As rouge_score computes it: letters and digits outside ASCII are dropped."""
+
+
+def tokenizer_for(references: Sequence[Sequence[str]]) -> str:
+    """Name of sacrebleu's tokenizer: `zh` where a reference has Chinese characters, else its standard `13a`."""
+    return "zh" if any(_HAN.search(text) for accepted in references for text in accepted) else "13a"
+
+
+def bleu(answers: Answers) -> tuple[float, dict[str, float]]:
+    """Over all examples together, against all references; `brevity` is the penalty for answers that are too short."""
+    from sacrebleu.metrics import BLEU
+
+    most = max(len(accepted) for accepted in answers.references)
+    streams = [[(*accepted, *[None] * most)[place] for accepted in answers.references] for place in range(most)]
+    score = BLEU(tokenize=tokenizer_for(answers.references))
+    found = score.corpus_score([text or "" for text in answers.predictions], streams)
+    return float(found.score), {"brevity": float(found.bp)}
+
+
+def _similarity(prediction: str, reference: str) -> float:
+    from rapidfuzz.fuzz import ratio
+
+    return float(ratio(prediction, reference)) / 100.0
+
+
+edit_similarity = mean_best(_similarity)
+"""Share of characters that need no insertion or deletion: `1 - edits / characters of both`."""

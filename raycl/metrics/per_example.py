@@ -1,0 +1,309 @@
+"""Per-task scores: predicted texts against reference texts, one number from 0 to 100.
+
+Why it exists: the papers score the same tasks by different rules (whole string, first word, Rouge-L, F1), so each
+rule has a name, its source, and a test. `METRICS` is the list of names; a task carries one of them.
+What it does not know: how predictions were made, the order of tasks, what is done with scores.
+
+Labels: `exact_match` ignores case and punctuation, as SAPT does, and would take `-1` for `1` and `C++` for `C`. Where
+it cannot tell two labels of a task apart, the task's answers are compared as they are. Published tasks have no such
+labels.
+
+Off-task answers: SLM (section 4.3) states that replies outside the task score 0, though its code has no such rule.
+Here a reply counts as off-task when it is, after normalisation, a label word of another task and neither a label of
+its own task nor one of its own references (`yes` belongs to several tasks). In a task with labels, so does a reply that
+differs from them by punctuation and is a label of another task as it stands. Such replies score 0, except under metrics
+of overlapping text (`OVERLAP`), and are counted in `Score.extra` under every metric.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import string
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+
+from raycl.errors import BackboneError, ConfigError, DataError, meant
+from raycl.metrics.answers import Answers, Labels, Metric, References, mean_best
+from raycl.metrics.averages import ACCURACY
+from raycl.metrics.intervals import interval
+from raycl.metrics.overlap import bleu, edit_similarity, rouge, rouge_ascii
+from raycl.metrics.sari import sari
+from raycl.types import Score
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NO_LABEL = "<off task>"
+"""What F1 reads for an off-task answer."""
+
+
+def score(
+    metric: str,
+    predictions: Sequence[str],
+    references: References,
+    labels: Labels = None,
+    other_labels: Collection[str] = (),
+    *,
+    sources: Sequence[str] = (),
+    off_task_is_wrong: bool = True,
+    with_interval: bool = False,
+) -> Score:
+    """Score one task; the best of several references counts.
+
+    Args:
+        metric: a name in `METRICS`.
+        predictions: one text per example, markers and prompt already cut off.
+        references: per example one or more accepted texts.
+        labels: the task's closed label set, None for free text.
+        other_labels: label words of the other tasks; replies equal to one of them are off-task.
+        sources: the input texts, for metrics in `NEED_SOURCES`.
+        off_task_is_wrong: off-task replies score 0, unless the metric is in `OVERLAP`; else they are only counted.
+        with_interval: add `low` and `high`, the limits of the 95 % interval, where the metric is in `ROW_MEANS`.
+
+    Returns:
+        Value 0-100, count, and in `extra` at least `off_task` and `empty` (numbers of examples).
+
+    Raises:
+        ConfigError: unknown metric, or its library is not installed.
+        DataError: nothing to score, an example without reference, references that the metric cannot use.
+    """
+    check_metric(metric)
+    _check_examples(predictions, references)
+    foreign = _Foreign(labels, other_labels)
+    off_task = [foreign.has(*example) for example in zip(predictions, references, strict=True)]
+    zeroed = off_task if off_task_is_wrong and metric not in OVERLAP else [False] * len(off_task)
+    judged = tuple(None if wrong else text for text, wrong in zip(predictions, zeroed, strict=True))
+    answers = Answers(judged, references, labels, sources)
+    value, extra = METRICS[metric](answers)
+    if with_interval and metric in ROW_MEANS:
+        low, high = interval([METRICS[metric](row)[0] for row in answers.rows()])
+        extra = {**extra, "low": low, "high": high}
+    empty = sum(not prediction.strip() for prediction in predictions)
+    return Score(value, len(predictions), {"off_task": float(sum(off_task)), "empty": float(empty), **extra})
+
+
+def check_metric(name: str) -> None:
+    """Refuse a metric that `score` could not compute, before any work starts.
+
+    Raises:
+        ConfigError: unknown name (with the nearest one), or an optional library is missing.
+    """
+    if name not in METRICS:
+        raise ConfigError(f"unknown metric '{name}': {meant(name, sorted(METRICS))}")
+    library, extra = _LIBRARIES.get(name, ("", ""))
+    if library and importlib.util.find_spec(library) is None:
+        raise ConfigError(
+            f"metric '{name}' needs the library {library.replace('_', '-')}: pip install 'raycl[{extra}]'"
+        )
+
+
+def check_labels(metric: str, task: str, labels: Labels) -> None:
+    """Refuse labels that the metric cannot tell apart.
+
+    Raises:
+        ConfigError: the metric reads first words, and a label has several, or two have the same.
+    """
+    if metric not in ("first_word", "first_word_lower"):
+        return
+    way_out = "use exact_match, or stream.answers=words with a word for each label"
+    long = [label for label in labels or () if len(_words(label)) != 1]
+    if long:
+        raise ConfigError(f"task '{task}' is scored by '{metric}' and its label '{long[0]}' is not one word: {way_out}")
+    same = _same(labels or (), lambda label: _words(label.lower() if metric == "first_word_lower" else label)[0])
+    if same:
+        raise ConfigError(
+            f"task '{task}' is scored by '{metric}', to which its labels '{same[0]}' and '{same[1]}' are one "
+            f"word: {way_out}"
+        )
+
+
+@lru_cache(maxsize=64)
+def taken_for_same(labels: tuple[str, ...]) -> tuple[str, str] | None:
+    """Two of a task's labels that are equal after normalisation, or one and the empty answer; None: there are none."""
+    return _same(("", *labels), normalize)
+
+
+def _same(labels: Collection[str], key: Callable[[str], str]) -> tuple[str, str] | None:
+    """The first two different labels of one key."""
+    first: dict[str, str] = {}
+    return next(((seen, label) for label in labels if (seen := first.setdefault(key(label), label)) != label), None)
+
+
+def normalize(text: str) -> str:
+    """Lower case, ASCII punctuation deleted, runs of white space made one space (SAPT `compute_metrics.py`)."""
+    return " ".join(text.lower().translate(_PUNCTUATION).split())
+
+
+def first_word(text: str) -> str:
+    """The first word, everything that is no word character read as a space; empty if there is none (SLM)."""
+    return next(iter(_words(text)), "")
+
+
+def _words(text: str) -> list[str]:
+    return re.sub(r"\W", " ", text).split()
+
+
+def _check_examples(predictions: Sequence[str], references: References) -> None:
+    assert len(predictions) == len(references), f"{len(predictions)} predictions for {len(references)} references"
+    if not predictions:
+        raise DataError("there are 0 examples to score: expected at least one, check the task's test split")
+    for row, accepted in enumerate(references):
+        if not accepted:
+            raise DataError(f"test example {row} has no reference: give at least one accepted answer")
+
+
+class _Foreign:
+    """The labels of other tasks, which are no answers to this one."""
+
+    def __init__(self, labels: Labels, other_labels: Collection[str]) -> None:
+        own = {normalize(label) for label in labels or ()}
+        self._normalized = frozenset(normalize(label) for label in other_labels) - own - {""}
+        self._as_they_are = frozenset(other_labels) if labels else frozenset()
+        self._own = {_spaced(label) for label in labels or ()}
+
+    def has(self, prediction: str, accepted: Sequence[str]) -> bool:
+        """Whether a reply is one of them, and none of its own references."""
+        reply = normalize(prediction)
+        if reply in self._normalized:
+            return all(reply != normalize(reference) for reference in accepted)
+        return prediction in self._as_they_are and _spaced(prediction) not in self._own.union(map(_spaced, accepted))
+
+
+def _spaced(text: str) -> str:
+    """Lower case, runs of white space made one space: punctuation stays."""
+    return " ".join(text.lower().split())
+
+
+def _exact_match(answers: Answers) -> tuple[float, dict[str, float]]:
+    """By the normalised text, which must tell the task's labels apart; else by the text as it is."""
+    return mean_best(_equal if taken_for_same(tuple(answers.labels or ())) else _exact)(answers)
+
+
+def _exact(prediction: str, reference: str) -> float:
+    return float(normalize(prediction) == normalize(reference))
+
+
+def _equal(prediction: str, reference: str) -> float:
+    return float(prediction == reference)
+
+
+def _first(prediction: str, reference: str) -> float:
+    word = first_word(prediction)
+    return float(bool(word) and word == _label_word(reference))
+
+
+def _first_lower(prediction: str, reference: str) -> float:
+    return _first(prediction.lower(), reference.lower())
+
+
+def _label_word(reference: str) -> str:
+    """The reference as the first-word rules need it.
+
+    Raises:
+        DataError: it is not one word, so that the rule would accept wrong answers.
+    """
+    words = _words(reference)
+    if len(words) != 1:
+        raise DataError(f"reference '{reference}' is not one word, which first-word metrics need: use 'exact_match'")
+    return words[0]
+
+
+def _macro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
+    """Unweighted mean over the classes that occur; replies that are no label count as misses, not as a class."""
+    predictions = _predicted(answers)
+    truth = _single_truth(predictions, answers.references)
+    classes = sorted(set(truth) | (set(answers.labels or ()) & set(predictions)))
+    return _f1(truth, predictions, classes, "macro"), _accuracy(truth, predictions)
+
+
+def _micro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
+    """Over pooled decisions; a reply that is no label is a wrong decision, so this equals the share of right ones."""
+    predictions = _predicted(answers)
+    truth = _single_truth(predictions, answers.references)
+    value = _f1(truth, predictions, sorted(set(truth) | set(predictions)), "micro")
+    return value, _accuracy(truth, predictions)
+
+
+def _accuracy(truth: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+    """The share of right answers, which DAS reports beside F1."""
+    right = sum(answer == wanted for answer, wanted in zip(predictions, truth, strict=True))
+    return {ACCURACY: 100.0 * right / len(truth)}
+
+
+def _predicted(answers: Answers) -> list[str]:
+    return [_NO_LABEL if text is None else text for text in answers.predictions]
+
+
+def _f1(truth: Sequence[str], predictions: Sequence[str], classes: Sequence[str], average: str) -> float:
+    from sklearn.metrics import f1_score  # a second of imports, only paid by tasks that need it
+
+    value = f1_score(list(truth), list(predictions), labels=list(classes), average=average, zero_division=0)
+    return 100.0 * float(value)
+
+
+def _single_truth(predictions: Sequence[str], references: References) -> list[str]:
+    """F1 needs one truth per example: the reference that was met, else the first."""
+    pairs = zip(predictions, references, strict=True)
+    return [prediction if prediction in accepted else accepted[0] for prediction, accepted in pairs]
+
+
+def _bertscore(answers: Answers) -> tuple[float, dict[str, float]]:
+    """English BERTScore (roberta-large, layer 17, no idf, no rescaling); the best reference per number."""
+    from bert_score import score as bert_score
+
+    examples = list(zip(answers.predictions, answers.references, strict=True))
+    met = sum(text is not None and not text.strip() and "" in accepted for text, accepted in examples)
+    judged = [(text, list(accepted)) for text, accepted in examples if text is not None and text.strip()]
+    sums = [float(met)] * 3
+    if judged:
+        try:
+            parts = bert_score([text for text, _ in judged], [accepted for _, accepted in judged], lang="en")
+        except OSError as error:
+            raise BackboneError(
+                f"metric 'bertscore' cannot load roberta-large: {error}; put the model into the local cache"
+            ) from error
+        sums = [met + float(part.sum()) for part in parts]
+    means = [100.0 * total / len(examples) for total in sums]
+    return means[2], dict(zip(("precision", "recall", "f1"), means, strict=True))
+
+
+METRICS: dict[str, Metric] = {
+    # SAPT, O-LoRA and MIGU: normalised whole-string equality (SAPT src/compute_metrics.py).
+    "exact_match": _exact_match,
+    # Equality of label texts as they are, for label heads (SLM's BERT: argmax over the head) and DAS.
+    "accuracy": mean_best(_equal),
+    # SAPT, SuperNI tasks: rouge_score, stemming on, F-measure; words of every script. The published numbers are of
+    # rouge_l_ascii, which reads ASCII letters and digits alone; both agree on ASCII texts.
+    "rouge_l": rouge,
+    "rouge_l_ascii": rouge_ascii,
+    # SLM, T5 and LLaMA choice tasks: first words compared case-sensitively.
+    "first_word": mean_best(_first),
+    "first_word_lower": mean_best(_first_lower),
+    # DAS (MIGU section on continual pre-training): sklearn's F1 over label texts; ChemProt reports micro-F1.
+    "macro_f1": _macro_f1,
+    "micro_f1": _micro_f1,
+    # SLM, medical task.
+    "bertscore": _bertscore,
+    # Papineni et al. 2002, over the whole task, by sacrebleu.
+    "bleu": bleu,
+    # Xu et al. 2016, simplification (TRACE: 20Minuten).
+    "sari": sari,
+    # rapidfuzz: 200 * longest common subsequence of characters / characters of both (TRACE: Py150).
+    "edit_similarity": edit_similarity,
+}
+"""Metric name -> how it is computed."""
+
+OVERLAP = frozenset({"rouge_l", "rouge_l_ascii", "bleu", "sari", "edit_similarity"})
+"""Metrics of overlapping text, to which the off-task rule does not apply."""
+
+ROW_MEANS = frozenset(METRICS) - {"macro_f1", "bleu", "sari", "bertscore"}
+"""Metrics that are the mean of what they give for each row alone, so that scores of samples have intervals."""
+
+NEED_SOURCES = frozenset({"sari"})
+"""Metrics that compare with the input text."""
+
+_LIBRARIES = {
+    "bertscore": ("bert_score", "bertscore"),
+    **dict.fromkeys(("bleu", "sari"), ("sacrebleu", "scores")),
+    "edit_similarity": ("rapidfuzz", "scores"),
+}
+"""Metric -> the optional library that it needs, and the extra that installs it."""

@@ -1,0 +1,265 @@
+"""Result files: where they are, what is read from them, how a run is called.
+
+Why it exists: tables, plots and comparisons share one reading of a result tree, and one way to name a run.
+What it does not know: the writer of the file, how a number was computed.
+
+A result tree is the parsed `results.json` of a run; the keys used here are `config` (with `seed`, `stream`,
+`backbone`, `method`, perhaps `modifiers`), `stream` (with `tasks`), `phases`, `matrix`, `metrics`, perhaps `unseen`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyarrow import fs
+
+from raycl.config import Tree
+from raycl.errors import DamagedError, RunError
+from raycl.metrics.published import Published, read_published, row_of
+from raycl.storage import Storage
+from raycl.storage.records import without_hash
+
+RESULT_FILE = "results.json"
+METRICS = {"ap": "AP", "f_ra": "F.Ra", "fwt": "FWT", "bwt": "BWT"}
+"""Metrics of a stream: key in the file -> name in the papers, the title of a column."""
+
+
+def read_results(path: str | Path) -> Tree:
+    """The result tree of a run folder (path or URI), or of a result file itself.
+
+    Raises:
+        RunError: there is no result, or the file is something else.
+        StorageError: the file cannot be read.
+    """
+    folder, name = _split(str(path))
+    storage = Storage.at(folder)
+    if not storage.exists(name):
+        raise RunError(f"there is no {name} in '{folder}': give the folder of a finished run")
+    return _read(storage, name)
+
+
+def _read(storage: Storage, name: str) -> Tree:
+    tree = storage.read_json(name)
+    problem = _problem(tree)
+    if problem:
+        raise RunError(f"'{storage.uri}/{name}' is not the result of a run: {problem}")
+    try:
+        return without_hash(tree, f"{storage.uri}/{name}")
+    except DamagedError as error:
+        again = f"`raycl train --resume {shlex.quote(storage.uri)}`"
+        raise RunError(f"{error}: restore a copy, or let {again} write it again from the run's journal") from error
+
+
+def find_results(root: str | Path) -> list[Tree]:
+    """The result trees of all runs at or below `root`, by path; nothing is searched inside a run's own folder.
+
+    Raises:
+        RunError: there is none, or one of the files is something else.
+    """
+    if str(root).endswith(".json"):
+        return [read_results(root)]
+    found = []
+    for folder, published in _found(root):
+        result = _read(folder, RESULT_FILE)
+        found.append(result if published is None else published.beside(result, row_of(result)))
+    return found
+
+
+def run_folders(root: str | Path) -> list[Storage]:
+    """The folders of all runs at or below `root` that have results, by path.
+
+    Raises:
+        RunError: there is none.
+    """
+    return [folder for folder, _ in _found(root)]
+
+
+def _found(root: str | Path) -> list[tuple[Storage, Published | None]]:
+    found = list(_run_folders(Storage.at(root)))
+    if not found:
+        raise RunError(f"no {RESULT_FILE} at or below '{root}': give the folder of a run, or one that holds runs")
+    return found
+
+
+def _split(path: str) -> tuple[str, str]:
+    if not path.endswith(".json"):
+        return path, RESULT_FILE
+    folder, _, name = path.rpartition("/")
+    return folder or ".", name
+
+
+def _run_folders(storage: Storage, published: Published | None = None) -> Iterator[tuple[Storage, Published | None]]:
+    """Folders of runs, each with what the comparison around it has as published."""
+    if storage.exists(RESULT_FILE):
+        yield storage, published
+        return
+    published = read_published(storage)
+    selector = fs.FileSelector(storage.path(), allow_not_found=True)
+    infos = storage.filesystem.get_file_info(selector)
+    for name in sorted(info.base_name for info in infos if info.type == fs.FileType.Directory):
+        yield from _run_folders(storage.sub(name), published)
+
+
+def _problem(tree: Any) -> str:
+    """What keeps a parsed file from being a result, in words; empty if nothing does."""
+    if not isinstance(tree, dict):
+        return f"it holds a {type(tree).__name__}, expected a mapping"
+    missing = [key for key in ("config", "stream", "phases", "matrix", "metrics") if key not in tree]
+    if missing:
+        return f"the keys {', '.join(missing)} are missing"
+    if not isinstance(tree["stream"], dict) or "tasks" not in tree["stream"]:
+        return "its stream has no tasks"
+    shape = (len(tree["phases"]), len(tree["stream"]["tasks"]))
+    if len(tree["matrix"]) != shape[0] or any(len(row) != shape[1] for row in tree["matrix"]):
+        return f"its matrix does not have one row per phase and one column per task ({shape[0]} x {shape[1]})"
+    return ""
+
+
+def tasks_of(result: Tree) -> list[str]:
+    """Column names of the matrix."""
+    return [str(task) for task in result["stream"]["tasks"]]
+
+
+def values_of(result: Tree) -> list[list[float | None]]:
+    """Scores 0-100, rows of phases, columns of tasks, None where nothing was measured."""
+    return [[cell["value"] if cell else None for cell in row] for row in result["matrix"]]
+
+
+def limits_of(cells: Sequence[Tree | None]) -> list[tuple[float, float] | None]:
+    """95 % intervals of cells, for scores of samples (`eval.subsample`); None where there is none."""
+    extras = [cell["extra"] if cell else {} for cell in cells]
+    return [(extra["low"], extra["high"]) if "low" in extra else None for extra in extras]
+
+
+def metric_of(result: Tree, name: str) -> float | None:
+    """A headline number, None where undefined or absent."""
+    value = result["metrics"].get(name)
+    return None if value is None else float(value)
+
+
+def averages_of(result: Tree, number: str) -> dict[str, float | None]:
+    """Means of the last row over all tasks, the first two and the last two.
+
+    Args:
+        number: `score`, or `accuracy` where that stands beside the scores; {} where the run has no such number.
+    """
+    return dict((result.get("averages") or {}).get(number) or {})
+
+
+def last_accuracies(result: Tree) -> list[float | None]:
+    """Of each task in the last row, None where its score has no accuracy beside it."""
+    return [cell["extra"].get("accuracy") if cell else None for cell in result["matrix"][-1]]
+
+
+def revision_of(result: Tree) -> tuple[str, dict[str, tuple[float | None, float | None]]] | None:
+    """A task that was learned again, and each task's score before and after; None for other runs."""
+    revision = result.get("revision")
+    if not revision:
+        return None
+    before, after = (
+        {task: float(cell["value"]) for task, cell in revision[side].items()} for side in ("before", "after")
+    )
+    return revision["task"], {task: (before.get(task), after.get(task)) for task in tasks_of(result)}
+
+
+def unseen_of(result: Tree) -> dict[str, float]:
+    """Task -> score of the tasks that were never trained; empty where the run has none."""
+    return {str(task): float(cell["value"]) for task, cell in ((result.get("unseen") or {}).get("cells") or {}).items()}
+
+
+def unseen_mean(result: Tree) -> float | None:
+    """Their mean, None where the run has none."""
+    value = (result.get("unseen") or {}).get("mean")
+    return None if value is None else float(value)
+
+
+def unseen_types(result: Tree) -> dict[str, float]:
+    """Type -> mean over the tasks of that type that were never trained; empty where no type is known."""
+    return {str(name): float(value) for name, value in ((result.get("unseen") or {}).get("types") or {}).items()}
+
+
+INSTRUCTION = {"given": "with its task's instruction", "chosen": "by the text alone"}
+"""`eval.instruction` -> how a text is given."""
+
+
+def other_row_of(result: Tree) -> tuple[str, list[float | None], float] | None:
+    """The last row under the other `eval.instruction`: which one, scores by task, their mean; None: not scored."""
+    found = result.get("other_row")
+    if not found:
+        return None
+    cells = [found["cells"].get(task) for task in tasks_of(result)]
+    return found["instruction"], [cell and cell["value"] for cell in cells], float(found["mean"])
+
+
+def untrained_of(result: Tree) -> Tree | None:
+    """The run's scores before any training as a result of their own, with `metrics.ap`, `unseen`; None without them.
+
+    Its matrix has one row.
+    """
+    found = result.get("untrained")
+    if not found:
+        return None
+    never = unseen_of(result)
+    cells = {task: cell for task, cell in found["cells"].items() if task in never}
+    return {
+        **result,
+        "phases": ["nothing"],
+        "matrix": [[found["cells"].get(task) for task in tasks_of(result)]],
+        "metrics": {"ap": found["mean"]},
+        "unseen": {"cells": cells, **found["unseen"]} if found["unseen"] else None,
+        **dict.fromkeys(("averages", "revision", "phase_summaries", "untrained", "other_row")),
+        **dict.fromkeys(("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")),
+    }
+
+
+def method_of(result: Tree) -> str:
+    """The method with its gradient modifiers and its schedule, unless that is sequential: `lora+migu, joint`."""
+    modifiers = result["config"].get("modifiers") or {}
+    used = [name for name in modifiers if not isinstance(modifiers, dict) or modifiers[name] is not None]
+    schedule = (result["config"].get("stream") or {}).get("schedule", "sequential")
+    name = "+".join([_name(result, "method"), *used])
+    return name if schedule == "sequential" else f"{name}, {schedule}"
+
+
+def stream_of(result: Tree) -> str:
+    """Name of the stream."""
+    return str(result["stream"].get("name") or _name(result, "stream"))
+
+
+def backbone_of(result: Tree) -> str:
+    """Name of the backbone; of a path only its last part."""
+    return _name(result, "backbone").rstrip("/").rpartition("/")[2]
+
+
+def title_of(result: Tree) -> str:
+    """One line that identifies the run."""
+    seed = result["config"].get("seed")
+    run = f"{method_of(result)} on {stream_of(result)}, {backbone_of(result)}"
+    return run if seed is None else f"{run}, seed {seed}"
+
+
+def short_names(names: Sequence[str], limit: int = 14) -> list[str]:
+    """Names of at most `limit` characters: whole, else up to the first `_`, else cut with `…`; all different.
+
+    Names that would become equal carry their number, `3:longna…`.
+    """
+    cut = [_shortened(name, limit) for name in names]
+    return [
+        short if cut.count(short) == 1 else f"{number}:{_shortened(name, limit - 3)}"
+        for number, (short, name) in enumerate(zip(cut, names, strict=True), 1)
+    ]
+
+
+def _shortened(name: str, limit: int) -> str:
+    if len(name) <= limit:
+        return name
+    head = name.partition("_")[0]
+    return head if 0 < len(head) <= limit and head != name else f"{name[: limit - 1]}…"
+
+
+def _name(result: Tree, section: str) -> str:
+    node = result["config"].get(section) or {}
+    return str(node.get("name", "?") if isinstance(node, dict) else node)

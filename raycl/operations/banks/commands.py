@@ -1,0 +1,262 @@
+"""What `raycl bank` does for each of its commands: an answer as text and as a tree for scripts.
+
+What it does not know: how options are written on a command line.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from raycl.backbone import BackboneConfig, load_codec
+from raycl.bank import AdapterRef, Bank, Snapshot
+from raycl.bank.branches import MAIN, Branch, is_branch_name, resolve
+from raycl.config.trust import Permissions
+from raycl.errors import BankError, counted
+from raycl.operations.banks import branch_commands
+from raycl.operations.banks.answers import Answer, table
+from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
+from raycl.operations.banks.maintenance import Named, diff, prune, verify
+from raycl.operations.banks.samples import sample_texts, stored_samples
+from raycl.operations.banks.vllm import MIXTURE, export_vllm
+from raycl.routing.routers import router_class
+from raycl.run.banks import bank_at, find_bank
+from raycl.serve.snapshots.parts import backbone_of, router_of
+from raycl.storage import Storage
+from raycl.training.records.journal import last_attempt, read_state
+
+
+def _list(bank: Bank, options: Namespace) -> Answer:
+    snapshots = [bank.open(number) for number in bank.snapshots()]
+    adapters = {name: bank.versions(name) for name in bank.names()}
+    tree: dict[str, Any] = {
+        "snapshots": [
+            {
+                "number": s.number,
+                "parent": s.parent,
+                "router": s.router.kind,
+                "backbone": s.backbone.name,
+                "tasks": [task.name for task in s.tasks],
+                "adapters": [str(entry) for entry in s.adapters],
+            }
+            for s in snapshots
+        ],
+        "adapters": adapters,
+    }
+    first = table(
+        ("snapshot", "router", "backbone", "tasks", "adapters"),
+        [
+            (s["number"], s["router"], s["backbone"], ", ".join(s["tasks"]), len(s["adapters"]))
+            for s in tree["snapshots"]
+        ],
+    )
+    second = table(("adapter", "versions"), [(name, ", ".join(map(str, found))) for name, found in adapters.items()])
+    return Answer(f"{first}\n\n{second}", tree)
+
+
+def _show(bank: Bank, options: Namespace) -> Answer:
+    what: str = options.what
+    if what.isdigit():
+        snapshot = bank.open(int(what))
+        tree = {"stored_samples": stored_samples(bank, snapshot), **snapshot.model_dump(mode="json")}
+    else:
+        name, _, number = what.partition("@")
+        versions = bank.versions(name)
+        if not versions or (number and not number.isdigit()):
+            raise BankError(
+                f"the bank '{bank.storage.uri}' has no adapter '{what}': expected name, name@version or number"
+            )
+        tree = bank.manifest(AdapterRef(name=name, version=int(number or versions[-1]))).model_dump(mode="json")
+    rows = [(key, _short(value)) for key, value in tree.items()]
+    return Answer(table(("", ""), rows), tree)
+
+
+def _verify(bank: Bank, options: Namespace) -> Answer:
+    found = verify(bank, _named(bank, options.run))
+    lines = [
+        f"{counted(found.adapters, 'adapter')}, {counted(found.snapshots, 'snapshot')}, "
+        f"{counted(found.objects, 'file of tensors')}, {counted(found.bytes, 'byte')}",
+        *(f"problem: {problem}" for problem in found.problems),
+        *(f"leftover: {file}" for file in found.leftovers),
+        *(f"stray: {file}" for file in found.strays),
+        "clean" if not found.problems else counted(len(found.problems), "problem"),
+    ]
+    return Answer("\n".join(lines), asdict(found), not found.problems)
+
+
+def _named(bank: Bank, run: str | None) -> list[Named]:
+    """What a run published; without a name that of the run in whose folder the bank lies, if it does.
+
+    Raises:
+        BankError: there is no run.
+    """
+    if run is None:
+        if not bank.storage.is_local or not last_attempt(Storage.at(Path(bank.storage.root).parent)):
+            return []
+        run = str(Path(bank.storage.root).parent)
+    storage = Storage.at(run)
+    if not last_attempt(storage):
+        raise BankError(f"'{run}' holds no run: give the run directory that a training run printed")
+    published = [record for record in read_state(storage).phases if record["bank"]]
+    return [
+        Named(record["bank"]["snapshot"], f"phase {record['phase']} of '{storage.uri}'", record["bank"]["adapters"])
+        for record in published
+    ]
+
+
+def _export(bank: Bank, options: Namespace) -> Answer:
+    snapshot = resolve(bank, options.snapshot)
+    if options.engine:
+        return _export_for_engine(bank, snapshot, options)
+    if options.served_from or options.accelerator:
+        raise BankError("--served-from and --accelerator are options of --engine vllm: add it, or leave them out")
+    weights = _weights(options.adapters) if options.adapters else _always(bank, snapshot)
+    state = mixed(bank, snapshot, weights, head=not options.without_head)
+    if options.with_samples:
+        chosen = [snapshot.adapter(name) for name in weights]
+        permitted = backbone_of(snapshot, options.backbone, _permissions(options))
+        texts = sample_texts(bank, snapshot, chosen, load_codec(permitted, 1, 1))
+    if options.merged:
+        backbone = backbone_of(snapshot, options.backbone, _permissions(options))
+        storage = export_merged(state, card_metadata(snapshot, weights, backbone), backbone, options.to)
+    else:
+        found = backbone_of(snapshot, options.backbone, _permissions(options)) if options.backbone else None
+        storage = export_peft(state, card_metadata(snapshot, weights, found), options.to)
+    for task, lines in texts.items() if options.with_samples else ():
+        storage.write(f"samples/{task}.jsonl", lines.encode())
+    return Answer(f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number})
+
+
+def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> Answer:
+    """A fixed mixture as one adapter; without one, each adapter by itself, of which a router chooses."""
+    if options.merged or options.with_samples:
+        raise BankError("--engine vllm writes adapters alone: leave --merged and --with-samples out")
+    if options.adapters or not router_class(snapshot.router.kind).chooses:
+        weights = _weights(options.adapters) if options.adapters else _always(bank, snapshot)
+        mixtures = {next(iter(weights)) if len(weights) == 1 else MIXTURE: weights}
+    else:
+        mixtures = {entry.name: {entry.name: 1.0} for entry in snapshot.adapters}
+    found = export_vllm(bank, snapshot, mixtures, options.to, options.served_from, options.accelerator)
+    models = "\n".join(f"  {model}" for model in found.models.values())
+    text = f"wrote {found.folder.uri}, for max_lora_rank {found.rank}; models:\n{models}"
+    if found.config is None:
+        text += "\nno serve.yaml: Ray loads adapters from object stores, give --served-from s3://... for it"
+    tree = {"folder": found.folder.uri, "models": found.models, "max_lora_rank": found.rank, "config": found.config}
+    return Answer(text, {**tree, "snapshot": snapshot.number})
+
+
+def _always(bank: Bank, snapshot: Snapshot) -> dict[str, float]:
+    """The mixture that every text gets, for routers that choose nothing.
+
+    Raises:
+        BankError: the mixture depends on the text.
+    """
+    if router_class(snapshot.router.kind).chooses:
+        raise BankError(
+            f"router '{snapshot.router.kind}' of snapshot {snapshot.number} mixes adapters for each text: name some of "
+            f"{', '.join(entry.name for entry in snapshot.adapters)} with --adapters"
+        )
+    mixture = router_of(bank, snapshot).route([""], None)
+    return dict(zip(mixture.names, mixture.weights[0].tolist(), strict=True))
+
+
+def _weights(text: str) -> dict[str, float]:
+    """`a=0.7,b=0.3`, or a name alone for weight 1."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            weights[name.strip()] = float(value) if value else 1.0
+        except ValueError as error:
+            raise BankError(f"'{part}' is no weight: write name=number, for example agnews=0.7") from error
+    return weights
+
+
+def _import(bank: Bank, options: Namespace) -> Answer:
+    backbone = BackboneConfig(name=options.backbone, **asdict(_permissions(options)))
+    manifest = import_peft(bank, options.folder, options.name, backbone, options.tasks)
+    return Answer(f"published {manifest.ref}", manifest.model_dump(mode="json"))
+
+
+def _prune(bank: Bank, options: Namespace) -> Answer:
+    pruned = prune(bank, options.keep_snapshots, options.grace_s, options.dry_run, options.sample_days)
+    verb = "would remove" if options.dry_run else "removed"
+    numbers = (len(pruned.snapshots), len(pruned.adapters), len(pruned.files), pruned.bytes)
+    counts = ", ".join(map(counted, numbers, ("snapshot", "adapter", "file", "byte")))
+    samples = f"; of them {counted(len(pruned.samples), 'file')} of stored samples" if pruned.samples else ""
+    return Answer(f"{verb} {counts}{samples}", asdict(pruned))
+
+
+def _diff(bank: Bank, options: Namespace) -> Answer:
+    tree = diff(bank.open(options.old), bank.open(options.new))
+    return Answer(table(("", ""), [(key, _short(value) or "-") for key, value in tree.items()]), tree)
+
+
+def _forget(bank: Bank, options: Namespace) -> Answer:
+    from raycl.operations.banks.unlearning import forget  # brings the engine, which other commands need not
+
+    snapshot = resolve(bank, options.snapshot)
+    overrides = options.set + ([f"stream.test_rows={options.rows}"] if options.rows else [])
+    scores, backbone = not options.without_scores, options.backbone or ""
+    permissions, storage = _permissions(options), options.allow_storage
+    done = forget(bank, snapshot, options.task, scores, overrides, backbone, permissions, storage)
+    pairs = {task: (before, done.after[task]) for task, before in done.before.items()}
+    rows = [
+        (task, f"{old.value:.1f}", f"{new.value:.1f}", f"{new.value - old.value:+.1f}", old.count)
+        for task, (old, new) in pairs.items()
+    ]
+    gone = ", ".join(done.removed) or "no adapter"
+    words = f"snapshot {done.new} is snapshot {done.old} without '{done.task}' (removed: {gone})"
+    scored = table(("task", "before", "after", "difference", "examples"), rows) if rows else ""
+    moved = ""
+    if is_branch_name(options.snapshot) and Branch(bank, options.snapshot).head() == snapshot.number:
+        Branch(bank, options.snapshot).advance(bank.open(done.new), f"'{options.task}' forgotten")
+        moved = f"branch '{options.snapshot}' points at snapshot {done.new}"
+    stays = f"snapshot {done.old} stays until it is pruned (prune --keep-snapshots)"
+    return Answer("\n".join(filter(None, [scored, words, moved, stays])), asdict(done))
+
+
+def _permissions(options: Namespace) -> Permissions:
+    return Permissions(options.trust_remote_code, options.allow_pickle)
+
+
+COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
+    "branches": branch_commands.branches,
+    "log": branch_commands.log,
+    "promote": branch_commands.promote,
+    "rollback": branch_commands.rollback,
+    "merge": branch_commands.merge,
+    "delete": branch_commands.delete,
+    "list": _list,
+    "show": _show,
+    "verify": _verify,
+    "export": _export,
+    "import": _import,
+    "prune": _prune,
+    "diff": _diff,
+    "forget": _forget,
+}
+"""Command -> what it does."""
+
+
+def answer(options: Namespace) -> Answer:
+    """Run a command on the bank that it names; only `import` begins a new one.
+
+    Raises:
+        RayclError: there is no such bank, or the command failed.
+    """
+    begins = options.command == "import" and find_bank(options.bank) is None
+    bank, branch = (Bank.at(options.bank), MAIN) if begins else bank_at(options.bank)
+    defaults = {"branch": branch, "snapshot": branch, **({"to": MAIN} if options.command == "promote" else {})}
+    for name, default in defaults.items():
+        if getattr(options, name, default) is None:
+            setattr(options, name, default)
+    return COMMANDS[options.command](bank, options)
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 200 else f"{text[:200]} ... (all of it with --json)"

@@ -1,0 +1,127 @@
+"""Bytes that a worker's GPU and a node's host memory hold.
+
+Activations are what autograd keeps of each layer, by the layers' own code: a frozen linear keeps nothing, one that is
+trained or adapted its input, a norm its input in float32, attention its queries, keys, values and output, a gated
+feed-forward block three times its inner width. `tests/unit/run/test_plan.py` compares with what torch keeps.
+What it does not know: time, traffic.
+"""
+
+from __future__ import annotations
+
+from raycl.operations.plan.workload import MASTER, Engine, Linear, Model, Run, Step
+
+CONTEXT = 1.0e9
+"""CUDA's context, kernels and NCCL's buffers on a device: an assumption, usually 0.5 to 1 GB."""
+
+PROCESS = 3.0e9
+"""Host memory of one worker with torch and CUDA in it, without any weights: an assumption, usually 2 to 3 GB."""
+
+QKV = ("attention.query", "attention.key", "attention.value", "attention.qkv")
+
+
+def gpu_memory(model: Model, step: Step, engine: Engine, run: Run) -> dict[str, float]:
+    """What one GPU holds at the step's highest point, by name, and their sum as `peak`."""
+    trained, layers, base = model.most_trained, model.trained_layers, model.parameters - model.frozen
+    held = model.compute_bytes if engine.separate_masters else MASTER
+    copies = model.compute_bytes if held > model.compute_bytes else 0  # autocast's, of what is trained
+    masters = 0 if engine.on_host or not engine.separate_masters else MASTER
+    optimizer = 0 if engine.on_host else MASTER * run.moments
+    frozen_layers = model.in_layers - layers
+    weights = engine.share(
+        frozen_layers * model.weight_bytes + layers * held,
+        (model.frozen - frozen_layers) * model.weight_bytes + (base - layers) * held,
+        engine.weights,
+    )
+    found = {
+        "weights": weights,
+        "adapters": engine.share(0, (trained - base) * held, engine.weights) + model.pool * model.compute_bytes,
+        "compute_copies": copies * trained,
+        "masters": masters * trained / engine.optimizer,
+        "gradients": engine.gradient_bytes * engine.share(layers, trained - layers, engine.gradients),
+        "gradient_bucket": engine.gradient_bytes * min(engine.bucket, trained),
+        "gathered_weights": (held if layers else model.weight_bytes) * min(engine.gathered, model.parameters),
+        "optimizer": optimizer * engine.share(layers, trained - layers, engine.optimizer),
+        "kept_by_method": MASTER * model.method * trained,
+        "activations": activations(model, step),
+        "logits": logits(model, step),
+        "context": CONTEXT,
+    }
+    peak = sum(found.values())
+    loading = CONTEXT + (model.parameters * model.weight_bytes if engine.loads_whole else found["weights"])
+    return {**found, "loading": loading, "peak": max(peak, loading)}
+
+
+def activations(model: Model, step: Step, recompute: bool | None = None) -> float:
+    """Bytes that autograd keeps of one forward pass of the longest examples.
+
+    Args:
+        recompute: with gradient checkpointing; None: as configured.
+    """
+    whole = sum(kept_of(model, linear, step) for linear in model.linears)
+    whole += sum(scores_of(model, linear, step) for linear in model.linears)
+    if not (step.recompute if recompute is None else recompute):
+        return whole
+    blocks = [linear for linear in model.linears if linear.role == "ffn.out"]
+    inputs = sum(linear.outputs * tokens(linear.side, step) * model.compute_bytes for linear in blocks)
+    return inputs + whole / max(1, len(blocks))
+
+
+def kept_of(model: Model, linear: Linear, step: Step) -> float:
+    """Bytes that are kept because of a linear and what stands around it."""
+    kept = 0.0
+    if linear.role in ("attention.out", "ffn.out"):
+        kept += MASTER * linear.outputs  # the input of the norm in front of the block, in float32
+    if not linear.role and linear.outputs == model.vocabulary:
+        kept += MASTER * linear.inputs
+    if linear.role in QKV:
+        kept += model.compute_bytes * linear.kept
+    if linear.role == "attention.out":
+        kept += model.compute_bytes * linear.inputs
+    if linear.role == "ffn.in":
+        kept += model.compute_bytes * linear.kept * (2 if linear.gated else 1)
+    if linear.keeps_input:
+        kept += model.compute_bytes * linear.inputs
+    if linear.trained and linear.role in ("attention.out", "ffn.out"):
+        kept += model.compute_bytes * linear.outputs  # the norm's output before its trained weight
+    return kept * tokens(linear.side, step)
+
+
+def scores_of(model: Model, linear: Linear, step: Step) -> float:
+    """Bytes of what attention keeps of each pair of positions."""
+    if not linear.keys:
+        return 0.0
+    return float(model.score_bytes * model.heads * tokens(linear.side, step) * step.longest[linear.keys])
+
+
+def tokens(side: str, step: Step) -> int:
+    """Positions of one forward pass of the longest examples."""
+    return step.micro * step.longest[side]
+
+
+def logits(model: Model, step: Step) -> float:
+    """Bytes of the logits and their loss: as computed, log-probabilities in float32, and the gradient of those."""
+    return step.micro * step.logits[0] * model.vocabulary * (model.compute_bytes + 2 * MASTER)
+
+
+def host_memory(model: Model, engine: Engine, run: Run, on_node: int) -> dict[str, float]:
+    """What a node's memory holds: while weights are loaded, in training, and of that for writing a checkpoint."""
+    trained = model.most_trained
+    offloaded = MASTER * (1 + run.moments) * trained / engine.optimizer if engine.on_host else 0.0
+    checkpoint = writing(model, on_node)
+    copies = 1 if model.mapped else on_node
+    return {
+        "loading": on_node * PROCESS + copies * model.parameters * model.compute_bytes,
+        "training": on_node * (PROCESS + offloaded) + checkpoint,
+        "checkpoint": checkpoint,
+    }
+
+
+def writing(model: Model, on_node: int) -> float:
+    """Host memory for a checkpoint. Adapters are copied by every worker at a task's end.
+
+    A trained backbone is written one tensor, or part of one, at a time; the largest is outside of its layers.
+    """
+    if not model.trained_layers:
+        return float(MASTER * model.most_trained * on_node)
+    largest = max(model.parameters - model.in_layers, *(linear.inputs * linear.outputs for linear in model.linears))
+    return float(MASTER * largest)

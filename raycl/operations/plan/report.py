@@ -1,0 +1,216 @@
+"""A plan: what a run needs on a cluster, whether it fits, and what limits it; as JSON and as text.
+
+What it does not know: how configs become numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raycl.operations.plan.hardware import Cluster
+from raycl.operations.plan.memory import activations, gpu_memory, host_memory
+from raycl.operations.plan.scoring import Scorer, scoring_memory, with_scoring
+from raycl.operations.plan.timing import Seconds, operations, seconds
+from raycl.operations.plan.traffic import Traffic, traffic
+from raycl.operations.plan.workload import Engine, Model, Run, Step
+
+DISK_NAMES = {
+    "checkpoint": "a checkpoint",
+    "task_end": "a checkpoint at a task's end",
+    "published_per_task": "to the bank, per task",
+    "stays_per_task": "to the run's folder, per task",
+    "growth": "at most, in all",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run needs.
+
+    Attributes:
+        gpu, host: bytes by name (`gpu_memory`, `host_memory`).
+        activations: with and without gradient checkpointing, as `recomputed` and `kept`.
+        fits: in the memory of GPU and node. bottleneck: memory, host memory, compute, network or loading.
+        share: of the memory that is there, or of the run's time (loading and training; of a step's where the number of
+            steps is not known).
+        notes: what was assumed.
+        scorer: the process that scores rows beside training, if any. scoring: bytes that it holds there, by name.
+    """
+
+    model: Model
+    step: Step
+    engine: Engine
+    run: Run
+    cluster: Cluster
+    gpu: Mapping[str, float]
+    host: Mapping[str, float]
+    activations: Mapping[str, float]
+    traffic: Traffic
+    operations: float
+    seconds: Seconds
+    fits: bool
+    bottleneck: str
+    share: float
+    notes: tuple[str, ...] = ()
+    scorer: Scorer | None = None
+    scoring: Mapping[str, float] = field(default_factory=dict)
+
+
+def report(
+    model: Model,
+    step: Step,
+    engine: Engine,
+    run: Run,
+    cluster: Cluster,
+    notes: tuple[str, ...] = (),
+    scorer: Scorer | None = None,
+) -> Report:
+    """The plan of a run."""
+    gpu = gpu_memory(model, step, engine, run)
+    host = host_memory(model, engine, run, cluster.on_node)
+    scoring: dict[str, float] = {}
+    if scorer is not None:
+        scoring = scoring_memory(model, scorer)
+        gpu, host = with_scoring(gpu, host, scorer, scoring)
+    sent = traffic(model, step, engine)
+    times = seconds(model, step, engine, run, sent, cluster)
+    own = sum(scoring.values()) if scorer is not None and scorer.device == "a GPU of its own" else 0.0
+    fits, bottleneck, share = limits(gpu, host, times, cluster, own)
+    both = {"kept": activations(model, step, False), "recomputed": activations(model, step, True)}
+    work = operations(model, step)
+    found = (model, step, engine, run, cluster, gpu, host, both, sent, work, times, fits, bottleneck, share, notes)
+    return Report(*found, scorer, scoring)
+
+
+def limits(
+    gpu: Mapping[str, float], host: Mapping[str, float], times: Seconds, cluster: Cluster, another: float = 0.0
+) -> tuple[bool, str, float]:
+    """Whether it fits, what limits it, and its share: memory that is short, else what takes most of the time.
+
+    Args:
+        another: bytes on a GPU that has no worker.
+    """
+    filled = {
+        "memory": max(gpu["peak"], another) / cluster.gpu.memory,
+        "host memory": max(host.values()) / cluster.host,
+    }
+    name = max(filled, key=lambda one: filled[one])
+    if filled[name] > 1:
+        return False, name, filled[name]
+    loading = times.loading if times.training else 0.0
+    steps = times.training / times.step if times.training else 1.0
+    spent = {"compute": times.compute * steps, "network": times.network * steps, "loading": loading}
+    longest = max(spent, key=lambda one: spent[one])
+    return True, longest, spent[longest] / (sum(spent.values()) or 1.0)
+
+
+def tree(found: Report) -> dict[str, Any]:
+    """JSON-able."""
+    model = asdict(found.model)
+    del model["linears"]
+    return {
+        "fits": found.fits,
+        "bottleneck": found.bottleneck,
+        "share": found.share,
+        "model": model,
+        "step": asdict(found.step),
+        "engine": asdict(found.engine),
+        "cluster": asdict(found.cluster),
+        "gpu_bytes": dict(found.gpu),
+        "activation_bytes": dict(found.activations),
+        "host_bytes": dict(found.host),
+        "scorer": None if found.scorer is None else asdict(found.scorer),
+        "scoring_bytes": dict(found.scoring),
+        "traffic_bytes_per_step": asdict(found.traffic),
+        "operations_per_step": found.operations,
+        "seconds": asdict(found.seconds),
+        "steps": list(found.run.steps),
+        "extra_passes": found.run.extra,
+        "disk_bytes": dict(found.run.disk),
+        "notes": list(found.notes),
+    }
+
+
+def text(found: Report) -> str:
+    """For a terminal."""
+    return "\n".join(_lines(found))
+
+
+def _lines(found: Report) -> Iterator[str]:
+    model, cluster = found.model, found.cluster
+    yield (
+        f"{'fits' if found.fits else 'does not fit'}; bottleneck: {found.bottleneck} ({100 * found.share:.0f} % of "
+        f"{'the time' if found.fits else 'what is there'})"
+    )
+    yield ""
+    yield "parameters"
+    yield _row("backbone", _count(model.parameters))
+    yield _row("trained per task", _span(model.trained))
+    yield _row("adapters after all tasks", _count(model.adapters))
+    yield ""
+    gpu = f"{cluster.gpu.ray}, {_size(cluster.gpu.memory)}; another one: --gpu"
+    yield f"memory of a GPU ({gpu}), {found.engine.name}, {cluster.gpus} worker(s)"
+    yield from (_row(name.replace("_", " "), _size(value)) for name, value in found.gpu.items() if value)
+    kept = found.activations
+    yield _row("with gradient checkpointing", f"{_size(kept['recomputed'])} of activations, else {_size(kept['kept'])}")
+    yield ""
+    yield f"memory of a node ({_size(cluster.host)}), {cluster.on_node} worker(s)"
+    yield from (_row(name, _size(value)) for name, value in found.host.items())
+    yield from _scoring_lines(found)
+    yield ""
+    yield "an optimizer step, each worker"
+    yield _row("gradients summed", _size(found.traffic.gradients))
+    yield _row("weights gathered", _size(found.traffic.parameters))
+    yield _row("sent", _size(found.traffic.sent))
+    yield _row("operations", f"{found.operations:.3g}")
+    times = found.seconds
+    yield _row("time", f"{times.step:.3g} s (compute {times.compute:.3g}, network {times.network:.3g})")
+    extra = f", {found.run.extra:.0%} more with the method's extra passes" if found.run.extra else ""
+    spent = f"{sum(found.run.steps)}, {_duration(times.training)}{extra}"
+    yield _row("steps", spent if found.run.steps else "not known")
+    yield _row("loading", f"{times.loading:.3g} s at {_size(cluster.disk)}/s")
+    yield ""
+    yield "disk"
+    yield from (_row(name, _size(found.run.disk[key])) for key, name in DISK_NAMES.items() if key in found.run.disk)
+    yield from ("", *(f"note: {note}" for note in found.notes)) if found.notes else ()
+
+
+def _scoring_lines(found: Report) -> Iterator[str]:
+    scorer = found.scorer
+    if scorer is None:
+        return
+    yield from ("", f"scoring beside training (eval.mode=overlap), on {scorer.device}")
+    yield from (_row(name, _size(value)) for name, value in found.scoring.items() if value)
+    yield _row("in all", _size(sum(found.scoring.values())))
+    if scorer.device == "a GPU of its own":
+        wanted = found.cluster.gpus + 1
+        yield f"  {wanted} GPUs in all; launch.gpus_per_worker=0.5 and eval.overlap_gpus=0.5 share a worker's"
+
+
+def _row(name: str, value: str) -> str:
+    return f"  {name:30}{value}"
+
+
+def _size(value: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:,.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def _count(value: float) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:,.2f} {unit}"
+    return f"{value:.0f}"
+
+
+def _span(values: tuple[int, ...]) -> str:
+    low, high = min(values), max(values)
+    return _count(low) if low == high else f"{_count(low)} to {_count(high)}"
+
+
+def _duration(value: float) -> str:
+    return f"{value / 3600:.1f} h" if value >= 3600 else f"{value / 60:.1f} min" if value >= 60 else f"{value:.1f} s"

@@ -1,0 +1,310 @@
+"""The numbers of a plan, read from a run's parts on the meta device: every method allocates what it would train.
+
+What it does not know: hardware, what the numbers are used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raycl.adapters.layer import linear_shape
+from raycl.backbone import Backbone
+from raycl.backbone.roles import ROLES, is_linear, linear_shapes, matching
+from raycl.errors import BackboneError
+from raycl.methods.base import Method
+from raycl.methods.context import TaskContext
+from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.operations.plan.opening import Opened
+from raycl.operations.plan.workload import MASTER, Engine, Linear, Model, Run, Step
+from raycl.training.disk_space import MOMENTS, answers_of, growth, plan_from
+from raycl.training.engines.compilation import layers
+from raycl.training.seeds import micro_batch_size
+from raycl.training.settings import DeepSpeedConfig, EngineConfig, FSDPConfig
+from raycl.training.training_context import TrainingContext
+from raycl.types import Phase
+
+REDUCE_BUCKET = 500_000_000
+"""DeepSpeed's default, in elements: `reduce_bucket_size`."""
+
+
+def numbers(opened: Opened) -> tuple[Model, Step, Engine, Run]:
+    """Everything that the arithmetic needs."""
+    context = opened.context
+    phases = list(phases_of(context))
+    model = _model(opened, phases)
+    return (
+        model,
+        _step(opened),
+        engine_of(opened.config.engine, model, opened.config.launch.workers),
+        _run(opened, model.most_trained),
+    )
+
+
+# ---- what is trained ---------------------------------------------------------------------------------------------
+
+
+SHARED = tuple(f"attention.{name}" for name in ("down", "up", "norm_weight", "norm_bias"))
+"""Parameters of the router that all tasks train on (SAPT)."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Parameters that a phase trains.
+
+    Attributes:
+        base: the backbone's own. linears: adapters of linears. shared: parts of the router. ranks: of its adapters.
+        adapters: parameters of the adapters in training, frozen ones among them too; without label heads.
+    """
+
+    count: int
+    base: int
+    linears: int
+    shared: int
+    ranks: int
+    adapters: int
+
+
+def phases_of(context: TrainingContext) -> Iterator[Trained]:
+    """What each phase trains."""
+    method = getattr(context.method, "learner", context.method)
+    for phase in context.phases:
+        context.schedule.begin(context.method)
+        _allocate(method, phase, context)
+        trained = {name: p.numel() for name, p in context.backbone.named_parameters() if p.requires_grad}
+        stack = method.stack
+        yield Trained(
+            sum(trained.values()),
+            base=sum(count for name, count in trained.items() if name.startswith("model.") and ".lora_" not in name),
+            linears=sum(count for name, count in trained.items() if ".lora_" in name),
+            shared=sum(count for name, count in trained.items() if name in SHARED),
+            ranks=sum(stack.trainable.values()) if stack is not None and stack.layers else 0,
+            adapters=sum(p.numel() for name, p in context.backbone.named_parameters() if is_adapter(name)),
+        )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of the backbone belongs to the linears or soft prompts of adapters in training."""
+    return ".lora_" in name or name.startswith("prefix.")
+
+
+def _allocate(method: Method, phase: Phase, context: TrainingContext) -> None:
+    if isinstance(method, PerTaskAdapter):
+        method.allocate(phase)
+    else:
+        method.begin_task(phase, TaskContext(phase, 1, context.stream, context.backbone.codec))
+
+
+def _model(opened: Opened, phases: list[Trained]) -> Model:
+    context = opened.context
+    backbone, config = context.backbone, context.backbone.model.config
+    method = getattr(context.method, "learner", context.method)
+    own = phases if isinstance(method, PerTaskAdapter) else phases[-1:]
+    wanted = opened.config.backbone.dtype
+    dtype = torch.float32 if wanted == "float32" else torch.bfloat16  # auto: every GPU of the table has bfloat16
+    layers = set(method.stack.layers) if method.stack else set()
+    parameters = {name: p.numel() for name, p in backbone.model.named_parameters() if ".lora_" not in name}
+    in_layers = _layers(backbone.model)
+    return Model(
+        parameters=sum(parameters.values()),
+        trained=tuple(phase.count for phase in phases),
+        trained_base=tuple(phase.base for phase in phases),
+        adapters=sum(phase.count - phase.base - phase.shared for phase in own) + own[-1].shared,
+        rows=sum(phase.ranks for phase in own),
+        pool=sum(phase.linears for phase in own[:-1]),
+        method=opened.config.method.values_kept(len(phases)),
+        linears=tuple(_linears(backbone, layers, bool(own[-1].base))),
+        vocabulary=0 if backbone.codec.needs_labels and not context.stream.learns_texts else int(config.vocab_size),
+        heads=int(getattr(config, "num_attention_heads", 1)),
+        score_bytes=_score_bytes(config, opened.config.backbone.attention, dtype.itemsize),
+        in_layers=sum(in_layers),
+        largest_layer=max(in_layers, default=0),
+        weight_bytes=_weight_bytes(
+            backbone, opened.config.backbone.quantization, dtype.itemsize, sum(parameters.values())
+        ),
+        compute_bytes=dtype.itemsize,
+        mapped=getattr(config, "dtype", None) == dtype and opened.config.backbone.quantization == "none",
+    )
+
+
+def _score_bytes(config: Any, attention: str, compute_bytes: int) -> int:
+    """Eager attention keeps each score as computed and in float32; others, T5's learned bias of each."""
+    used = getattr(config, "_attn_implementation", "eager") if attention == "auto" else attention
+    if used == "eager":
+        return compute_bytes + (MASTER if compute_bytes < MASTER else 0)
+    return compute_bytes if hasattr(config, "relative_attention_num_buckets") else 0
+
+
+def _layers(model: nn.Module) -> list[int]:
+    """Parameters of each layer of the backbone, without adapters."""
+    names = ({name: p.numel() for name, p in layer.named_parameters()} for layer in layers(model))
+    return [sum(count for name, count in one.items() if ".lora_" not in name) for one in names]
+
+
+SCALES = {"nf4": 1 / 64 + 4 / (64 * 256), "int8": 0.0}
+"""Bytes of a weight's scales: nf4 has one byte for 64, and a float32 for 256 of those. int8 has a float32 for each
+output of a linear (`_weight_bytes`)."""
+
+
+def _weight_bytes(backbone: Backbone, quantization: str, computed: int, parameters: int) -> float:
+    """Of a frozen parameter, on average: linears are quantized but for output words and what stays in float32."""
+    if quantization == "none":
+        return float(computed)
+    kept = tuple(getattr(backbone.model, "_keep_in_fp32_modules", None) or ())
+    words, total = backbone.model.get_output_embeddings(), float(computed * parameters)
+    for path, module in backbone.model.named_modules():
+        if not is_linear(module) or module is words:
+            continue
+        inputs, outputs = linear_shape(module)
+        if path.removesuffix(".base").rpartition(".")[2] in kept:
+            total += inputs * outputs * (MASTER - computed)
+            continue
+        each = 1.0 if quantization == "int8" else 0.5
+        total += inputs * outputs * (each + SCALES[quantization] - computed)
+        total += MASTER * outputs if quantization == "int8" else 0
+    return total / parameters
+
+
+# ---- linears -----------------------------------------------------------------------------------------------------
+
+
+def _linears(backbone: Backbone, adapted: set[str], trained: bool) -> Iterator[Linear]:
+    """All of them; a base linear under an adapter has the path of the layer that took its place."""
+    shapes = {path.removesuffix(".base"): shape for path, shape in linear_shapes(backbone.model).items()}
+    roles = _roles(list(shapes))
+    read: set[str] = set()
+    for path, (inputs, outputs) in shapes.items():
+        role, parent = roles.get(path, ""), path.rpartition(".")[0]
+        is_adapted, side = path in adapted, backbone.side(path)
+        reads = "" if role == "attention.out" else f"{parent} {side} {'' if role.startswith('attention') else role}"
+        keeps = bool(reads) and (is_adapted or trained) and reads not in read
+        read |= {reads} if keeps else set()
+        beside = {other: one for one, other in roles.items() if one.rpartition(".")[0] == parent}
+        gated = role == "ffn.in" and beside.get(role) != path
+        query = beside.get("attention.query", path)
+        kept = shapes[query][1] if role in ("attention.key", "attention.value") else outputs
+        keys = _keys_of(path, role, beside, backbone)
+        yield Linear(role, inputs, outputs, side, keys, is_adapted, trained, gated, keeps, kept)
+
+
+def _roles(paths: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for role in ROLES:
+        try:
+            found |= dict.fromkeys(matching(paths, (role,)), role)
+        except BackboneError:  # a model without such layers
+            continue
+    return found
+
+
+def _keys_of(path: str, role: str, beside: Mapping[str, str], backbone: Backbone) -> str:
+    """For a query projection: the side of the keys of its attention; "" for other linears."""
+    if role not in ("attention.query", "attention.qkv"):
+        return ""
+    return backbone.side(beside.get("attention.key", path))
+
+
+# ---- the rest ----------------------------------------------------------------------------------------------------
+
+
+def _step(opened: Opened) -> Step:
+    config = opened.config
+    stream, train, workers = config.stream, config.train, config.launch.workers
+    micro = micro_batch_size(train.batch_size, train.micro_batch_size, workers)
+    capabilities = opened.context.backbone.capabilities
+    joined, prefix = capabilities.one_sequence, _prefix(opened.context.method)
+    source, target = stream.token_limits
+    target = 0 if capabilities.answers == "label" else target
+    longest = {"source": source + (target if joined else 0) + prefix, "target": target}
+    means = {side: float(tokens) for side, tokens in longest.items()}
+    if opened.lengths:
+        in_batch = 1 if train.packing else micro
+        sources = [one.joined if joined else one.sources for one in opened.lengths]
+        means["source"] = _mean(opened, [longest_of(one, in_batch) for one in sources]) + prefix
+        means["target"] = _mean(opened, [longest_of(one.targets, 1 if joined else micro) for one in opened.lengths])
+    losses = float(longest["target"]), means["target"]
+    if opened.context.stream.learns_texts:
+        share = 1.0 if joined else stream.mask_share
+        losses = share * longest["source"], share * means["source"]
+    return Step(
+        micro=micro,
+        accumulation=max(1, train.batch_size // (micro * workers)),
+        longest=longest,
+        mean=means,
+        logits=losses,
+        recompute=config.backbone.gradient_checkpointing,
+    )
+
+
+def _mean(opened: Opened, of_task: Sequence[float]) -> float:
+    """Over tasks, which count by their rows."""
+    rows = [one.rows for one in opened.lengths]
+    return sum(count * value for count, value in zip(rows, of_task, strict=True)) / sum(rows)
+
+
+def longest_of(lengths: Sequence[int], count: int) -> float:
+    """The expected longest of `count` draws: what each of a micro-batch's rows is padded to; of one: the mean."""
+    ordered, total = sorted(lengths), len(lengths)
+    chances = [(number / total) ** count for number in range(total + 1)]
+    return sum(length * (chances[rank + 1] - chances[rank]) for rank, length in enumerate(ordered))
+
+
+def _prefix(method: Method) -> int:
+    """Positions of the prompts in training."""
+    learner: Any = getattr(method, "learner", method)
+    found = [getattr(part, "trainable", None) for part in (learner.backbone.prefix, learner.backbone.suffix)]
+    return sum(int(prompts.shape[1]) for prompts in found if prompts is not None)
+
+
+def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
+    """How a configured engine divides this model."""
+    several = workers > 1
+    gathered = 2 * model.largest_layer * several  # one that computes, and the next
+    if not isinstance(config, DeepSpeedConfig):
+        whole = model.most_trained - (model.trained_layers if config.name == "fsdp" else 0)  # copied for the sum
+        if not isinstance(config, FSDPConfig):
+            return Engine(config.name, workers, bucket=whole * several)
+        return Engine(
+            *("fsdp", workers, workers, workers, workers),
+            bucket=whole * several,
+            gathered=gathered,
+            layers_alone=True,
+            loads_whole=False,
+        )
+    zero = config.zero_stage
+    if not zero:
+        return Engine("deepspeed zero 0", workers)
+    return Engine(
+        f"deepspeed zero {zero}",
+        workers,
+        weights=workers if zero == 3 else 1,
+        gradients=workers if zero >= 2 else 1,
+        optimizer=workers,
+        separate_masters=True,
+        gradient_bytes=model.compute_bytes,
+        bucket=REDUCE_BUCKET if zero >= 2 else 0,
+        gathered=gathered if zero == 3 else 0,
+        on_host=config.offload_optimizer,
+    )
+
+
+def _run(opened: Opened, trained: int) -> Run:
+    """Steps, and what `raycl.training.disk_space` says, without what a method keeps beside adapters (keys, texts)."""
+    context = opened.context
+    phase = context.phases[-1]
+    steps = opened.steps or (1,) * len(context.phases)
+    answers = answers_of(context, phase) if opened.lengths else [0] * len(steps)
+    written = plan_from(context, phase, steps, MASTER * trained, {}, answers)
+    disk = {
+        "checkpoint": written.inside,
+        "task_end": written.end,
+        "published_per_task": max(written.published),
+        "stays_per_task": max(written.stays),
+        "growth": growth(written).both,
+    }
+    extra = opened.config.method.extra_passes(context.train.epochs)
+    return Run(opened.steps, MOMENTS[context.train.optimizer], disk, extra)

@@ -1,0 +1,232 @@
+"""Runs that belong together: the same settings under several seeds become one line with mean and spread.
+
+Why it exists: a comparison that averages runs with different settings, or hides that they differ, is worthless.
+Runs are averaged only if their configs are equal apart from the seed and `NOT_COMPARED`; lines that share method,
+stream and backbone are labelled with the keys in which they differ.
+What it does not know: how a comparison is shown.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from raycl.config import Tree, flatten
+from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
+from raycl.metrics.published import OF_TYPE, numbers_of, source_of
+from raycl.metrics.run_results import (
+    INSTRUCTION,
+    METRICS,
+    averages_of,
+    backbone_of,
+    method_of,
+    metric_of,
+    other_row_of,
+    stream_of,
+    tasks_of,
+    title_of,
+    unseen_mean,
+    unseen_types,
+    untrained_of,
+    values_of,
+)
+
+NOT_COMPARED = frozenset(
+    {"seed", "launch", "tracking", "output", "checkpoint", "eval.singles", "eval.save_predictions", "eval.other_row"}
+)
+"""Config sections and keys that may differ among runs of one line: they do not change what is learned."""
+
+UNSEEN, UNTRAINED = "unseen", "untrained"
+
+OPTIONAL = {
+    "accuracy": "accuracy",
+    "accuracy_first_two": "of the first two",
+    "accuracy_last_two": "of the last two",
+    UNSEEN: "unseen",
+    "ap_chosen": "AP, text alone",
+    "ap_given": "AP, with instruction",
+}
+"""Means that not every run has -> column title: of accuracies beside F1 scores, over tasks that were never trained, and
+of the last row under the other `eval.instruction`. They are columns only where some run has them."""
+
+COSTS = ("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")
+"""What a run took -> seconds, tokens a second, seconds inside training steps, parameters of the phase that trains most,
+MiB of the largest worker."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation (None below two values) of the same number over seeds."""
+
+    mean: float
+    std: float | None
+
+    @staticmethod
+    def over(numbers: Sequence[float | None]) -> Spread | None:
+        """None unless every run has the number: a mean over some seeds only would mislead."""
+        known = [number for number in numbers if number is not None]
+        if not known or len(known) < len(numbers):
+            return None
+        return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a comparison.
+
+    Attributes:
+        method: with its modifiers.
+        settings: `key=value` where it differs from other lines of the same method, stream and backbone.
+        runs: how many runs the numbers are means of, one a seed.
+        numbers: `ap`, `f_ra`, `fwt`, `bwt`, those in `OPTIONAL`, `unseen_<type>` for the types of tasks that were never
+            trained (points), `COSTS`.
+        published: what a paper printed of some of these numbers. source: which paper and table.
+    """
+
+    method: str
+    settings: str
+    stream: str
+    backbone: str
+    runs: int
+    numbers: dict[str, Spread | None]
+    published: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""
+
+
+def compare(results: Sequence[Tree]) -> list[Line]:
+    """One line per setting, by stream and backbone, in order of first appearance within them.
+
+    Before those of a stream and backbone stands the untrained backbone, where a run evaluated it.
+    """
+    lines: list[Line] = []
+    for settings, group in grouped(results):
+        bare = _untrained(results, group[0])
+        if bare is not None and bare not in lines:
+            lines.append(bare)
+        lines.append(_line(group, settings))
+    return lines
+
+
+def points_of(lines: Sequence[Line]) -> dict[str, str]:
+    """Numbers in points that these lines show -> column title."""
+    shown = {name: title for name, title in OPTIONAL.items() if any(line.numbers[name] for line in lines)}
+    types = [name for line in lines for name in line.numbers if name.startswith(OF_TYPE)]
+    return METRICS | shown | {name: name.removeprefix(OF_TYPE) for name in dict.fromkeys(types)}
+
+
+def has_published(lines: Sequence[Line], name: str) -> bool:
+    """Whether a paper printed this number for some line."""
+    return any(name in line.published for line in lines)
+
+
+def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:
+    """The runs of each line of a comparison, with `key=value` where lines of the same title differ; in their order."""
+    groups: dict[str, list[Tree]] = {}
+    for result in results:
+        groups.setdefault(_settings_key(result), []).append(result)
+    members = sorted(groups.values(), key=lambda group: (stream_of(group[0]), backbone_of(group[0])))
+    return [(_differing(group[0], [other[0] for other in members]), group) for group in members]
+
+
+def labels(results: Sequence[Tree]) -> list[str]:
+    """The title of each run, with `key=value` where runs of the same method, stream and backbone differ."""
+    settings = [_differing(result, results) for result in results]
+    return [
+        f"{title_of(result)} ({keys})" if keys else title_of(result)
+        for result, keys in zip(results, settings, strict=True)
+    ]
+
+
+def to_csv(results: Sequence[Tree]) -> str:
+    """The comparison as CSV with means and standard deviations in full precision; empty cells where undefined."""
+    text = io.StringIO()
+    writer = SpreadsheetWriter(text)
+    lines = compare(results)
+    names = [*points_of(lines), *COSTS]
+    spreads = [title for name in names for title in (name, f"{name}_std")]
+    known = [name for name in names if has_published(lines, name)]
+    given = [f"{name}_published" for name in known] + (["published"] if known else [])
+    writer.writerow(["method", "settings", "stream", "backbone", "runs", *spreads, *given])
+    for line in lines:
+        cells = [cell for name in names for cell in _cells(line.numbers.get(name))]
+        printed = [line.published.get(name) for name in known] + ([line.source] if known else [])
+        writer.writerow([line.method, line.settings, line.stream, line.backbone, line.runs, *cells, *printed])
+    return text.getvalue()
+
+
+def runs_to_csv(results: Sequence[Tree]) -> str:
+    """One line a run: its folder's name, its seed, its numbers in full precision and the last score of each task.
+
+    The scores stand in columns `score_<task>`; cells are empty where a run has not the number or the task.
+    """
+    text = io.StringIO()
+    lines = [_line([result], "") for result in results]
+    names = [*points_of(lines), *COSTS]
+    ends = [dict(zip(tasks_of(result), values_of(result)[-1], strict=True)) for result in results]
+    tasks = list(dict.fromkeys(task for end in ends for task in end))
+    writer = SpreadsheetWriter(text)
+    scores = [f"score_{task}" for task in tasks]
+    writer.writerow(["run", "seed", "method", "stream", "backbone", *names, *scores])
+    for result, line, end in zip(results, lines, ends, strict=True):
+        config, numbers = result["config"], [line.numbers.get(name) for name in names]
+        title = [(config.get("output") or {}).get("name"), config.get("seed"), line.method, line.stream, line.backbone]
+        writer.writerow([*title, *(one and one.mean for one in numbers), *(end.get(task) for task in tasks)])
+    return text.getvalue()
+
+
+def _cells(spread: Spread | None) -> list[float | None]:
+    return [None, None] if spread is None else [spread.mean, spread.std]
+
+
+def _line(group: Sequence[Tree], settings: str) -> Line:
+    first = group[0]
+    numbers = {name: Spread.over([metric_of(result, name) for result in group]) for name in METRICS}
+    optional = [_optional(result) for result in group]
+    numbers |= {name: Spread.over([found[name] for found in optional]) for name in OPTIONAL}
+    types = [unseen_types(result) for result in group]
+    numbers |= {f"{OF_TYPE}{name}": Spread.over([found.get(name) for found in types]) for name in types[0]}
+    numbers |= {name: Spread.over([result.get(name) for result in group]) for name in COSTS}
+    title = method_of(first), settings, stream_of(first), backbone_of(first)
+    return Line(*title, len(group), numbers, numbers_of(first), source_of(first))
+
+
+def _untrained(results: Sequence[Tree], like: Tree) -> Line | None:
+    """The backbone before any training on this run's stream, over the seeds that evaluated it; None: none did."""
+    same = [one for one in results if (stream_of(one), backbone_of(one)) == (stream_of(like), backbone_of(like))]
+    by_seed = {one["config"].get("seed"): found for one in same if (found := untrained_of(one)) is not None}
+    return replace(_line(list(by_seed.values()), ""), method=UNTRAINED, published={}, source="") if by_seed else None
+
+
+def _optional(result: Tree) -> dict[str, float | None]:
+    accuracy, other = averages_of(result, "accuracy"), other_row_of(result)
+    return {
+        "accuracy": accuracy.get("all"),
+        "accuracy_first_two": accuracy.get("first_two"),
+        "accuracy_last_two": accuracy.get("last_two"),
+        UNSEEN: unseen_mean(result),
+        **{f"ap_{kind}": other[2] if other and other[0] == kind else None for kind in INSTRUCTION},
+    }
+
+
+def _compared(result: Tree) -> Tree:
+    leaves = flatten(result["config"])
+    return {key: leaf for key, leaf in leaves.items() if not {key, key.partition(".")[0]} & NOT_COMPARED}
+
+
+def _settings_key(result: Tree) -> str:
+    return json.dumps([_title(result), _compared(result)], sort_keys=True)
+
+
+def _title(result: Tree) -> tuple[str, str, str]:
+    return method_of(result), stream_of(result), backbone_of(result)
+
+
+def _differing(result: Tree, others: Sequence[Tree]) -> str:
+    """The keys, with this result's values, in which results of the same title differ."""
+    own = _compared(result)
+    alike = [_compared(other) for other in others if _title(other) == _title(result)]
+    keys = sorted({key for other in alike for key in own if key not in other or own[key] != other[key]})
+    return " ".join(f"{key}={'null' if own[key] is None else own[key]}" for key in keys)

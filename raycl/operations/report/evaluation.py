@@ -1,0 +1,72 @@
+"""An evaluation of files as a table, and the confusion of its labels as a picture.
+
+What it does not know: how it was computed (`raycl.serve.evaluation`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raycl.config import Tree
+from raycl.errors import DataError
+from raycl.operations.report.plots import axes_at, draw_cells, new_figure, save_png
+from raycl.operations.report.tables import NOTHING, render
+
+LISTED = 20
+"""Labels in the table and the picture; the most frequent ones."""
+
+
+def evaluation_table(tree: Tree) -> str:
+    """Score, tasks that answered, and a line for each label: precision, recall, F1, rows, most frequent mistake."""
+    score = tree["score"]
+    blocks: list[RenderableType] = [Text(f"{tree['metric']} {score['value']:.1f}   ({score['count']:,} rows)")]
+    if tree["alone"]:
+        how = f"the above is with the task's instruction; without it, by the text alone: {tree['alone']['value']:.1f}"
+        blocks.append(Text(how))
+    if tree["tasks"]:
+        shares = ", ".join(f"{task} {100 * share:.1f}" for task, share in tree["tasks"].items() if share >= 0.0005)
+        blocks.append(Text(f"mean weight of tasks, in percent: {shares}"))
+    if tree["mean_ood_score"] is not None:
+        blocks.append(Text(f"mean out-of-distribution score: {tree['mean_ood_score']:.3f}"))
+    if tree["labels"]:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, heading in enumerate(("label", "precision", "recall", "F1", "rows", "most often taken for")):
+            table.add_column(heading, justify="right" if 0 < number < 5 else "left")
+        for place, label in enumerate(tree["labels"][:LISTED]):
+            one, counts = tree["by_label"][label], list(tree["confusion"][place])
+            counts[place] = 0
+            worst = int(np.argmax(counts))
+            mistake = f"{tree['labels'][worst]} ({counts[worst]:,})" if counts[worst] else NOTHING
+            values = [f"{100 * one[key]:.1f}" for key in ("precision", "recall", "f1-score")]
+            table.add_row(label, *values, f"{int(one['support']):,}", mistake)
+        blocks.append(table)
+        if len(tree["labels"]) > LISTED:
+            blocks.append(Text(f"and {len(tree['labels']) - LISTED} more labels"))
+    return render(Group(*blocks))
+
+
+def confusion_png(tree: Tree, path: str | Path) -> Path:
+    """Percent of each true label's rows by predicted label.
+
+    Raises:
+        DataError: the answers are no labels.
+    """
+    labels = tree["labels"][:LISTED]
+    if not labels:
+        raise DataError("the backbone's answers are texts, not labels: there is no confusion to draw, leave --png out")
+    rows = [place for place, row in enumerate(tree["confusion"][: len(labels)]) if sum(row)]
+    counts = np.array([tree["confusion"][place] for place in rows], dtype=np.float64)
+    cells = 100 * counts[:, : len(labels)] / counts.sum(1, keepdims=True)
+    width, height = 0.6 * len(labels), 0.6 * len(rows)
+    figure = new_figure(width + 2.4, height + 2.0)
+    axes = axes_at(figure, 1.8, width, height, 0.3)
+    draw_cells(axes, cells, labels, [labels[place] for place in rows])
+    axes.set_xlabel("predicted label")
+    axes.set_ylabel("true label (percent of its rows)")
+    return save_png(figure, path)

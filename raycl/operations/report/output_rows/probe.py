@@ -1,0 +1,152 @@
+"""Large outputs of finished models for the texts of each task (`raycl probe`), compared: does MIGU keep tasks apart?
+
+The paper's figures 5, 15 and 16 show "the overlapping ratio of updated parameters (large magnitudes) positions by using
+100 samples per task", with MIGU and without. Runs that differ in their seed alone are one column with mean and spread.
+What it does not know: how a model is measured, how a picture is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from raycl.config import Tree
+from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
+from raycl.errors import RunError
+from raycl.metrics.run_results import backbone_of, method_of, stream_of
+from raycl.operations.report.compare import Spread, grouped
+from raycl.operations.report.output_rows.task_rows import TaskRows, unpacked_rows
+from raycl.operations.report.tables import NOTHING, render
+
+UNTRAINED, ALL = "untrained", "all layers"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A column: the untrained backbone, or the runs of one setting.
+
+    Attributes:
+        title: method with modifiers, and settings where they differ.
+        runs: large outputs of each run's model.
+    """
+
+    title: str
+    runs: list[TaskRows]
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks."""
+        return self.runs[0].tasks
+
+    def overlap(self, paths: Sequence[str]) -> list[list[float]]:
+        """Tasks by tasks in percent, mean over layers and runs; see `TaskRows.overlap`."""
+        found: list[list[float]] = np.mean([run.overlap(paths) for run in self.runs], axis=0).tolist()
+        return found
+
+    def mean_overlap(self, paths: Sequence[str]) -> Spread | None:
+        """Mean over pairs of tasks, over runs."""
+        return Spread.over([run.mean_overlap(paths) for run in self.runs])
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Models that were measured with the same texts and settings.
+
+    Attributes:
+        title: stream and backbone. rows: test rows of each task. chance: overlap by chance, in percent.
+        kinds: kind of layer -> paths; the last one, `ALL`, has all of them.
+        models: the untrained backbone first.
+    """
+
+    title: str
+    rows: int
+    chance: float
+    kinds: dict[str, list[str]]
+    models: list[Model]
+
+
+def probes_of(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], layer: str = "") -> list[Probes]:
+    """One for each stream, backbone and measurement.
+
+    Args:
+        measured: `probe.json` of each run. layer: regular expression for the end of a path; "": every layer.
+
+    Raises:
+        RunError: no layer ends so.
+    """
+    sets: dict[tuple[object, ...], list[int]] = {}
+    for number, (result, one) in enumerate(zip(results, measured, strict=True)):
+        settings = one["settings"]
+        same = (stream_of(result), backbone_of(result), settings["rows"], settings["threshold"], *one["tasks"])
+        sets.setdefault((*same, *one["models"]["trained"]), []).append(number)
+    return [_probes([results[n] for n in numbers], [measured[n] for n in numbers], layer) for numbers in sets.values()]
+
+
+def _probes(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], layer: str) -> Probes:
+    by_run = {id(result): one for result, one in zip(results, measured, strict=True)}
+    first = _rows_of(measured[0], UNTRAINED)
+    kinds = {kind: [path for path in paths if re.search(f"({layer})$", path)] for kind, paths in first.kinds.items()}
+    kinds = {kind: paths for kind, paths in kinds.items() if paths}
+    if not kinds:
+        raise RunError(f"no measured layer ends with '{layer}': expected the end of one of {', '.join(first.kinds)}")
+    bare = {json.dumps(one["models"][UNTRAINED]): one for one in measured}  # the same for seeds with the same test rows
+    models = [Model(UNTRAINED, [_rows_of(one, UNTRAINED) for one in bare.values()])]
+    for settings, group in grouped(results):
+        short = re.sub(r"[\w.]+\.(?=\w+=)", "", settings)  # the last part of each key: columns have little room
+        title = f"{method_of(group[0])} ({short})" if settings else method_of(group[0])
+        models.append(Model(title, [_rows_of(by_run[id(result)], "trained") for result in group]))
+    title = f"{stream_of(results[0])}, {backbone_of(results[0])}"
+    every = [path for paths in kinds.values() for path in paths]
+    return Probes(title, measured[0]["settings"]["rows"], first.chance, {**kinds, ALL: every}, models)
+
+
+def _rows_of(measured: Mapping[str, Tree], model: str) -> TaskRows:
+    layers = measured["models"][model]
+    return TaskRows(list(measured["tasks"]), {path: list(map(unpacked_rows, found)) for path, found in layers.items()})
+
+
+def probe_table(probes: Probes) -> str:
+    """Kinds of layers by models: percent of large outputs that two tasks share, mean over pairs of tasks."""
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("layers")
+    for model in probes.models:
+        runs = f", {len(model.runs)} runs" if len(model.runs) > 1 and model.title != UNTRAINED else ""
+        table.add_column(f"{model.title}{runs}", justify="right")
+    for kind, paths in probes.kinds.items():
+        if kind == ALL:
+            table.add_section()
+        table.add_row(f"{kind} ({len(paths)})", *(_cell(model.mean_overlap(paths)) for model in probes.models))
+    head = (
+        f"large outputs that two tasks share, in percent, mean over pairs of {len(probes.models[0].tasks)} tasks, "
+        f"{probes.rows} texts each: {probes.title}"
+    )
+    return render(Group(Text(head), table, Text(f"{probes.chance:.1f} is chance")))
+
+
+def probe_csv(probes: Sequence[Probes]) -> str:
+    """A line for each model and kind of layer, in full precision."""
+    text = io.StringIO()
+    writer = SpreadsheetWriter(text)
+    writer.writerow(["models", "model", "runs", "layers", "count", "overlap", "overlap_std", "chance"])
+    for one in probes:
+        for model in one.models:
+            for kind, paths in one.kinds.items():
+                spread = model.mean_overlap(paths)
+                numbers = [None, None] if spread is None else [spread.mean, spread.std]
+                writer.writerow([one.title, model.title, len(model.runs), kind, len(paths), *numbers, one.chance])
+    return text.getvalue()
+
+
+def _cell(spread: Spread | None) -> str:
+    if spread is None:
+        return NOTHING
+    return f"{spread.mean:.1f}" if spread.std is None else f"{spread.mean:.1f} ± {spread.std:.1f}"

@@ -1,0 +1,157 @@
+"""Plots of routers: similarity of the keys, where they lie in the plane, how many texts find their task.
+
+Why it exists: two tasks whose keys are confused are seen at a glance, in three panels that share one order of tasks.
+What it does not know: how keys are learned, how numbers were computed.
+
+Colours as in `plots`. In the plane neighbouring tasks differ in colour and in marker; no pair comes twice in 56 tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from raycl.config import Tree
+from raycl.errors import RunError
+from raycl.metrics.run_results import short_names
+from raycl.operations.report.compare import labels
+from raycl.operations.report.plots import COLOUR_MAP, COLOURS, MARGIN, axes_at, new_figure, save_png
+from raycl.operations.report.routing import KINDS, Routing, mean_of
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+BAR_COLOURS = {"keys": COLOURS[0], "discriminant": COLOURS[4], "eq13": COLOURS[6]}
+"""Blue, orange, black: also apart in grey."""
+MOST_RUNS, MOST_TASKS = 6, 100
+TASK_HEIGHT, LEAST_HEIGHT = 0.26, 3.2
+"""Inches of a task's row, and of a panel with few tasks."""
+NUMBERED_HEIGHT = 0.5
+"""Inches of a task's row from which each bar has room for its number."""
+BARELESS = "0.0 of its dev texts"
+"""Beside bars of no length, where they have no room for their numbers."""
+BARS_WIDTH, LEGEND_WIDTH, SCALE_WIDTH = 3.6, 1.5, 0.9
+ABOVE, BELOW = 0.9, 1.2
+"""Inches above the panels of a run for titles, and below them for names and legends."""
+
+
+def router_maps(results: Sequence[Tree], path: str | Path) -> Path:
+    """One row of panels per run as a PNG at `path`: cosines of keys, t-SNE of keys, tasks found by each router.
+
+    Raises:
+        RunError: no results, more than `MOST_RUNS`, a run without a router or with more than `MOST_TASKS` tasks.
+    """
+    if not 0 < len(results) <= MOST_RUNS:
+        raise RunError(f"a picture of {len(results)} routers cannot be read: give between 1 and {MOST_RUNS} runs")
+    routings = [Routing.of(result) for result in results]
+    most = max(len(routing.tasks) for routing in routings)
+    if most > MOST_TASKS:
+        raise RunError(f"a picture of a router over {most} tasks cannot be read: give runs of at most {MOST_TASKS}")
+    sizes = [max(LEAST_HEIGHT, TASK_HEIGHT * len(routing.tasks)) for routing in routings]
+    columns = (MARGIN, MARGIN + max(sizes) + SCALE_WIDTH, 2 * (MARGIN + max(sizes)) + SCALE_WIDTH + LEGEND_WIDTH)
+    figure = new_figure(columns[2] + BARS_WIDTH + 0.5, sum(sizes) + (ABOVE + BELOW) * len(sizes))
+    scale = _scale(routings)
+    top = 0.0
+    for title, routing, size in zip(labels(results), routings, sizes, strict=True):
+        top += ABOVE
+        _draw_run(figure, title, routing, scale, columns, top, size)
+        top += size + BELOW
+    return save_png(figure, path)
+
+
+def _scale(routings: Sequence[Routing]) -> Normalize:
+    """From 0, or the lowest cosine of all runs, to 1."""
+    lowest = min((value for routing in routings for row in routing.cosines for value in row), default=0.0)
+    return Normalize(min(0.0, np.floor(lowest * 10) / 10), 1)
+
+
+def _draw_run(
+    figure: Figure,
+    title: str,
+    routing: Routing,
+    scale: Normalize,
+    columns: tuple[float, float, float],
+    top: float,
+    size: float,
+) -> None:
+    width, height = figure.get_size_inches()
+    figure.text(columns[0] / width, 1 - (top - 0.5) / height, title, fontsize=10, fontweight="bold", va="bottom")
+    _draw_cosines(axes_at(figure, columns[0], size, size, top), routing, scale)
+    bar = axes_at(figure, columns[0] + size + 0.15, 0.12, size, top)
+    figure.colorbar(ScalarMappable(scale, COLOUR_MAP), cax=bar).ax.tick_params(labelsize=8)
+    _draw_plane(axes_at(figure, columns[1], size, size, top), routing)
+    _draw_found(axes_at(figure, columns[2], BARS_WIDTH, size, top), routing, size)
+
+
+def _draw_cosines(axes: Axes, routing: Routing, scale: Normalize) -> None:
+    """Slots in order of learning, a white line where the task changes, each task's name at the middle of its slots."""
+    cells = np.array(routing.cosines, dtype=float).reshape(len(routing.owners), -1)
+    axes.imshow(cells, cmap=COLOUR_MAP, norm=scale, aspect="auto", interpolation="nearest")
+    tasks = list(dict.fromkeys(routing.owners))
+    places = [np.flatnonzero([owner == task for owner in routing.owners]) for task in tasks]
+    borders = [float(place[-1]) + 0.5 for place in places[:-1]]
+    for border in borders:
+        axes.axhline(border, color="white", linewidth=1)
+        axes.axvline(border, color="white", linewidth=1)
+    middles, names = [float(place.mean()) for place in places], short_names(tasks)
+    axes.set_xticks(middles, names, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set_yticks(middles, names, fontsize=8)
+    axes.tick_params(length=0)
+    what = "slots" if len(tasks) < len(routing.owners) else "tasks"
+    axes.set_title(f"cosine of the keys of two {what}, mean over groups", fontsize=9, loc="left")
+    axes.spines[:].set_visible(False)
+
+
+def _draw_plane(axes: Axes, routing: Routing) -> None:
+    for number, (task, name) in enumerate(zip(routing.tasks, short_names(routing.tasks), strict=True)):
+        mine = [point for point in routing.points if point.task == task]
+        if mine:
+            axes.scatter(
+                [point.x for point in mine],
+                [point.y for point in mine],
+                s=22,
+                color=COLOURS[number % len(COLOURS)],
+                marker=MARKERS[number % len(MARKERS)],
+                edgecolors="white",
+                linewidths=0.4,
+                label=name,
+            )
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title("keys of all groups in the plane (t-SNE by cosine)", fontsize=9, loc="left")
+    if routing.points:
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8, handletextpad=0.3)
+    else:
+        axes.text(0.5, 0.5, "left out: too few keys, or too many", ha="center", fontsize=9, transform=axes.transAxes)
+
+
+def _draw_found(axes: Axes, routing: Routing, size: float) -> None:
+    """For each task a bar per kind, the first task on top; numbers at the bars where there is room."""
+    count = len(routing.tasks)
+    thick = 0.8 / len(KINDS)
+    for number, (kind, title) in enumerate(KINDS.items()):
+        shares = [routing.found[kind].get(task, np.nan) for task in routing.tasks]
+        places = np.arange(count) + (number - (len(KINDS) - 1) / 2) * thick
+        mean, used = mean_of(routing.found[kind]), " (in use)" if kind == routing.used else ""
+        label = f"{title}{used}" if mean is None else f"{title}{used}: mean {mean:.1f}"
+        bars = axes.barh(places, shares, 0.9 * thick, color=BAR_COLOURS[kind], label=label)
+        if size / count >= NUMBERED_HEIGHT:
+            numbers = ["" if np.isnan(share) else f"{share:.1f}" for share in shares]
+            axes.bar_label(bars, labels=numbers, fontsize=7, padding=2)
+    for place, task in enumerate(routing.tasks):
+        shares = [routing.found[kind][task] for kind in KINDS if task in routing.found[kind]]
+        blank = "no dev texts" if not shares else "" if max(shares) or size / count >= NUMBERED_HEIGHT else BARELESS
+        axes.text(1, place, blank, fontsize=7, va="center", color="0.4")
+    axes.set_yticks(range(count), short_names(routing.tasks), fontsize=8)
+    axes.set(xlim=(0, 100), ylim=(count - 0.5, -0.5))
+    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title("dev texts that find their task, in percent", fontsize=9, loc="left")
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.25 / size), frameon=False, fontsize=8)

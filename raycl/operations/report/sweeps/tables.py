@@ -1,0 +1,104 @@
+"""Tables of a sweep: its trials, means over seeds or orders, and the same as CSV.
+
+Why it exists: the best settings come first, with the cost of each, so that no run needs to be opened.
+What it does not know: how trials were chosen or run. It reads the tree of a sweep's `summary.json`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from raycl.config import Tree
+from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
+from raycl.operations.report.tables import render
+
+
+def sweep_table(summary: Tree) -> str:
+    """One line a trial, best first; over several metrics, those of the Pareto front are marked."""
+    table = _table(f"{summary['name']}")
+    paths = summary["paths"]
+    for title in ("trial", *map(_last, paths), "tasks", *summary["metric"], "AP", "F.Ra", "s", ""):
+        table.add_column(title, justify="left" if title in map(_last, paths) else "right")
+    for row in summary["rows"]:
+        mark = _mark(row, summary)
+        cells = [text(row["settings"].get(path)) for path in paths]
+        scores = [number(value) for value in row["scores"]] or [""] * len(summary["metric"])
+        known = [number(row["numbers"].get(name)) for name in ("ap", "f_ra")]
+        learned = f"{row['tasks']}/{summary['tasks']}" + (f" ({row['forked_tasks']})" if row["forked_tasks"] else "")
+        table.add_row(str(row["number"] + 1), *cells, learned, *scores, *known, f"{row['train_s']:.0f}", mark)
+    note = "tasks: learned/all (of these, learned by another trial); s: training time of the trial's own workers"
+    return f"{render(table)}\n{note}"
+
+
+def group_table(summary: Tree) -> str:
+    """One line for all trials that differ in `over` alone: mean and standard deviation."""
+    table = _table(f"{summary['name']}, over {', '.join(summary['over'])}")
+    paths = [path for path in summary["paths"] if path not in summary["over"]]
+    for title in (*map(_last, paths), "trials", *summary["metric"]):
+        table.add_column(title, justify="left" if title in map(_last, paths) else "right")
+    for group in summary["groups"]:
+        cells = [text(group["settings"].get(path)) for path in paths]
+        pairs = zip(group["means"], group["spreads"], strict=True)
+        table.add_row(*cells, str(len(group["numbers"])), *[_spread(mean, spread) for mean, spread in pairs])
+    return render(table)
+
+
+def sweep_csv(summary: Tree) -> str:
+    """All trials in full precision; lists and mappings as JSON."""
+    out = io.StringIO()
+    writer = SpreadsheetWriter(out)
+    numbers = ("ap", "f_ra", "bwt", "fwt")
+    columns = ("tasks", "forked_tasks", "train_s", "wall_s", "error")
+    writer.writerow(["trial", "state", *summary["paths"], *summary["metric"], *numbers, *columns])
+    for row in summary["rows"]:
+        settings = [row["settings"].get(path) for path in summary["paths"]]
+        cells = [value if isinstance(value, str | int | float | None) else json.dumps(value) for value in settings]
+        scores = row["scores"] or [None] * len(summary["metric"])
+        known = [row["numbers"].get(name) for name in numbers]
+        writer.writerow([row["number"] + 1, row["state"], *cells, *scores, *known, *[row[name] for name in columns]])
+    return out.getvalue()
+
+
+def text(value: Any) -> str:
+    """A setting in a cell or at an axis: short, equal for equal values."""
+    if isinstance(value, bool) or value is None:
+        return "-" if value is None else str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict) and "name" in value:
+        rest = ", ".join(f"{key}={text(one)}" for key, one in value.items() if key != "name")
+        return f"{value['name']} ({rest})" if rest else str(value["name"])
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ">".join(value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def number(value: float | None) -> str:
+    """A score."""
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _mark(row: Tree, summary: Tree) -> str:
+    if row["state"] != "done":
+        return str(row["state"])
+    if len(summary["metric"]) > 1 and row["number"] in summary["front"]:
+        return "front"
+    return "best" if row["number"] == summary["best"] and len(summary["metric"]) == 1 else ""
+
+
+def _spread(mean: float | None, spread: float | None) -> str:
+    return number(mean) if spread is None else f"{number(mean)} ± {spread:.2f}"
+
+
+def _last(path: str) -> str:
+    """The last two parts of a dotted path, for a table."""
+    return ".".join(path.split(".")[-2:])
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)

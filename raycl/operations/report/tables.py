@@ -1,0 +1,393 @@
+"""Text tables of runs: the accuracy matrix and the routing of one, the comparison of several.
+
+Why it exists: the first look at a run is in a terminal or a log.
+What it does not know: how numbers were computed, where results lie.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Mapping, Sequence
+
+from rich import box
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raycl.config import Tree
+from raycl.errors import printable
+from raycl.metrics.run_results import (
+    INSTRUCTION,
+    METRICS,
+    averages_of,
+    backbone_of,
+    last_accuracies,
+    limits_of,
+    method_of,
+    metric_of,
+    other_row_of,
+    revision_of,
+    short_names,
+    stream_of,
+    tasks_of,
+    title_of,
+    unseen_mean,
+    unseen_of,
+    unseen_types,
+    untrained_of,
+    values_of,
+)
+from raycl.operations.report.attention import AttentionWeights, has_attention
+from raycl.operations.report.compare import Line, Spread, compare, grouped, has_published, points_of
+from raycl.operations.report.output_rows.training import OutputRows, has_output_rows
+from raycl.operations.report.routing import KINDS, Routing, has_routing, mean_of
+
+NOTHING = "–"
+"""Stands where a number is undefined."""
+
+PUBLISHED = "published"
+"""Title of a column of a paper's numbers."""
+
+GAP = " " * 4
+"""Between matrices that stand side by side."""
+
+
+def matrix_table(result: Tree) -> str:
+    """The matrix with one decimal, `after <task>` by task, the headline numbers and the stream's notes below."""
+    return render(_matrix(result))
+
+
+def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
+    """Several matrices next to each other, as many in a row as fit into `width` characters."""
+    blocks = [matrix_table(result).split("\n") for result in results]
+    bands: list[list[list[str]]] = []
+    for block in blocks:
+        if bands and _width([*bands[-1], block]) <= width:
+            bands[-1].append(block)
+        else:
+            bands.append([block])
+    return "\n\n".join(_beside(band) for band in bands)
+
+
+def comparison_table(results: Sequence[Tree]) -> str:
+    """One line per setting: AP, F.Ra, FWT, BWT, unseen, time, tokens/s; mean ± standard deviation over seeds.
+
+    Beside a number that a paper printed for some line stands the paper's, and below the table its source.
+    """
+    lines = compare(results)
+    shown = points_of(lines)
+    printed = {name for name in shown if has_published(lines, name)}
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    for column in ("method", "stream", "backbone"):
+        table.add_column(column)
+    points = [title for name in shown for title in ([shown[name], PUBLISHED] if name in printed else [shown[name]])]
+    for column in ("runs", *points, "time", "tokens/s"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        method = f"{line.method} ({line.settings})" if line.settings else line.method
+        points = [cell for name in shown for cell in _beside_published(line, name, printed)]
+        cost = [_duration(line.numbers["wall_s"]), _rate(line.numbers["tokens_per_s"])]
+        table.add_row(method, line.stream, line.backbone, str(line.runs), *points, *cost)
+    sources = dict.fromkeys(line.source for line in lines if line.source)
+    return render(Group(table, *(Text(f"{PUBLISHED}: {source}") for source in sources)))
+
+
+def _beside_published(line: Line, name: str, printed: Collection[str]) -> list[str]:
+    own = _points(line.numbers.get(name))
+    return [own, _number(line.published.get(name), ".2f")] if name in printed else [own]
+
+
+def routing_table(result: Tree) -> str:
+    """Tasks by ways of finding them, in percent of dev texts; `*` marks the way in use.
+
+    Raises:
+        RunError: the run has no router.
+    """
+    routing = Routing.of(result)
+    columns = {f"{title} *" if kind == routing.used else title: routing.found[kind] for kind, title in KINDS.items()}
+    notes = ["*: chose the adapters" if routing.used in KINDS else f"routed by {routing.used}"]
+    if routing.novelty:
+        columns["novelty"] = routing.novelty
+        notes.append("novelty: how well its texts stood out before it was learned (AUROC, 50 is chance)")
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for title in columns:
+        table.add_column(title, justify="right")
+    for task in routing.tasks:
+        table.add_row(task, *(_number(column.get(task)) for column in columns.values()))
+    table.add_section()
+    table.add_row("mean", *(_number(mean_of(column)) for column in columns.values()))
+    head = f"dev texts that find their task, in percent: {title_of(result)}"
+    return render(Group(Text(head), table, Text("; ".join(notes))))
+
+
+def routing_comparison(results: Sequence[Tree]) -> str:
+    """Routers of several runs by task, one block per setting: mean ± standard deviation over seeds.
+
+    Raises:
+        RunError: a run has no router.
+    """
+    groups = [(settings, members, [Routing.of(result) for result in members]) for settings, members in grouped(results)]
+    tasks = list(dict.fromkeys(task for _, _, group in groups for routing in group for task in routing.tasks))
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    for column in ("method", "stream", "backbone"):
+        table.add_column(column)
+    table.add_column("runs", justify="right")
+    for column in ("router", "used"):
+        table.add_column(column)
+    for column in [*short_names(tasks, 14 if len(tasks) <= 6 else 8), "mean"]:
+        table.add_column(column, justify="right")
+    for settings, members, group in groups:
+        first = members[0]
+        method = f"{method_of(first)} ({settings})" if settings else method_of(first)
+        label = [method, stream_of(first), backbone_of(first), str(len(members))]
+        for row in _routing_rows(group, tasks):
+            table.add_row(*label, *row)
+            label = [""] * len(label)
+        table.add_section()
+    head = "routers: dev texts that find their task, in percent; used: * chose the adapters"
+    return render(Group(Text(head), table))
+
+
+def output_rows_table(result: Tree) -> str:
+    """Tasks by tasks: percent of the rows that one kept most often which the other kept too; and what the mask left.
+
+    Raises:
+        RunError: the run had no modifier that keeps rows.
+    """
+    kept = OutputRows.of(result)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for name in [*short_names(kept.tasks, 14 if len(kept.tasks) <= 6 else 8), "norm kept"]:
+        table.add_column(name, justify="right")
+    for task, row, norm, masked in zip(kept.tasks, kept.overlap(), kept.norm_kept, kept.masked, strict=True):
+        table.add_row(task if masked else f"{task} (not masked)", *map(_number, row), _number(norm))
+    head = f"rows kept most often that another task kept too, in percent, mean over {len(kept.layers)} layers"
+    note = f"{kept.chance:.1f} is chance; norm kept: of the gradient of these layers, in percent"
+    return render(Group(Text(f"{head}: {title_of(result)}"), table, Text(note)))
+
+
+def attention_table(result: Tree) -> str:
+    """Tasks by adapters: mean weights in percent, when each task was learned and on its test texts at the end.
+
+    Raises:
+        RunError: the run's method has no attention over adapters.
+    """
+    attention = AttentionWeights.of(result)
+    moved = attention.moved()
+    parts: list[RenderableType] = []
+    maps = {"when it was learned": attention.train, "at the end (test texts)": attention.test}
+    for when, weights in maps.items():
+        table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+        table.add_column("")
+        for name in [*short_names(attention.keys, 14 if len(attention.keys) <= 6 else 8), "moved"]:
+            table.add_column(name, justify="right")
+        for task, row in weights.items():
+            cells = [_number(100 * weight) for weight in row]
+            table.add_row(task, *cells, _number(moved.get(task)) if when.startswith("at") else "")
+        parts += [Text(f"mean attention weights of each task's texts, in percent, {when}"), table]
+    note = f"moved: weight that is on other adapters now; {sum(attention.pseudo.values())} pseudo-samples in all"
+    if fallback := sum(attention.fallback_samples.values()):
+        note += f", {fallback} of them stored training inputs, since a generator produced none"
+    return render(Group(Text(title_of(result)), *parts, Text(note)))
+
+
+def tables_of(result: Tree) -> list[str]:
+    """Every table that the run has: matrix, routing, attention, kept rows."""
+    tables = {routing_table: has_routing, attention_table: has_attention, output_rows_table: has_output_rows}
+    return [matrix_table(result), *(table(result) for table, has in tables.items() if has(result))]
+
+
+def metrics_line(result: Tree) -> str:
+    """`AP 81.7  F.Ra 12.5  FWT +1.0  BWT -12.5 (over M: -8.3)  weighted AP 80.9`."""
+    signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+.1f')}" for name in ("fwt", "bwt")]
+    plain = [f"{METRICS[name]} {_number(metric_of(result, name))}" for name in ("ap", "f_ra")]
+    over_m = f"(over M: {_number(metric_of(result, 'bwt_m'), '+.1f')})"
+    return f"{'  '.join([*plain, *signed])} {over_m}  weighted AP {_number(metric_of(result, 'average_accuracy'))}"
+
+
+def _matrix(result: Tree) -> RenderableType:
+    tasks = tasks_of(result)
+    names = short_names(tasks, 14 if len(tasks) <= 6 else 8)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    bare = untrained_of(result)
+    if bare is not None:
+        table.add_row("untrained", *map(_number, values_of(bare)[0]))
+    for phase, row in zip(result["phases"], values_of(result), strict=True):
+        table.add_row(f"after {phase}", *("" if value is None else f"{value:.1f}" for value in row))
+    measured = [row for row in result["matrix"] if any(row)]
+    _add_limits(table, limits_of(measured[-1] if measured else []))
+    other = other_row_of(result)
+    if other is not None:
+        table.add_section()
+        table.add_row(INSTRUCTION[other[0]], *("" if value is None else f"{value:.1f}" for value in other[1]))
+    numbers = [Text(metrics_line(result)), *_other_row(result), *_accuracies(result), *_unseen(result)]
+    return Group(Text(title_of(result)), table, *numbers, *_revision(result), *_routing(result), *_notes(result))
+
+
+def _add_limits(table: Table, limits: Sequence[tuple[float, float] | None]) -> None:
+    """The 95 % intervals of the row above, if it has any."""
+    if any(limits):
+        table.add_row("95 % interval", *("" if pair is None else f"{pair[0]:.1f}–{pair[1]:.1f}" for pair in limits))
+
+
+def _other_row(result: Tree) -> list[RenderableType]:
+    """What an endpoint scores on requests with and without instruction, where a run measured both."""
+    found = other_row_of(result)
+    if found is None:
+        return []
+    means = {"given": metric_of(result, "ap"), "chosen": metric_of(result, "ap"), found[0]: found[2]}
+    shown = (f"{_number(means[kind])} {how}" for kind, how in INSTRUCTION.items())
+    return [Text(f"AP at an endpoint: {', '.join(shown)}")]
+
+
+def _accuracies(result: Tree) -> list[RenderableType]:
+    """Scores and the accuracies beside them after the last phase, with the means of the first and last two tasks."""
+    if not averages_of(result, "accuracy"):
+        return []
+    tasks = tasks_of(result)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("at the end")
+    for name in [*short_names(tasks, 14 if len(tasks) <= 6 else 8), "mean", "first two", "last two"]:
+        table.add_column(name, justify="right")
+    for number, row in (("score", values_of(result)[-1]), ("accuracy", last_accuracies(result))):
+        means = averages_of(result, number)
+        table.add_row(number, *map(_number, [*row, means["all"], means["first_two"], means["last_two"]]))
+    return [table]
+
+
+def _revision(result: Tree) -> list[RenderableType]:
+    """What learning a task again did to it and to the others."""
+    revision = revision_of(result)
+    if revision is None:
+        return []
+    task, scores = revision
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column(f"{task} learned again")
+    for name in short_names(list(scores), 14 if len(scores) <= 6 else 8):
+        table.add_column(name, justify="right")
+    for row, place in (("before", 0), ("after", 1)):
+        table.add_row(row, *(_number(pair[place]) for pair in scores.values()))
+    changes = (None if old is None or new is None else new - old for old, new in scores.values())
+    table.add_row("difference", *map(_number, changes))
+    return [table]
+
+
+def _unseen(result: Tree) -> list[RenderableType]:
+    """Scores of the tasks that were never trained, and their mean."""
+    scores = unseen_of(result)
+    if not scores:
+        return []
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for name in [*short_names(list(scores), 14 if len(scores) <= 6 else 8), "mean"]:
+        table.add_column(name, justify="right")
+    bare = untrained_of(result)
+    rows = {"never trained": result} if bare is None else {"untrained": bare, "never trained": result}
+    for name, one in rows.items():
+        found = unseen_of(one)
+        table.add_row(name, *map(_number, [*(found.get(task) for task in scores), unseen_mean(one)]))
+    _add_limits(table, limits_of([result["unseen"]["cells"][task] for task in scores]))
+    return [table, *_unseen_types(rows)]
+
+
+def _unseen_types(rows: Mapping[str, Tree]) -> list[RenderableType]:
+    """Their means by type, where types are known."""
+    types = list(dict.fromkeys(name for result in rows.values() for name in unseen_types(result)))
+    if not types:
+        return []
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("by type")
+    for name in types:
+        table.add_column(name, justify="right")
+    for title, result in rows.items():
+        table.add_row(title, *(_number(unseen_types(result).get(name)) for name in types))
+    return [table]
+
+
+def _routing(result: Tree) -> list[RenderableType]:
+    """Which router was used, and how often each finds a text's own task (mean over tasks, percent of dev texts)."""
+    if not has_routing(result):
+        return []
+    routing = Routing.of(result)
+    means = {kind: mean for kind in KINDS if (mean := mean_of(routing.found[kind])) is not None}
+    used = Text(f"routed by {routing.used}")
+    if not means:
+        return [used]
+    shares = ", ".join(f"{kind} {mean:.1f}" for kind, mean in means.items() if kind != "eq13")
+    eq13 = f"; eq. 13 {means['eq13']:.1f}" if "eq13" in means else ""
+    return [used, Text(f"dev texts that find their task: {shares}{eq13}")]
+
+
+def _routing_rows(group: Sequence[Routing], tasks: Sequence[str]) -> list[list[str]]:
+    """For each kind: its title, whether it was used, a cell per task and the mean over the tasks."""
+    rows = []
+    for kind, title in KINDS.items():
+        uses = sum(routing.used == kind for routing in group)
+        used = "" if not uses else "*" if uses == len(group) else f"{uses} of {len(group)}"
+        cells = [Spread.over([routing.found[kind].get(task) for routing in group]) for task in tasks]
+        mean = Spread.over([mean_of(routing.found[kind]) for routing in group])
+        rows.append([title, used, *map(_points, [*cells, mean])])
+    return rows
+
+
+def _notes(result: Tree) -> list[Text]:
+    notes = [f"note: {note}" for note in result["stream"].get("notes") or ()]
+    notes += [f"warning: {change}" for change in result.get("version_changes") or ()]
+    if result.get("finished") is False:
+        done = sum(any(row) for row in result["matrix"])
+        notes.append(f"note: unfinished, {done} of {len(result['phases'])} phases evaluated")
+    return [Text(note) for note in notes]
+
+
+def _width(blocks: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(cell_len, block)) for block in blocks) + len(GAP) * (len(blocks) - 1)
+
+
+def _beside(blocks: Sequence[Sequence[str]]) -> str:
+    """Blocks of lines next to each other, tops aligned."""
+    padded = [[set_cell_size(line, _width([block])) for line in block] for block in blocks]
+    blanks = [" " * _width([block]) for block in blocks]
+    rows = range(max(map(len, padded)))
+    picked = (
+        (part[row] if row < len(part) else blank for part, blank in zip(padded, blanks, strict=True)) for row in rows
+    )
+    return "\n".join(GAP.join(parts).rstrip() for parts in picked)
+
+
+def _points(spread: Spread | None) -> str:
+    if spread is None:
+        return NOTHING
+    return f"{spread.mean:.1f}" if spread.std is None else f"{spread.mean:.1f} ± {spread.std:.1f}"
+
+
+def _number(value: float | None, form: str = ".1f") -> str:
+    return NOTHING if value is None else format(value, form)
+
+
+def _rate(spread: Spread | None) -> str:
+    return NOTHING if spread is None else f"{spread.mean:,.0f}"
+
+
+def _duration(spread: Spread | None) -> str:
+    """Seconds below two minutes, then `h:mm:ss`."""
+    if spread is None:
+        return NOTHING
+    if spread.mean < 120:
+        return f"{spread.mean:.1f} s"
+    minutes, seconds = divmod(round(spread.mean), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def render(content: RenderableType) -> str:
+    """Plain text without empty ends, on a page so wide that no table is squeezed."""
+    text = io.StringIO()
+    console = Console(  # force_jupyter: a notebook would show the table itself, and the file would stay empty
+        file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None, force_jupyter=False
+    )
+    console.print(content)
+    return "\n".join(printable(line.rstrip()) for line in text.getvalue().split("\n")).strip("\n")

@@ -1,0 +1,276 @@
+"""A whole table with one command: several runs on the same stream, one or more at a time, resumable run by run.
+
+Why it exists: a comparison is honest only if every row shares data, backbone and training; so they share one base
+config here, and each run adds overrides in the language of the command line. Finished runs are read, not repeated.
+Ray and what trains are imported when the first run starts: all configs are checked before.
+What it does not know: how a run is launched or drawn.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from raycl import config as configs
+from raycl.backbone.markup.chat_templates import with_template_files
+from raycl.config import Section, Tree, trust
+from raycl.config.names import FolderName
+from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
+from raycl.errors import ConfigError, RayclError, StoppedError
+from raycl.launch.status import status_of
+from raycl.launch.termination import StopOnSignal, stopped_by
+from raycl.metrics.published import Published, row_of
+from raycl.run.checks import check_singles
+from raycl.run.config import RunConfig
+from raycl.run.folder import CONFIG
+from raycl.storage import Storage
+from raycl.training.records.stops.request import HostStop
+
+log = logging.getLogger("raycl")
+
+
+class Entry(Section):
+    """One row of the table."""
+
+    set: tuple[str, ...] = Field((), description="overrides, as on the command line")
+    singles: str | None = Field(None, description="the entry (a `separate` run) that FWT compares with")
+    seeds: tuple[int, ...] | None = Field(
+        None, min_length=1, description="the row runs with these of the comparison's seeds only; default: with all"
+    )
+
+
+class ComparisonConfig(Section):
+    """Runs that differ only in what is named."""
+
+    name: FolderName = Field(description="name of the comparison and of its folder")
+    base: dict[str, Any] = Field(default_factory=dict, description="config tree that all runs share")
+    runs: dict[str, Entry] = Field(description="name of a row -> what it sets")
+    seeds: tuple[int, ...] = Field(
+        (42,),
+        min_length=1,
+        description="every run is repeated with each of these seeds (a row's own `seeds` can name fewer)",
+    )
+    at_once: int = Field(1, ge=1, description="runs at a time; small models gain more from this than from workers")
+    published: Published | None = Field(None, description="numbers of a paper for some rows, shown beside ours")
+
+    @model_validator(mode="after")
+    def _published_rows_exist(self) -> ComparisonConfig:
+        unknown = [row for row in (self.published.rows if self.published else ()) if row not in self.runs]
+        if unknown:
+            raise ValueError(f"published.rows names '{unknown[0]}': expected some of {', '.join(self.runs)}")
+        return self
+
+    @model_validator(mode="after")
+    def _singles_come_first(self) -> ComparisonConfig:
+        names = list(self.runs)
+        for position, (name, entry) in enumerate(self.runs.items()):
+            if entry.singles is not None and entry.singles not in names[:position]:
+                raise ValueError(f"runs.{name}.singles is '{entry.singles}': expected a run that is listed before it")
+        return self
+
+    @model_validator(mode="after")
+    def _rows_have_seeds_of_the_comparison(self) -> ComparisonConfig:
+        for name, entry in self.runs.items():
+            if other := [seed for seed in self.seeds_of(entry) if seed not in self.seeds]:
+                raise ValueError(f"runs.{name}.seeds has {other[0]}: expected some of seeds, {list(self.seeds)}")
+            single = self.runs[entry.singles] if entry.singles is not None else entry
+            if missing := [seed for seed in self.seeds_of(entry) if seed not in self.seeds_of(single)]:
+                raise ValueError(
+                    f"runs.{name} runs with seed {missing[0]}, and '{entry.singles}', which FWT compares it with, does "
+                    f"not: add it to runs.{entry.singles}.seeds"
+                )
+        return self
+
+    def seeds_of(self, entry: Entry) -> tuple[int, ...]:
+        """Seeds with which a row runs."""
+        return self.seeds if entry.seeds is None else entry.seeds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the runs: result trees by run name, and the error of each that failed."""
+
+    results: dict[str, dict[str, Any]]
+    failed: dict[str, str]
+
+
+def load_comparison(path: str, overrides: Sequence[str] = ()) -> ComparisonConfig:
+    """Read a comparison file and check every row's config.
+
+    Raises:
+        ConfigError: something is wrong, has no effect (`raycl.config.unused`), or is requested that only the
+            command may allow (`raycl.config.trust`); a row's `singles` is not its own run with each task alone.
+    """
+    comparison = configs.load(ComparisonConfig, path, overrides)
+    source, planned = f"comparison file '{path}'", plan(comparison, ".")
+    refuse(_ignored(comparison), source)
+    unused = {name: unused_in(config) for name, config in planned.items()}
+    shared = leaves(comparison.base)
+    everywhere = [found_in(shared, one) for one in unused.values()]
+    refuse({f"base.{name}": everywhere[0][name] for name in set.intersection(*map(set, everywhere))}, source)
+    for name, found in unused.items():
+        entry = name.rpartition("-s")[0]
+        refuse(found_in(leaves(_tree(comparison.runs[entry].set)), found), f"{source}, runs.{entry}")
+    for name, config in planned.items():
+        entry = name.rpartition("-s")[0]
+        if (single := comparison.runs[entry].singles) is not None:
+            theirs = configs.as_tree(planned[_needed(comparison, name)])
+            check_singles(config, theirs, f"{source}, runs.{entry}.singles: '{single}'")
+    for config in planned.values():
+        trust.require(trust.requested(configs.as_tree(config)), overrides, source, "base.")
+    return comparison
+
+
+def _tree(overrides: Sequence[str]) -> Tree:
+    tree: Tree = {}
+    for override in overrides:
+        configs.apply_override(tree, override)
+    return tree
+
+
+def _ignored(comparison: ComparisonConfig) -> dict[str, str]:
+    """Settings of runs that a comparison gives itself -> what it has instead."""
+    instead = {"output": "--dir and the run's name", "seed": "seeds"}
+    found = {path: f"base.{setting(path, value)}" for path, value in leaves(comparison.base).items()}
+    for name, entry in comparison.runs.items():
+        given = leaves(_tree(entry.set))
+        found |= {path: f"runs.{name}.set of {setting(path, value)}" for path, value in given.items()}
+    return {place: instead[key] for path, place in found.items() if (key := path.partition(".")[0]) in instead}
+
+
+def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> Outcome:
+    """Run every row (or those named in `only`) for every seed on one cluster; a failed run does not stop the others.
+
+    Raises:
+        ConfigError: `only` names no row, or any row's config is wrong; all are checked before the first one starts.
+    """
+    planned = _planned(comparison, directory, only)
+    if not planned:
+        return Outcome({}, {})
+    from raycl.launch import driver
+
+    if comparison.published is not None:
+        comparison.published.write(Storage.at(directory).sub(comparison.name))
+    with driver.cluster(next(iter(planned.values()))):
+        if comparison.at_once > 1:
+            outcome = _side_by_side(comparison, planned, directory)
+        else:
+            outcome = _outcome({name: partial(_run, name, config, None, 1, None) for name, config in planned.items()})
+    if comparison.published is None:
+        return outcome
+    shown = {name: comparison.published.beside(tree, row_of(tree)) for name, tree in outcome.results.items()}
+    return Outcome(shown, outcome.failed)
+
+
+def states(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> dict[str, str]:
+    """Run -> its state in a sentence, from its files alone; nothing is started.
+
+    Raises:
+        ConfigError: `only` names no row.
+    """
+    folder = Storage.at(directory).sub(comparison.name)
+    return {name: _state(folder.sub(name)) for name in _planned(comparison, directory, only)}
+
+
+def _state(run: Storage) -> str:
+    if not run.exists(CONFIG):
+        return "not started"
+    found = status_of(run.address)
+    return f"{found.state}: {found.message}; {found.details['tasks']}"
+
+
+def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]) -> dict[str, RunConfig]:
+    """As `plan`, of the rows in `only`, or of all."""
+    unknown = [name for name in only if name not in comparison.runs]
+    if unknown:
+        raise ConfigError(
+            f"the comparison has no row {', '.join(map(repr, unknown))}: expected some of {', '.join(comparison.runs)}"
+        )
+    planned = plan(comparison, directory)
+    return {name: config for name, config in planned.items() if not only or name.rsplit("-s", 1)[0] in only}
+
+
+def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> Outcome:
+    """So many runs at a time; SIGTERM and Ctrl-C stop them as they stop one, with a checkpoint.
+
+    Raises:
+        StoppedError: one of the two came.
+    """
+    running: dict[str, Future[Tree]] = {}
+    pool = ThreadPoolExecutor(comparison.at_once, "run")
+    host = Storage.at(directory).sub(comparison.name)
+    stop = HostStop(host.address, uuid.uuid4().hex[:12])
+    grace_s = max(config.launch.grace_s for config in planned.values())
+    try:
+        with StopOnSignal(host, stop.driver, grace_s, many=True):
+            for name, config in planned.items():
+                first = running.get(_needed(comparison, name))
+                running[name] = pool.submit(_run, name, config, first, comparison.at_once, stop)
+            return _outcome({name: future.result for name, future in running.items()})
+    except (KeyboardInterrupt, SystemExit) as stopped:
+        # Threads inside Ray cannot be interrupted, and taking Ray away from them aborts the process. Workers and a
+        # cluster of our own end with it, and the journals keep what is done.
+        log.error("stopped: repeat the command to continue")
+        os._exit(stopped.code if isinstance(stopped, SystemExit) and isinstance(stopped.code, int) else 130)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _needed(comparison: ComparisonConfig, name: str) -> str:
+    """The run that this one is compared with."""
+    entry, _, seed = name.rpartition("-s")
+    return f"{comparison.runs[entry].singles}-s{seed}"
+
+
+def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int, stop: HostStop | None) -> Tree:
+    from raycl.launch import driver
+
+    if first is not None:
+        first.exception()  # the run that it needs is listed before it, so is running already
+    if stop is not None and stop.is_requested:
+        raise stopped_by(stop.reason, f"'{name}' has not begun")
+    log.info("== %s", name)
+    options = driver.RunOptions(share=at_once, label=f"{name}: " if at_once > 1 else "", stop=stop)
+    return driver.train(driver.prepare(config), options)
+
+
+def _outcome(results: Mapping[str, Callable[[], Tree]]) -> Outcome:
+    outcome = Outcome({}, {})
+    for number, (name, result) in enumerate(results.items(), 1):
+        try:
+            outcome.results[name] = result()
+            log.info("== %s is there (%d of %d)", name, number, len(results))
+        except StoppedError as error:
+            raise type(error)(f"{error}; the same command continues with all runs") from error
+        except RayclError as error:
+            log.error("== %s failed: %s", name, error)
+            outcome.failed[name] = str(error)
+    return outcome
+
+
+def plan(comparison: ComparisonConfig, directory: str) -> dict[str, RunConfig]:
+    """Run name -> validated config, in the order in which they run."""
+    folder = Storage.at(directory).sub(comparison.name)
+    planned = {}
+    for seed in comparison.seeds:
+        for name, entry in comparison.runs.items():
+            if seed not in comparison.seeds_of(entry):
+                continue
+            tree = copy.deepcopy(comparison.base)
+            for override in entry.set:
+                configs.apply_override(tree, override)
+            tree["seed"] = seed
+            tree["output"] = {"dir": folder.address, "name": f"{name}-s{seed}", "exists": "resume"}
+            if entry.singles is not None:
+                tree.setdefault("eval", {})["singles"] = folder.sub(f"{entry.singles}-s{seed}").address
+            planned[f"{name}-s{seed}"] = configs.validate(RunConfig, with_template_files(tree))
+    return planned

@@ -1,0 +1,320 @@
+"""A sweep file: a base config, a space over its dotted paths, what counts as better, and how to search.
+
+Why it exists: a sweep takes hours, so whatever can be wrong with any of its trials is an error before the first one
+starts: unknown paths (with the nearest field), values of the wrong type, ends of ranges that no field takes.
+What it does not know: how trials run.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from functools import cached_property, partial
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from raycl import config as configs
+from raycl.backbone.markup.chat_templates import with_template_files
+from raycl.config import Section, Tree, trust
+from raycl.config.names import FolderName
+from raycl.config.unused import covering, leaves, refuse, setting, unused_in
+from raycl.errors import ConfigError
+from raycl.operations.sweep.search.expressions import Expression, parse
+from raycl.operations.sweep.search.measure import read_metric
+from raycl.operations.sweep.search.space import Draw, Settings, crossed, in_order, key_of, planned
+from raycl.run.config import RunConfig, from_tree
+
+Mode = Literal["max", "min"]
+
+
+class SearchConfig(Section):
+    """The search algorithm."""
+
+    name: Literal["random", "grid", "tpe"] = Field(
+        "random",
+        description="how trials are proposed. random: drawn; grid: every combination; tpe: Optuna's TPE, for one "
+        "or several metrics",
+    )
+    seed: int = Field(0, ge=0, description="seed of random draws and of TPE")
+    startup: int = Field(10, ge=1, description="tpe: random trials before the model is used")
+
+
+class SchedulerConfig(Section):
+    """Early stopping of trials between two tasks, by the first metric over the tasks seen."""
+
+    name: Literal["none", "asha", "median"] = Field(
+        "none", description="none: every trial runs to its end; asha: successive halving; median: stop below the median"
+    )
+    grace: int = Field(1, ge=1, description="tasks that every trial trains before it may be stopped")
+    reduction: float = Field(
+        3, gt=1, description="asha: one trial in so many continues at tasks grace, grace x reduction, ..."
+    )
+    least: int = Field(3, ge=1, description="median: trials that must have reached a task before one is stopped there")
+
+
+class ResourcesConfig(Section):
+    """Resources of one trial; all but `isolated` become `launch.*` of its run."""
+
+    workers: int = Field(1, ge=1, description="worker processes of a trial")
+    cpus_per_worker: float = Field(1.0, gt=0, description="CPUs that each worker reserves")
+    gpus_per_worker: float | None = Field(None, ge=0, description="GPUs of a worker; null: 1 if the cluster has GPUs")
+    isolated: bool = Field(
+        False, description="a single worker too gets a fresh process for every trial, which takes 10 to 20 s to start"
+    )
+
+
+Metrics = Annotated[tuple[str, ...], Field(min_length=1, max_length=3)]
+
+
+TAKEN = ("workers", "cpus_per_worker", "gpus_per_worker")
+"""Settings of a run's `launch` that a sweep's `resources` give."""
+
+
+class SweepConfig(Section):
+    """One sweep."""
+
+    name: FolderName = Field(description="name of the sweep and of its folder")
+    base: Tree = Field(default_factory=dict, description="config tree that all trials share")
+    space: dict[str, Draw] = Field(min_length=1, description="dotted path -> its values")
+    metric: Metrics = Field(("ap",), description="ap, ap - f_ra, task('agnews'), ...; several: a Pareto front")
+    mode: tuple[Mode, ...] = Field(("max",), description="direction of each metric")
+    search: SearchConfig = SearchConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    samples: int = Field(1, ge=1, description="trials per combination of grids (random), or in total (tpe)")
+    resources: ResourcesConfig = ResourcesConfig()
+    concurrency: int | None = Field(None, ge=1, description="trials at a time; null: as many as the cluster holds")
+    retries: int = Field(1, ge=0, description="further tries of a trial that failed")
+    over: tuple[str, ...] = Field(
+        (), description="paths (seed, stream.tasks) over which trials are averaged, with their spread"
+    )
+    singles: bool = Field(False, description="also train each task alone (`separate`), once per setting, for FWT")
+    share: bool = Field(True, description="trials that agree on the first tasks train them once")
+
+    @field_validator("metric", "mode", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("search", "scheduler", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("metric")
+    @classmethod
+    def _is_metric(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        for text in texts:
+            try:
+                read_metric(text)
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
+        return texts
+
+    @model_validator(mode="after")
+    def _agrees(self) -> SweepConfig:
+        if len(self.mode) != len(self.metric):
+            raise ValueError(f"mode has {len(self.mode)} entries and metric {len(self.metric)}: give one for each")
+        if len(self.metric) > 1 and self.scheduler.name != "none":
+            raise ValueError(f"scheduler '{self.scheduler.name}' compares one metric, but there are {len(self.metric)}")
+        if any("fwt" in metric.names for metric in self.metrics) and not self.singles:
+            raise ValueError("a metric names fwt, which needs every task trained alone: set singles=true")
+        endless = [path for path, draw in self.space.items() if draw.range]
+        if self.search.name == "grid" and (endless or self.samples > 1):
+            what = f"'{endless[0]}' is a range" if endless else f"samples is {self.samples}"
+            raise ValueError(f"search is grid, but {what}: list its values, or use search=random")
+        unknown = [path for path in self.over if path not in self.space]
+        if unknown:
+            raise ValueError(f"over names '{unknown[0]}': expected some of {', '.join(self.space)}")
+        return self
+
+    @cached_property
+    def metrics(self) -> tuple[Expression, ...]:
+        """The metrics, parsed."""
+        return tuple(read_metric(text) for text in self.metric)
+
+    @property
+    def in_process(self) -> bool:
+        """Whether a trial's one worker works in the process that Tune has for the trial, and for the next one.
+
+        Not under DeepSpeed, whose process group ends with the run and is not made again.
+        """
+        base = self.tree({})
+        fresh = base["launch"].get("fresh_workers_per_task") or "launch.fresh_workers_per_task" in self.space
+        other = "deepspeed" in str(base.get("engine")) or any(path.split(".")[0] == "engine" for path in self.space)
+        return self.resources.workers == 1 and not (self.resources.isolated or fresh or other)
+
+    @property
+    def plans(self) -> bool:
+        """Whether all trials are known before the first one runs."""
+        return self.search.name != "tpe"
+
+    def trials(self) -> list[Settings]:
+        """The settings of every trial of a planned search, in order.
+
+        With a scheduler a grid is shuffled: where the best stand last, each is better than all before it, and a rule
+        that compares with earlier trials stops none.
+
+        Raises:
+            ConfigError: an expression cannot be computed.
+        """
+        assert self.plans, "tpe finds its trials on the way"
+        if self.search.name == "grid":
+            found = crossed(self.space, self.follow)
+        else:
+            found = planned(self.space, self.samples, self.search.seed, self.follow)
+        found = self._without_repeats(found)
+        if self.scheduler.name == "none":
+            return found
+        return [found[place] for place in np.random.default_rng(self.search.seed).permutation(len(found))]
+
+    def collapsed(self, settings: Settings) -> Settings:
+        """One trial's settings without those that act on nothing beside the others."""
+        unused = unused_in(self.config(settings))
+        return {path: value for path, value in settings.items() if covering(path, unused) is None}
+
+    def _without_repeats(self, trials: list[Settings]) -> list[Settings]:
+        """Drop settings without effect beside a trial's others, and of trials that are then equal keep one."""
+        found: list[Settings] = []
+        seen: set[str] = set()
+        for settings in trials:
+            kept = self.collapsed(settings)
+            key = key_of(kept)
+            if len(kept) == len(settings) or key not in seen:
+                found.append(kept)
+            seen.add(key)
+        return found
+
+    def follow(self, settings: Settings) -> Settings:
+        """The settings with those that follow from others, in the file's order.
+
+        Raises:
+            ConfigError: an expression names a path that does not exist, or cannot be computed.
+        """
+        found = dict(settings)
+        for path, draw in self.space.items():
+            if draw.expr is not None:
+                tree = configs.as_tree(configs.validate(RunConfig, self.tree(found)))
+                found[path] = parse(draw.expr).value(partial(_at, tree))
+        return in_order(found, self.space)
+
+    def tree(self, settings: Settings) -> Tree:
+        """The base with one trial's settings and resources."""
+        tree = copy.deepcopy(self.base)
+        ordered = sorted(settings.items(), key=lambda item: item[0].count("."))  # a node before what is in it
+        for path, value in ordered:
+            configs.assign(tree, path, copy.deepcopy(value), f"space '{path}'")
+        given = self.resources.model_dump(exclude={"isolated"})
+        launch = {key: value for key, value in given.items() if value is not None}
+        tree["launch"] = {**tree.get("launch", {}), **launch}
+        return tree
+
+    def config(self, settings: Settings) -> RunConfig:
+        """One trial's run.
+
+        Raises:
+            ConfigError: a path that no config has (names the nearest field), a value that its field does not take.
+        """
+        return from_tree(json_safe(self.tree(settings)))
+
+
+def _at(tree: Tree, name: str) -> Any:
+    """The value at a dotted path; of a node that names its choice, the name."""
+    node: Any = tree
+    for part in name.split("."):
+        if not isinstance(node, dict) or part not in node:
+            raise KeyError(name)
+        node = node[part]
+    return node["name"] if isinstance(node, dict) and "name" in node else node
+
+
+def json_safe(tree: Tree) -> Tree:
+    """Tuples as lists: what YAML would have given."""
+    plain: Tree = json.loads(json.dumps(tree))
+    return plain
+
+
+def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
+    """Read a sweep file and check every setting of its space against the config's fields and types.
+
+    Args:
+        overrides: `key.path=value`; behind `space.` the rest is one path, with or without the kind of draw:
+            `space.train.epochs={grid: [1, 2]}` or `space.train.epochs.grid=[1,2]`; null takes it out of the space.
+
+    Raises:
+        ConfigError: the first thing that is wrong, or that only the command may allow (`raycl.config.trust`).
+    """
+    tree = configs.read_yaml(file)
+    for override in overrides:
+        key, value = configs.read_override(override)
+        if key.startswith("space."):
+            path, _, kind = key.removeprefix("space.").rpartition(".")
+            named: Tree = {path: {kind: value}} if path and kind in Draw.model_fields else {key[6:]: value}
+            tree["space"] = {**tree.get("space", {}), **named}
+        else:
+            configs.assign(tree, key, value, f"override '{override}'")
+    tree["space"] = {key: value for key, value in (tree.get("space") or {}).items() if value is not None}
+    sweep = configs.validate(SweepConfig, {**tree, "base": with_template_files(tree.get("base") or {})})
+    check_space(sweep)
+    trust.require(_requested(sweep), overrides, f"sweep file '{file}'", "base.")
+    refuse(_unused(sweep), f"sweep file '{file}'")
+    return sweep
+
+
+def _unused(sweep: SweepConfig) -> dict[str, str]:
+    """Settings of base and space that act on nothing in any trial -> the reason."""
+    given = {"output": "--dir and the sweep's name", **{f"launch.{key}": f"resources.{key}" for key in TAKEN}}
+    written = {f"base.{setting(path, value)}": path for path, value in leaves(sweep.base).items()}
+    written |= {f"space '{path}'": path for path in sweep.space}
+    found = {name: given[above] for name, path in written.items() if (above := covering(path, given))}
+    trials = [unused_in(sweep.config(one)) for one in examples(sweep)]
+    for name, path in written.items():
+        reasons = [unused[above] for unused in trials if (above := covering(path, unused))]
+        if len(reasons) == len(trials):
+            found[name] = reasons[0]
+    return found
+
+
+def _requested(sweep: SweepConfig) -> list[str]:
+    """What any trial could ask for (`config.trust`): in the base, in a listed value, or by any rule for its path."""
+    configs_of = [configs.as_tree(sweep.config({})), *(configs.as_tree(sweep.config(one)) for one in examples(sweep))]
+    searched = [path for path in sweep.space if path.rpartition(".")[2] in trust.RISKS]
+    return sorted({path for tree in configs_of for path in trust.requested(tree)} | set(searched))
+
+
+def examples(sweep: SweepConfig) -> list[Settings]:
+    """Settings that a search may come to: each listed value or end of a range beside the others' first."""
+    first = {path: draw.corners[0] for path, draw in sweep.space.items() if draw.expr is None}
+    return [
+        sweep.follow(first | {path: value})
+        for path, draw in sweep.space.items()
+        if draw.expr is None
+        for value in draw.corners
+    ]
+
+
+def check_space(sweep: SweepConfig) -> None:
+    """Every listed value and both ends of every range, each with the others at their first; then all planned trials.
+
+    Raises:
+        ConfigError: names the path, and the nearest field where there is no such path.
+    """
+    if sweep.search.name == "tpe" and find_spec("optuna") is None:
+        raise ConfigError("search=tpe needs Optuna: pip install 'raycl[sweep]', or use search=random")
+    configs.validate(RunConfig, sweep.tree({}))
+    first = {path: draw.corners[0] for path, draw in sweep.space.items() if draw.expr is None}
+    for path, draw in sweep.space.items():
+        for value in draw.corners:
+            _checked(sweep, first | {path: value}, path)
+    for settings in sweep.trials() if sweep.plans else []:
+        sweep.config(settings)
+
+
+def _checked(sweep: SweepConfig, settings: Settings, path: str) -> None:
+    try:
+        sweep.config(sweep.follow(settings))
+    except ConfigError as error:
+        raise ConfigError(f"space.{path} = {settings[path]!r}: {error}") from error

@@ -1,0 +1,114 @@
+"""What fills the disk and can be removed without losing what was learned.
+
+A bank is never removed, nor anything of a run that is not finished.
+What it does not know: the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from raycl.bank.training_state import has_state
+from raycl.data.sources.cache import cache_folder
+from raycl.errors import BankError, RunError, StorageError
+from raycl.launch.status import status_of
+from raycl.operations.sweep.folder import SWEEP
+from raycl.run.folder import CONFIG
+from raycl.storage import Storage
+from raycl.training.records.checkpoint import FOLDER as CHECKPOINTS
+from raycl.training.records.publish import open_bank
+
+PREFIXES, BEST = "prefixes", "best.yaml"
+DEPTH = 3
+"""Folders of runs lie at most this deep: SWEEP/trials/RUN."""
+
+
+@dataclass(frozen=True)
+class Removable:
+    """A folder that can be removed.
+
+    Attributes:
+        kind: of `KINDS`. folder: where it is. bytes: its size.
+    """
+
+    kind: str
+    folder: Storage
+    bytes: int
+
+
+def removable(directory: Storage, kinds: Collection[str]) -> list[Removable]:
+    """What can be removed of these kinds below a folder of runs; `cache` is this machine's.
+
+    Raises:
+        StorageError: the folder is out of reach.
+    """
+    found = []
+    for kind in KINDS:
+        for folder in KINDS[kind](directory) if kind in kinds else ():
+            size = sum(file.size for file in folder.files().values())
+            if size:
+                found.append(Removable(kind, folder, size))
+    return found
+
+
+def remove(one: Removable) -> None:
+    """Delete the folder with all that is in it."""
+    one.folder.delete("")
+
+
+def _cache(directory: Storage) -> Iterator[Storage]:
+    del directory
+    yield Storage.at(cache_folder(None))
+
+
+def _prefixes(directory: Storage) -> Iterator[Storage]:
+    """First phases that a sweep's trials had in common, of sweeps that have ended."""
+    for folder in _folders(directory, SWEEP):
+        if folder.exists(BEST):
+            yield folder.sub(PREFIXES)
+
+
+def _checkpoints(directory: Storage) -> Iterator[Storage]:
+    """Of finished runs whose bank has what a next run starts from."""
+    for folder in _folders(directory, CONFIG):
+        with suppress(RunError, BankError, StorageError):
+            if status_of(folder.address).state == "finished" and _can_start_from_bank(folder):
+                yield folder.sub(CHECKPOINTS)
+
+
+def _can_start_from_bank(folder: Storage) -> bool:
+    from raycl.launch import driver
+
+    storage, config, state = driver.run_in(folder.address)
+    published = state.phases[-1]["bank"]
+    if not published:
+        return False
+    bank = open_bank(config.bank, storage)
+    return has_state(bank, bank.open(published["snapshot"]))
+
+
+def _folders(directory: Storage, file: str, depth: int = DEPTH) -> Iterator[Storage]:
+    """Folders that hold the file; nothing is searched inside them but the trials of a sweep."""
+    if directory.exists(file):
+        yield directory
+        return
+    for name in directory.list() if depth else ():
+        with suppress(StorageError):  # a file, or gone meanwhile
+            yield from _folders(directory.sub(name), file, depth - 1)
+
+
+KINDS: dict[str, Callable[[Storage], Iterator[Storage]]] = {
+    "checkpoints": _checkpoints,
+    "prefixes": _prefixes,
+    "cache": _cache,
+}
+"""Kind -> where it is found."""
+
+EFFECTS = {
+    "checkpoints": "finished runs are extended from their bank (bank.start=BANK@REFERENCE) instead of --resume --add",
+    "prefixes": "a sweep that is extended trains first phases again",
+    "cache": "tables, queries and hashes are computed again when they are needed",
+}
+"""Kind -> what is different afterwards."""

@@ -1,0 +1,312 @@
+"""A whole sweep: checked, run through Ray Tune, continued, and summed up.
+
+What it does not know: how a trial learns, how a table or picture is drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray import tune
+
+from raycl import config as configs
+from raycl.bank import Bank
+from raycl.bank.object_store import ObjectStoreCache
+from raycl.data.stream import open_stream
+from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError
+from raycl.launch import cluster as clusters
+from raycl.launch import driver
+from raycl.launch.termination import StopOnSignal, stopped_by
+from raycl.launch.trainer import scaling_of
+from raycl.operations.sweep.config import SweepConfig, examples
+from raycl.operations.sweep.folder import SWEEP, SweepFolder, plain
+from raycl.operations.sweep.outcome import Outcome, collect
+from raycl.operations.sweep.search.searchers import Planned, RecordingSearcher, TpeSearcher
+from raycl.operations.sweep.search.space import Settings
+from raycl.operations.sweep.search.stopping import AtTaskEnds, rule_of
+from raycl.operations.sweep.trials.prefix import prefix_keys, shared_keys
+from raycl.operations.sweep.trials.trial import Work, as_trainable
+from raycl.run import checks
+from raycl.run import config as run_config
+from raycl.run.config import RunConfig
+from raycl.run.settings import LaunchConfig
+from raycl.storage import Storage
+from raycl.training.records.stops.request import HostStop
+
+log = logging.getLogger("raycl")
+
+SMALL = 1.0
+"""Bytes of memory that a trial's own process reserves on the cluster: its workers take what it needs, mostly CPUs."""
+
+QUIET = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # it saves Tune's state, and no checkpoint of a trial
+    "TUNE_WARN_THRESHOLD_S": "60",
+}
+
+MAY_CHANGE = ("retries", "concurrency", "resources")
+"""Settings of a sweep that may differ when it continues; with other resources, float sums may differ too."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known before the first trial.
+
+    Attributes:
+        trials: by number; of a search that plans nothing, those of earlier sessions. tasks: phases of each.
+    """
+
+    trials: dict[int, Settings]
+    tasks: int
+    shared: frozenset[str]
+    total: int
+
+
+def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outcome:
+    """Run every trial that is not over yet, and sum up all of them.
+
+    Raises:
+        RunError: the folder holds a sweep already and `resume` is not set, or nothing could run.
+        ResumeError: the sweep there is another one. ConfigError, DataError: a trial that cannot run.
+        StoppedError: SIGTERM or Ctrl-C came; running trials wrote their checkpoints.
+    """
+    directory = Storage.at(directory).address
+    folder = SweepFolder.of(sweep, directory)
+    _claim(sweep, folder, resume)
+    plan = make_plan(sweep, folder)
+    first = _first(sweep, plan)
+    with driver.cluster(first, dashboard=True):
+        shared = ObjectStoreCache(Bank.at(str(first.bank.dir)), detached=False) if first.bank.start else None
+        _tune(sweep, directory, folder, plan)
+        del shared  # it kept the bank's cache actor alive, between trials too
+    return collect(sweep, folder, plan.tasks)
+
+
+def _claim(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
+    """Take the folder, or find the same sweep there."""
+    try:
+        folder.storage.create(SWEEP, configs.to_yaml(sweep).encode())
+        return
+    except AlreadyExistsError:
+        pass
+    if not resume:
+        raise RunError(
+            f"'{folder.storage.uri}' holds a sweep already: continue with --resume, or choose another name or --dir"
+        )
+    written = configs.from_yaml(folder.storage.read_text(SWEEP), f"{folder.storage.uri}/{SWEEP}")
+    old = configs.validate(SweepConfig, written)  # an older one lacks younger settings
+    before, now = (plain(configs.as_tree(one)) for one in (old, sweep))
+    changed = configs.differences(before, now, without=MAY_CHANGE)
+    if sweep.search.name != "grid":
+        changed.pop("samples", None)  # more of the same is welcome
+    if changed:
+        listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
+        raise ResumeError(
+            f"'{folder.storage.uri}' cannot continue with a changed sweep: {listed}; give it another name"
+        )
+    folder.storage.write(SWEEP, configs.to_yaml(sweep).encode())
+
+
+def make_plan(sweep: SweepConfig, folder: SweepFolder) -> Plan:
+    """All trials that are known, checked as runs are: data, backbone, method.
+
+    Raises:
+        RayclError: one of them cannot run.
+    """
+    trials = dict(enumerate(sweep.trials())) if sweep.plans else folder.settings()
+    known = list(trials.values()) if sweep.plans else examples(sweep)
+    found = [(folder.config(sweep, 0, settings), settings) for settings in known]
+    names = [_task_names(config) for config, _ in found]
+    lengths = {len(run_config.phases(config, open_stream(config.stream, config.seed))) for config, _ in found}
+    if len(lengths) > 1 and sweep.scheduler.name != "none":
+        raise ConfigError(
+            f"trials have between {min(lengths)} and {max(lengths)} phases, so scheduler '{sweep.scheduler.name}' "
+            "cannot compare them: leave stream.tasks of one length, or use scheduler=none"
+        )
+    for config in _kinds([config for config, _ in found]):
+        checks.check(config)
+    if any(config.eval.mode == "overlap" for config, _ in found):
+        raise checks.no_overlap("a sweep, which decides by each task's scores whether a trial continues")
+    keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(found, names, strict=True)]
+    shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
+    total = len(trials) if sweep.plans else sweep.samples
+    return Plan(trials, max(lengths), shared, total)
+
+
+def _kinds(found: list[RunConfig]) -> list[RunConfig]:
+    """One config of each method, backbone and stream: a check of all would take longer than some sweeps."""
+    kinds: dict[tuple[Any, ...], RunConfig] = {}
+    for config in found:
+        key = (config.method.name, tuple(config.modifiers), config.backbone.name, str(config.stream))
+        kinds.setdefault(key, config)
+    return list(kinds.values())
+
+
+def _task_names(config: RunConfig) -> list[str]:
+    return [task.name for task in open_stream(config.stream, config.seed).tasks]
+
+
+def _first(sweep: SweepConfig, plan: Plan) -> RunConfig:
+    settings = next(iter(plan.trials.values()), None)
+    return sweep.config(settings if settings is not None else examples(sweep)[0])
+
+
+def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: Plan) -> None:
+    """Everything that is left, through Tune."""
+    states = {number: folder.state(number, plan.tasks) for number in plan.trials}
+    over = [number for number, (state, _) in states.items() if state in ("done", "stopped")]
+    left = {number: settings for number, settings in plan.trials.items() if number not in over}
+    todo = len(left) if sweep.plans else len(left) + sweep.samples - len(plan.trials) - len(folder.repeated())
+    if todo <= 0:
+        return
+    done = collect(sweep, folder, plan.tasks)
+    scheduler = AtTaskEnds(folder, rule_of(sweep, plan.tasks), plan.tasks, plan.total)
+    searcher: RecordingSearcher = Planned(sweep, folder, left) if sweep.plans else TpeSearcher(sweep, folder, left)
+    for number in over:
+        rows = done.row(number)
+        scheduler.replay(number, [values[0] for values in rows.curve])
+        if isinstance(searcher, TpeSearcher):
+            searcher.tell_finished(plan.trials[number], rows.curve, states[number][0] == "stopped")
+    at_once = concurrency(sweep)
+    log.info("%s: %d of %d trials to run, %d at a time", folder.storage.uri, todo, plan.total, at_once)
+    stop = HostStop(folder.storage.address, uuid.uuid4().hex[:12])
+    work = Work(configs.as_tree(sweep), directory, stop, plan.shared)
+    signals = StopOnSignal(folder.storage, stop.driver, _launch(sweep).grace_s, many=True)
+    searcher.stop = stop
+    try:
+        with signals:
+            errors = _fit(sweep, folder, work, searcher, scheduler, todo, at_once)
+    except (SystemExit, KeyboardInterrupt):  # Ray makes the one of the other
+        if not signals.reason:
+            raise
+        errors = {}
+    for number, error in errors.items():
+        folder.write_failure(number, error)
+    if signals.reason:
+        _refuse_unfinished(folder, plan, signals.reason)
+
+
+def _refuse_unfinished(folder: SweepFolder, plan: Plan, reason: str) -> None:
+    """Nothing to do where the signal came so late that every trial is over.
+
+    Raises:
+        StoppedError: some are not.
+    """
+    over = [number for number in folder.settings() if folder.state(number, plan.tasks)[0] != "unfinished"]
+    total = plan.total - len(folder.repeated())
+    if len(over) < total:
+        raise stopped_by(
+            reason,
+            f"{len(over)} of {total} trials are over, '{folder.storage.uri}' has the checkpoints of the others; "
+            "continue with the same command and --resume",
+        )
+
+
+def _fit(
+    sweep: SweepConfig,
+    folder: SweepFolder,
+    work: Work,
+    searcher: RecordingSearcher,
+    scheduler: AtTaskEnds,
+    todo: int,
+    at_once: int,
+) -> dict[int, str]:
+    """Run Tune to the end; number and error of trials whose own process died too often."""
+    storage = folder.storage
+    tuner = tune.Tuner(
+        tune.with_resources(as_trainable(work), _held(sweep)),
+        tune_config=tune.TuneConfig(
+            search_alg=searcher,
+            scheduler=scheduler,
+            num_samples=todo,
+            max_concurrent_trials=at_once,
+            reuse_actors=True,
+            trial_dirname_creator=lambda trial: f"{trial.config['number']:04d}-{trial.trial_id}",
+        ),
+        run_config=tune.RunConfig(
+            name=uuid.uuid4().hex[:12],
+            storage_path=storage.path("tune"),
+            storage_filesystem=None if storage.is_local else storage.filesystem,
+            failure_config=tune.FailureConfig(max_failures=_restarts(sweep)),
+            verbose=0,
+        ),
+    )
+    requested = {"CPU": sweep.resources.workers * sweep.resources.cpus_per_worker}
+    lower = "resources.workers or resources.cpus_per_worker"
+    with _quiet(), clusters.log_while_pending(partial(clusters.is_pending, all_of_it=True), requested, lower):
+        grid = tuner.fit()
+    return {
+        int(result.config["number"]): str(result.error).strip().splitlines()[-1]
+        for result in grid
+        if result.error is not None and result.config
+    }
+
+
+def _held(sweep: SweepConfig) -> dict[str, float]:
+    """What a trial's own process reserves: its worker's share if that works there, else next to nothing."""
+    if not sweep.in_process:
+        return {"CPU": 0, "memory": SMALL}
+    scaling = scaling_of(configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}))
+    return dict(scaling.resources_per_worker)
+
+
+def _restarts(sweep: SweepConfig) -> int:
+    """Of a trial's own process after crashes (-1: no limit); it stands for the worker group where that works in it."""
+    crashes = _launch(sweep).max_failures
+    if not sweep.in_process:
+        return sweep.retries
+    return -1 if crashes < 0 else max(crashes, sweep.retries)
+
+
+def _launch(sweep: SweepConfig) -> LaunchConfig:
+    """The launch settings of the sweep's base."""
+    return configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}).launch
+
+
+def concurrency(sweep: SweepConfig) -> int:
+    """Trials at a time: the configured number, or as many as the cluster holds.
+
+    Raises:
+        LaunchError: it does not hold one.
+    """
+    have: Mapping[str, float] = ray.cluster_resources()
+    wanted = sweep.resources
+    cpus, gpus = wanted.workers * wanted.cpus_per_worker, wanted.workers * (wanted.gpus_per_worker or 0)
+    rooms = [have.get("CPU", 0.0) // cpus]
+    if gpus:
+        rooms.append(have.get("GPU", 0.0) // gpus)
+    elif wanted.gpus_per_worker is None and have.get("GPU", 0.0) >= wanted.workers:
+        rooms.append(have["GPU"] // wanted.workers)
+    if min(rooms) < 1:
+        raise LaunchError(
+            f"a trial needs {cpus:g} CPUs and {gpus:g} GPUs, but the cluster has {have.get('CPU', 0):g} CPUs and "
+            f"{have.get('GPU', 0):g} GPUs: lower resources.workers, cpus_per_worker or gpus_per_worker"
+        )
+    return int(min(rooms)) if sweep.concurrency is None else min(sweep.concurrency, int(min(rooms)))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Tune's own lines, warnings and files off while it runs; ours replace them."""
+    logger = logging.getLogger("ray.tune")
+    level, before = logger.level, {name: os.environ.get(name) for name in QUIET}
+    os.environ.update(QUIET)
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,137 @@
+"""The folder of a sweep: what lies where, and what became of each trial, read from files alone.
+
+    sweep.yaml              the sweep as it was started
+    settings/0003.json      what trial 3 was given, before it starts
+    repeated/0004.json      what a guided search proposed as trial 4, which equals an earlier trial and is not run
+    trials/NAME-0003/       its run, like any other
+    failed/0003.json        why its last try failed
+    stop/DRIVER.json        request of that driver that all trials write a checkpoint and end
+    prefixes/KEY/           the first phases that several trials have in common
+    bank/                   adapters and snapshots of all trials, each on branch sweeps/NAME/0003
+    best.yaml, summary.*    what it found
+
+Why it exists: a sweep continues from what is here, never from Ray's own records, which are pickles of one version.
+What it does not know: how trials are chosen, run or compared.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raycl.config import Tree
+from raycl.errors import DamagedError, RunError
+from raycl.operations.sweep.config import SweepConfig, json_safe
+from raycl.operations.sweep.search.space import Settings
+from raycl.run.config import RunConfig, from_tree
+from raycl.storage import Storage
+from raycl.storage.records import without_hash
+from raycl.training.records.journal import RunState, read_state
+from raycl.training.records.stops.signal import is_stopped
+
+SWEEP, SETTINGS, REPEATED, FAILED = "sweep.yaml", "settings", "repeated", "failed"
+
+State = Literal["done", "stopped", "failed", "unfinished"]
+"""`stopped`: by the scheduler."""
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """A sweep's folder."""
+
+    storage: Storage
+    name: str
+
+    @staticmethod
+    def of(sweep: SweepConfig, directory: str) -> SweepFolder:
+        """Where the sweep writes; nothing is created."""
+        return SweepFolder(Storage.at(directory).sub(sweep.name), sweep.name)
+
+    def run_name(self, number: int) -> str:
+        """Folder of a trial, and its name for trackers."""
+        return f"{self.name}-{number:04d}"
+
+    def run(self, number: int) -> Storage:
+        """A trial's run folder."""
+        return self.storage.sub(f"trials/{self.run_name(number)}")
+
+    def prefix(self, key: str) -> Storage:
+        """Where the phases with this key are kept for others."""
+        return self.storage.sub(f"prefixes/{key}")
+
+    def config(self, sweep: SweepConfig, number: int, settings: Settings) -> RunConfig:
+        """A trial's run, with a place of its own.
+
+        Raises:
+            ConfigError: the settings make no valid config.
+        """
+        tree = json_safe(sweep.tree(settings))
+        tree["output"] = {"dir": self.storage.sub("trials").address, "name": self.run_name(number), "exists": "resume"}
+        own = {
+            "branch": f"sweeps/{self.name}/{number:04d}"
+        }  # so no endpoint that follows another branch answers from it
+        given = tree.get("bank", {})
+        where = {} if given.get("start") else {"dir": self.storage.sub("bank").address}
+        tree["bank"] = {**where, **given, **own}
+        tree["tracking"] = {"group": sweep.name, **tree.get("tracking", {})}
+        return from_tree(tree)
+
+    def write_settings(self, number: int, settings: Settings) -> None:
+        """Write down what a trial is given."""
+        self.storage.write_json(f"{SETTINGS}/{number:04d}.json", settings)
+
+    def settings(self) -> dict[int, Settings]:
+        """What each trial so far was given, by number."""
+        return self._numbered(SETTINGS)
+
+    def write_repeated(self, number: int, settings: Settings) -> None:
+        """Write down a proposal that is not run, with the settings that act on nothing in it."""
+        self.storage.write_json(f"{REPEATED}/{number:04d}.json", settings)
+
+    def repeated(self) -> dict[int, Settings]:
+        """Proposals so far that were not run, by number."""
+        return self._numbered(REPEATED)
+
+    def _numbered(self, folder: str) -> dict[int, Settings]:
+        names = [name for name in self.storage.list(folder) if re.fullmatch(r"\d{4,}\.json", name)]
+        return {int(name.removesuffix(".json")): dict(self.storage.read_json(f"{folder}/{name}")) for name in names}
+
+    def write_failure(self, number: int, error: str) -> None:
+        """Write down why a trial failed."""
+        self.storage.write_json(f"{FAILED}/{number:04d}.json", {"error": error})
+
+    def clear_failure(self, number: int) -> None:
+        """Forget a failure, before the trial is tried again."""
+        self.storage.delete(f"{FAILED}/{number:04d}.json")
+
+    def error(self, number: int) -> str | None:
+        """Why a trial failed; None: it did not."""
+        file = f"{FAILED}/{number:04d}.json"
+        return str(self.storage.read_json(file)["error"]) if self.storage.exists(file) else None
+
+    def state(self, number: int, phases: int) -> tuple[State, RunState]:
+        """What became of a trial of so many phases, and how far it got."""
+        run = self.run(number)
+        reached = read_state(run)
+        done = len(reached.phases)
+        if done == phases:
+            return "done", reached
+        if is_stopped(run, done):
+            return "stopped", reached
+        return ("failed" if self.error(number) is not None else "unfinished"), reached
+
+    def results(self, number: int) -> Tree | None:
+        """The result tree of a trial's run, if it has one."""
+        run = self.run(number)
+        if not run.exists("results.json"):
+            return None
+        try:
+            return without_hash(run.read_json("results.json"), f"{run.uri}/results.json")
+        except DamagedError as error:
+            raise RunError(f"{error}: restore a copy, or remove it and run the sweep again") from error
+
+
+def plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return json_safe({"value": value})["value"]

@@ -1,0 +1,219 @@
+"""What a sweep found: a row for each trial, means over seeds or orders, the best, the Pareto front; files of all that.
+
+What it does not know: how it is printed or drawn (`raycl.operations.report.sweeps` reads the tree that is made here).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raycl import config as configs
+from raycl.config import Tree
+from raycl.operations.sweep.config import SweepConfig
+from raycl.operations.sweep.folder import State, SweepFolder
+from raycl.operations.sweep.search.measure import measured
+from raycl.operations.sweep.search.space import Settings
+from raycl.run.config import RunConfig
+from raycl.training.records.results import wall_seconds
+
+NUMBERS = ("ap", "f_ra", "bwt", "fwt")
+"""Of every run, beside the sweep's own metrics."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trial.
+
+    Attributes:
+        tasks: learned, of all. curve: each metric after each of them. numbers: AP and the others at the end.
+        forked_tasks: tasks that another trial learned for it. train_s: time that its own workers trained.
+    """
+
+    number: int
+    settings: Settings
+    state: State
+    tasks: int
+    curve: list[list[float | None]] = field(default_factory=list)
+    numbers: dict[str, float | None] = field(default_factory=dict)
+    forked_tasks: int = 0
+    train_s: float = 0.0
+    wall_s: float | None = None
+    error: str | None = None
+
+    @property
+    def scores(self) -> list[float | None]:
+        """Each metric as it is now."""
+        return self.curve[-1] if self.curve else []
+
+
+@dataclass(frozen=True)
+class Group:
+    """Trials that differ in `over` alone.
+
+    Attributes:
+        means, spreads: of each metric over trials that are done; None below one (two) of them.
+    """
+
+    settings: Settings
+    numbers: list[int]
+    means: list[float | None]
+    spreads: list[float | None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All trials so far, best first (several metrics: the front first)."""
+
+    sweep: SweepConfig
+    tasks: int
+    rows: list[Row]
+    groups: list[Group]
+    front: list[int]
+    best: int | None
+    configs: dict[int, RunConfig] = field(default_factory=dict, repr=False)
+
+    def row(self, number: int) -> Row:
+        """A trial."""
+        return next(row for row in self.rows if row.number == number)
+
+    @property
+    def failed(self) -> dict[int, str]:
+        """Errors of trials that failed."""
+        return {row.number: row.error or "" for row in self.rows if row.state == "failed"}
+
+    @property
+    def unscored(self) -> dict[int, str]:
+        """Trials that are done and lack a metric's value -> which metric, and the numbers that it had."""
+        found: dict[int, str] = {}
+        for row in self.rows:
+            lacking = [text for text, score in zip(self.sweep.metric, row.scores, strict=False) if score is None]
+            if row.state == "done" and lacking:
+                known = ", ".join(f"{name} {value:.2f}" for name, value in row.numbers.items() if value is not None)
+                found[row.number] = f"metric '{lacking[0]}' has no value with {known}"
+        return found
+
+    def tree(self) -> Tree:
+        """JSON-able: `summary.json`."""
+        return {
+            "name": self.sweep.name,
+            "paths": list(self.sweep.space),
+            "over": list(self.sweep.over),
+            "metric": list(self.sweep.metric),
+            "mode": list(self.sweep.mode),
+            "tasks": self.tasks,
+            "best": self.best,
+            "front": self.front,
+            "rows": [asdict(row) | {"scores": row.scores} for row in self.rows],
+            "groups": [asdict(group) for group in self.groups],
+        }
+
+    def best_yaml(self) -> str | None:
+        """The best trial's config, ready for `train_stream.py --config`; None: no trial is done."""
+        if self.best is None:
+            return None
+        tree = configs.as_tree(self.configs[self.best])
+        for section in ("output", "bank"):
+            del tree[section]
+        tree["tracking"].pop("group")
+        return configs.to_yaml(configs.validate(RunConfig, tree))
+
+
+def collect(sweep: SweepConfig, folder: SweepFolder, tasks: int) -> Outcome:
+    """Read what became of every trial."""
+    settings = folder.settings()
+    rows = [read_row(sweep, folder, number, found, tasks) for number, found in settings.items()]
+    groups = grouped(sweep, rows)
+    front = pareto([row for row in rows if row.state == "done"], sweep.mode)
+    best = _best(sweep, rows, groups)
+    ordered = sorted(rows, key=lambda row: _rank(row, sweep, front))
+    found = {number: folder.config(sweep, number, one) for number, one in settings.items() if number == best}
+    if best is not None and sweep.singles:
+        results = folder.results(best)
+        assert results is not None, "a trial that is done has results"
+        found[best] = configs.validate(RunConfig, results["config"])
+    return Outcome(sweep, tasks, ordered, groups, front, best, found)
+
+
+def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Settings, tasks: int) -> Row:
+    """One trial from its folder."""
+    state, reached = folder.state(number, tasks)
+    results, records = folder.results(number), reached.phases
+    error = folder.error(number) if state == "failed" else None
+    if results is None or not records:
+        return Row(number, settings, state, len(records), error=error)
+    names, phases, singles = results["stream"]["tasks"], results["phases"], results["singles"]
+    curve = [measured(sweep.metrics, names, phases, records[:done], singles) for done in range(1, len(records) + 1)]
+    forked_tasks = sum(attempt.get("inherited", 0) for attempt in reached.attempts)
+    return Row(
+        number,
+        settings,
+        state,
+        len(records),
+        curve,
+        {name: results["metrics"].get(name) for name in NUMBERS} if state == "done" else {},
+        forked_tasks,
+        sum(record["times"]["train_s"] for record in records[forked_tasks:]),
+        wall_seconds(reached) if len(records) > forked_tasks else None,
+        error,
+    )
+
+
+def grouped(sweep: SweepConfig, rows: Sequence[Row]) -> list[Group]:
+    """Trials by their settings without `over`; one a trial where that is empty."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        kept = {path: value for path, value in row.settings.items() if path not in sweep.over}
+        groups.setdefault(json.dumps(kept, sort_keys=True), []).append(row)
+    found = []
+    for key, members in groups.items():
+        columns = [
+            [row.scores[index] for row in members if row.state == "done" and row.scores]
+            for index in range(len(sweep.metric))
+        ]
+        known = [[value for value in column if value is not None] for column in columns]
+        means = [statistics.fmean(column) if column else None for column in known]
+        spreads = [statistics.stdev(column) if len(column) > 1 else None for column in known]
+        found.append(Group(json.loads(key), [row.number for row in members], means, spreads))
+    return found
+
+
+def pareto(rows: Sequence[Row], modes: Sequence[str]) -> list[int]:
+    """Numbers of trials that no other beats in one metric without being worse in another."""
+    points = {
+        row.number: [
+            value if mode == "max" else -value
+            for value, mode in zip(row.scores, modes, strict=True)
+            if value is not None
+        ]
+        for row in rows
+    }
+    points = {number: point for number, point in points.items() if len(point) == len(modes)}
+
+    def beats(one: list[float], other: list[float]) -> bool:
+        return one != other and all(a >= b for a, b in zip(one, other, strict=True))
+
+    return [number for number, point in points.items() if not any(beats(other, point) for other in points.values())]
+
+
+def _best(sweep: SweepConfig, rows: Sequence[Row], groups: Sequence[Group]) -> int | None:
+    """By the first metric's mean over `over`: the first trial of that group that is done; ties go to the earlier."""
+    done = {row.number for row in rows if row.state == "done"}
+    sign = 1 if sweep.mode[0] == "max" else -1
+    known = [(sign * group.means[0], group) for group in groups if group.means[0] is not None]
+    if not known:
+        return None
+    _, group = max(known, key=lambda pair: pair[0])
+    return next(number for number in group.numbers if number in done)
+
+
+def _rank(row: Row, sweep: SweepConfig, front: Sequence[int]) -> tuple[Any, ...]:
+    """Done before stopped before the rest, then the front (several metrics), then by the first metric."""
+    score = row.scores[0] if row.scores and row.scores[0] is not None else None
+    sign = -1 if sweep.mode[0] == "max" else 1
+    state = ("done", "stopped", "unfinished", "failed").index(row.state)
+    behind = len(sweep.metric) > 1 and row.number not in front
+    return state, behind, -row.tasks, float("inf") if score is None else sign * score, row.number

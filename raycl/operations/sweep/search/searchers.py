@@ -1,0 +1,271 @@
+"""Searchers: they propose trials from a planned list, or by Optuna's TPE for one metric or several, and can be resumed.
+
+Why it exists: Tune calls a `Searcher`; ours write every proposal into the sweep's folder before the trial starts, and
+are rebuilt from there, so Tune's own (pickled) state is never read back.
+What it does not know: how trials run, how they are stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.tune.search import Searcher
+
+from raycl import config as configs
+from raycl.operations.sweep.config import SweepConfig
+from raycl.operations.sweep.folder import SweepFolder, plain
+from raycl.operations.sweep.search.space import Draw, Settings, in_order, key_of, step_value
+from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
+from raycl.training.records.stops.request import HostStop
+from raycl.training.records.stops.signal import is_stopped
+
+log = logging.getLogger("raycl")
+
+
+class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
+    """A searcher whose proposals are written down.
+
+    Attributes:
+        numbers: Tune's trial id -> number of the trial. stop: a request there ends the search.
+    """
+
+    def __init__(self, sweep: SweepConfig, folder: SweepFolder) -> None:
+        super().__init__()
+        self.sweep, self.folder = sweep, folder
+        self.numbers: dict[str, int] = {}
+        self.stop: HostStop | None = None
+
+    @abstractmethod
+    def next_trial(self) -> tuple[int, Settings] | None:
+        """Number and settings of the next trial; None: there is none."""
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str:
+        """The next proposal, for Tune."""
+        stopping = self.stop is not None and self.stop.is_requested
+        found = None if stopping else self.next_trial()
+        if found is None:
+            return str(Searcher.FINISHED)
+        number, settings = found
+        self.numbers[trial_id] = number
+        self.folder.clear_failure(number)
+        self.folder.write_settings(number, settings)
+        run = configs.as_tree(self.folder.config(self.sweep, number, settings))  # here, where relative paths are valid
+        return {"number": number, "settings": settings, "run": json.dumps(run)}
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Nothing to learn from it."""
+
+    def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
+        """Nothing: the sweep's folder has it all."""
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing."""
+
+    def get_state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+class Planned(RecordingSearcher):
+    """Trials of a list, in order."""
+
+    def __init__(self, sweep: SweepConfig, folder: SweepFolder, trials: Mapping[int, Settings]) -> None:
+        super().__init__(sweep, folder)
+        self.left = dict(trials)
+
+    def next_trial(self) -> tuple[int, Settings] | None:
+        """The first that is left."""
+        number = next(iter(self.left), None)
+        return None if number is None else (number, self.left.pop(number))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What Optuna gets of a trial.
+
+    Attributes:
+        curve: tasks learned -> value of each metric. scores: at the end; empty: the trial failed.
+    """
+
+    curve: Mapping[int, Sequence[float | None]]
+    scores: Sequence[float | None]
+    stopped: bool
+
+
+class TpeSearcher(RecordingSearcher):
+    """Optuna's TPE, which receives every trial's scores.
+
+    A trial that the scheduler stopped counts as pruned: TPE ranks it by the scores that it had on the way.
+    Settings that act on nothing beside a proposal's others are left out of the trial; a proposal that equals an earlier
+    trial then is not run, but gets its result, now or when it ends. It counts as one of the samples, so that the search
+    ends where few different trials are left.
+    """
+
+    def __init__(self, sweep: SweepConfig, folder: SweepFolder, again: Mapping[int, Settings]) -> None:
+        """Args:
+        again: trials that were proposed in an earlier session and not finished; they come first.
+        """
+        super().__init__(sweep, folder)
+        self.again = dict(again)
+        self.study = _study(sweep)
+        self.open_trials: dict[int, Any] = {}
+        self.curves: dict[int, dict[int, Sequence[float | None]]] = {}
+        self.keys = {number: key_of(settings) for number, settings in folder.settings().items()}
+        self.results: dict[str, Result] = {}
+        self.waiting: dict[str, list[Any]] = {}
+        repeated = folder.repeated()
+        self.proposed = max([*self.keys, *repeated, -1]) + 1
+        for settings in repeated.values():
+            self._repeat(key_of(sweep.collapsed(settings)), self._ask_for(settings))
+
+    def tell_finished(self, settings: Settings, scores: Sequence[Sequence[float | None]], stopped: bool) -> None:
+        """A trial of an earlier session.
+
+        Args:
+            scores: after each task, of each metric.
+        """
+        result = Result(dict(enumerate(scores, 1)), scores[-1] if scores else [], stopped)
+        self._replay(self._ask_for(settings), result)
+        self._share(key_of(settings), result)
+
+    def next_trial(self) -> tuple[int, Settings] | None:
+        """One of an earlier session, or a fresh one."""
+        if self.again:
+            number = next(iter(self.again))
+            settings = self.again.pop(number)
+            self.open_trials[number], self.keys[number] = self._ask_for(settings), key_of(settings)
+            return number, settings
+        while self.proposed < self.sweep.samples:
+            trial = self.study.ask(self._distributions())
+            number, self.proposed = self.proposed, self.proposed + 1
+            proposed = self._as_settings(trial.params)
+            settings = self.sweep.collapsed(proposed)
+            key = key_of(settings)
+            if key in self.keys.values() and len(settings) < len(proposed):
+                log.info("proposal %d equals an earlier trial and gets its result", number)
+                self.folder.write_repeated(number, proposed)
+                self._repeat(key, trial)
+                continue
+            self.open_trials[number], self.keys[number] = trial, key
+            return number, settings
+        return None
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """A row."""
+        number = self.numbers.get(trial_id)
+        if number is not None and number in self.open_trials and TASKS in result:
+            tasks, values = int(result[TASKS]), self._values(result)
+            self.curves.setdefault(number, {})[tasks] = values
+            self._on_the_way(self.open_trials[number], tasks, values)
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """The last row, or an error."""
+        number = self.numbers.get(trial_id)
+        if number is None or number not in self.open_trials:
+            return
+        failed = error or not result or FAILED in result
+        values = [] if failed or result is None else self._values(result)
+        stopped = bool(values) and is_stopped(self.folder.run(number), int((result or {})[TASKS]))
+        found = Result(self.curves.pop(number, {}), values, stopped)
+        self._close(self.open_trials.pop(number), found)
+        self._share(self.keys[number], found)
+
+    def _ask_for(self, settings: Settings) -> Any:
+        """An Optuna trial with given settings; what they leave out is drawn."""
+        self.study.enqueue_trial(self._as_parameters(settings))
+        return self.study.ask(self._distributions())
+
+    def _repeat(self, key: str, trial: Any) -> None:
+        """Give a proposal that is not run the result of the trial that it equals, as soon as that has ended."""
+        self.waiting.setdefault(key, []).append(trial)
+        if key in self.results:
+            self._share(key, self.results[key])
+
+    def _share(self, key: str, result: Result) -> None:
+        """Keep the first result of a trial, and give it to the proposals that wait for it."""
+        first = self.results.setdefault(key, result)
+        for trial in self.waiting.pop(key, []):
+            self._replay(trial, first)
+
+    def _replay(self, trial: Any, result: Result) -> None:
+        for tasks, values in result.curve.items():
+            self._on_the_way(trial, tasks, values)
+        self._close(trial, result)
+
+    def _values(self, result: Mapping[str, Any]) -> list[float | None]:
+        return [result.get(f"{SCORES}{index}") for index in range(len(self.sweep.metrics))]
+
+    def _on_the_way(self, trial: Any, tasks: int, values: Sequence[float | None]) -> None:
+        if len(values) == 1 and values[0] is not None:
+            trial.report(values[0], tasks)
+
+    def _close(self, trial: Any, result: Result) -> None:
+        from optuna.trial import TrialState
+
+        if not result.scores or any(value is None for value in result.scores):
+            self.study.tell(trial, state=TrialState.FAIL)
+        elif result.stopped:
+            self.study.tell(trial, state=TrialState.PRUNED)
+        else:
+            self.study.tell(trial, list(result.scores))
+
+    def _distributions(self) -> dict[str, Any]:
+        return {path: _distribution(draw) for path, draw in self.sweep.space.items() if draw.expr is None}
+
+    def _as_settings(self, parameters: Mapping[str, Any]) -> Settings:
+        found = {path: _value(self.sweep.space[path], value) for path, value in parameters.items()}
+        return self.sweep.follow(in_order(found, self.sweep.space))
+
+    def _as_parameters(self, settings: Settings) -> dict[str, Any]:
+        drawn = {path: draw for path, draw in self.sweep.space.items() if draw.expr is None and path in settings}
+        return {path: _parameter(draw, settings[path]) for path, draw in drawn.items()}
+
+
+def _study(sweep: SweepConfig) -> Any:
+    """An Optuna study in memory.
+
+    Raises:
+        ConfigError: Optuna is not installed.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    search = sweep.search
+    sampler = optuna.samplers.TPESampler(seed=search.seed, n_startup_trials=search.startup, constant_liar=True)
+    better = optuna.study.StudyDirection
+    directions = [better.MAXIMIZE if mode == "max" else better.MINIMIZE for mode in sweep.mode]
+    return optuna.create_study(sampler=sampler, directions=directions)
+
+
+def _distribution(draw: Draw) -> Any:
+    """Optuna's words for the values; a listed one is its place in the list, and a stepped one its number of steps."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if draw.values:
+        return CategoricalDistribution(tuple(range(len(draw.values))))
+    low, high = draw.range[:2]
+    if draw.randint:
+        return IntDistribution(int(low), int(high))
+    if draw.quniform:
+        return IntDistribution(0, round((high - low) / draw.range[2]))
+    return FloatDistribution(low, high, log=draw.loguniform is not None)
+
+
+def _value(draw: Draw, parameter: Any) -> Any:
+    if draw.values:
+        return draw.values[parameter]
+    return step_value(draw.range[0], draw.range[2], parameter) if draw.quniform else parameter
+
+
+def _parameter(draw: Draw, value: Any) -> Any:
+    if draw.values:
+        return [plain(one) for one in draw.values].index(plain(value))
+    return round((value - draw.range[0]) / draw.range[2]) if draw.quniform else value

@@ -1,0 +1,204 @@
+"""One trial: a run on a whole stream inside a Tune trial, in its process or on workers of its own.
+
+Why it exists: Tune's supported way to try Train runs is a function that builds a trainer and fits it. A trial of one
+worker fits it in its own process, which the next trial finds with everything imported (Train's local mode). This one
+reads the rows of the accuracy matrix from the run's own journal and reports them; Ray's callback for that would bring
+them through one more actor for each trial, two seconds later, and not after a crash.
+What it does not know: which trials there are, and how they are stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import tune
+
+from raycl import config as configs
+from raycl.config import Tree
+from raycl.errors import ConfigError, DamagedError, DataError, RayclError, RunError, StoppedError
+from raycl.launch import driver
+from raycl.launch.driver import Prepared, RunOptions
+from raycl.operations.sweep.config import SweepConfig
+from raycl.operations.sweep.folder import SWEEP, SweepFolder
+from raycl.operations.sweep.search.measure import measured
+from raycl.operations.sweep.trials.prefix import fork_records, prefix_keys
+from raycl.operations.sweep.trials.single_tasks import singles_of
+from raycl.run import config as run_config
+from raycl.run.config import RunConfig
+from raycl.storage import Storage
+from raycl.training.records.fork_points import read_fork_point, start_from
+from raycl.training.records.journal import last_attempt, read_state
+from raycl.training.records.publish import open_bank
+from raycl.training.records.stops.request import HostStop
+from raycl.training.records.stops.signal import is_stopped
+
+log = logging.getLogger("raycl")
+
+TASKS, SCORES, FAILED = "tasks", "score", "failed"
+"""What is reported: tasks done, `score0`, `score1`, ... for the metrics in order, and why the trial failed."""
+
+POLL_S, POLL_REMOTE_S = 0.2, 2.0
+"""How often the journal is read."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all trials of a sweep are given; plain values, since they travel to other processes.
+
+    Attributes:
+        sweep: the config. directory: address of what holds the sweep's folder. stop: where its driver requests
+            trials to stop.
+        shared: prefix keys that several trials have (`raycl.operations.sweep.trials.prefix`).
+    """
+
+    sweep: Tree
+    directory: str
+    stop: HostStop
+    shared: frozenset[str] = field(default_factory=frozenset)
+
+
+def run_trial(work: Work, number: int, config: RunConfig) -> None:
+    """Run, or continue with, trial `number`; what fails is tried again, then written down and reported.
+
+    Args:
+        config: of its run, all paths absolute: this process works in a folder of Tune's.
+    """
+    log.handlers = [logging.NullHandler()]  # a run has a log file of its own
+    log.propagate = False
+    sweep = configs.validate(SweepConfig, work.sweep)
+    folder = SweepFolder.of(sweep, work.directory)
+    if not folder.storage.exists(SWEEP):
+        raise RunError(
+            f"the node {socket.gethostname()} does not see '{folder.storage.uri}': use --dir on shared storage"
+        )
+    trial = Trial(sweep, folder, number, config, work)
+    for tries in range(1, sweep.retries + 2):
+        if work.stop.is_requested:
+            return
+        try:
+            trial.learn()
+            return
+        except RayclError as error:
+            if isinstance(error, StoppedError) and work.stop.is_requested:
+                return
+            if tries > sweep.retries or isinstance(error, ConfigError | DataError):
+                message = f"{error} (tried {tries} times)" if tries > 1 else str(error)
+                trial.folder.write_failure(number, message)
+                tune.report({FAILED: message})
+                return
+
+
+class Trial:
+    """A trial while it runs.
+
+    Attributes:
+        reported: rows that Tune has got from this process.
+    """
+
+    def __init__(self, sweep: SweepConfig, folder: SweepFolder, number: int, config: RunConfig, work: Work) -> None:
+        self.sweep, self.folder, self.number, self.config, self.work = sweep, folder, number, config, work
+        self.reported = 0
+
+    def learn(self) -> None:
+        """To the end of the stream, or to where it is stopped.
+
+        Raises:
+            RayclError: the run failed.
+        """
+        prepared = self._prepared()
+        phases = [phase.name for phase in prepared.phases]
+        tasks = [task.name for task in prepared.stream.tasks]
+        report = TrialReport(self.sweep, tasks, phases, prepared.singles)
+        keys = prefix_keys(prepared.config, tasks) if self.sweep.share else []
+        if not last_attempt(prepared.storage):
+            self._start_from_fork_point(prepared.storage, prepared.config, keys)
+        self._report(prepared.storage, report)
+        if is_stopped(prepared.storage, self.reported):
+            return
+        fork_points = {
+            done: self.folder.prefix(key).address
+            for done, key in enumerate(keys, 1)
+            if key in self.work.shared and done > prepared.done
+        }
+        options = RunOptions(
+            in_process=self.sweep.in_process,
+            awaits_decision=self.sweep.scheduler.name != "none",
+            fork_points=fork_points,
+            stop=self.work.stop,
+        )
+        self._fit(prepared, options, report)
+
+    def _prepared(self) -> Prepared:
+        options = RunOptions(in_process=self.sweep.in_process, stop=self.work.stop)
+        needed = singles_of(self.config, self.work.directory, options) if self.sweep.singles else self.config
+        return driver.prepare(needed)
+
+    def _start_from_fork_point(self, storage: Storage, config: RunConfig, keys: Sequence[str]) -> None:
+        """Begin with the longest stretch that another trial has already learned and that is whole."""
+        for key in reversed(keys):
+            folder = self.folder.prefix(key)
+            try:
+                fork_point = read_fork_point(folder)
+                if fork_point is None:
+                    continue
+                source_modifiers = read_state(Storage.at(fork_point.run)).config.get("modifiers", {})
+                records = fork_records(fork_point.phases, source_modifiers, configs.as_tree(config)["modifiers"])
+                bank = open_bank(config.bank, storage).storage if config.bank.publish or config.bank.start else None
+                start_from(folder, storage, records, run_config.info_of(config), bank)
+            except (DamagedError, RunError) as error:
+                log.warning("trial %d trains phases that it could have reused: %s", self.number, error)
+                continue
+            return
+
+    def _fit(self, prepared: Prepared, options: RunOptions, report: TrialReport) -> None:
+        """Workers learn; each row is reported as soon as it is in the journal."""
+        pause = POLL_S if prepared.storage.is_local else POLL_REMOTE_S
+        with ThreadPoolExecutor(1, "fit") as pool:
+            fitting = pool.submit(driver.train, prepared, options)
+            while not fitting.done():
+                self._report(prepared.storage, report)
+                time.sleep(pause)
+        fitting.result()
+        self._report(prepared.storage, report)
+        if prepared.done < len(prepared.phases) and not is_stopped(prepared.storage, prepared.done):
+            raise RunError(f"the run in '{prepared.storage.uri}' ended early: see its log")
+
+    def _report(self, storage: Storage, report: TrialReport) -> None:
+        """Rows that Tune has not got, one by one; returns when it has decided on the last of them."""
+        records = read_state(storage).phases
+        while self.reported < len(records) and not is_stopped(storage, self.reported):
+            self.reported += 1
+            tune.report(report(records[: self.reported]))
+
+
+@dataclass(frozen=True)
+class TrialReport:
+    """From journal records to what is reported."""
+
+    sweep: SweepConfig
+    tasks: Sequence[str]
+    phases: Sequence[str]
+    singles: dict[str, float] | None
+
+    def __call__(self, records: Sequence[Tree]) -> Tree:
+        """Tasks done, and each metric that is defined so far."""
+        values = measured(self.sweep.metrics, self.tasks, self.phases, records, self.singles)
+        scores = {f"{SCORES}{index}": value for index, value in enumerate(values) if value is not None}
+        return {TASKS: len(records), **scores}
+
+
+def as_trainable(work: Work) -> Callable[[dict[str, Any]], None]:
+    """The function that Tune calls for each trial."""
+
+    def trial(config: dict[str, Any], work: Work) -> None:
+        run_trial(work, int(config["number"]), configs.validate(RunConfig, json.loads(config["run"])))
+
+    given: Callable[[dict[str, Any]], None] = tune.with_parameters(trial, work=work)  # references travel in the store
+    return given

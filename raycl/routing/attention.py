@@ -1,0 +1,316 @@
+"""SAPT's router: every learned task has a key, and a text attends to all of them (SAPT, section 4.2).
+
+Query of a text: elementwise maximum over its tokens' raw embeddings, projected down to p dimensions and up again, SiLU,
+LayerNorm. Weights: softmax over the products of query and keys, divided by tau. They depend on nothing but the text's
+own tokens: padding takes no part, and neither do labels or neighbours. Computed in float32 whatever the model is in.
+What it does not know: models, where embeddings come from, what a task's adapter holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, linear, log_softmax, silu
+
+from raycl.config import Section
+from raycl.errors import RetrievalError
+from raycl.routing.discriminant import BareTexts
+from raycl.routing.encoder import SentenceEncoder
+from raycl.routing.prompt_pool import mean_pooled
+from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.types import Mixture, RouterState
+
+SHARED = ("down", "up", "norm_weight", "norm_bias")
+"""Parameters that all tasks share, by name."""
+
+LEAST_WEIGHT = 1e-30
+"""Weight of an adapter whose labels must count: the smallest that the label head distinguishes from zero."""
+
+STANDARD = ("center", "spread")
+"""What standardizes the pooled embeddings, by name; seen once, never learned."""
+
+
+class AttentionConfig(Section):
+    """Settings of the attention (SAPT, appendix C, and the authors' scripts)."""
+
+    width: int = Field(100, ge=1, description="p, the width of the bottleneck projection; SAPT-Prompt: 150 to 200")
+    proj_act: Literal["after_up", "between"] = Field(
+        "after_up",
+        description="position of SiLU. after_up: as released; between: between down and up projection, as in ATTEMPT",
+    )
+    tau: float | None = Field(
+        None,
+        gt=0,
+        description="temperature; null: sqrt(d); the scripts also use sqrt(2d) on T5 and sqrt(d/2) on LLaMA",
+    )
+    pool_pads: bool = Field(
+        False, description="include padding in the maximum, as released: a text's weights then depend on its batch"
+    )
+    standardize: bool = Field(
+        True,
+        description="centre and scale each dimension of the pooled embeddings by the first task's texts, so that "
+        "what all prompts have in common does not hide the task; false: as in the paper",
+    )
+    pruning_threshold: float = Field(
+        1e-3,
+        ge=0,
+        lt=0.5,
+        description="adapters with the smallest weights of a text are not evaluated, as long as these sum to at "
+        "most this; 0: all are",
+    )
+
+    def settled(self, encoder: bool, scores: bool) -> AttentionConfig:
+        """Without pruning where all adapters must be evaluated.
+
+        Args:
+            encoder: the backbone is encoder-only.
+            scores: label heads' scores are mixed, where a pruned adapter's labels would get minus infinity.
+        """
+        return self.model_copy(update={"pruning_threshold": 0.0}) if encoder and scores else self
+
+
+class Attention(nn.Module):
+    """Projection and keys.
+
+    Attributes:
+        down: `[p, d]`. up: `[d, p]`. norm_weight, norm_bias: `[d]`.
+        key: `[d]` key of the task in training; None between tasks.
+        keys: earlier task -> its key `[d]`, frozen, on the CPU.
+        trainable: task in training, "" for none.
+        center, spread: `[d]` of the pooled embeddings that came first, where they are standardized; else None.
+    """
+
+    def __init__(self, dimensions: int, config: AttentionConfig, seed: int, device: torch.device | str = "cpu") -> None:
+        """Draw the projection as torch draws linears (the released code's way)."""
+        super().__init__()
+        self.dimensions, self.config = dimensions, config
+        draw = torch.Generator().manual_seed(seed)
+        self.down = nn.Parameter(_uniform((config.width, dimensions), dimensions**-0.5, draw).to(device))
+        self.up = nn.Parameter(_uniform((dimensions, config.width), config.width**-0.5, draw).to(device))
+        self.norm_weight = nn.Parameter(torch.ones(dimensions, device=device))
+        self.norm_bias = nn.Parameter(torch.zeros(dimensions, device=device))
+        self.register_parameter("key", None)
+        self.key: nn.Parameter | None
+        self.keys: dict[str, Tensor] = {}
+        self.trainable = ""
+        self.center: Tensor | None = None
+        self.spread: Tensor | None = None
+        self._frozen: Tensor | None = None
+
+    @property
+    def tau(self) -> float:
+        """Temperature."""
+        return float(self.config.tau or self.dimensions**0.5)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Tasks as the weights' columns are ordered: in the order of learning."""
+        return (*self.keys, self.trainable) if self.trainable else tuple(self.keys)
+
+    # ---- a task ----------------------------------------------------------------------------------------------
+
+    def look_at(self, pooled_ND: Tensor) -> None:
+        """Take center and spread from the first texts that there are, if they are wanted and not known yet.
+
+        A dimension that hardly varies in them counts as if it varied like the median one of those that do at all (in
+        few texts most may be the same in all). The center lies one spread
+        below their mean: around the mean itself these texts would be nothing but noise, which the layer norm makes as
+        large as the direction of any later task, and no key could separate their task.
+        """
+        if not self.config.standardize or self.center is not None:
+            return
+        found_ND = pooled_ND.detach().float().cpu()
+        spread_D = found_ND.std(0, correction=0)
+        varied = spread_D[spread_D > 1e-6]
+        self.spread = spread_D.clamp(min=float(varied.median()) if len(varied) else 1.0)
+        self.center = found_ND.mean(0) - self.spread
+
+    def begin(self, task: str, seed: int) -> None:
+        """A key for a new task, drawn from U(-1, 1) (the released code)."""
+        assert task not in self.keys, f"'{task}' has a key already"
+        self.trainable = task
+        self.key = nn.Parameter(_uniform((self.dimensions,), 1.0, torch.Generator().manual_seed(seed)).to(self.down))
+
+    def end(self, values: Mapping[str, Tensor]) -> None:
+        """Freeze the key of the task in training; it and the projection become exactly `values`."""
+        task, self.trainable = self.trainable, ""
+        self.key = None
+        self.keys[task] = values["key"].detach().float().cpu().clone()
+        self._frozen = None
+        self.fill(values)
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Set the projection, in float32 whatever an engine has made of it."""
+        for name in SHARED:
+            parameter = getattr(self, name)
+            parameter.data = values[name].detach().to(parameter.device, torch.float32, copy=True)
+
+    # ---- weights ---------------------------------------------------------------------------------------------
+
+    def forward(self, pooled_BD: Tensor) -> Tensor:
+        """Log of the weights `[B, T]` over `names`, float32.
+
+        Args:
+            pooled_BD: see `max_pooled`.
+
+        Raises:
+            RetrievalError: no task was learned yet.
+        """
+        if not self.names:
+            raise RetrievalError("no task has been learned yet: there are no keys to attend to")
+        with torch.autocast(pooled_BD.device.type, enabled=False):
+            scores_BT = linear(self.query(pooled_BD), self._matrix(pooled_BD.device)) / self.tau
+            return log_softmax(scores_BT, dim=-1)
+
+    def zero(self, examples: int) -> Tensor:
+        """`[examples, 1]` zeros in whose graph projection and keys take part."""
+        blank_ED = torch.zeros(examples, self.dimensions, device=self.down.device)
+        result: Tensor = self(blank_ED).sum(1, keepdim=True) * 0.0
+        return result
+
+    def query(self, pooled_BD: Tensor) -> Tensor:
+        """`[B, d]`."""
+        low_BP = linear(self._standard(pooled_BD.float()), self.down.float())
+        between = self.config.proj_act == "between"
+        high_BD = linear(silu(low_BP) if between else low_BP, self.up.float())
+        inner_BD = high_BD if between else silu(high_BD)
+        return layer_norm(inner_BD, (self.dimensions,), self.norm_weight.float(), self.norm_bias.float())
+
+    def _standard(self, pooled_BD: Tensor) -> Tensor:
+        if self.center is None or self.spread is None:
+            return pooled_BD
+        self.center, self.spread = self.center.to(pooled_BD.device), self.spread.to(pooled_BD.device)
+        return (pooled_BD - self.center) / self.spread
+
+    def _matrix(self, device: torch.device) -> Tensor:
+        """`[T, d]` keys in the order of `names`."""
+        rows = [] if self.key is None else [self.key.float()[None]]
+        if self.keys:
+            if self._frozen is None or self._frozen.device != device:
+                self._frozen = torch.stack(list(self.keys.values())).to(device)
+            rows = [self._frozen, *rows]
+        return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+    # ---- keeping ---------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`key/<task>` of earlier tasks, and the projection by `SHARED` (no slash: no task has such a name)."""
+        found = {f"key/{task}": key for task, key in self.keys.items()}
+        held = {name: getattr(self, name) for name in (*SHARED, *STANDARD)}
+        return found | {name: one.detach().float().cpu().clone() for name, one in held.items() if one is not None}
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-able: everything but the tensors."""
+        shape = {"dimensions": self.dimensions, "tasks": list(self.keys)}
+        return {"attention": self.config.model_dump(mode="json"), **shape}
+
+    def take(self, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Restore the state of `settings` and `tensors`; tasks whose keys were removed are left out."""
+        self.keys = {task: tensors[f"key/{task}"].float() for task in settings["tasks"] if f"key/{task}" in tensors}
+        self.center, self.spread = (tensors[name].float() if name in tensors else None for name in STANDARD)
+        self._frozen = None
+        self.fill(tensors)
+
+
+class AttentionRouter(PromptRouter):
+    """The attention of a snapshot, over the backbone's token embeddings of whole prompts.
+
+    Attributes:
+        hard: only the task with the largest weight is active, with weight 1 (the ablation without shared attention).
+        bare: what each task's texts are like without its prompt.
+    """
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"embeddings"})
+    kind: ClassVar[str] = "attention"
+
+    def __init__(self, attention: Attention, hard: bool = False, bare: BareTexts | None = None) -> None:
+        self.attention, self.hard, self.bare = attention, hard, bare or BareTexts()
+
+    @torch.no_grad()
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+        """The mixture of each prompt, by its token embeddings; weights on the CPU."""
+        attention = self.attention
+        if embeddings_BLD.shape[-1] != attention.dimensions:
+            raise RetrievalError(
+                f"the attention was learned on embeddings of {attention.dimensions} dimensions, this backbone's have "
+                f"{embeddings_BLD.shape[-1]}: it is another one"
+            )
+        if attention.down.device != embeddings_BLD.device:
+            attention.to(embeddings_BLD.device)
+        pooled_BD = max_pooled(embeddings_BLD, mask_BL, attention.config.pool_pads)
+        alpha_BT = attention(pooled_BD).exp().cpu()
+        mixture = mixture_of(attention.names, alpha_BT, attention.config.pruning_threshold, self.hard)
+        whole_BT = hard_weights(alpha_BT) if self.hard else alpha_BT.clamp(min=LEAST_WEIGHT)
+        by_text = self.bare.weights(attention.names, mean_pooled(embeddings_BLD.float(), mask_BL))
+        return replace(mixture, unpruned=Mixture(attention.names, whole_BT), by_text=by_text)
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> AttentionRouter:
+        """With the attention that was learned in training."""
+        settings = state.settings
+        attention = Attention(settings["dimensions"], AttentionConfig(**settings["attention"]), 0)
+        attention.take(settings, state.tensors)
+        bare = BareTexts()
+        bare.take(attention.keys, state.tensors)
+        return AttentionRouter(attention.requires_grad_(False), bool(settings.get("hard")), bare)
+
+
+def max_pooled(embeddings_BLD: Tensor, mask_BL: Tensor, pads: bool = False) -> Tensor:
+    """Elementwise maximum over tokens, `[B, d]`; 0 for an example without any token.
+
+    Args:
+        pads: padding takes part, as released.
+    """
+    if pads:
+        return embeddings_BLD.amax(1)
+    real_BL1 = (mask_BL > 0)[:, :, None]
+    highest_BD = embeddings_BLD.masked_fill(~real_BL1, -torch.inf).amax(1)
+    return highest_BD.masked_fill(~real_BL1.any(1), 0.0)
+
+
+def mixture_of(
+    names: tuple[str, ...], alpha_BT: Tensor, pruning_threshold: float = 0.0, hard: bool = False, always: str = ""
+) -> Mixture:
+    """Attention weights as a mixture, without columns whose weights are all zero.
+
+    A weight below `pruning_threshold` / T becomes 0. So the weights that a text loses add up to less than
+    `pruning_threshold`, however many tasks there are, and its update changes by less than that share of the largest
+    adapter's. All other weights stay as they are.
+
+    Args:
+        hard: the largest weight becomes 1, all others 0.
+        always: a name whose weights are never pruned: the adapter in training, the only one with its labels.
+    """
+    if hard:
+        alpha_BT = hard_weights(alpha_BT)
+    kept_BT = alpha_BT >= (0.0 if hard else pruning_threshold / len(names))
+    if always:
+        kept_BT[:, names.index(always)] = True
+    weights_BT = torch.where(kept_BT, alpha_BT, 0.0)
+    active = (weights_BT.detach() != 0).any(0).tolist()
+    columns = [column for column, name in enumerate(names) if active[column] or name == always]
+    if len(columns) == len(names):
+        return Mixture(names, weights_BT)
+    return Mixture(tuple(names[column] for column in columns), weights_BT[:, columns])
+
+
+def hard_weights(alpha_BT: Tensor) -> Tensor:
+    """The largest of each row is 1, all else 0."""
+    return torch.zeros_like(alpha_BT).scatter(1, alpha_BT.argmax(1, keepdim=True), 1.0)
+
+
+def divergence(target_BT: Tensor, log_alpha_BT: Tensor) -> Tensor:
+    """KL(target || alpha) of each row, `[B]`; an entry of weight 0 adds 0 for every alpha (SAPT, eq. 5)."""
+    known = target_BT > 0
+    terms_BT = torch.xlogy(target_BT, target_BT) - target_BT * log_alpha_BT
+    return torch.where(known, terms_BT, 0.0).sum(-1)
+
+
+def _uniform(shape: tuple[int, ...], bound: float, draw: torch.Generator) -> Tensor:
+    """U(-bound, bound), drawn on the CPU: the same on every device."""
+    return (torch.rand(shape, generator=draw) * 2 - 1) * bound

@@ -1,0 +1,205 @@
+"""EPI's router: a Gaussian for each class, and the adapter of the class that is nearest to a text.
+
+    adapter(x) = argmin over adapters t of  min over classes c of t of  (q - mu_c)^T S^+ (q - mu_c)
+
+q is the mean of the frozen backbone's last hidden states over the text's tokens (`mean_pooled`), mu_c the mean of a
+class's training texts. S is shared: the mean over a task's classes of their covariances (divisor n - 1), then the mean
+over tasks. S^+ is its pseudo-inverse, without singular values below D times the rounding error of float32, as the
+authors' code computes it (Wang et al. 2023, "Rehearsal-free Continual Language Learning via Efficient Parameter
+Isolation", section on task identification; model/epi.py and trainers/epi.py of the released code).
+Deviations: a class with one text has no covariance and is left out of the mean; where no class has one, distances are
+Euclidean. Each task's covariance is kept, and not their sum alone, so that a task can be removed. Sums are in float64.
+Queries of a few dev texts are kept too: a text's distance among theirs is its out-of-distribution score.
+What it does not know: models, where hidden states come from, what an adapter holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from raycl.errors import RetrievalError
+from raycl.routing.encoder import SentenceEncoder
+from raycl.routing.out_of_distribution import OodCalibrator
+from raycl.routing.prompt_pool import mean_pooled
+from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.types import Mixture, RouterState
+
+MEANS, COVARIANCE, SAMPLE = "means", "covariance", "sample"
+"""Kinds of tensors of a router's state: `<kind>/<adapter>`."""
+
+
+class ClassStatistics:
+    """Sums over the texts of one task, from which come class means and the mean of the classes' covariances.
+
+    The number of texts of every class is known before the first one is read. So one `[D, D]` sum is enough, to which
+    each text of class c adds with the weight 1 / (classes * (n_c - 1)); sums of several workers may be added up.
+    """
+
+    def __init__(self, counts_C: Tensor, dimensions: int, device: torch.device | str = "cpu") -> None:
+        """No text is read yet.
+
+        Args:
+            counts_C: texts of each class, at least one.
+        """
+        self.counts_C = counts_C.to(device, torch.float64)
+        varied_C = self.counts_C > 1
+        number = varied_C.sum().clamp(min=1)
+        self._weights_C = torch.where(varied_C, 1 / ((self.counts_C - 1).clamp(min=1) * number), 0.0)
+        self.sums_CD = torch.zeros(len(counts_C), dimensions, dtype=torch.float64, device=device)
+        self.products_DD = torch.zeros(dimensions, dimensions, dtype=torch.float64, device=device)
+
+    def add(self, queries_BD: Tensor, classes_B: Tensor) -> None:
+        """Count texts with their classes."""
+        queries = queries_BD.double()
+        self.sums_CD.index_add_(0, classes_B, queries)
+        self.products_DD += (queries * self._weights_C[classes_B, None]).T @ queries
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Means `[C, D]` of the classes and the mean of their covariances `[D, D]`, float32 on the CPU."""
+        means_CD = self.sums_CD / self.counts_C[:, None]
+        middle_DD = (means_CD * (self._weights_C * self.counts_C)[:, None]).T @ means_CD
+        return means_CD.float().cpu(), (self.products_DD - middle_DD).float().cpu()
+
+
+class ClassGaussians:
+    """Classes of all tasks so far.
+
+    Attributes:
+        means: adapter -> `[C, D]` means of its classes. covariances: adapter -> `[D, D]`.
+        samples: adapter -> `[n, D]` queries of dev texts, of adapters that have any.
+        ridge: share of the mean variance that is added to the diagonal; 0: none.
+    """
+
+    def __init__(self, ridge: float = 0.0) -> None:
+        self.means: dict[str, Tensor] = {}
+        self.covariances: dict[str, Tensor] = {}
+        self.samples: dict[str, Tensor] = {}
+        self.ridge = ridge
+        self._scores: tuple[Tensor, Tensor, Tensor] | None = None
+        self._calibrator: OodCalibrator | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Adapters, in the order of learning."""
+        return tuple(self.means)
+
+    @property
+    def dimensions(self) -> int:
+        """D; 0 before the first task."""
+        return next((means_CD.shape[1] for means_CD in self.means.values()), 0)
+
+    def add(self, name: str, means_CD: Tensor, covariance_DD: Tensor, sample_ND: Tensor | None = None) -> None:
+        """A task's classes, and queries of dev texts; they replace those that the name has."""
+        self.means[name], self.covariances[name] = means_CD, covariance_DD
+        self.samples.pop(name, None)
+        if sample_ND is not None and len(sample_ND):
+            self.samples[name] = sample_ND
+        self._scores = self._calibrator = None
+
+    def nearest(self, queries_BD: Tensor) -> Tensor:
+        """`[B]`: number of the adapter whose class is nearest; of equals the first."""
+        if queries_BD.shape[1] != self.dimensions:
+            raise RetrievalError(
+                f"the classes' means have {self.dimensions} dimensions, the hidden states of this backbone "
+                f"{queries_BD.shape[1]}: use the backbone that the snapshot was trained on"
+            )
+        directions_KD, offsets_K, _ = self._prepared(queries_BD.device)
+        nearest_B = (queries_BD.double() @ directions_KD.T - offsets_K).argmax(1)
+        owners = [number for number, means in enumerate(self.means.values()) for _ in range(len(means))]
+        found: Tensor = torch.tensor(owners, device=nearest_B.device)[nearest_B]
+        return found
+
+    def distances(self, queries_BD: Tensor) -> Tensor:
+        """`[B]`: squared distance to the nearest class."""
+        directions_KD, offsets_K, precision_DD = self._prepared(queries_BD.device)
+        queries = queries_BD.double()
+        highest_B = (queries @ directions_KD.T - offsets_K).max(1).values
+        return ((queries @ precision_DD) * queries).sum(1) - 2 * highest_B
+
+    def ood_scores(self, queries_BD: Tensor) -> Tensor | None:
+        """`[B]` from 0 to 1: the share of dev texts that are nearer to a class; None: none were kept."""
+        if self._calibrator is None and self.samples:
+            samples = [sample_ND.to(queries_BD.device) for sample_ND in self.samples.values()]
+            self._calibrator = OodCalibrator(self.distances, samples)
+        return None if self._calibrator is None else self._calibrator.scores(queries_BD)
+
+    def _prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """S^+ mu `[K, D]` and mu^T S^+ mu / 2 `[K]` of all K classes, and S^+; a distance is -2 (q S^+ mu - that), but
+        for a term that all classes share."""
+        if self._scores is None or self._scores[0].device != device:
+            means_KD = torch.cat(list(self.means.values())).to(device, torch.float64)
+            shared_DD = torch.stack(list(self.covariances.values())).double().mean(0).to(device)
+            precision_DD = inverse(shared_DD, self.ridge)
+            directions_KD = means_KD @ precision_DD
+            self._scores = directions_KD, (directions_KD * means_KD).sum(1) / 2, precision_DD
+        return self._scores
+
+    def selected(self, queries_BD: Tensor) -> Mixture:
+        """The nearest adapter of each text with weight 1, the others with 0; weights on the CPU."""
+        nearest_B = self.nearest(queries_BD).cpu()
+        return Mixture(self.names, torch.nn.functional.one_hot(nearest_B, len(self.means)).float())
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-able: everything but the tensors."""
+        return {"tasks": list(self.means), "ridge": self.ridge}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`means/<adapter>`, `covariance/<adapter>`; `sample/<adapter>` if it has one."""
+        kinds = {MEANS: self.means, COVARIANCE: self.covariances, SAMPLE: self.samples}
+        return {f"{kind}/{name}": value for kind, held in kinds.items() for name, value in held.items()}
+
+    @staticmethod
+    def of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ClassGaussians:
+        """Back from `settings` and `tensors`; tasks whose tensors were removed are left out."""
+        found = ClassGaussians(settings["ridge"])
+        for name in settings["tasks"]:
+            if f"{MEANS}/{name}" in tensors:
+                own = [tensors.get(f"{kind}/{name}") for kind in (MEANS, COVARIANCE, SAMPLE)]
+                found.add(name, *(value.float() for value in own if value is not None))
+        return found
+
+
+def inverse(covariance_DD: Tensor, ridge: float = 0.0) -> Tensor:
+    """The pseudo-inverse; with a ridge, the inverse of the covariance with more on its diagonal; of zero, the identity.
+
+    A factor of the covariance is one of the inverse, so it changes no comparison of distances.
+    """
+    mean = covariance_DD.diagonal().mean()
+    identity = torch.eye(len(covariance_DD), dtype=covariance_DD.dtype, device=covariance_DD.device)
+    if not float(mean) > 0:
+        return identity
+    if ridge:
+        inverted: Tensor = torch.linalg.inv(covariance_DD + ridge * mean * identity)
+        return inverted
+    smallest = len(covariance_DD) * torch.finfo(torch.float32).eps
+    found: Tensor = torch.linalg.pinv(covariance_DD, rtol=smallest, hermitian=True)
+    return found
+
+
+class ClassGaussiansRouter(PromptRouter):
+    """The classes of a snapshot, over the backbone's last hidden states of whole prompts."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states"})
+    kind: ClassVar[str] = "class_gaussians"
+
+    def __init__(self, gaussians: ClassGaussians) -> None:
+        self.gaussians = gaussians
+
+    @torch.no_grad()
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+        """The adapter of the nearest class of each text, by its last hidden states; weights on the CPU."""
+        queries_BD = mean_pooled(embeddings_BLD, mask_BL)
+        mixture, scores_B = self.gaussians.selected(queries_BD), self.gaussians.ood_scores(queries_BD)
+        return replace(mixture, unpruned=mixture, ood_scores=None if scores_B is None else scores_B.cpu())
+
+    @classmethod
+    def restored(
+        cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
+    ) -> ClassGaussiansRouter:
+        """With the classes of all tasks."""
+        return cls(ClassGaussians.of(state.settings, state.tensors))

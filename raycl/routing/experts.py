@@ -1,0 +1,97 @@
+"""The router of a mixture of LoRA experts: the softmax of a linear layer over a text's mean hidden state.
+
+    w = softmax(G q)
+
+G: `[N, D]`, learned with the experts; q: `[D]`, the mean of the backbone's last hidden states over the text's tokens,
+without adapters. So w depends on the text alone: padding takes no part, and neither do neighbours.
+What it does not know: models, where hidden states come from, what an expert holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from raycl.errors import RetrievalError
+from raycl.routing.encoder import SentenceEncoder
+from raycl.routing.prompt_pool import mean_pooled
+from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.types import Mixture, RouterState
+
+
+class ExpertGate(nn.Module):
+    """The linear layer.
+
+    Attributes:
+        weight: G `[N, D]`. names: of the N experts.
+    """
+
+    def __init__(self, names: Sequence[str], dimensions: int, seed: int, device: Any = "cpu") -> None:
+        """Draw G as torch draws linears."""
+        super().__init__()
+        self.names, self.dimensions = tuple(names), dimensions
+        draw = torch.Generator().manual_seed(seed)
+        drawn = (torch.rand(len(self.names), dimensions, generator=draw) * 2 - 1) * dimensions**-0.5
+        self.weight = nn.Parameter(drawn.to(device))
+
+    def forward(self, query_BD: Tensor) -> Tensor:
+        """Weights `[B, N]` that sum to 1, float32."""
+        with torch.autocast(query_BD.device.type, enabled=False):
+            return linear(query_BD.float(), self.weight.float()).softmax(-1)
+
+    def zero(self, examples: int) -> Tensor:
+        """`[examples, 1]` zeros in whose graph G takes part."""
+        blank_ED = torch.zeros(examples, self.dimensions, device=self.weight.device)
+        result: Tensor = self(blank_ED).sum(1, keepdim=True) * 0.0
+        return result
+
+
+class ExpertRouter(PromptRouter):
+    """The experts of a snapshot.
+
+    Attributes:
+        always: adapters that are active for every text (the label head).
+    """
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states"})
+    kind: ClassVar[str] = "experts"
+
+    def __init__(self, gate: ExpertGate, always: Sequence[str] = ()) -> None:
+        self.gate, self.always = gate, tuple(always)
+
+    @torch.no_grad()
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+        """All experts, by each text's last hidden states; weights on the CPU."""
+        gate = self.gate
+        if embeddings_BLD.shape[-1] != gate.dimensions:
+            raise RetrievalError(
+                f"the router of the experts reads {gate.dimensions} dimensions, the hidden states of this backbone "
+                f"have {embeddings_BLD.shape[-1]}: use the backbone that the snapshot was trained on"
+            )
+        if gate.weight.device != embeddings_BLD.device:
+            gate.to(embeddings_BLD.device)
+        weights_BN = gate(mean_pooled(embeddings_BLD, mask_BL)).cpu()
+        ones_BM = torch.ones(len(weights_BN), len(self.always))
+        return Mixture((*gate.names, *self.always), torch.cat([weights_BN, ones_BM], dim=1))
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> ExpertRouter:
+        """With the layer that was learned in training."""
+        weight_ND = state.tensors["weight"]
+        gate = ExpertGate(state.settings["names"], weight_ND.shape[1], 0)
+        gate.weight.data = weight_ND.float()
+        return ExpertRouter(gate.requires_grad_(False), state.settings["always"])
+
+
+def router_state(gate: ExpertGate, values: Mapping[str, Tensor], always: Sequence[str]) -> RouterState:
+    """A gate as a snapshot holds it.
+
+    Args:
+        values: `weight`.
+    """
+    settings = {"names": list(gate.names), "always": list(always), "head_rule": "logit"}
+    return RouterState("experts", settings, {"weight": values["weight"].detach().float().cpu().clone()})

@@ -1,0 +1,341 @@
+"""The router of slots: keys, and over them the discriminant, learned task by task and kept as named tensors.
+
+Slots of task t are called `t.0`, `t.1`, ... With one value per group (`value_layout` per_group) the adapter of slot
+`t.0` in group j is `t.0-j`.
+What it does not know: what slots hold, how texts become queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from raycl.errors import RetrievalError
+from raycl.routing.discriminant import Discriminant, Statistics
+from raycl.routing.memory_slots.index import EXACT_UP_TO, KeyIndex
+from raycl.routing.memory_slots.keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
+from raycl.routing.memory_slots.weights import RetrievalConfig, slot_weights, sparse_weights
+from raycl.routing.out_of_distribution import OodCalibrator, sample_rows
+from raycl.types import Mixture, RouterState
+
+Kind = Literal["keys", "discriminant"]
+KINDS: tuple[Kind, ...] = ("keys", "discriminant")
+
+
+class SlotRouter:
+    """Chooses among the slots of all tasks learned so far, on the device where queries are.
+
+    Attributes:
+        tasks: in the order in which they were learned.
+        kind: keys: the paper's; discriminant: the task by its statistics, its slots by their keys.
+        dev: queries of each task that neither was made from, to select the kind that chooses better (`hold_out`).
+        samples: a few of them, kept with the keys.
+    """
+
+    def __init__(self, kind: Kind, groups: int, config: RetrievalConfig, per_group: bool = False) -> None:
+        self.kind, self.groups, self.config, self.per_group = kind, groups, config, per_group
+        self.tasks: list[str] = []
+        self.dev: dict[str, Tensor] = {}
+        self.samples: dict[str, Tensor] = {}
+        self._keys: dict[str, Tensor] = {}
+        self._statistics: dict[str, Statistics] = {}
+        self._discriminant: Discriminant | None = None
+        self._calibrator: OodCalibrator | None = None
+        self._index: KeyIndex | None = None
+        self._placed: Tensor | None = None
+        self._bounds: Tensor | None = None
+        self._parts: list[Tensor] = []
+        self._slot_names: list[str] = []
+
+    # ---- learning --------------------------------------------------------------------------------------------
+
+    def fit(self, task: str, queries_BC: Tensor, config: KeyConfig, seed: int) -> None:
+        """Preparation phase of a task: fit its keys and statistics.
+
+        Raises:
+            RetrievalError: see `learn_keys`.
+        """
+        assert task not in self._keys, f"'{task}' has keys already"
+        earlier = torch.cat(list(self._keys.values())) if self._keys else None
+        self.add(task, learn_keys(queries_BC, config, self.config.top_k, seed, earlier), Statistics.of(queries_BC))
+
+    def add(self, task: str, keys_MgH: Tensor, statistics: Statistics) -> None:
+        """A task whose keys and statistics are known."""
+        self.tasks.append(task)
+        self._keys[task], self._statistics[task] = keys_MgH, statistics
+        self._discriminant = self._calibrator = self._index = self._placed = self._bounds = None
+        self._parts.append(keys_MgH)
+        self._slot_names += self.slots(task)
+
+    def take(self, task: str, other: SlotRouter) -> None:
+        """A task that `other` was fitted to."""
+        self.add(task, other._keys[task], other._statistics[task])
+        self.hold_out(task, other.dev[task])
+
+    def hold_out(self, task: str, dev_BC: Tensor) -> None:
+        """A task's dev queries, on which routers are compared; a sample of them stays with the router."""
+        self.dev[task] = dev_BC
+        if len(dev_BC):
+            self.samples[task] = dev_BC[sample_rows(len(dev_BC))]
+        self._calibrator = None
+
+    def keys(self) -> dict[str, Tensor]:
+        """Task -> `[m, g, h]`."""
+        return dict(self._keys)
+
+    def slots(self, task: str) -> list[str]:
+        """Names of a task's slots."""
+        return [f"{task}.{number}" for number in range(len(self._keys[task]))]
+
+    def adapters(self, task: str) -> list[str]:
+        """Names of the adapters that hold them, as the mixture's columns are ordered."""
+        if not self.per_group:
+            return self.slots(task)
+        return [f"{slot}-{group}" for group in range(self.groups) for slot in self.slots(task)]
+
+    @property
+    def _joined(self) -> Tensor:
+        """`[N, g, h]` keys of all tasks."""
+        if len(self._parts) > 1:
+            self._parts = [torch.cat(self._parts)]
+        return self._parts[0]
+
+    def _joined_on(self, device: torch.device) -> Tensor:
+        """The same on the device of queries."""
+        if self._placed is None or self._placed.device != device:
+            self._placed, self._index = self._joined.to(device), None
+        return self._placed
+
+    def _bounds_on(self, device: torch.device) -> Tensor:
+        """`[2, T]` the first slot of each task and how many it has, on the device of queries."""
+        if self._bounds is None or self._bounds.device != device:
+            counts_T = torch.tensor([len(keys) for keys in self._keys.values()], device=device)
+            self._bounds = torch.stack([counts_T.cumsum(0) - counts_T, counts_T])
+        return self._bounds
+
+    # ---- choosing --------------------------------------------------------------------------------------------
+
+    def similar(self, queries_BC: Tensor) -> Tensor:
+        """`[B, g, N]` cosines with the slots of all tasks."""
+        return cosines(split_groups(queries_BC, self.groups), self._joined_on(queries_BC.device))
+
+    def owner(self) -> Tensor:
+        """`[N]` number of the task that owns each slot, on the CPU."""
+        return torch.cat([torch.full((len(self._keys[task]),), number) for number, task in enumerate(self.tasks)])
+
+    def _compared(self, queries_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """`similar` and `owner`, both where the queries are."""
+        return self.similar(queries_BC), self.owner().to(queries_BC.device)
+
+    def route(self, queries_BC: Tensor, only: Sequence[str] | None = None) -> Mixture:
+        """The mixture of each query.
+
+        Args:
+            only: the task of each query, whose slots alone may be chosen (SLM-TI, training within a task); None: all.
+
+        Raises:
+            RetrievalError: nothing was learned yet, or a query does not fit the keys.
+        """
+        if not self.tasks:
+            raise RetrievalError("no task has been learned yet: there are no keys to choose from")
+        if only is None and self._is_large:
+            return self._searched(queries_BC)
+        if only is not None and len(set(only)) == 1 and only[0] in self._keys:  # training: no other slot is looked at
+            own = cosines(split_groups(queries_BC, self.groups), self._keys[only[0]].to(queries_BC.device))
+            return Mixture(tuple(self.adapters(only[0])), slot_weights(own, self.config, None, self.per_group))
+        similar, owner = self._compared(queries_BC)
+        if only is not None:
+            unknown = sorted(set(only) - set(self.tasks))
+            if unknown:
+                raise RetrievalError(f"no keys of {', '.join(unknown)}: expected some of {', '.join(self.tasks)}")
+            mine = owner == torch.tensor([self.tasks.index(task) for task in only], device=owner.device)[:, None]
+            weights = slot_weights(similar, self.config, mine, self.per_group)
+        elif self.kind == "discriminant":
+            weights = self._by_task(queries_BC, similar, owner)
+        else:
+            weights = slot_weights(similar, self.config, None, self.per_group)
+        return Mixture(self._columns(), weights)
+
+    # ---- judging ---------------------------------------------------------------------------------------------
+
+    def chosen(self, kind: Kind, queries_BC: Tensor) -> Tensor:
+        """`[B]` number of the task that has the largest summed weight."""
+        similar, owner = self._compared(queries_BC)
+        if kind == "discriminant":
+            weights = self._by_task(queries_BC, similar, owner)
+        else:
+            weights = slot_weights(similar, self.config, None, self.per_group)
+        columns = owner.repeat(self.groups if self.per_group else 1)
+        return weights.new_zeros(len(weights), len(self.tasks)).index_add(1, columns, weights).argmax(1)
+
+    def dev_accuracy(self) -> dict[str, dict[str, float]]:
+        """Kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key-retrieval accuracy (eq. 13)."""
+        found: dict[str, dict[str, float]] = {kind: {} for kind in (*KINDS, "eq13")}
+        owner = self.owner()
+        for number, task in enumerate(self.tasks):
+            queries = self.dev.get(task)
+            if queries is None or not len(queries):
+                continue
+            for kind in KINDS:
+                right = self.chosen(kind, queries) == number
+                found[kind][task] = 100 * float(right.float().mean())
+            counts = key_accuracy(self.similar(queries), owner == number, self.config.top_k)
+            found["eq13"][task] = 100 * float(counts.float().mean())
+        return found
+
+    def select(self) -> None:
+        """Become the kind that chooses better on the dev texts of all tasks; the paper's where they are equal."""
+        dev_accuracy = self.dev_accuracy()
+        if dev_accuracy["keys"]:
+            means = {kind: sum(dev_accuracy[kind].values()) / len(dev_accuracy[kind]) for kind in KINDS}
+            self.kind = max(KINDS, key=lambda kind: means[kind])
+
+    def ood_score(self, queries_BC: Tensor) -> Tensor:
+        """`[B]` from 0 to 1: the share of known texts that are nearer to a task; near 1 for texts of no task.
+
+        Raises:
+            RetrievalError: no dev text of any task was kept, or a query does not fit or is not finite.
+        """
+        split_groups(queries_BC, self.groups)
+        return self.calibrated().scores(queries_BC)
+
+    def calibrated(self) -> OodCalibrator:
+        """What `ood_score` compares with; the first call takes up to half a second at a hundred tasks.
+
+        Raises:
+            RetrievalError: no dev text of any task was kept.
+        """
+        if self._calibrator is None:
+            samples = [self.samples[task] for task in self.tasks if task in self.samples]
+            if not samples:
+                raise RetrievalError(
+                    "this router keeps no dev texts to compare with (its tasks have none, or an earlier version of "
+                    "raycl wrote it): there is no out-of-distribution score"
+                )
+            self._calibrator = OodCalibrator(self.discriminant.relative_distances, samples)
+        return self._calibrator
+
+    def novelty(self) -> dict[str, float]:
+        """The newest task and, in percent, how well its dev texts stood out before it was learned (AUROC).
+
+        Empty for the first task, and where dev texts are missing.
+        """
+        *earlier, newest = self.tasks
+        samples = [self.samples[task] for task in earlier if task in self.samples]
+        queries = self.dev.get(newest)
+        if not samples or queries is None or not len(queries):
+            return {}
+        before = Discriminant({task: self._statistics[task] for task in earlier})
+        return {newest: 100 * float(OodCalibrator(before.relative_distances, samples).scores(queries).mean())}
+
+    def _columns(self) -> tuple[str, ...]:
+        slots = self._slot_names
+        return tuple(slots if not self.per_group else [f"{slot}-{g}" for g in range(self.groups) for slot in slots])
+
+    @property
+    def _is_large(self) -> bool:
+        """Too many slots to work out every cosine, and a rule that needs no others than the chosen ones."""
+        plain = (
+            self.config.rule == "group_union"
+            and self.config.similarity == "cosine"
+            and self.config.scope == "instance"
+            and not self.per_group
+        )
+        return plain and len(self._joined) > EXACT_UP_TO
+
+    def _searched(self, queries_BC: Tensor) -> Mixture:
+        """From the index, or from the slots of the chosen tasks: only chosen slots have a column."""
+        queries_BgH = split_groups(queries_BC, self.groups)
+        if self.kind == "keys":
+            index = self.index_on(queries_BC.device)
+            ids, weights = sparse_weights(*index.search(queries_BgH, self.config.top_k), self.config)
+        else:
+            ids, weights = self._searched_by_task(queries_BC, queries_BgH)
+        return Mixture(tuple(self._slot_names[number] for number in ids.tolist()), weights)
+
+    def _searched_by_task(self, queries_BC: Tensor, queries_BgH: Tensor) -> tuple[Tensor, Tensor]:
+        """The same as `_by_task`, looking at the slots of the chosen tasks alone."""
+        scores = self.discriminant.scores(queries_BC)
+        best = scores.topk(min(self.config.top_k, len(self.tasks)), dim=1)
+        joined = self._joined_on(queries_BC.device)
+        chances = best.values.softmax(1)
+        first_BT, own_BT = self._bounds_on(joined.device)[:, best.indices]
+        place_m = torch.arange(int(own_BT.max()), device=joined.device)
+        exists_BTm = place_m < own_BT[:, :, None]
+        number_BTm = first_BT[:, :, None] + torch.minimum(place_m, own_BT[:, :, None] - 1)
+        unit_q = torch.nn.functional.normalize(queries_BgH, dim=-1)
+        unit_k = torch.nn.functional.normalize(joined[number_BTm], dim=-1)
+        similar = (unit_q[:, None, None] * unit_k).sum(-1).transpose(2, 3)
+        weights = slot_weights(similar.flatten(0, 1), self.config, exists_BTm.flatten(0, 1))
+        own = weights.view(number_BTm.shape) * chances[:, :, None]
+        ids, place = torch.unique(number_BTm, return_inverse=True)
+        empty = own.new_zeros(len(queries_BC), len(ids))
+        return ids, empty.scatter_add(1, place.flatten(1), own.flatten(1))
+
+    def index_on(self, device: torch.device) -> KeyIndex:
+        """Over the keys of all tasks so far."""
+        joined = self._joined_on(device)
+        if self._index is None:
+            self._index = KeyIndex(joined, self.config.top_k)
+        return self._index
+
+    def _by_task(self, queries_BC: Tensor, similar_BgN: Tensor, owner_N: Tensor) -> Tensor:
+        """Softmax over tasks; within each, the slots by their cosines."""
+        chances_BT = self.discriminant.weights(queries_BC, self.config.top_k)
+        total = chances_BT.new_zeros(len(similar_BgN), similar_BgN.shape[2] * (self.groups if self.per_group else 1))
+        for number in chances_BT.any(0).nonzero().flatten().tolist():
+            mine = (owner_N == number).expand(len(similar_BgN), -1)
+            total += chances_BT[:, number, None] * slot_weights(similar_BgN, self.config, mine, self.per_group)
+        return total
+
+    @property
+    def discriminant(self) -> Discriminant:
+        """Over all tasks so far."""
+        if self._discriminant is None:
+            self._discriminant = Discriminant({task: self._statistics[task] for task in self.tasks})
+        return self._discriminant
+
+    # ---- keeping ---------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`key/<slot>` `[g, h]`; `count/<task>`, `mean/<task>`, `scatter/<task>`; `sample/<task>` if it has one."""
+        found: dict[str, Tensor] = {}
+        for task in self.tasks:
+            found |= {f"key/{slot}": key for slot, key in zip(self.slots(task), self._keys[task], strict=True)}
+            known = self._statistics[task]
+            found[f"count/{task}"] = torch.tensor([known.count])
+            found[f"mean/{task}"], found[f"scatter/{task}"] = known.mean, known.scatter
+            if task in self.samples:
+                found[f"sample/{task}"] = self.samples[task]
+        return {name: tensor.contiguous() for name, tensor in found.items()}
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-able: everything but the tensors."""
+        return {
+            "groups": self.groups,
+            "per_group": self.per_group,
+            "retrieval": self.config.model_dump(mode="json"),
+            "tasks": list(self.tasks),
+        }
+
+    @staticmethod
+    def restored(state: RouterState) -> SlotRouter:
+        """From what `settings` and `tensors` gave; tasks whose tensors were removed are left out."""
+        settings, tensors = state.settings, state.tensors
+        assert state.kind in ("keys", "discriminant"), state.kind
+        kind: Kind = "keys" if state.kind == "keys" else "discriminant"
+        router = SlotRouter(kind, settings["groups"], RetrievalConfig(**settings["retrieval"]), settings["per_group"])
+        for task in settings["tasks"]:
+            if f"mean/{task}" not in tensors:
+                continue
+            keys: list[Tensor] = []
+            while f"key/{task}.{len(keys)}" in tensors:
+                keys.append(tensors[f"key/{task}.{len(keys)}"])
+            known = Statistics(int(tensors[f"count/{task}"]), tensors[f"mean/{task}"], tensors[f"scatter/{task}"])
+            router.add(task, torch.stack(keys), known)
+            if f"sample/{task}" in tensors:
+                router.samples[task] = tensors[f"sample/{task}"]
+        return router

@@ -1,0 +1,112 @@
+"""L2P's router: a pool of prompts with learned keys, of which each text gets the ones whose keys are nearest.
+
+The query of a text is the mean of the backbone's last hidden states over its tokens, without adapters: padding takes no
+part, and neither do neighbours (the authors' configs select by majority of the batch, which is left out). The prompts
+with the largest cosine of key and query are active, each with weight 1.
+What it does not know: models, where hidden states come from, what a prompt holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from raycl.errors import RetrievalError
+from raycl.routing.encoder import SentenceEncoder
+from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.types import Mixture, RouterState
+
+
+class PromptPool(nn.Module):
+    """The keys of a pool.
+
+    Attributes:
+        keys: `[N, D]`, one for each prompt.
+        names: of the prompts. dimensions: D, of queries and keys.
+        top_k: prompts that a text gets.
+    """
+
+    def __init__(self, names: Sequence[str], dimensions: int, top_k: int, seed: int, device: Any = "cpu") -> None:
+        """Draw keys from U(-1, 1); in the authors' code they are from U(0, 0.01), in EPI's L2P zeros."""
+        super().__init__()
+        self.names, self.dimensions, self.top_k = tuple(names), dimensions, top_k
+        draw = torch.Generator().manual_seed(seed)
+        self.keys = nn.Parameter((torch.rand(len(self.names), dimensions, generator=draw) * 2 - 1).to(device))
+
+    def forward(self, query_BD: Tensor) -> Tensor:
+        """Cosines `[B, N]` of each query with each key."""
+        return normalize(query_BD.float(), dim=1) @ normalize(self.keys.float(), dim=1).T
+
+    def selected(self, query_BD: Tensor) -> Tensor:
+        """`[B, N]`: 1 for the `top_k` prompts with the largest cosines, else 0; of equals the first."""
+        with torch.no_grad():
+            cosines_BN: Tensor = self(query_BD)
+        order_BN = cosines_BN.argsort(dim=1, descending=True, stable=True)
+        chosen_BK = order_BN[:, : self.top_k]
+        return torch.zeros_like(order_BN, dtype=torch.float32).scatter_(1, chosen_BK, 1.0)
+
+    def zero(self, examples: int) -> Tensor:
+        """`[examples, 1]` zeros in whose graph the keys take part."""
+        result: Tensor = self(torch.zeros(examples, self.dimensions, device=self.keys.device)).sum(1, True) * 0.0
+        return result
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-able: everything but the keys."""
+        return {"names": list(self.names), "top_k": self.top_k}
+
+
+def mean_pooled(states_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+    """Mean over real tokens, `[B, D]`; 0 for an example without any."""
+    mask_BL1 = mask_BL.unsqueeze(-1).to(states_BLD.dtype)
+    return (states_BLD * mask_BL1).sum(1) / mask_BL1.sum(1).clamp(min=1)
+
+
+class PromptPoolRouter(PromptRouter):
+    """The pool of a snapshot.
+
+    Attributes:
+        always: adapters that are active for every text (the label head).
+    """
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states"})
+    kind: ClassVar[str] = "prompt_pool"
+
+    def __init__(self, pool: PromptPool, always: Sequence[str] = ()) -> None:
+        self.pool, self.always = pool, tuple(always)
+
+    @torch.no_grad()
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+        """The nearest prompts of each text, by its last hidden states; weights on the CPU."""
+        pool = self.pool
+        if embeddings_BLD.shape[-1] != pool.dimensions:
+            raise RetrievalError(
+                f"the keys of the prompt pool have {pool.dimensions} dimensions, the hidden states of this backbone "
+                f"{embeddings_BLD.shape[-1]}: use the backbone that the snapshot was trained on"
+            )
+        if pool.keys.device != embeddings_BLD.device:
+            pool.to(embeddings_BLD.device)
+        weights_BN = pool.selected(mean_pooled(embeddings_BLD, mask_BL)).cpu()
+        ones_BM = torch.ones(len(weights_BN), len(self.always))
+        return Mixture((*pool.names, *self.always), torch.cat([weights_BN, ones_BM], dim=1))
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> PromptPoolRouter:
+        """With the keys that were learned in training."""
+        settings, keys_ND = state.settings, state.tensors["keys"]
+        pool = PromptPool(settings["names"], keys_ND.shape[1], settings["top_k"], 0)
+        pool.keys.data = keys_ND.float()
+        return PromptPoolRouter(pool.requires_grad_(False), settings["always"])
+
+
+def router_state(pool: PromptPool, values: Mapping[str, Tensor], always: Sequence[str]) -> RouterState:
+    """A pool as a snapshot holds it.
+
+    Args:
+        values: `keys`.
+    """
+    settings = {**pool.settings(), "always": list(always), "prompt_mixing": "concat", "head_rule": "logit"}
+    return RouterState("prompt_pool", settings, {"keys": values["keys"].detach().float().cpu().clone()})

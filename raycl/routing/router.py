@@ -1,0 +1,138 @@
+"""The base class of routers: a mixture for each text, and what a router needs for that.
+
+What it does not know: the kinds of router, where adapters are stored, what they hold.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from raycl.errors import BankError
+from raycl.routing.encoder import SentenceEncoder
+from raycl.types import Mixture, RouterState
+
+Owners = Mapping[str, tuple[str, ...]]
+"""Adapter -> tasks that it was trained on."""
+
+Need = Literal["text", "embeddings", "hidden_states", "task_id"]
+"""text: the text itself; embeddings: the backbone's token embeddings of the whole prompt; hidden_states: the backbone's
+last hidden states of the whole prompt, without adapters; task_id: the text's task."""
+
+
+def columns_of(kind: str, columns: Mapping[str, int], tasks: Sequence[str] | None) -> Tensor:
+    """`[B]`: the column of each text's task, for kinds of routers that need the task id.
+
+    Args:
+        columns: task -> its column.
+
+    Raises:
+        BankError: no tasks are given, or one is unknown.
+    """
+    if tasks is None:
+        raise BankError(f"the snapshot's router is '{kind}', which needs the task of each text: name it")
+    if unknown := sorted(set(tasks) - columns.keys()):
+        raise BankError(f"no adapter was trained on {', '.join(unknown)}: expected {', '.join(columns)}")
+    return torch.tensor([columns[task] for task in tasks], dtype=torch.long)
+
+
+def heads_of_tasks(owners: Owners) -> dict[str, str]:
+    """Task -> the first adapter that was trained on it, whose label head answers where heads go by the task."""
+    return {task: name for name, tasks in reversed(list(owners.items())) for task in tasks}
+
+
+class Router(ABC):
+    """A router of a snapshot. Callers read `needs` and `chooses` instead of the class or the kind.
+
+    Attributes:
+        needs: what the mixture is computed from; empty: nothing.
+        chooses: the text or its task determines the mixture; False: every text gets the same one.
+        encoder: the sentence encoder that it reads texts with, or None.
+    """
+
+    needs: ClassVar[frozenset[Need]]
+    chooses: ClassVar[bool]
+    encoder: SentenceEncoder | None = None
+
+    @classmethod
+    @abstractmethod
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Router:
+        """The router that a snapshot holds.
+
+        Args:
+            encoders: those that are loaded; the router's own is used if it is among them.
+
+        Raises:
+            BankError: the adapters do not fit this kind. RetrievalError: another sentence encoder.
+        """
+
+    @abstractmethod
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """Weights `[B, N]` over the snapshot's adapters.
+
+        Args:
+            tasks: of each text where it is known; kinds that work without a task id ignore it.
+
+        Raises:
+            BankError: `needs` names something that is not given.
+        """
+
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+        """Weights `[B, N]` from the backbone's vectors, for routers that need `embeddings` or `hidden_states`.
+
+        Args:
+            tasks: of each text where it is known; kinds that work without a task id ignore it.
+
+        Raises:
+            BankError: `needs` names the task id, and it is not given.
+        """
+        raise AssertionError(f"{type(self).__name__} needs {', '.join(sorted(self.needs)) or 'nothing'}: call route")
+
+    @property
+    def reads_task(self) -> bool:
+        """Whether the mixture goes by the task of a text, where it is given."""
+        return "task_id" in self.needs
+
+    @classmethod
+    def selected(cls, state: RouterState, dev: Mapping[str, Tensor]) -> RouterState:
+        """The state with the kind of router that suits these tasks best, where a kind is selected at all.
+
+        Args:
+            dev: task -> queries of its dev texts.
+        """
+        return state
+
+    @classmethod
+    def task_of(cls, tensor: str) -> str:
+        """The task that a tensor of the router's state belongs to, by the tensor's name; "": all tasks share it."""
+        return tensor.partition("/")[2]
+
+
+class PromptRouter(Router):
+    """A router that reads prompts with the backbone.
+
+    Class attributes:
+        kind: its name in snapshots.
+    """
+
+    kind: ClassVar[str]
+    chooses = True
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """Texts alone are not enough.
+
+        Raises:
+            BankError: always.
+        """
+        raise BankError(
+            f"the snapshot's router is '{self.kind}', which reads prompts with the backbone: use it beside the model "
+            "(layout=colocated, or the replicas that hold the model)"
+        )
+
+    @abstractmethod
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+        """Weights `[B, N]` from the backbone's vectors."""

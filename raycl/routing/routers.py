@@ -1,0 +1,261 @@
+"""The kinds of router, found in a snapshot by name.
+
+What it does not know: where adapters are stored, what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from raycl.config import validate
+from raycl.errors import BankError, RetrievalError
+from raycl.routing.attention import AttentionRouter
+from raycl.routing.class_gaussians import ClassGaussiansRouter
+from raycl.routing.encoder import SERVED_TEXTS, EncoderConfig, SentenceEncoder
+from raycl.routing.experts import ExpertRouter
+from raycl.routing.gates import GateRouter
+from raycl.routing.memory_slots.slots import SlotRouter
+from raycl.routing.prompt_pool import PromptPoolRouter
+from raycl.routing.router import Need, Owners, Router, columns_of
+from raycl.routing.task_keys import GivenTaskKeysRouter, TaskKeysRouter
+from raycl.types import Mixture, RouterState
+
+
+class SingleRouter(Router):
+    """One adapter for everything."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    chooses = False
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
+        """Over the snapshot's adapter."""
+        return cls(owners)
+
+    def __init__(self, owners: Owners) -> None:
+        """Take the snapshot's only adapter.
+
+        Raises:
+            BankError: there are several, or none.
+        """
+        if len(owners) != 1:
+            raise BankError(f"a snapshot with router 'single' must have one adapter, this one has {len(owners)}")
+        self._weights = dict.fromkeys(owners, 1.0)
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """That one, fully."""
+        return Mixture.same(self._weights, len(texts))
+
+
+class SumRouter(Router):
+    """Every adapter at once, for methods that learn each one on top of all earlier ones (O-LoRA)."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    chooses = False
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
+        """Over the snapshot's adapters."""
+        return cls(owners)
+
+    def __init__(self, owners: Owners) -> None:
+        self._weights = dict.fromkeys(owners, 1.0)
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """All of them, fully."""
+        return Mixture.same(self._weights, len(texts))
+
+
+class WeightedSumRouter(Router):
+    """Every adapter at once, each with a learned weight that is the same for all texts (SD-LoRA)."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    chooses = False
+
+    @classmethod
+    def restored(
+        cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
+    ) -> WeightedSumRouter:
+        """Over the adapters that have a weight.
+
+        Raises:
+            BankError: an adapter of the snapshot has none.
+        """
+        weights = {name.partition("/")[2]: float(value) for name, value in state.tensors.items()}
+        if missing := sorted(owners.keys() - weights.keys()):
+            raise BankError(
+                f"router 'weighted_sum' has no weight of {', '.join(missing)}: the snapshot is inconsistent"
+            )
+        return cls({name: weights[name] for name in owners})
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = dict(weights)
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """All of them, by their weights."""
+        return Mixture.same(self._weights, len(texts))
+
+
+class TaskRouter(Router):
+    """Each task's own adapter: an upper reference that needs the task id."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"task_id"})
+    chooses = True
+    kind: ClassVar[str] = "task"
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
+        """Over the snapshot's adapters."""
+        return cls(owners)
+
+    def __init__(self, owners: Owners) -> None:
+        self._names = tuple(owners)
+        self._columns = {task: column for column, name in enumerate(owners) for task in owners[name]}
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """One-hot by the task's name."""
+        columns = columns_of(self.kind, self._columns, tasks)
+        return Mixture(self._names, torch.nn.functional.one_hot(columns, len(self._names)).float())
+
+
+class ProgressiveRouter(TaskRouter):
+    """Each task's own prompt with those of all tasks that were learned before it (Progressive Prompts)."""
+
+    kind: ClassVar[str] = "progressive"
+
+    @classmethod
+    def restored(
+        cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
+    ) -> ProgressiveRouter:
+        """Over the snapshot's prompts in the order of their numbers, in which they were learned."""
+        places = state.settings["prompt_order"]
+        return cls({name: owners[name] for name in sorted(owners, key=lambda name: places[name])})
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """Weight 1 for the prompt of the task by its name, and for all earlier ones."""
+        own = super().route(texts, tasks)
+        return Mixture(own.names, own.weights.flip(1).cumsum(1).flip(1))
+
+
+class TextRouter(Router):
+    """Keys or discriminant: the mixture is computed from the text alone."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"text"})
+    chooses = True
+    encoder: SentenceEncoder
+
+    def __init__(self, router: SlotRouter, encoder: SentenceEncoder, owners: Owners) -> None:
+        self.router, self.encoder = router, encoder
+        owned = {one: owners.get(router.adapters(one)[0], ()) for one in router.tasks}
+        self._phases = {task: one for one, tasks in owned.items() for task in tasks}
+        if router.samples:
+            router.calibrated()  # ahead of the first text
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """By each text's query; with `task_id`, among the slots of its own task alone.
+
+        Without kept texts to compare with there are no out-of-distribution scores.
+        """
+        queries_BC, only = self.encoder.embed(texts), None
+        if tasks is not None and self.router.config.task_id:
+            only = [self._phases.get(task, task) for task in tasks]
+        mixture = self.router.route(queries_BC, only)
+        return replace(mixture, ood_scores=self.router.ood_score(queries_BC)) if self.router.samples else mixture
+
+    @property
+    def reads_task(self) -> bool:
+        """With `task_id` alone."""
+        return self.router.config.task_id
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
+        """With the snapshot's sentence encoder, which must be the one that the keys were made with."""
+        if state.encoder is None:
+            raise BankError(f"a snapshot with router '{state.kind}' must name its sentence encoder, this one does not")
+        config = validate(EncoderConfig, {"layer": "last", **state.encoder})
+        same = [one for one in encoders if (one.config, one.fingerprint) == (config, state.encoder_sha256)]
+        encoder = same[0] if same else SentenceEncoder(config, keeps=SERVED_TEXTS)
+        if encoder.fingerprint != state.encoder_sha256:
+            raise RetrievalError(
+                f"encoder hash mismatch: the keys were computed with '{encoder.config.name}' "
+                f"({state.encoder_sha256[:12]}), found {encoder.fingerprint[:12]} under that name: install the original"
+            )
+        return cls(SlotRouter.restored(state), encoder, owners)
+
+    @classmethod
+    def selected(cls, state: RouterState, dev: Mapping[str, Tensor]) -> RouterState:
+        """With keys or discriminant, whichever routes more dev texts to their task."""
+        router = SlotRouter.restored(state)
+        for task in router.tasks:
+            router.hold_out(task, dev[task])
+        router.select()
+        return replace(state, kind=router.kind)
+
+    @classmethod
+    def task_of(cls, tensor: str) -> str:
+        """Of `key/<task>.<slot>` or `<part>/<task>` (names of tasks may contain dots)."""
+        part, _, owner = tensor.partition("/")
+        return owner.rpartition(".")[0] if part == "key" else owner
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "single": SingleRouter,
+    "sum": SumRouter,
+    "task": TaskRouter,
+    "keys": TextRouter,
+    "discriminant": TextRouter,
+    "attention": AttentionRouter,
+    "prompt_pool": PromptPoolRouter,
+    "weighted_sum": WeightedSumRouter,
+    "experts": ExpertRouter,
+    "gates": GateRouter,
+    "progressive": ProgressiveRouter,
+    "task_keys": TaskKeysRouter,
+    "task_keys_given": GivenTaskKeysRouter,
+    "class_gaussians": ClassGaussiansRouter,
+}
+"""Kind in a snapshot -> its class."""
+
+
+def router_class(kind: str) -> type[Router]:
+    """The class of a kind of router.
+
+    Raises:
+        BankError: an unknown kind.
+    """
+    if kind not in ROUTERS:
+        raise BankError(f"unknown router kind '{kind}': this version supports {', '.join(ROUTERS)}; upgrade raycl")
+    return ROUTERS[kind]
+
+
+def make_router(state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Router:
+    """The router of a snapshot.
+
+    Args:
+        encoders: those that are loaded; the router's own is used if it is among them.
+
+    Raises:
+        BankError: an unknown kind, or adapters that do not fit it. RetrievalError: another encoder.
+    """
+    return router_class(state.kind).restored(state, owners, encoders)
+
+
+def without(state: RouterState, task: str) -> RouterState:
+    """The router's state without a task: its keys, its statistics and its name are removed.
+
+    Raises:
+        BankError: an unknown kind.
+    """
+    task_of, settings = router_class(state.kind).task_of, dict(state.settings)
+    for key in ("tasks", "prompt_order"):
+        if key in settings:
+            held = settings[key]
+            left = [one for one in held if one != task]
+            settings[key] = {one: held[one] for one in left} if isinstance(held, dict) else left
+    tensors = {name: value for name, value in state.tensors.items() if task_of(name) != task}
+    return replace(state, settings=settings, tensors=tensors)

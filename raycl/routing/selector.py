@@ -1,0 +1,59 @@
+"""A selector learned apart from the adapters, for SAPT's ablations -Alignment and -SA (SAPT, section 6.3).
+
+The same network as the attention, trained after a task on the weights that every task's texts had when it was
+learned, with pseudo-samples of all tasks: what shared attention makes unnecessary.
+What it does not know: adapters, models, where pseudo-samples came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import linear, log_softmax, pad
+
+from raycl.config import Section
+from raycl.routing.attention import Attention, AttentionConfig, divergence
+
+
+class SelectorConfig(Section):
+    """How the separate selector of two ablations is trained (not in the paper)."""
+
+    steps: int = Field(500, ge=1, description="optimizer steps")
+    rate: float = Field(1e-3, gt=0, description="learning rate of Adam")
+    batch: int = Field(16, ge=1, description="pseudo-samples of each task per step")
+
+
+def learn_selector(
+    pooled: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
+    attention: AttentionConfig,
+    config: SelectorConfig,
+    seed: int,
+) -> Attention:
+    """A fresh attention over all tasks, by Adam on `sum_i mean KL(target_i || alpha)`, on the CPU.
+
+    Args:
+        pooled: task -> `[n, d]` pseudo-samples (`max_pooled`), in the order of learning.
+        targets: task -> `[i]` weights over the first i tasks, which its texts shall have.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    rows = {task: found.float().cpu() for task, found in pooled.items()}
+    dimensions = next(iter(rows.values())).shape[1]
+    found = Attention(dimensions, attention, seed)
+    found.look_at(torch.cat(list(rows.values())))
+    keys_TD = (torch.rand(len(rows), dimensions, generator=draw) * 2 - 1).requires_grad_()
+    wanted = {task: pad(target, (0, len(rows) - len(target))) for task, target in targets.items()}
+    optimizer = torch.optim.Adam([*found.parameters(), keys_TD], lr=config.rate)
+    for _ in range(config.steps):
+        drawn = [rows[task][torch.randperm(len(rows[task]), generator=draw)[: config.batch]] for task in rows]
+        log_alpha = log_softmax(linear(found.query(torch.cat(drawn)), keys_TD) / found.tau, dim=-1)
+        target = torch.cat([wanted[task].expand(len(own), -1) for task, own in zip(rows, drawn, strict=True)])
+        share = torch.cat([torch.full((len(own),), 1.0 / len(own)) for own in drawn])
+        optimizer.zero_grad()
+        (divergence(target, log_alpha) * share).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    found.keys = dict(zip(rows, keys_TD.detach(), strict=True))
+    return found.requires_grad_(False)

@@ -1,0 +1,156 @@
+"""MoCL's router: every learned task has a key, and a text gets all tasks' modules, weighted by cosines with their keys.
+
+    w = softmax(scale cos(q, K))  or  w = cos(q, K),    q [B, D], K [T, D], w [B, T]
+
+Where the task ids of texts are given, K are the keys of a text's task and of those that were learned before it, and the
+modules of later tasks have weight 0.
+The query of a text is the mean of the backbone's last hidden states over its tokens, without adapters: padding takes no
+part, and neither do neighbours. Computed in float32 whatever the model is in.
+What it does not know: models, where hidden states come from, what a module holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from raycl.errors import RetrievalError
+from raycl.routing.encoder import SentenceEncoder
+from raycl.routing.prompt_pool import mean_pooled
+from raycl.routing.router import Need, Owners, PromptRouter, columns_of
+from raycl.types import Mixture, RouterState
+
+Weighting = Literal["softmax", "cosine"]
+
+
+class TaskKeys(nn.Module):
+    """One key for each task.
+
+    Attributes:
+        dimensions: D, of queries and keys.
+        key: `[D]` of the task in training; None between tasks.
+        keys: earlier task -> its key `[D]`, frozen, on the CPU.
+        trainable: task in training, "" for none.
+    """
+
+    def __init__(self, dimensions: int, weighting: Weighting, scale: float, device: Any = "cpu") -> None:
+        super().__init__()
+        self.dimensions, self.weighting, self.scale = dimensions, weighting, scale
+        self.register_parameter("key", None)
+        self.key: nn.Parameter | None
+        self.keys: dict[str, Tensor] = {}
+        self.trainable = ""
+        self._device = torch.device(device)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Tasks as the weights' columns are ordered: in the order of learning."""
+        return (*self.keys, self.trainable) if self.trainable else tuple(self.keys)
+
+    def begin(self, task: str, seed: int) -> None:
+        """A key for a new task, drawn from U(0, 1) (the authors' code)."""
+        assert task not in self.keys, f"'{task}' has a key already"
+        drawn = torch.rand(self.dimensions, generator=torch.Generator().manual_seed(seed))
+        self.key, self.trainable = nn.Parameter(drawn.to(self._device)), task
+
+    def end(self, key: Tensor) -> None:
+        """Freeze the key of the task in training as exactly this."""
+        task, self.trainable, self.key = self.trainable, "", None
+        self.keys[task] = key.detach().float().cpu().clone()
+
+    def forward(self, query_BD: Tensor) -> Tensor:
+        """Cosines `[B, T]` of each query with the key of each task in `names`; gradients reach the newest key alone.
+
+        Raises:
+            RetrievalError: no task was learned yet.
+        """
+        if not self.names:
+            raise RetrievalError("no task has been learned yet: there are no keys to compare with")
+        rows = [key.to(query_BD.device) for key in self.keys.values()]
+        if self.key is not None:
+            rows.append(self.key.float())
+        return normalize(query_BD.float(), dim=1) @ normalize(torch.stack(rows), dim=1).T
+
+    def weights(self, cosines_BT: Tensor, last_B: Tensor | None = None) -> Tensor:
+        """`[B, T]` of the tasks' modules.
+
+        Args:
+            last_B: column of each text's task; later columns get weight 0. None: no task is left out.
+        """
+        columns_T = torch.arange(cosines_BT.shape[1], device=cosines_BT.device)
+        later_BT = None if last_B is None else columns_T > last_B.to(cosines_BT.device)[:, None]
+        if self.weighting == "cosine":
+            return cosines_BT if later_BT is None else cosines_BT.masked_fill(later_BT, 0.0)
+        scaled_BT = self.scale * cosines_BT
+        return (scaled_BT if later_BT is None else scaled_BT.masked_fill(later_BT, -torch.inf)).softmax(1)
+
+    def zero(self, examples: int) -> Tensor:
+        """`[examples, 1]` zeros in whose graph the key takes part."""
+        result: Tensor = self(torch.zeros(examples, self.dimensions, device=self._device)).sum(1, True) * 0.0
+        return result
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`key/<task>` of earlier tasks."""
+        return {f"key/{task}": key for task, key in self.keys.items()}
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-able: everything but the keys."""
+        return {
+            "dimensions": self.dimensions,
+            "weights": self.weighting,
+            "scale": self.scale,
+            "tasks": list(self.keys),
+        }
+
+    def take(self, tasks: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        """Restore the keys of earlier tasks; tasks whose keys were removed are left out."""
+        self.keys = {task: tensors[f"key/{task}"].float() for task in tasks if f"key/{task}" in tensors}
+
+
+class TaskKeysRouter(PromptRouter):
+    """The keys of a snapshot."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states"})
+    kind: ClassVar[str] = "task_keys"
+
+    def __init__(self, keys: TaskKeys, owners: Owners) -> None:
+        self.keys = keys
+        self._columns = {task: column for column, name in enumerate(keys.names) for task in owners.get(name, ())}
+
+    @torch.no_grad()
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+        """The weights of all tasks' modules for each text, by its last hidden states; on the CPU."""
+        keys, last_B = self.keys, self._last(tasks)
+        if embeddings_BLD.shape[-1] != keys.dimensions:
+            raise RetrievalError(
+                f"the keys of tasks have {keys.dimensions} dimensions, the hidden states of this backbone "
+                f"{embeddings_BLD.shape[-1]}: use the backbone that the snapshot was trained on"
+            )
+        return Mixture(keys.names, keys.weights(keys(mean_pooled(embeddings_BLD, mask_BL)), last_B).cpu())
+
+    def _last(self, tasks: Sequence[str] | None) -> Tensor | None:
+        """Column of the last key that each text is compared with; None: of all."""
+        return None
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> TaskKeysRouter:
+        """With the keys that were learned in training."""
+        settings = state.settings
+        keys = TaskKeys(settings["dimensions"], settings["weights"], settings["scale"])
+        keys.take(settings["tasks"], state.tensors)
+        return cls(keys, owners)
+
+
+class GivenTaskKeysRouter(TaskKeysRouter):
+    """The keys of a snapshot, of which each text gets those of its task and of the tasks before it."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states", "task_id"})
+    kind: ClassVar[str] = "task_keys_given"
+
+    def _last(self, tasks: Sequence[str] | None) -> Tensor:
+        """The column of each text's task."""
+        return columns_of(self.kind, self._columns, tasks)

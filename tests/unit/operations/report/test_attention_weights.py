@@ -1,0 +1,77 @@
+"""Attention of a run: maps as training and evaluation wrote them, and how the report shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from raycl.errors import RunError
+from raycl.operations.report import attention_plots
+from raycl.operations.report.attention import AttentionWeights, has_attention
+from raycl.operations.report.attention_plots import attention_maps
+from raycl.operations.report.tables import attention_table
+
+Make = Callable[..., dict[str, Any]]
+
+TRAIN = {"agnews": [1.0], "dbpedia": [0.25, 0.75], "yahoo": [0.125, 0.125, 0.75]}
+TEST = {"agnews": [0.875, 0.125, 0.0], "dbpedia": [0.25, 0.75, 0.0], "yahoo": [0.125, 0.125, 0.75]}
+
+
+def attended(result: dict[str, Any]) -> dict[str, Any]:
+    told = {"keys": list(TRAIN), "train": TRAIN, "test": TEST, "pseudo": dict.fromkeys(TRAIN, 20)}
+    return {**result, "phase_summaries": [{}, {}, {"attention": told}]}
+
+
+def test_maps_cover_all_adapters(make_result: Make) -> None:
+    found = AttentionWeights.of(attended(make_result("sapt")))
+    assert found.keys == list(TRAIN)
+    assert found.train["agnews"] == [1.0, 0.0, 0.0] and found.test == TEST
+    assert found.moved() == {"agnews": 12.5, "dbpedia": 0.0, "yahoo": 0.0}
+
+
+def test_both_maps_stand_below_each_other(make_result: Make) -> None:
+    shown = attention_table(attended(make_result("sapt")))
+    assert shown.index("when it was learned") < shown.index("at the end")
+    assert "87.5" in shown and "12.5" in shown and "60 pseudo-samples" in shown
+
+
+def test_fallback_samples_are_noted(make_result: Make) -> None:
+    result = attended(make_result("sapt"))
+    result["phase_summaries"][-1]["attention"]["fallback_samples"] = {"yahoo": 20}
+    assert "60 pseudo-samples in all, 20 of them stored training inputs" in " ".join(attention_table(result).split())
+
+
+def test_maps_are_drawn_side_by_side(tmp_path: Path, make_result: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    save = attention_plots.save_png
+    monkeypatch.setattr(attention_plots, "save_png", lambda figure, path: save(figures.append(figure) or figure, path))
+    result = attended(make_result("sapt"))
+    del result["phase_summaries"][-1]["attention"]["test"]["yahoo"]
+    assert attention_maps([result], tmp_path / "new" / "a.png").is_file()
+    then, now, _scale = figures[0].axes
+    assert [text.get_text() for text in then.texts][:4] == ["100.0", "0.0", "0.0", "25.0"]
+    assert [text.get_text() for text in now.texts] == ["87.5", "12.5", "0.0", "25.0", "75.0", "0.0"]
+    assert [label.get_text() for label in now.get_yticklabels()] == ["agnews", "dbpedia"], "yahoo was not evaluated"
+    assert [label.get_text() for label in now.get_xticklabels()] == list(TRAIN)
+
+
+def test_maps_too_large_to_read_are_refused(tmp_path: Path, make_result: Make) -> None:
+    many = attended(make_result("sapt"))
+    with pytest.raises(RunError, match="attention in 7 runs cannot be read"):
+        attention_maps([many] * 7, tmp_path / "a.png")
+    many["phase_summaries"][-1]["attention"]["keys"] = [str(number) for number in range(41)]
+    with pytest.raises(RunError, match="attention to 41 tasks cannot be read"):
+        attention_maps([many], tmp_path / "a.png")
+    with pytest.raises(RunError, match="has no attention weights"):
+        attention_maps([make_result("lora")], tmp_path / "a.png")
+
+
+def test_a_run_without_attention_is_an_error(make_result: Make) -> None:
+    result = make_result("lora")
+    assert not has_attention(result)
+    with pytest.raises(RunError, match="only runs with method=sapt do"):
+        attention_table(result)

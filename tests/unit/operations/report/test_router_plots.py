@@ -1,0 +1,180 @@
+"""Pictures of routers: readable for one task and for many, drawn from the right numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from raycl.errors import RunError
+from raycl.operations.report import router_plots
+from raycl.operations.report.router_plots import MOST_RUNS, MOST_TASKS, router_maps
+
+Make = Callable[..., dict[str, Any]]
+TASKS = ["agnews", "dbpedia", "yahoo"]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures behind the files written in a test."""
+    figures: list[Figure] = []
+    save = router_plots.save_png
+
+    def keep(figure: Figure, path: str | Path) -> Path:
+        figures.append(figure)
+        return save(figure, path)
+
+    monkeypatch.setattr(router_plots, "save_png", keep)
+    return figures
+
+
+def panels(figure: Figure, run: int = 0) -> tuple[Axes, Axes, Axes]:
+    """Heat map, plane and bars of a run; between the first two stands the colour scale."""
+    heat, _scale, plane, bars = figure.axes[4 * run : 4 * run + 4]
+    return heat, plane, bars
+
+
+def names(axes: Axes) -> list[str]:
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+def points(plane: Axes) -> list[PathCollection]:
+    return [artist for artist in plane.collections if isinstance(artist, PathCollection)]
+
+
+def test_the_heat_map_has_every_slot_and_a_border_between_tasks(
+    tmp_path: Path, make_routed: Make, drawn: list[Figure]
+) -> None:
+    result = make_routed(TASKS)
+    path = router_maps([result], tmp_path / "new" / "router.png")
+    assert imread(path).shape[0] > 500 and imread(path).shape[1] > 1500
+    heat, _, _ = panels(drawn[0])
+    cells = np.asarray(heat.images[0].get_array())
+    assert cells.shape == (12, 12) and np.array_equal(cells, cells.T)
+    for phase, summary in enumerate(result["phase_summaries"]):
+        rows = np.array(summary["slot_similarity"])
+        assert np.array_equal(cells[4 * phase : 4 * phase + 4, : rows.shape[1]], rows)
+    assert [line.get_ydata()[0] for line in heat.lines if line.get_ydata()[0] == line.get_ydata()[1]] == [3.5, 7.5]
+    assert names(heat) == TASKS and heat.get_yticks().tolist() == [1.5, 5.5, 9.5]
+
+
+def test_runs_of_earlier_versions_are_drawn_task_by_task(
+    tmp_path: Path, make_routed: Make, drawn: list[Figure]
+) -> None:
+    result = make_routed(TASKS)
+    for summary in result["phase_summaries"]:
+        del summary["slot_similarity"], summary["novelty"]
+    router_maps([result], tmp_path / "router.png")
+    heat, _, _ = panels(drawn[0])
+    expected = result["phase_summaries"][-1]["key_similarity"]
+    assert np.asarray(heat.images[0].get_array()).tolist() == expected
+    assert "two tasks" in heat.get_title(loc="left")
+
+
+def test_the_plane_has_every_key_with_its_task(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
+    many = [f"t{number}" for number in range(27)]
+    result = make_routed(many)
+    router_maps([result], tmp_path / "router.png")
+    _, plane, _ = panels(drawn[0])
+    groups = points(plane)
+    assert [group.get_label() for group in groups] == many
+    for task, group in zip(many, groups, strict=True):
+        places = [
+            [point["x"], point["y"]]
+            for point in result["phase_summaries"][-1]["key_plane"]
+            if point["slot"].partition(".")[0] == task
+        ]
+        assert np.asarray(group.get_offsets()).tolist() == places and len(places) == 4 * 6
+    looks = {(to_hex(group.get_facecolor()[0]), group.get_paths()[0].vertices.tobytes()) for group in groups}
+    assert len(looks) == 27, "no two tasks look alike"
+
+
+def test_a_missing_projection_is_noted(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
+    result = make_routed(TASKS)
+    result["phase_summaries"][-1]["key_plane"] = []
+    router_maps([result], tmp_path / "router.png")
+    _, plane, _ = panels(drawn[0])
+    assert [text.get_text() for text in plane.texts] == ["left out: too few keys, or too many"]
+    assert plane.get_legend() is None
+
+
+def test_bars_are_the_shares_of_each_task(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
+    result = make_routed(TASKS, router="keys")
+    found = result["phase_summaries"][-1]["found"]
+    del found["eq13"]["dbpedia"]
+    router_maps([result], tmp_path / "router.png")
+    _, _, axes = panels(drawn[0])
+    shares = [[bar.get_width() for bar in bars] for bars in axes.containers]
+    assert shares[:2] == [list(found["keys"].values()), list(found["discriminant"].values())]
+    assert shares[2] == pytest.approx([found["eq13"]["agnews"], np.nan, found["eq13"]["yahoo"]], nan_ok=True)
+    tops = [bars[0].get_y() for bars in axes.containers]
+    assert names(axes) == TASKS and tops == sorted(tops) and axes.yaxis_inverted()
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text().partition(":")[0] for text in legend.texts] == ["keys (in use)", "discriminant", "eq. 13"]
+    assert f"{found['keys']['agnews']:.1f}" in [text.get_text() for text in axes.texts]
+
+
+@pytest.mark.parametrize("count", [3, 27])
+def test_a_task_without_dev_texts_is_noted(tmp_path: Path, make_routed: Make, drawn: list[Figure], count: int) -> None:
+    """A blank row may as well mean that no text found its task: that row has the number, however thin."""
+    tasks = [f"t{number}" for number in range(count)]
+    result = make_routed(tasks)
+    found = result["phase_summaries"][-1]["found"]
+    for shares in found.values():
+        del shares["t1"]
+        shares["t2"] = 0.0
+    router_maps([result], tmp_path / "router.png")
+    _, _, axes = panels(drawn[0])
+    notes = {round(text.get_position()[1]): text.get_text() for text in axes.texts if "dev texts" in text.get_text()}
+    assert notes == ({1: "no dev texts"} if count == 3 else {1: "no dev texts", 2: "0.0 of its dev texts"})
+
+
+@pytest.mark.parametrize("count", [1, 27])
+def test_panels_keep_apart_for_few_tasks_and_for_many(
+    tmp_path: Path, make_routed: Make, drawn: list[Figure], count: int
+) -> None:
+    """No name, title or legend lies on another panel or on its neighbour."""
+    tasks = [f"task{1000 + number}_some_long_name" for number in range(count)]
+    router_maps([make_routed(tasks), make_routed(tasks[:1], seed=1)], tmp_path / "router.png")
+    figure = drawn[0]
+    figure.canvas.draw()
+    for axes in figure.axes:
+        boxes = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
+        assert not any(one.overlaps(other) for one, other in pairwise(boxes))
+    tight = [axes.get_tightbbox() for axes in figure.axes]
+    apart = [one.overlaps(other) for i, one in enumerate(tight) for other in tight[i + 1 :] if one and other]
+    assert not any(apart)
+
+
+def test_runs_stand_below_each_other_on_one_scale(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
+    first, second = make_routed(TASKS), make_routed(TASKS, router="keys")
+    second["config"]["method"]["router"] = "keys"
+    router_maps([first, second], tmp_path / "router.png")
+    (upper, *_), (lower, *_) = panels(drawn[0], 0), panels(drawn[0], 1)
+    assert upper.get_position().y0 > lower.get_position().y1
+    assert upper.images[0].get_clim() == lower.images[0].get_clim()
+    assert [text.get_text() for text in drawn[0].texts] == [
+        "slm on long-a, mini-t5, seed 0",
+        "slm on long-a, mini-t5, seed 0 (method.router=keys)",
+    ]
+
+
+def test_impossible_plots_are_refused(tmp_path: Path, make_routed: Make, make_result: Make) -> None:
+    path = tmp_path / "no.png"
+    with pytest.raises(RunError, match=f"a picture of {MOST_RUNS + 1} routers cannot be read: .* and {MOST_RUNS} runs"):
+        router_maps([make_routed(TASKS)] * (MOST_RUNS + 1), path)
+    with pytest.raises(RunError, match="'lora on long-a, mini-t5, seed 0' has no router in its phase_summaries"):
+        router_maps([make_routed(TASKS), make_result("lora")], path)
+    with pytest.raises(RunError, match=f"over {MOST_TASKS + 1} tasks cannot be read"):
+        router_maps([make_routed([f"t{number}" for number in range(MOST_TASKS + 1)], slots=1)], path)
+    assert not path.exists()

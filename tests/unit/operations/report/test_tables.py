@@ -1,0 +1,246 @@
+"""Tables say what the result files say."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycl.errors import RunError
+from raycl.metrics.averages import averages
+from raycl.metrics.matrix import AccuracyMatrix
+from raycl.metrics.published import Published
+from raycl.metrics.run_results import find_results
+from raycl.operations.report.compare import Spread, compare, runs_to_csv, to_csv
+from raycl.operations.report.tables import (
+    comparison_table,
+    matrix_table,
+    routing_comparison,
+    routing_table,
+    side_by_side,
+)
+from raycl.storage import Storage
+from raycl.storage.records import hashed
+from raycl.types import Score
+
+Make = Callable[..., dict[str, Any]]
+
+
+def cells(line: str) -> list[str]:
+    return line.split()
+
+
+def test_a_table_is_text_in_a_notebook_too(make_result: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There rich would show it instead of writing it."""
+    printed = matrix_table(make_result())
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert matrix_table(make_result()) == printed != ""
+
+
+def test_matrix_table_shows_every_cell_once(make_result: Make) -> None:
+    lines = matrix_table(make_result()).splitlines()
+    assert lines[0] == "sapt on long-a, mini-t5, seed 0"
+    assert cells(lines[2]) == ["agnews", "dbpedia", "yahoo"]
+    assert [cells(line) for line in lines[4:7]] == [
+        ["after", "agnews", "90.0"],
+        ["after", "dbpedia", "80.0", "85.0"],
+        ["after", "yahoo", "70.0", "80.0", "95.0"],
+    ]
+    assert lines[-2:] == [
+        "AP 81.7  F.Ra 12.5  FWT –  BWT -12.5 (over M: -8.3)  weighted AP 81.7",
+        "note: dev equals test",
+    ]
+
+
+def test_names_with_brackets_are_not_markup(make_result: Make) -> None:
+    result = make_result()
+    result["stream"]["tasks"][0] = "[red]x"
+    assert "[red]x" in matrix_table(result)
+
+
+def test_joint_and_unfinished_matrices_are_shown(make_result: Make) -> None:
+    result = make_result() | {"phases": ["joint"], "metrics": {"ap": None}}
+    result["matrix"] = [[None, *result["matrix"][-1][1:]]]
+    assert "after joint             80.0   95.0" in matrix_table(result)
+    assert "AP –" in matrix_table(result)
+    unfinished = make_result() | {"finished": False}
+    unfinished["matrix"][2] = [None, None, None]
+    assert matrix_table(unfinished).endswith("note: unfinished, 2 of 3 phases evaluated")
+
+
+def test_seeds_become_mean_and_spread(make_result: Make) -> None:
+    results = [make_result(seed=seed, ap=80.0 + seed) for seed in range(3)]
+    (line,) = compare(results)
+    assert (line.runs, line.settings, line.numbers["ap"], line.numbers["fwt"]) == (3, "", Spread(81.0, 1.0), None)
+    row = comparison_table(results).splitlines()[-1]
+    assert " ".join(cells(row)) == "sapt long-a mini-t5 3 81.0 ± 1.0 12.5 ± 0.0 – -12.5 ± 0.0 75.0 s 1,234"
+
+
+def test_runs_with_other_settings_are_separate_lines(make_result: Make) -> None:
+    wide = make_result("lora", seed=1)
+    wide["config"]["method"]["rank"] = 16
+    wide["config"] |= {"tracking": {"backend": "wandb"}, "eval": {"singles": "runs/single-1"}}
+    lines = compare([make_result("lora"), wide, make_result("sapt")])
+    assert [(line.method, line.settings) for line in lines] == [
+        ("lora", "method.rank=8"),
+        ("lora", "method.rank=16"),
+        ("sapt", ""),
+    ]
+
+
+def test_a_setting_that_a_run_lacks_is_not_a_setting_of_it(make_result: Make) -> None:
+    """`method.arm` is off in one run and has settings of its own in the other."""
+    off, on = make_result(), make_result()
+    off["config"]["method"]["arm"] = None
+    on["config"]["method"]["arm"] = {"weight": 2}
+    assert [line.settings for line in compare([off, on])] == ["method.arm=null", "method.arm.weight=2"]
+
+
+def test_a_number_some_seed_lacks_has_no_mean(make_result: Make) -> None:
+    lacking = make_result(seed=1)
+    lacking["metrics"]["f_ra"] = None
+    assert compare([make_result(), lacking])[0].numbers["f_ra"] is None
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3.14, "3.1 s"), (3725.4, "1:02:05")])
+def test_durations(make_result: Make, seconds: float, text: str) -> None:
+    assert text in comparison_table([make_result() | {"wall_s": seconds}])
+
+
+def test_matrices_stand_side_by_side_as_wide_as_allowed(make_result: Make) -> None:
+    results = [make_result(), make_result("lora"), make_result("replay")]
+    wide = side_by_side(results, width=400)
+    assert cells(wide.splitlines()[2]) == ["agnews", "dbpedia", "yahoo"] * 3
+    narrow = side_by_side(results, width=150)
+    assert max(map(len, narrow.splitlines())) <= 150
+    assert [narrow.count(f"{name} on") for name in ("sapt", "lora", "replay")] == [1, 1, 1]
+    assert side_by_side(results[:1], width=10) == matrix_table(results[0])
+
+
+def test_csv_keeps_full_precision(make_result: Make) -> None:
+    (row,) = csv.DictReader(io.StringIO(to_csv([make_result(ap=81.23456789)])))
+    assert row["ap"] == "81.23456789"
+    assert (row["ap_std"], row["fwt"], row["runs"]) == ("", "", "1")
+
+
+def test_each_run_has_a_line_of_its_own(make_result: Make) -> None:
+    first = make_result("lora", 0) | {"trained_parameters": 147456, "peak_memory_mb": 812.5, "train_s": 60.0}
+    first["config"]["output"] = {"name": "lora-s0"}
+    one, other = csv.DictReader(io.StringIO(runs_to_csv([first, make_result("sapt", 1)])))
+    assert (one["run"], one["seed"], one["method"], one["f_ra"], one["fwt"]) == ("lora-s0", "0", "lora", "12.5", "")
+    assert [float(one[name]) for name in ("trained_parameters", "peak_memory_mb", "train_s")] == [147456, 812.5, 60]
+    assert [float(one[f"score_{task}"]) for task in ("agnews", "dbpedia", "yahoo")] == [70.0, 80.0, 95.0]
+    assert (other["run"], other["seed"], other["trained_parameters"]) == ("", "1", "")
+
+
+def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -> None:
+    """In tables and CSV, also later from the comparison's folder; a line that the paper has not is blank there."""
+    published = Published(source="SAPT, table 2", rows={"full": {"ap": 82.02, "bwt": -1.25}})
+    folder = Storage.at(tmp_path)
+    published.write(folder)
+    for row, method in (("full", "sapt"), ("lora", "lora")):
+        for seed in range(2):
+            result = make_result(method, seed)
+            result["config"]["output"] = {"name": f"{row}-s{seed}"}
+            folder.sub(f"{row}-s{seed}").write_json("results.json", hashed(result))
+    results = find_results(tmp_path)
+    head, _, sapt, lora, _, source = comparison_table(results).splitlines()
+    assert cells(head)[4:11] == ["AP", "published", "F.Ra", "FWT", "BWT", "published", "time"]
+    assert " ".join(cells(sapt)[4:]).startswith("81.7 ± 0.0 82.02 12.5 ± 0.0 – -12.5 ± 0.0 -1.25 75.0 s")
+    assert " ".join(cells(lora)[4:]).startswith("81.7 ± 0.0 – 12.5 ± 0.0 – -12.5 ± 0.0 – 75.0 s")
+    assert source.strip() == "published: SAPT, table 2"
+    row, other = csv.DictReader(io.StringIO(to_csv(results)))
+    assert [row["ap_published"], row["bwt_published"], row["published"]] == ["82.02", "-1.25", "SAPT, table 2"]
+    assert [other["ap_published"], other["published"]] == ["", ""] and "f_ra_published" not in row
+    alone = find_results(tmp_path / "full-s0")
+    assert "published" not in comparison_table(alone) and "published" not in to_csv(alone)
+
+
+def accuracies(result: dict[str, Any]) -> dict[str, Any]:
+    """The run with accuracies beside its scores, and their means."""
+    for cell, accuracy in zip(result["matrix"][-1], (80.0, 90.0, 97.0), strict=True):
+        cell["extra"]["accuracy"] = accuracy
+    cells = [[cell and Score(**cell) for cell in row] for row in result["matrix"]]
+    return result | {"averages": dict(averages(AccuracyMatrix(tuple(result["stream"]["tasks"]), (), cells)))}
+
+
+def test_accuracy_stands_beside_f1_with_means_of_the_first_and_last_two_tasks(make_result: Make) -> None:
+    result = accuracies(make_result())
+    lines = [cells(line) for line in matrix_table(result).splitlines()]
+    assert ["score", "70.0", "80.0", "95.0", "81.7", "75.0", "87.5"] in lines
+    assert ["accuracy", "80.0", "90.0", "97.0", "89.0", "85.0", "93.5"] in lines
+    assert "accuracy" not in matrix_table(make_result())
+
+
+def test_a_comparison_has_accuracies_where_a_run_has_them(make_result: Make) -> None:
+    results = [accuracies(make_result()), make_result("lora")]
+    (with_them, without) = csv.DictReader(io.StringIO(to_csv(results)))
+    names = ("accuracy", "accuracy_first_two", "accuracy_last_two")
+    assert [float(with_them[name]) for name in names] == [89.0, 85.0, 93.5]
+    assert [without[name] for name in names] == ["", "", ""]
+    assert "of the first two" in comparison_table(results) and "accuracy" not in comparison_table(results[1:])
+
+
+def test_the_other_last_row_has_a_column_where_a_run_has_it(make_result: Make) -> None:
+    found, blank = make_result(), {"count": 10, "extra": {}}
+    values = zip(found["stream"]["tasks"], (5.0, 6.0, 7.0), strict=True)
+    scored = {task: {"value": value, **blank} for task, value in values}
+    found["other_row"] = {"instruction": "chosen", "cells": scored, "mean": 6.0}
+    table = comparison_table([found, make_result("slm")])
+    assert "AP, text alone" in table and "AP, with instruction" not in table
+    assert "AP, text alone" not in comparison_table([make_result()])
+    assert ["by", "the", "text", "alone", "5.0", "6.0", "7.0"] in [
+        cells(line) for line in matrix_table(found).splitlines()
+    ]
+
+
+def test_routers_stand_below_the_matrix(make_result: Make) -> None:
+    result = make_result()
+    assert "routed by" not in matrix_table(result)
+    found = {"keys": {"a": 80.0, "b": 90.0}, "discriminant": {"a": 95.0, "b": 97.0}, "eq13": {"a": 70.0, "b": 72.0}}
+    result["phase_summaries"] = [{}, {"router": "discriminant", "found": found}]
+    line = "routed by discriminant\ndev texts that find their task: keys 85.0, discriminant 96.0; eq. 13 71.0"
+    assert line in matrix_table(result)
+
+
+def test_routing_by_task_marks_the_router_in_use(make_routed: Make) -> None:
+    result = make_routed(["agnews", "dbpedia", "yahoo"])
+    found = result["phase_summaries"][-1]["found"]
+    del found["keys"]["yahoo"]
+    lines = routing_table(result).splitlines()
+    assert cells(lines[2]) == ["keys", "discriminant", "*", "eq.", "13", "novelty"]
+    for line, task, novelty in zip(lines[4:7], result["phases"], ["–", "93.8", "93.8"], strict=True):
+        shares = [f"{found[kind][task]:.1f}" if task in found[kind] else "–" for kind in found]
+        assert cells(line) == [task, *shares, novelty]
+    mean = (found["keys"]["agnews"] + found["keys"]["dbpedia"]) / 2
+    assert cells(lines[8])[:2] == ["mean", f"{mean:.1f}"]
+    assert lines[-1].startswith("*: chose the adapters; novelty:")
+
+
+def test_task_incremental_routing_marks_no_router(make_routed: Make) -> None:
+    lines = routing_table(make_routed(["agnews"], router="task")).splitlines()
+    assert cells(lines[2]) == ["keys", "discriminant", "eq.", "13"] and lines[-1] == "routed by task"
+
+
+def test_runs_without_a_router_have_no_routing_table(make_result: Make) -> None:
+    for summary in ({}, {"phase_summaries": []}, {"phase_summaries": [{}, {}]}):
+        with pytest.raises(RunError, match="'sapt on long-a, mini-t5, seed 0' has no router in its phase_summaries"):
+            routing_table(make_result() | summary)
+
+
+def test_routers_of_several_runs_stand_in_one_table(make_routed: Make) -> None:
+    seeds = [make_routed(["agnews", "dbpedia"], seed=0), make_routed(["agnews", "dbpedia"], router="keys", seed=1)]
+    other = make_routed(["agnews", "yahoo"], router="keys")
+    other["config"]["method"]["router"] = "keys"
+    for result, share in zip([*seeds, other], (80.0, 90.0, 70.0), strict=True):
+        result["phase_summaries"][-1]["found"]["keys"] = dict.fromkeys(result["phases"], share)
+    lines = [" ".join(cells(line)) for line in routing_comparison([*seeds, other]).splitlines()]
+    assert lines[2] == "method stream backbone runs router used agnews dbpedia yahoo mean"
+    assert lines[4] == "slm long-a mini-t5 2 keys 1 of 2 85.0 ± 7.1 85.0 ± 7.1 – 85.0 ± 7.1"
+    assert lines[5].startswith("discriminant 1 of 2 ") and lines[6].startswith("eq. 13 ")
+    assert lines[8] == "slm (method.router=keys) long-a mini-t5 1 keys * 70.0 – 70.0 70.0"
+    assert lines[9].startswith("discriminant ") and "*" not in lines[9]

@@ -1,0 +1,317 @@
+"""Searchers and stopping rules, without a cluster: a resumed sweep proposes and decides as if it had not stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycl import config as configs
+from raycl.errors import ResumeError
+from raycl.operations.sweep.config import SweepConfig
+from raycl.operations.sweep.drive import _claim
+from raycl.operations.sweep.folder import SWEEP, SweepFolder, plain
+from raycl.operations.sweep.search.searchers import Planned, TpeSearcher
+from raycl.operations.sweep.search.stopping import AtTaskEnds, rule_of
+from raycl.operations.sweep.trials.single_tasks import separate_key, separate_tree
+from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
+from raycl.run.config import RunConfig
+from raycl.storage import Storage
+from raycl.training.records.stops.request import HostStop, request_stop
+from raycl.training.records.stops.signal import is_stopped, read_decision, write_decision
+
+
+def sweep(**changes: Any) -> SweepConfig:
+    tree: dict[str, Any] = {
+        "name": "s",
+        "space": {
+            "train.learning_rate": {"loguniform": [1e-5, 1e-1]},
+            "method.rank": {"choice": [2, 4, 8]},
+            "train.weight_decay": {"quniform": [0, 0.5, 0.1]},
+            "train.epochs": {"randint": [1, 5]},
+            "method.alpha": {"expr": "2 * method.rank"},
+        },
+        "search": {"name": "tpe", "startup": 3},
+        "samples": 12,
+    }
+    return configs.validate(SweepConfig, {**tree, **changes})
+
+
+def score(settings: dict[str, Any]) -> float:
+    """Best at rank 8, decay 0.2 and many epochs."""
+    return float(settings["method.rank"] - 10 * abs(settings["train.weight_decay"] - 0.2) + settings["train.epochs"])
+
+
+def go(searcher: Any, count: int) -> list[dict[str, Any]]:
+    """So many trials, one after another."""
+    found = []
+    for number in range(count):
+        proposed = searcher.suggest(f"id{number}")
+        found.append(proposed["settings"])
+        result = {TASKS: 1, f"{SCORES}0": score(proposed["settings"])}
+        searcher.on_trial_result(f"id{number}", result)
+        searcher.on_trial_complete(f"id{number}", result)
+    return found
+
+
+def test_planned_trials_are_handed_out_once_and_written_down(tmp_path: Path) -> None:
+    folder = SweepFolder.of(sweep(), str(tmp_path))
+    folder.write_failure(3, "before")
+    searcher = Planned(sweep(), folder, {1: {"seed": 5}, 3: {"seed": 6}})
+    for number, seed in ((1, 5), (3, 6)):
+        found = searcher.suggest(f"id{number}")
+        assert isinstance(found, dict) and (found["number"], found["settings"]) == (number, {"seed": seed})
+        run = configs.validate(RunConfig, json.loads(found["run"]))
+        assert (
+            run.seed == seed and run.output.name == f"s-000{number}" and str(run.output.dir).startswith(str(tmp_path))
+        )
+    assert searcher.suggest("c") == "FINISHED"
+    assert folder.settings() == {1: {"seed": 5}, 3: {"seed": 6}} and folder.error(3) is None
+
+
+def test_a_sweep_continues_with_settings_that_an_older_version_did_not_write(tmp_path: Path) -> None:
+    """They have their defaults; a value that was written counts as before."""
+    found = sweep()
+    folder = SweepFolder(Storage.at(tmp_path), "s")
+    written = plain(configs.as_tree(found))
+    del written["retries"], written["share"]
+    folder.storage.write(SWEEP, configs.tree_to_yaml(written).encode())
+    _claim(found, folder, resume=True)
+    with pytest.raises(ResumeError, match="share was True, now False"):
+        _claim(sweep(share=False), folder, resume=True)
+
+
+def test_nothing_is_proposed_after_a_request_to_stop(tmp_path: Path) -> None:
+    folder = SweepFolder.of(sweep(), str(tmp_path))
+    searcher = Planned(sweep(), folder, {1: {"seed": 5}, 3: {"seed": 6}})
+    searcher.stop = HostStop(folder.storage.address, "driver")
+    assert isinstance(searcher.suggest("a"), dict)
+    request_stop(folder.storage, "driver", "SIGTERM")
+    assert searcher.suggest("b") == "FINISHED"
+    assert list(folder.settings()) == [1]
+
+
+def test_tpe_keeps_to_the_space_repeats_itself_and_learns(tmp_path: Path) -> None:
+    found = go(TpeSearcher(sweep(), SweepFolder.of(sweep(), str(tmp_path / "a")), {}), 12)
+    assert found == go(TpeSearcher(sweep(), SweepFolder.of(sweep(), str(tmp_path / "b")), {}), 12)
+    for settings in found:
+        assert settings["method.alpha"] == 2 * settings["method.rank"]
+        assert settings["train.weight_decay"] in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+        sweep().config(settings)
+    scores = [score(settings) for settings in found]
+    assert sum(scores[-4:]) > sum(scores[:4])
+
+
+def test_tpe_ends_after_its_samples(tmp_path: Path) -> None:
+    searcher = TpeSearcher(sweep(samples=2), SweepFolder.of(sweep(), str(tmp_path)), {})
+    go(searcher, 2)
+    assert searcher.suggest("last") == "FINISHED"
+
+
+def test_tpe_resumes_with_its_results(tmp_path: Path) -> None:
+    """Unfinished trials come first; finished ones count; numbers continue."""
+    folder = SweepFolder.of(sweep(), str(tmp_path))
+    before = go(TpeSearcher(sweep(), folder, {}), 4)
+    again = TpeSearcher(sweep(), folder, {3: before[3]})
+    for settings in before[:3]:
+        again.tell_finished(settings, [[score(settings)]], stopped=False)
+    assert [trial.value for trial in again.study.trials] == [score(settings) for settings in before[:3]]
+    unfinished, fresh = again.suggest("x"), again.suggest("y")
+    assert isinstance(unfinished, dict) and (unfinished["number"], unfinished["settings"]) == (3, before[3])
+    assert isinstance(fresh, dict) and fresh["number"] == 4 and fresh["settings"] not in before
+
+
+def test_tpe_receives_stopped_and_failed_trials(tmp_path: Path) -> None:
+    folder = SweepFolder.of(sweep(), str(tmp_path))
+    searcher = TpeSearcher(sweep(), folder, {})
+    for name in ("stopped", "failed", "died"):
+        searcher.suggest(name)
+    write_decision(folder.run(0), 1, continues=False)
+    searcher.on_trial_result("stopped", {TASKS: 1, f"{SCORES}0": 1.0})
+    searcher.on_trial_complete("stopped", {TASKS: 1, f"{SCORES}0": 1.0})
+    searcher.on_trial_complete("failed", {FAILED: "no"})
+    searcher.on_trial_complete("died", error=True)
+    assert [trial.state.name for trial in searcher.study.trials] == ["PRUNED", "FAIL", "FAIL"]
+
+
+def test_tpe_with_two_metrics(tmp_path: Path) -> None:
+    two = sweep(metric=["ap", "f_ra"], mode=["max", "min"])
+    searcher = TpeSearcher(two, SweepFolder.of(two, str(tmp_path)), {})
+    for number in range(8):
+        found = searcher.suggest(str(number))
+        assert isinstance(found, dict)
+        result = {TASKS: 1, f"{SCORES}0": score(found["settings"]), f"{SCORES}1": float(number)}
+        searcher.on_trial_complete(str(number), result)
+    assert 0 in {trial.number for trial in searcher.study.best_trials}
+
+
+def conditional(**changes: Any) -> SweepConfig:
+    """SAPT with and without reflection: its weight acts in half of the trials."""
+    space = {"method.arm.weight": {"uniform": [0.1, 2.0]}, "method.ablation": {"choice": ["none", "arm"]}}
+    return sweep(base={"method": "sapt"}, space=space, samples=10, **changes)
+
+
+def finish(searcher: TpeSearcher, name: str, value: float) -> None:
+    """The only row of a trial, and its end."""
+    result = {TASKS: 1, f"{SCORES}0": value}
+    searcher.on_trial_result(name, result)
+    searcher.on_trial_complete(name, result)
+
+
+def open_trials(searcher: TpeSearcher) -> dict[str, dict[str, Any]]:
+    """All trials, none of which ends: by Tune's id."""
+    found: dict[str, dict[str, Any]] = {}
+    while (proposed := searcher.suggest(f"id{len(found)}")) != "FINISHED":
+        assert isinstance(proposed, dict)
+        found[f"id{len(found)}"] = proposed
+    return found
+
+
+def test_tpe_runs_trials_that_differ_in_unused_settings_once(tmp_path: Path) -> None:
+    folder = SweepFolder.of(conditional(), str(tmp_path))
+    searcher = TpeSearcher(conditional(), folder, {})
+    found: dict[int, dict[str, Any]] = {}
+    while (proposed := searcher.suggest(f"id{len(found)}")) != "FINISHED":
+        assert isinstance(proposed, dict)
+        settings, name = proposed["settings"], f"id{len(found)}"
+        found[proposed["number"]] = settings
+        assert ("method.arm.weight" in settings) == (settings["method.ablation"] == "none")
+        finish(searcher, name, 5.0 if settings["method.ablation"] == "arm" else settings["method.arm.weight"])
+    assert list(found.values()).count({"method.ablation": "arm"}) == 1 and 2 < len(found) < 10
+    assert folder.settings() == found
+    trials = searcher.study.trials
+    assert len(trials) == 10 and {trial.state.name for trial in trials} == {"COMPLETE"}
+    without = [trial for trial in trials if trial.params["method.ablation"] == 1]
+    assert len(without) == 11 - len(found)
+    assert [trial.value for trial in without] == [5.0] * len(without), "each has the result of the one that ran"
+    assert [trial.intermediate_values for trial in without] == [{1: 5.0}] * len(without)
+
+
+def test_tpe_shares_the_result_of_an_equal_trial_when_it_ends(tmp_path: Path) -> None:
+    searcher = TpeSearcher(conditional(), SweepFolder.of(conditional(), str(tmp_path)), {})
+    running = open_trials(searcher)
+    alike = [trial for trial in searcher.study.trials if trial.params["method.ablation"] == 1]
+    assert len(running) == 11 - len(alike) and {trial.state.name for trial in alike} == {"RUNNING"}
+    name = next(key for key, one in running.items() if one["settings"] == {"method.ablation": "arm"})
+    searcher.on_trial_complete(name, {FAILED: "no"})
+    numbers = [trial.number for trial in alike]
+    assert [searcher.study.trials[number].state.name for number in numbers] == ["FAIL"] * len(numbers)
+
+
+def test_a_resumed_tpe_sweep_keeps_equal_trials(tmp_path: Path) -> None:
+    """Whether the one that ran is over, or has to be run again; and nothing is proposed beyond the samples."""
+    folder = SweepFolder.of(conditional(), str(tmp_path))
+    running = open_trials(TpeSearcher(conditional(), folder, {}))
+    settings = {one["number"]: one["settings"] for one in running.values()}
+    alike = next(number for number, one in settings.items() if one == {"method.ablation": "arm"})
+    finished = TpeSearcher(conditional(), folder, {})
+    for one in settings.values():
+        finished.tell_finished(one, [[3.0]], stopped=False)
+    assert finished.suggest("more") == "FINISHED"
+    assert [trial.value for trial in finished.study.trials] == [3.0] * 10
+    again = TpeSearcher(conditional(), folder, {alike: settings[alike]})
+    for number in settings.keys() - {alike}:
+        again.tell_finished(settings[number], [[3.0]], stopped=False)
+    proposed = again.suggest("again")
+    assert isinstance(proposed, dict) and proposed["settings"] == {"method.ablation": "arm"}
+    assert again.suggest("more") == "FINISHED"
+    finish(again, "again", 4.0)
+    values = sorted(trial.value for trial in again.study.trials)
+    assert values == [3.0] * (len(settings) - 1) + [4.0] * (11 - len(settings))
+
+
+def decisions(scheduler: AtTaskEnds, curves: dict[int, list[float]]) -> dict[int, int]:
+    """Trials in turn, each until it is stopped: tasks that each learned."""
+    learned = {}
+    for number, curve in curves.items():
+        trial: Any = type("T", (), {"trial_id": f"t{number}", "config": {"number": number}})()
+        scheduler.on_trial_add(None, trial)
+        for tasks, value in enumerate(curve, 1):
+            result = {TASKS: tasks, f"{SCORES}0": value}
+            assert scheduler.on_trial_result(None, trial, result) == "CONTINUE", "the run itself stops, not Tune"
+            learned[number] = tasks
+            if is_stopped(scheduler.folder.run(number), tasks):
+                break
+        scheduler.on_trial_complete(None, trial, result)
+    return learned
+
+
+CURVES = {number: [float(value)] * 4 for number, value in enumerate((50, 40, 60, 30, 70, 20))}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mode", "expected"),
+    [
+        ({"name": "none"}, "max", [4, 4, 4, 4, 4, 4]),
+        ({"name": "asha", "reduction": 2}, "max", [4, 1, 4, 1, 4, 1]),
+        ({"name": "asha", "reduction": 2, "grace": 2}, "max", [4, 2, 4, 2, 4, 2]),
+        ({"name": "asha", "reduction": 2}, "min", [4, 4, 1, 4, 1, 4]),
+        ({"name": "median", "least": 2}, "max", [4, 4, 4, 1, 4, 1]),
+    ],
+)
+def test_rules_stop_between_tasks(tmp_path: Path, chosen: dict[str, Any], mode: str, expected: list[int]) -> None:
+    settings = sweep(scheduler=chosen, mode=mode)
+    folder = SweepFolder.of(settings, str(tmp_path))
+    scheduler = AtTaskEnds(folder, rule_of(settings, 4), 4, 6)
+    assert list(decisions(scheduler, CURVES).values()) == expected
+    told = read_decision(folder.run(0), 4)
+    assert told is (None if chosen["name"] == "none" else True), "the last task is never stopped"
+
+
+@pytest.mark.parametrize("chosen", [{"name": "asha", "reduction": 2}, {"name": "median", "least": 2}])
+def test_a_resumed_sweep_decides_as_an_uninterrupted_one(tmp_path: Path, chosen: dict[str, Any]) -> None:
+    settings = sweep(scheduler=chosen)
+    whole = decisions(AtTaskEnds(SweepFolder.of(settings, str(tmp_path / "a")), rule_of(settings, 4), 4, 6), CURVES)
+    resumed = AtTaskEnds(SweepFolder.of(settings, str(tmp_path / "b")), rule_of(settings, 4), 4, 6)
+    for number in range(3):
+        resumed.replay(number, CURVES[number][: whole[number]])
+    later = decisions(resumed, {number: CURVES[number] for number in range(3, 6)})
+    assert later == {number: whole[number] for number in range(3, 6)}
+
+
+def test_missing_metrics_stop_no_trial(tmp_path: Path) -> None:
+    settings = sweep(scheduler="asha")
+    scheduler = AtTaskEnds(SweepFolder.of(settings, str(tmp_path)), rule_of(settings, 4), 4, 1)
+    trial: Any = type("T", (), {"trial_id": "t", "config": {"number": 0}})()
+    scheduler.on_trial_add(None, trial)
+    scheduler.on_trial_result(None, trial, {TASKS: 1})
+    assert read_decision(scheduler.folder.run(0), 1) is True
+
+
+def test_a_stop_decision_is_kept(tmp_path: Path) -> None:
+    """The trial's process died after it, and what it has learned is reported again."""
+    settings = sweep(scheduler={"name": "asha", "reduction": 2})
+    folder = SweepFolder.of(settings, str(tmp_path))
+    scheduler = AtTaskEnds(folder, rule_of(settings, 4), 4, 2)
+    write_decision(folder.run(1), 1, continues=True)
+    assert decisions(scheduler, {0: [50.0] * 4, 1: [40.0] * 4}) == {0: 4, 1: 2}
+
+
+def run_config(**sections: Any) -> RunConfig:
+    return configs.validate(RunConfig, {"stream": {"tasks": ["topic", "intent"]}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "same"),
+    [
+        ({"stream": {"tasks": ["intent", "topic"]}}, True),
+        ({"output": {"name": "x"}, "bank": {"dir": "b"}}, True),
+        ({"train": {"learning_rate": 0.5}}, False),
+        ({"method": {"name": "lora", "rank": 2}}, False),
+        ({"modifiers": ["migu"]}, False),
+        ({"seed": 7}, False),
+    ],
+)
+def test_tasks_are_trained_alone_once_for_what_it_depends_on(sections: dict[str, Any], same: bool) -> None:
+    keys = [separate_key(separate_tree(config)) for config in (run_config(), run_config(**sections))]
+    assert (keys[0] == keys[1]) is same
+    assert separate_tree(run_config(**sections))["stream"]["schedule"] == "separate"
+
+
+def test_alone_a_wrapper_is_its_learner() -> None:
+    learner = {"name": "lora", "rank": 2}
+    tree = separate_tree(run_config(method={"name": "replay", "learner": learner}))
+    assert tree["method"]["rank"] == 2
+    assert separate_key(tree) == separate_key(separate_tree(run_config(method=learner)))

@@ -1,0 +1,89 @@
+"""What of a sentence encoder's folder may be loaded: pickles where the command allows them, and no adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import Lab
+
+from raycl.bank import Bank
+from raycl.bank.manifest import AdapterManifest, ModelInfo
+from raycl.bank.routers import put_router
+from raycl.config.trust import Permissions
+from raycl.errors import BackboneError, BankError, ConfigError, RetrievalError
+from raycl.pretrained import fingerprint_of, only_pickled
+from raycl.routing.encoder import EncoderConfig, SentenceEncoder
+from raycl.routing.routers import make_router
+from raycl.serve.snapshots.parts import router_of
+from raycl.types import RouterState
+
+TEXTS = ["the sky is blue", "it purrs"]
+
+
+@pytest.fixture
+def pickled(lab: Lab, tmp_path: Path) -> Path:
+    """An encoder whose weights are a pickle."""
+    folder = shutil.copytree(lab.model_folder("bert"), tmp_path / "encoder")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def encoder(folder: Path, **settings: object) -> SentenceEncoder:
+    return SentenceEncoder(EncoderConfig(name=str(folder), max_tokens=16, **settings))  # type: ignore[arg-type]
+
+
+def test_pickled_weights_of_an_encoder_need_permission(pickled: Path, lab: Lab) -> None:
+    with pytest.raises(RetrievalError, match=r"pickled weights, .*'.*/pytorch_model.bin' .* encoder.allow_pickle=true"):
+        encoder(pickled).embed(TEXTS)
+    own = encoder(lab.model_folder("bert")).embed(TEXTS)
+    assert torch.equal(encoder(pickled, allow_pickle=True).embed(TEXTS), own)
+
+
+def test_so_do_those_of_a_layer_behind_it(lab: Lab, tmp_path: Path) -> None:
+    folder = shutil.copytree(lab.model_folder("bert"), tmp_path / "encoder")
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense/other.safetensors").touch()
+    (folder / "2_Dense/pytorch_model.bin").touch()
+    assert only_pickled(folder) == folder / "2_Dense/pytorch_model.bin"
+    with pytest.raises(RetrievalError, match=r"2_Dense/pytorch_model.bin' has no model.safetensors beside it"):
+        encoder(folder).embed(TEXTS)
+    (folder / "2_Dense/model.safetensors").touch()
+    assert only_pickled(folder) is None
+
+
+def test_code_of_an_encoder_is_refused(lab: Lab, tmp_path: Path) -> None:
+    folder, ran = shutil.copytree(lab.model_folder("bert"), tmp_path / "encoder"), tmp_path / "ran"
+    (folder / "own.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\n")
+    (folder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": "own.Model"}]))
+    with pytest.raises(RetrievalError, match=r"encoder '.*' cannot be loaded: .* not part of Sentence Transformers"):
+        encoder(folder).embed(TEXTS)
+    assert not ran.exists()
+
+
+def test_a_folder_with_an_adapter_is_no_model(lab: Lab, tmp_path: Path) -> None:
+    folder = shutil.copytree(lab.model_folder("bert"), tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(BackboneError, match=r"holds a PEFT adapter \(adapter_config.json\) beside the model: expected"):
+        fingerprint_of(str(folder))
+
+
+def test_a_bank_cannot_permit_the_pickles_of_its_encoder(pickled: Path, tmp_path: Path) -> None:
+    bank, model = Bank.at(tmp_path / "bank"), ModelInfo(name="tiny", sha256="a" * 64, kind="encoder")
+    settings = {"name": str(pickled), "allow_pickle": True}
+    state = RouterState("keys", {}, {"x": torch.zeros(1)}, settings, fingerprint_of(str(pickled), pickles=True))
+    router, info = put_router(bank, state)
+    none: list[AdapterManifest] = []
+    snapshot = bank.snapshot(none, model, router, encoder=info)
+    said = r"the router of snapshot 1 was made with encoder\.allow_pickle=true, .* allow it with allow_pickle=true"
+    with pytest.raises(BankError, match=said):
+        router_of(bank, snapshot)
+    with pytest.raises(KeyError):  # it is no real router; the permission was enough
+        router_of(bank, snapshot, Permissions(allow_pickle=True))
+    with pytest.raises(ConfigError, match="unknown config key 'other'"):
+        make_router(RouterState("keys", {}, {}, {"name": "minilm", "other": 1}, ""), {})

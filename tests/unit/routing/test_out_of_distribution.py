@@ -1,0 +1,168 @@
+"""Out-of-distribution scores: near 1 for texts of no task, evenly spread for known ones, and none of removed tasks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from raycl.errors import RetrievalError
+from raycl.routing import out_of_distribution
+from raycl.routing.discriminant import Discriminant, Statistics
+from raycl.routing.memory_slots.key_maps import newest_rows, similarity
+from raycl.routing.memory_slots.keys import KeyConfig
+from raycl.routing.memory_slots.slots import SlotRouter
+from raycl.routing.memory_slots.weights import RetrievalConfig
+from raycl.routing.out_of_distribution import KEPT, OodCalibrator, sample_rows
+from raycl.routing.routers import without
+from raycl.types import RouterState
+
+TASKS = ("one", "two", "three", "four")
+KEYS = KeyConfig(groups=2, slots=3, rate=5e-3, epochs=2)
+
+
+def texts_of(task: str, count: int, seed: int) -> Tensor:
+    """Queries around a centre of the task, in a covariance that all share."""
+    centre = torch.randn(1, 16, generator=torch.Generator().manual_seed(100 + TASKS.index(task)))
+    noise = torch.Generator().manual_seed(10 * seed + TASKS.index(task))
+    return centre + 0.3 * torch.randn(count, 16, generator=noise)
+
+
+def studied(*tasks: str, dev: int = 200) -> SlotRouter:
+    router = SlotRouter("keys", 2, RetrievalConfig(top_k=2))
+    for task in tasks:
+        router.fit(task, texts_of(task, 200, seed=1), KEYS, seed=TASKS.index(task))
+        router.hold_out(task, texts_of(task, dev, seed=2))
+    return router
+
+
+def restored(router: SlotRouter, forgotten: str = "") -> SlotRouter:
+    state = RouterState(router.kind, router.settings(), router.tensors())
+    return SlotRouter.restored(without(state, forgotten) if forgotten else state)
+
+
+def test_texts_are_out_of_distribution_until_their_task_is_learned() -> None:
+    router, fresh = studied("one", "two", "three"), texts_of("four", 200, seed=3)
+    before = router.ood_score(fresh)
+    assert before.shape == (200,) and before.dtype == torch.float32
+    assert float(before.median()) == 1.0 and float(before.mean()) > 0.95
+    router.fit("four", texts_of("four", 200, seed=1), KEYS, seed=3)
+    router.hold_out("four", texts_of("four", 200, seed=2))
+    assert 0.2 < float(router.ood_score(fresh).mean()) < 0.8, "its texts lie among the others'"
+
+
+def test_known_texts_spread_evenly() -> None:
+    """The largest gap to the uniform distribution (Kolmogorov and Smirnov) over 800 texts and 256 kept ones."""
+    router = studied(*TASKS)
+    shares = torch.cat([router.ood_score(texts_of(task, 200, seed=4)) for task in TASKS]).sort().values
+    expected = (torch.arange(len(shares)) + 0.5) / len(shares)
+    assert float((shares - expected).abs().max()) < 0.12
+    assert float(shares.min()) >= 0 and float(shares.max()) <= 1
+
+
+def test_a_share_counts_the_kept_texts_that_are_nearer() -> None:
+    router = studied("one", "two")
+    kept = torch.cat([router.samples["one"], router.samples["two"]])
+    distances = router.discriminant.relative_distances(kept)
+    queries = texts_of("one", 5, seed=5)
+    counted = [int((distances < distance).sum()) for distance in router.discriminant.relative_distances(queries)]
+    assert router.ood_score(queries).tolist() == pytest.approx([count / (2 * KEPT) for count in counted])
+    assert float(router.ood_score(kept).min()) == 0, "nothing is nearer than the nearest"
+    alone = torch.cat([router.ood_score(query[None]) for query in queries])
+    assert torch.equal(alone, router.ood_score(queries)), "neighbours in a batch do not matter"
+
+
+def test_distances_common_to_all_tasks_count_less() -> None:
+    """The distance to the nearest task, less 0.9 of the one to the middle of all texts under their own covariance."""
+    texts = {task: texts_of(task, 50 + 30 * number, seed=1) for number, task in enumerate(TASKS)}
+    router = Discriminant({task: Statistics.of(queries) for task, queries in texts.items()})
+    unit = torch.nn.functional.normalize(torch.cat(list(texts.values())).double(), dim=1)
+    covariance = torch.cov(unit.T, correction=0)
+    inverse = torch.linalg.inv(covariance + 0.01 * covariance.diagonal().mean() * torch.eye(16, dtype=torch.float64))
+    queries = texts_of("one", 20, seed=10)
+    apart = torch.nn.functional.normalize(queries.double(), dim=1) - unit.mean(0)
+    background = ((apart @ inverse) * apart).sum(1)
+    expected = (router.distances(queries) - 0.9 * background).float()
+    torch.testing.assert_close(router.relative_distances(queries), expected, atol=1e-3, rtol=1e-4)
+    alone = Discriminant({"one": Statistics.of(texts["one"])})
+    order = [found.argsort().tolist() for found in (alone.distances(queries), alone.relative_distances(queries))]
+    assert order[0] == order[1], "one task alone is its own background"
+
+
+def test_many_kept_texts_are_measured_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, queries = studied("one", "two"), texts_of("two", 50, seed=6)
+    whole = router.ood_score(queries)
+    monkeypatch.setattr(out_of_distribution, "ROWS", 7)
+    samples = [router.samples["two"], router.samples["one"]]
+    torch.testing.assert_close(OodCalibrator(router.discriminant.relative_distances, samples).scores(queries), whole)
+
+
+def test_a_sample_is_small_and_depends_on_nothing_but_the_task() -> None:
+    texts = texts_of("one", 500, seed=2)
+    sample = texts[sample_rows(len(texts))]
+    assert sample.shape == (KEPT, 16) and sample.unique(dim=0).shape == sample.shape
+    assert len({tuple(row) for row in sample.tolist()} & {tuple(row) for row in texts.tolist()}) == KEPT
+    torch.manual_seed(5)
+    assert torch.equal(sample, texts[sample_rows(len(texts))]), "whatever was drawn before"
+    assert sample_rows(3).sort().values.tolist() == [0, 1, 2], "few texts are all kept"
+    sample.zero_()
+    assert float(texts.abs().min()) > 0, "not a view of the dev texts"
+
+
+def test_stored_statistics_score_the_same_and_a_removed_task_leaves_none() -> None:
+    router, queries = studied("one", "two", "three"), texts_of("two", 40, seed=7)
+    assert torch.equal(restored(router).ood_score(queries), router.ood_score(queries))
+    smaller = restored(router, forgotten="two")
+    assert not [name for name in smaller.tensors() if "two" in name] and "sample/one" in smaller.tensors()
+    assert torch.equal(smaller.ood_score(queries), studied("one", "three").ood_score(queries))
+    assert float(smaller.ood_score(queries).mean()) > 0.9 > 0.7 > float(router.ood_score(queries).mean())
+    backward = studied("three", "two", "one").ood_score(queries)
+    torch.testing.assert_close(backward, router.ood_score(queries), atol=0.011, rtol=0)  # two texts' rounding
+
+
+def test_distances_are_measured_anew_when_a_task_comes() -> None:
+    """The shared covariance changes with every task: what was sorted before would no longer be true."""
+    grown, queries = studied("one", "two"), texts_of("two", 30, seed=8)
+    grown.ood_score(queries)
+    grown.fit("three", texts_of("three", 200, seed=1), KEYS, seed=2)
+    between = OodCalibrator(grown.discriminant.relative_distances, list(grown.samples.values()))
+    assert torch.equal(grown.ood_score(queries), between.scores(queries)) and len(grown.samples) == 2
+    grown.hold_out("three", texts_of("three", 200, seed=2))
+    assert torch.equal(grown.ood_score(queries), studied("one", "two", "three").ood_score(queries))
+
+
+def test_routers_without_dev_texts_have_no_score() -> None:
+    queries = texts_of("one", 2, seed=9)
+    old = restored(studied("one", "two"))
+    tensors = {name: value for name, value in old.tensors().items() if not name.startswith("sample/")}
+    old = SlotRouter.restored(RouterState(old.kind, old.settings(), tensors))
+    assert torch.equal(old.route(queries).weights, studied("one", "two").route(queries).weights)
+    for router in (old, studied("one", dev=0), studied()):
+        with pytest.raises(RetrievalError, match="keeps no dev texts to compare with"):
+            router.ood_score(queries)
+    assert "sample/one" not in studied("one", dev=0).tensors()
+    with pytest.raises(RetrievalError, match="not finite"):
+        studied("one").ood_score(torch.full((1, 16), torch.nan))
+
+
+def test_novelty_is_the_area_under_the_roc_curve_before_the_task_was_learned() -> None:
+    from sklearn.metrics import roc_auc_score
+
+    router = studied("one", "two", "three")
+    before = Discriminant({task: Statistics.of(texts_of(task, 200, seed=1)) for task in ("one", "two")})
+    known = torch.cat([texts_of(task, 200, seed=2)[sample_rows(200)] for task in ("one", "two")])
+    found = torch.cat([before.relative_distances(known), before.relative_distances(texts_of("three", 200, seed=2))])
+    expected = 100 * roc_auc_score([0] * len(known) + [1] * 200, found.numpy())
+    assert router.novelty() == {"three": pytest.approx(expected, abs=1e-3)} and expected > 90
+    assert studied("one").novelty() == {} == studied("one", "two", dev=0).novelty()
+
+
+def test_rows_of_all_phases_make_the_matrix_of_slots() -> None:
+    rows = [row for count in (1, 2, 3) for row in newest_rows(studied(*TASKS[:count]))]
+    assert [len(row) for row in rows] == [3] * 3 + [6] * 3 + [9] * 3
+    matrix = torch.tensor([[rows[max(i, j)][min(i, j)] for j in range(9)] for i in range(9)])
+    assert matrix.diagonal().tolist() == [1.0] * 9
+    blocks = matrix.view(3, 3, 3, 3).mean((1, 3))
+    means = torch.tensor(similarity(studied(*TASKS[:3])))
+    off = ~torch.eye(3, dtype=torch.bool)
+    torch.testing.assert_close(blocks[off], means[off], atol=1e-3, rtol=0)

@@ -1,0 +1,298 @@
+"""The two routers over slots, the sentence encoder, and what a snapshot keeps of them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Lab
+from torch import Tensor
+from transformers import RobertaConfig, RobertaModel
+
+from raycl.errors import BankError, RetrievalError
+from raycl.routing.discriminant import DIRECTIONS, WIDEST, BareTexts, Discriminant, Statistics
+from raycl.routing.encoder import EncoderConfig, SentenceEncoder
+from raycl.routing.memory_slots.index import KeyIndex
+from raycl.routing.memory_slots.key_maps import plane, similarity
+from raycl.routing.memory_slots.keys import KeyConfig
+from raycl.routing.memory_slots.slots import Kind, SlotRouter
+from raycl.routing.memory_slots.weights import RetrievalConfig
+from raycl.routing.routers import make_router, without
+from raycl.types import RouterState
+
+TASKS = {"one": 0, "two": 1, "three": 2}
+KEYS = KeyConfig(groups=2, slots=3, rate=5e-3, steps=300)
+
+
+def texts_of(task: str, count: int = 80, seed: int = 0) -> Tensor:
+    """Queries around a centre of the task, in a covariance that all share."""
+    draw = torch.Generator().manual_seed(100 + TASKS[task])
+    centre = torch.randn(1, 16, generator=draw)
+    noise = torch.Generator().manual_seed(seed + TASKS[task])
+    return centre + 0.5 * torch.randn(count, 16, generator=noise)
+
+
+def studied(kind: Kind, tasks: list[str], **settings: object) -> SlotRouter:
+    router = SlotRouter(kind, 2, RetrievalConfig(top_k=2, **settings))  # type: ignore[arg-type]
+    for task in tasks:
+        router.fit(task, texts_of(task), KEYS, seed=TASKS[task])
+    return router
+
+
+def share(router: SlotRouter, task: str) -> float:
+    """Mean weight on a task's own slots, for texts that were not studied."""
+    mixture = router.route(texts_of(task, 50, seed=9))
+    mine = [column for column, name in enumerate(mixture.names) if name.startswith(f"{task}.")]
+    return float(mixture.weights[:, mine].sum(1).mean())
+
+
+@pytest.mark.parametrize("kind", ["keys", "discriminant"])
+def test_texts_find_their_task(kind: Kind) -> None:
+    router = studied(kind, list(TASKS))
+    assert router.route(texts_of("one", 2)).names == tuple(f"{task}.{slot}" for task in TASKS for slot in range(3))
+    for task in TASKS:
+        assert share(router, task) > (0.95 if kind == "discriminant" else 0.6)
+
+
+@pytest.mark.parametrize("kind", ["keys", "discriminant"])
+def test_stored_statistics_route_the_same(kind: Kind) -> None:
+    router, queries = studied(kind, list(TASKS)), texts_of("two", 20, seed=3)
+    state = RouterState(kind, router.settings(), router.tensors())
+    again = SlotRouter.restored(state)
+    assert again.route(queries).names == router.route(queries).names
+    assert torch.equal(again.route(queries).weights, router.route(queries).weights)
+    smaller = SlotRouter.restored(without(state, "two"))
+    assert smaller.tasks == ["one", "three"]
+    fresh = studied(kind, ["one", "three"])
+    assert torch.equal(smaller.route(queries).weights, fresh.route(queries).weights), "as if it had never been learned"
+
+
+def test_statistics_do_not_depend_on_the_order_of_tasks() -> None:
+    queries = texts_of("one", 30, seed=4)
+    forward, backward = (
+        studied("discriminant", ["one", "two", "three"]),
+        studied("discriminant", ["three", "two", "one"]),
+    )
+    weights = [
+        dict(zip(mixture.names, mixture.weights.T, strict=True))
+        for mixture in (forward.route(queries), backward.route(queries))
+    ]
+    for name, column in weights[0].items():
+        torch.testing.assert_close(column, weights[1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_discriminant_is_linear_discriminant_analysis() -> None:
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+    queries = torch.cat([torch.nn.functional.normalize(texts_of(task), dim=1) for task in TASKS]).double()
+    labels = [number for number in TASKS.values() for _ in range(80)]
+    mine = Discriminant({task: Statistics.of(texts_of(task)) for task in TASKS})
+    theirs = LinearDiscriminantAnalysis(solver="lsqr", priors=[1 / 3] * 3).fit(queries.numpy(), labels)
+    fresh = torch.cat([texts_of(task, 40, seed=7) for task in TASKS])
+    found = mine.scores(fresh).argmax(1)
+    expected = torch.from_numpy(theirs.predict(torch.nn.functional.normalize(fresh, dim=1).numpy()))
+    assert float((found == expected).float().mean()) > 0.98, "but for the ridge"
+
+
+@pytest.mark.parametrize("width", [16, DIRECTIONS + 8, WIDEST + 200])
+def test_outlines_of_bare_texts_find_the_task(width: int) -> None:
+    """In the directions in which texts vary most, a difference of tasks counts little."""
+    names, draw = tuple(TASKS), torch.Generator().manual_seed(0)
+    loud, centres = torch.full((width,), 0.5), torch.randn(3, width, generator=draw)
+    loud[:3] = 6 * width**0.5
+    learned, fresh = (30 + centres[:, None] + loud * torch.randn(3, 90, width, generator=draw) for _ in range(2))
+    bare = BareTexts()
+    assert bare.weights(names, fresh[0]) is None and bare.weights((), fresh[0]) is None
+    for name, queries in zip(names, learned, strict=True):
+        bare.add(name, queries)
+    mixture = bare.weights(names, fresh.flatten(0, 1))
+    assert mixture is not None and mixture.names == names
+    torch.testing.assert_close(mixture.weights.sum(1), torch.ones(270))
+    right = mixture.weights.argmax(1) == torch.arange(3).repeat_interleave(90)
+    means = learned.mean(1)
+    nearest = torch.cdist(fresh.flatten(0, 1), means).argmin(1) == torch.arange(3).repeat_interleave(90)
+    assert float(right.float().mean()) > 0.9 > 0.7 > float(nearest.float().mean())
+    one = bare.weights(names, fresh[1, :1])
+    assert one is not None
+    torch.testing.assert_close(one.weights, mixture.weights[90:91])
+    again = BareTexts()
+    again.take((*names, "four"), bare.tensors())
+    found = again.weights(names, fresh.flatten(0, 1))
+    assert found is not None and torch.equal(found.weights, mixture.weights)
+    assert again.weights((*names, "four"), fresh[0]) is None, "of a task without an outline nothing is known"
+    left = without(RouterState("attention", {}, bare.tensors()), "two").tensors
+    assert left.keys() == {name for name in bare.tensors() if not name.endswith("/two")}
+
+
+def test_texts_of_no_task_are_far_away() -> None:
+    mine = Discriminant({task: Statistics.of(texts_of(task)) for task in ("one", "two")})
+    near, far = mine.distances(texts_of("one", 40, seed=8)), mine.distances(texts_of("three", 40))
+    assert float(near.median()) < float(far.median()) and float((far > near.quantile(0.9)).float().mean()) > 0.8
+
+
+def test_with_the_task_id_its_task_is_the_only_candidate() -> None:
+    """SLM-TI equals SLM where all slots of the task are chosen and no others."""
+    router = studied("keys", list(TASKS))
+    queries = texts_of("one", 3)
+    told = router.route(queries, ["two", "one", "three"]).weights
+    for row, task in enumerate(["two", "one", "three"]):
+        alone = studied("keys", [task])
+        mine = slice(3 * TASKS[task], 3 * TASKS[task] + 3)
+        torch.testing.assert_close(told[row, mine], alone.route(queries[row : row + 1]).weights[0])
+        assert float(told[row].sum()) == pytest.approx(1) and float(told[row, mine].sum()) == pytest.approx(1)
+    with pytest.raises(RetrievalError, match="no keys of four: expected some of one, two, three"):
+        router.route(queries, ["four"] * 3)
+    with pytest.raises(RetrievalError, match="no task has been learned yet"):
+        SlotRouter("keys", 2, RetrievalConfig()).route(queries)
+
+
+@pytest.mark.parametrize(("layer", "number"), [("last", -1), ("auto", 4), (2, 2), (0, 0)])
+def test_the_packaged_encoder_gives_means_over_real_tokens(tmp_path: Path, layer: Any, number: int) -> None:
+    encoder = SentenceEncoder(EncoderConfig(max_tokens=16, layer=layer), tmp_path)
+    texts = ["a short one", "", "a longer text about the price of bread in the city " * 4, "a short one"]
+    queries = encoder.embed(texts)
+    assert queries.shape == (4, encoder.width) and torch.equal(queries[0], queries[3])
+    assert encoder.truncated == 1
+    alone = SentenceEncoder(EncoderConfig(max_tokens=16, layer=layer)).embed(texts[:1])[0]
+    torch.testing.assert_close(alone, queries[0], atol=1e-5, rtol=1e-4)
+    from transformers import AutoModel, AutoTokenizer
+
+    from raycl.pretrained import folder_of
+
+    tokens = AutoTokenizer.from_pretrained(folder_of("minilm"))(texts[:1], return_tensors="pt")
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(folder_of("minilm"))(**tokens, output_hidden_states=True).hidden_states
+    cosine = torch.nn.functional.cosine_similarity(states[number].mean(1), queries[:1])
+    assert float(cosine) == pytest.approx(1, abs=1e-6)
+
+
+def test_many_texts_are_encoded_once_by_all_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"text number {number % 7}" for number in range(10)]
+    distinct = texts[:7]
+    parts = [SentenceEncoder(EncoderConfig()).embed(distinct[rank::2]) for rank in range(2)]
+    for rank in range(2):
+        encoder, seen = SentenceEncoder(EncoderConfig(), tmp_path), []
+        encoder.embed_all(texts, (rank, 2), lambda part, seen=seen: seen.append(part) or [(held, 1) for held in parts])  # type: ignore[misc]
+        assert len(seen) == 1 and torch.allclose(seen[0][0], parts[rank], atol=1e-5)
+        assert encoder.truncated == 2, "every worker's count, once"
+    again = SentenceEncoder(EncoderConfig(), tmp_path)
+    monkeypatch.setattr(again, "_computed", lambda texts: pytest.fail(f"{texts} were encoded again"))
+    found = again.embed_all(texts, (0, 2), lambda part: [(held, 0) for held in parts])
+    torch.testing.assert_close(found, SentenceEncoder(EncoderConfig()).embed(texts), atol=1e-5, rtol=1e-4)
+
+
+def test_an_encoder_that_breaks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = SentenceEncoder(EncoderConfig())
+    monkeypatch.setattr(encoder, "_passed", lambda texts: torch.full((len(texts), 384), torch.nan))
+    with pytest.raises(RetrievalError, match="not finite for the text 'hello'"):
+        encoder.embed(["hello"])
+
+
+def test_a_missing_layer_is_an_error() -> None:
+    with pytest.raises(RetrievalError, match=r"encoder.layer=7, but 'minilm' has layers 0 to 6: name one of them"):
+        SentenceEncoder(EncoderConfig(layer=7)).embed(["hello"])
+
+
+def test_another_encoder_than_the_keys_were_made_with_is_refused() -> None:
+    router = studied("keys", ["one"])
+    encoder = EncoderConfig().model_dump(mode="json")
+    state = RouterState("keys", router.settings(), router.tensors(), encoder, "0" * 64)
+    with pytest.raises(RetrievalError, match=r"computed with 'minilm' \(000000000000\)"):
+        make_router(state, {})
+    with pytest.raises(BankError, match="must name its sentence encoder"):
+        make_router(replace(state, encoder=None), {})
+    with pytest.raises(BankError, match="unknown router kind 'oracle': this version supports single, sum, task, keys"):
+        make_router(replace(state, kind="oracle"), {})
+
+
+def large(kind: Kind, tasks: int = 400, more: int = 1) -> tuple[SlotRouter, Tensor]:
+    """A router over `tasks` drawn tasks of three slots, or in turn of up to `more - 1` more, and a text near each."""
+    draw = torch.Generator().manual_seed(0)
+    centres = torch.randn(tasks, 2, 8, generator=draw)
+    router = SlotRouter(kind, 2, RetrievalConfig(top_k=2))
+    for number, centre in enumerate(centres):
+        mean = torch.nn.functional.normalize(centre.flatten(), dim=0)
+        keys = centre + 0.4 * torch.randn(3 + number % more, 2, 8, generator=draw)
+        router.add(f"t{number}", keys, Statistics(9, mean, 0.1 * torch.eye(16)))
+    return router, (centres + 0.3 * torch.randn(centres.shape, generator=draw)).flatten(1)
+
+
+@pytest.mark.parametrize(("kind", "more"), [("keys", 1), ("keys", 3), ("discriminant", 1), ("discriminant", 3)])
+def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where tasks have different numbers of slots."""
+    router, texts = large(kind, more=more)
+    dense = router.route(texts)
+    monkeypatch.setattr("raycl.routing.memory_slots.slots.EXACT_UP_TO", 100)
+    sparse = router.route(texts)
+    assert len(sparse.names) <= len(dense.names)
+    spread = torch.zeros_like(dense.weights)
+    columns = {name: column for column, name in enumerate(dense.names)}
+    spread[:, [columns[name] for name in sparse.names]] = sparse.weights
+    torch.testing.assert_close(spread, dense.weights, atol=1e-5, rtol=1e-4)
+    few = router.route(texts[:2])
+    assert len(few.names) <= 2 * 2 * (2 + more), "only slots that a text selected have a column"
+
+
+def test_the_approximate_index_finds_what_it_promises() -> None:
+    router, texts = large("keys", 1500)
+    parts = texts.view(-1, 2, 8)
+    exact = KeyIndex(router._joined, 2, exact_up_to=10_000)
+    index = KeyIndex(router._joined, 2, exact_up_to=100)
+    assert exact.exact and exact.recall == 1 and not index.exact and index.recall >= 0.99
+    cosines, slots = index.search(parts, 2)
+    found = (slots[..., :, None] == exact.search(parts, 2)[1][..., None, :]).any(-1).float().mean()
+    assert float(found) > 0.98
+    unit = torch.nn.functional.normalize(parts, dim=-1)
+    near = torch.nn.functional.normalize(router._joined, dim=-1)[slots[:, 0, 0], 0]
+    torch.testing.assert_close(cosines[:, 0, 0], (unit[:, 0] * near).sum(-1))  # scored exactly
+    assert exact.search(parts[:1], 10_000)[0].shape == (1, 2, 4500), "K is capped at the bank"
+
+
+def test_maps_of_keys() -> None:
+    router = studied("keys", list(TASKS))
+    matrix, points = similarity(router), plane(router)
+    assert all(matrix[own][own] > matrix[own][other] for own in range(3) for other in range(3) if own != other)
+    assert [[matrix[a][b] for b in range(3)] for a in range(3)] == [
+        pytest.approx([matrix[b][a] for b in range(3)], abs=1e-6) for a in range(3)
+    ]
+    assert len(points) == 3 * 3 * 2 and {point["slot"] for point in points} == set(router.route(texts_of("one")).names)
+
+
+def test_memory_of_texts_has_an_end() -> None:
+    encoder = SentenceEncoder(EncoderConfig(), keeps=3)
+    assert encoder.embed([f"text {number}" for number in range(5)]).shape == (5, 384)
+    assert list(encoder._known) == ["text 2", "text 3", "text 4"]
+
+
+def test_layers_above_the_one_that_is_read_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["a cat sleeps", "where is the station and when does the train leave", ""]
+    short = SentenceEncoder(EncoderConfig())
+    queries = short.embed(texts)
+    assert len(short._model[0].auto_model.encoder.layer) == 4, "MiniLM has six layers, the fourth is read"
+    monkeypatch.setattr(SentenceEncoder, "_shorten", lambda self: None)
+    whole = SentenceEncoder(EncoderConfig())
+    assert torch.equal(whole.embed(texts), queries)
+    assert len(whole._model[0].auto_model.encoder.layer) == 6
+    with pytest.raises(RetrievalError, match="layers 0 to 6: name one of them"):
+        SentenceEncoder(EncoderConfig(layer=7)).embed(texts)
+
+
+def test_router_sum_activates_all_adapters_without_reading_texts() -> None:
+    state = RouterState("sum", {"head_rule": "logit"})
+    mixture = make_router(state, {"one": ("one",), "two": ("two",)}).route(["a", "b", "c"], None)
+    assert mixture.names == ("one", "two") and torch.equal(mixture.weights, torch.ones(3, 2))
+    assert without(state, "one") == state
+
+
+def test_an_encoder_truncates_to_its_positions(lab: Lab, tmp_path: Path) -> None:
+    roberta = shutil.copytree(lab.model_folder("bert"), tmp_path / "roberta")
+    settings = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 8, "pad_token_id": 0}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64}
+    RobertaModel(RobertaConfig(**settings, **layers)).save_pretrained(roberta)
+    for folder in (lab.model_folder("bert"), roberta):
+        encoder = SentenceEncoder(EncoderConfig(name=str(folder), max_tokens=256))
+        assert torch.isfinite(encoder.embed(["fire " * 200])).all() and encoder.truncated == 1
