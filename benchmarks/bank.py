@@ -2,7 +2,6 @@
 
 The disk's own rate is measured in the same folder with the same number of bytes in one file, flushed to the device
 after writing, and dropped from the page cache before reading.
-What it does not know: how adapters are learned or used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Figures: a measured number beside its target, as a table and as JSON.
-
-What it does not know: how anything was measured.
-"""
+"""Figures: a measured number beside its target, as a table and as JSON."""
 
 from __future__ import annotations
 

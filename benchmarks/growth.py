@@ -1,9 +1,8 @@
 """What a growing bank costs SLM and SAPT after 5, 20 and 100 tasks: time per step and answer, memory, checkpoints.
 
 Many small tasks stand for many tasks: each has its own keys (of its own part of the texts), slots and label rows; the
-slots of earlier tasks are drawn, since what they hold does not change what they cost. SAPT applies every task's
-adapter above the pruning threshold of its attention: their number depends on how sharp it is, so keys can be scaled.
-What it does not know: how a stream is trained.
+slots of earlier tasks are drawn, since what they hold does not change what they cost. SAPT applies every task's adapter
+above the pruning threshold of its attention: their number depends on how sharp it is, so keys can be scaled.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 The contenders have a model, optimizer and gradients each, and take the same batches in turn, every modified step
 between two plain ones, so that a machine that slows down slows all; medians over the rounds are compared. Processor
 time is taken, since others may be running beside it; `benchmark gpu` measures larger models on a GPU.
-What it does not know: whether MIGU helps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The mixture layer against the bare backbone, PEFT's mixed batch, and merging per request: same weights, same inputs.
 
 All contenders are measured in turn within one process, round after round, and each of them between two passes of the
-bare backbone, so that a machine that slows down slows both; medians over the rounds are compared.
-It runs on a CPU; `benchmark gpu` measures prefill and decoding of large models on a GPU.
-What it does not know: where adapters are stored, how texts are routed.
+bare backbone, so that a machine that slows down slows both; medians over the rounds are compared. It runs on a CPU;
+`benchmark gpu` measures prefill and decoding of large models on a GPU.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The peer routes and answers the same texts in batches of the same size, sorted by length within the same windows, in
 this process and without an engine, files or records.
-What it does not know: tasks that mean something.
 """
 
 from __future__ import annotations

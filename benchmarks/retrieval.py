@@ -1,7 +1,6 @@
 """What routing costs per request: encoder, search and weights; and how well the large index finds the true slots.
 
 Keys and texts of the large banks are drawn: every task a centre, its keys and texts around it.
-What it does not know: what slots hold.
 """
 
 from __future__ import annotations

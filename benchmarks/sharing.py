@@ -6,7 +6,6 @@ adapters. A reader's memory is what has become private to its process (USS) then
 object store holds is added once; model, method and libraries were there before. Then it reads every weight of all
 adapters, one adapter after another. At last a mixture names the few: their weights are copied to the rows that layers
 read, on the device where the model is. Here that is the CPU, so those rows are given beside the figure, not in it.
-What it does not know: what the adapters were learned for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How long users wait before anything happens: `import raycl`, `raycl --help`, the help of a command.
-
-What it does not know: what the commands do.
-"""
+"""How long users wait before anything happens: `import raycl`, `raycl --help`, the help of a command."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ LoRA on query and value projections of one LLaMA-shaped model, whose weights the
 batches in turn, so that a machine that slows down slows all, and ratios within a round are compared. Prompts are of
 unlike lengths, as texts are. Processor time is taken, since others may be running beside it. Memory is the most that
 the process held during a step, above what it held before.
-What it does not know: tasks, data that mean something.
 """
 
 from __future__ import annotations

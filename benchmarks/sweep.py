@@ -3,7 +3,6 @@
 Both in one cluster of this machine: the run alone and trials one at a time; then the same grid of learning rates and
 ranks over all built-in tasks, whole and with ASHA. ASHA lets the first trials pass, since there is nothing to compare
 them with; so what it saves depends on their order, and several orders are tried.
-What it does not know: how a sweep works.
 """
 
 from __future__ import annotations

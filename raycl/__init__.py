@@ -1,7 +1,6 @@
 """raycl: continual learning of language models on Ray.
 
-Why it exists: one model learns tasks that arrive one after another; accuracy and forgetting are reported for
-every task.
+One model learns tasks that arrive one after another; accuracy and forgetting are reported for every task.
 `raycl.train`, `raycl.load`, `raycl.task`, `raycl.Run` and `raycl.Model` are imported when they are first used, so that
 `import raycl` stays instant on every worker.
 """

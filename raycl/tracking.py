@@ -1,8 +1,7 @@
 """Weights & Biases or TensorBoard behind one small face.
 
-Why it exists: the training loop logs numbers without knowing where they go, and a resumed run continues the curves of
-the one before. The only place that imports `wandb` or TensorBoard, and only when they are configured.
-What it does not know: what the numbers mean, which process may log (one should: the caller decides).
+The training loop logs numbers without knowing where they go, and a resumed run continues the curves of the one before.
+The only place that imports `wandb` or TensorBoard, and only when they are configured.
 
 Resuming: the wandb run id is derived from project and run name, so the same name is the same wandb run. Steps are
 logged as a number of their own and made the x-axis, because wandb drops points whose own step counter goes back.

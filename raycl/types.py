@@ -1,9 +1,8 @@
 """The nouns that every package shares, and the legend of shapes.
 
-Shapes: B examples in a batch, L source tokens, T target tokens, V vocabulary, C labels, D hidden width (or a
-linear's inputs), O a linear's outputs, N adapters, r the rank of one, R the ranks of several together.
-Suffixes on tensor names follow the legend where a function handles several (`source_BL`).
-What it does not know: how any of these are made.
+Shapes: B examples in a batch, L source tokens, T target tokens, V vocabulary, C labels, D hidden width (or a linear's
+inputs), O a linear's outputs, N adapters, r the rank of one, R the ranks of several together. Suffixes on tensor names
+follow the legend where a function handles several (`source_BL`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Adapters of drawn weights, in memory: a snapshot of them that a model can load without any file.
-
-What it does not know: what is measured with them.
-"""
+"""Adapters of drawn weights, in memory: a snapshot of them that a model can load without any file."""
 
 from __future__ import annotations
 

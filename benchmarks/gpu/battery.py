@@ -1,7 +1,6 @@
 """Streams of two tiny tasks, run on the device and on the CPU from the same start: losses, gradients, answers, resume.
 
 The real training loop, loading code and checkpoints, in temporary folders.
-What it does not know: which cases are worth running.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Models of the sizes that people use, with random weights made on the device, and tokenizers made of numbers.
-
-What it does not know: adapters, what is measured.
-"""
+"""Models of the sizes that people use, with random weights made on the device, and tokenizers made of numbers."""
 
 from __future__ import annotations
 

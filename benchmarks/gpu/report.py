@@ -1,7 +1,4 @@
-"""The figures of a run of the suite as a page in Markdown.
-
-What it does not know: how anything was measured.
-"""
+"""The figures of a run of the suite as a page in Markdown."""
 
 from __future__ import annotations
 

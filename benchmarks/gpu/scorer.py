@@ -2,7 +2,6 @@
 
 `python -m benchmarks.gpu.scorer` is that process: it reads requests as lines of JSON, `{"job": ...}` of a run and then
 `{"score": CHECKPOINT}` for each row, and writes an answer to each.
-What it does not know: what is measured.
 """
 
 from __future__ import annotations

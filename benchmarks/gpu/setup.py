@@ -1,7 +1,4 @@
-"""What the parts of the suite share: the device, the sizes, cases, and the check that a result is right.
-
-What it does not know: which parts there are.
-"""
+"""What the parts of the suite share: the device, the sizes, cases, and the check that a result is right."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The suite: parts in order of value, each within its share of the time, every figure kept as soon as it is known.
-
-What it does not know: what any part measures.
-"""
+"""The suite: parts in order of value, each within its share of the time, every figure kept as soon as it is known."""
 
 from __future__ import annotations
 

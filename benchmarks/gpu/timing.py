@@ -1,7 +1,6 @@
 """Times of several contenders on one device, in turn round after round, so that a clock that drifts slows all.
 
 On CUDA, time is measured by events on the stream; elsewhere by the clock.
-What it does not know: what the contenders compute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Banks of drawn adapters to serve, and routers over drawn tasks: any number of them, with the cost of real ones.
-
-What it does not know: clients.
-"""
+"""Banks of drawn adapters to serve, and routers over drawn tasks: any number of them, with the cost of real ones."""
 
 from __future__ import annotations
 

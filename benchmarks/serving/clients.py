@@ -2,8 +2,7 @@
 
     python -m benchmarks.serving.clients '{"url": ..., "clients": 32, "seconds": 10, "bodies": [...]}'
 
-prints what they saw as JSON. Why it exists: clients in the benchmark's own process would slow what they measure.
-What it does not know: what the answers mean.
+prints what they saw as JSON. Clients in the benchmark's own process would slow what they measure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Hostile requests, one a second beside ordinary ones: malformed, oversized, extreme, never finished.
-
-What it does not know: what the endpoint serves.
-"""
+"""Hostile requests, one a second beside ordinary ones: malformed, oversized, extreme, never finished."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 (a) the batched model in this process, without Ray; (b) the whole endpoint with a model that answers at once; (c) the
 endpoint with the bare backbone and a label head; (c') the same plus one pass of the sentence encoder whose result is
 thrown away, which is the price of needing no task id; (d) the endpoint over banks of several sizes.
-What it does not know: tasks that mean something.
 """
 
 from __future__ import annotations

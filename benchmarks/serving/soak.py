@@ -1,7 +1,4 @@
-"""The endpoint under load for minutes, while replicas are killed, damaged snapshots published, hostile requests sent.
-
-What it does not know: how an endpoint is started.
-"""
+"""An endpoint under load for minutes while replicas are killed, snapshots damaged and hostile requests sent."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 A random LLaMA-shaped model is trained for some steps by workers over gloo, without Ray, as a run trains it. After each
 step a worker returns freed memory to the system and notes its resident memory without files and shared pages; the most
 until the next forward pass, or until evaluation begins, is what the checkpoint took. The workers' figures are added up.
-What it does not know: what is written, and how.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ A LoRA is trained on the tasks together for a few steps, until its answers end a
 test rows, in turn and round after round: with the adapter as it is, so that all rows have one mixture and share the
 reading of their task's definition; and with a weight of its own for each row, as SAPT and SLM give, where nothing can
 be shared. With --overlap, a stream is run with and without `eval.mode=overlap` instead.
-What it does not know: whether answers are right.
 """
 
 from __future__ import annotations

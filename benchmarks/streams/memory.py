@@ -4,7 +4,6 @@ A random LLaMA-shaped model is written to a folder, and `raycl train` learns two
 user would start it. Each process counts with its proportional memory (Pss: pages that several processes map are divided
 among them), so the sum over the command, Ray's processes and the workers is what the node needs; the object store is in
 it, since Ray's processes map it.
-What it does not know: what a worker does with its memory.
 """
 
 from __future__ import annotations

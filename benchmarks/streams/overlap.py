@@ -3,7 +3,6 @@
 Both runs have one worker with the same CPUs, and overlap has a process more, so where a machine has no CPU to spare for
 it, its time shows what sharing costs. Runs alternate. Wall-clock is that of the worker, from its claim on the run to
 its last record: Ray's start is left out, loading and that of the process that scores are not.
-What it does not know: how rows are scored.
 """
 
 from __future__ import annotations

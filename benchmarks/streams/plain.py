@@ -2,9 +2,8 @@
 
     python -m benchmarks.streams.plain WORKSHEET REPORT
 
-Why it exists: the price of the platform is what it costs more than this. Nothing of raycl's training, data or method
-code runs here; only loading the weights is shared, and the work comes as a worksheet of texts and batches.
-What it does not know: raycl's steps, Ray, several workers, stopping and resuming.
+The price of the platform is what it costs more than this. Nothing of raycl's training, data or method code runs here;
+only loading the weights is shared, and the work comes as a worksheet of texts and batches.
 """
 
 from __future__ import annotations

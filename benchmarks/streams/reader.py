@@ -1,7 +1,6 @@
 """A process that reads a whole token table and reports its memory afterwards.
 
-Why it exists: apart from `sharing`, so that the readers start without loading what makes tables.
-What it does not know: how many readers there are, what the sizes are compared with.
+Apart from `sharing`, so that the readers start without loading what makes tables.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Is tokenised data held once per node? Two processes read the same whole token table; memory is as the kernel reports.
 
-`Pss` of a mapping counts each page divided by the number of processes that share it: over all workers it sums to
-the file's size if they share one copy, and to twice that if each of two has its own.
-What it does not know: models, training.
+`Pss` of a mapping counts each page divided by the number of processes that share it: over all workers it sums to the
+file's size if they share one copy, and to twice that if each of two has its own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """raycl through Ray Train against a plain PyTorch loop: the same backbone, rows, batches, steps and evaluations.
 
-Trials alternate (plain, raycl, plain, raycl, ...), so that a machine that slows down slows both, and every trial is
-a fresh process with a cold cache, the same number of torch threads and the same priority. The largest difference of
-the loss traces and the share of different answers show whether both did the same work.
-What it does not know: how the work is done (`plain`, `raycl.launch.driver`).
+Trials alternate (plain, raycl, plain, raycl, ...), so that a machine that slows down slows both, and every trial is a
+fresh process with a cold cache, the same number of torch threads and the same priority. The largest difference of the
+loss traces and the share of different answers show whether both did the same work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One trial each of the plain loop and of raycl: the same work, measured the same way.
-
-What it does not know: how trials are compared.
-"""
+"""One trial each of the plain loop and of raycl: the same work, measured the same way."""
 
 from __future__ import annotations
 

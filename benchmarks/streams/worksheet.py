@@ -1,8 +1,7 @@
 """The work of one comparison written down: texts, answers, and which rows make which micro-batch.
 
-Why it exists: the plain loop must do the same steps and evaluations without using the platform's data code; it gets
-this plain tree of strings and numbers.
-What it does not know: which program does the work.
+The plain loop must do the same steps and evaluations without using the platform's data code; it gets this plain tree of
+strings and numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The model card of an exported adapter: what it is, and lines that use it without raycl, as the endpoint would.
 
-Why it exists: tensors and a config do not contain the prompt around a text, how states are pooled, or the labels of a
-head. The same metadata is kept as `raycl.json`, which the printed lines read.
-What it does not know: banks, snapshots, files.
+Tensors and a config do not contain the prompt around a text, how states are pooled, or the labels of a head. The same
+metadata is kept as `raycl.json`, which the printed lines read.
 """
 
 from __future__ import annotations

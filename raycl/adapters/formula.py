@@ -1,16 +1,14 @@
 """The one formula: `y += gate * (x A^T) B`, in the two shapes that are worth computing.
 
-Shared: all rows of all adapters in use, each example closes the gates it does not want (two GEMMs).
-Own: every example brings the few rows it wants (two batched GEMMs), cheaper when an example uses a small part of
-what the batch uses, as under SLM's retrieval. Both give the exact sum of weighted adapter outputs: A and B are
-never averaged.
-With an activation f between the two GEMMs, `y += gate * f(x A^T) B`, an adapter is no weight increment but a bottleneck
+Shared: all rows of all adapters in use, each example closes the gates it does not want (two GEMMs). Own: every example
+brings the few rows it wants (two batched GEMMs), cheaper when an example uses a small part of what the batch uses, as
+under SLM's retrieval. Both give the exact sum of weighted adapter outputs: A and B are never averaged. With an
+activation f between the two GEMMs, `y += gate * f(x A^T) B`, an adapter is no weight increment but a bottleneck
 (Houlsby et al. 2019, without biases) in parallel to its linear (He et al. 2022, "parallel adapter"). `relu_` works in
-place under autograd too: nothing else reads what the first GEMM gave.
-A prefix is attention from each token to learned keys and values beside that to the tokens (prefix tuning, Li and Liang
-2021), with a softmax of its own whose result is added, as in LLaMA-Adapter (Zhang et al. 2023). Keys in the place of A
-and values in that of B make it the same formula with f = softmax, in each head (He et al. 2022, section 3.1).
-What it does not know: where rows are kept, which example wants which.
+place under autograd too: nothing else reads what the first GEMM gave. A prefix is attention from each token to learned
+keys and values beside that to the tokens (prefix tuning, Li and Liang 2021), with a softmax of its own whose result is
+added, as in LLaMA-Adapter (Zhang et al. 2023). Keys in the place of A and values in that of B make it the same formula
+with f = softmax, in each head (He et al. 2022, section 3.1).
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ weights (our own: neither SLM's nor SAPT's paper defines it). Rule `logit`: weig
 `sum`: logits of all active adapters added up, whatever their weights (SD-LoRA's are of linears alone). Rule
 `label_count`, for comparison: SLM's released code picks the head by the true number of labels: one head for each such
 number, trained by the first task that has so many and frozen then; the task of each text must be given.
-What it does not know: how the mixture was chosen.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A linear layer that adds, for each example, its own mixture of low-rank updates.
 
 In a stack of prefixes it is an attention's output projection and adds, for each example, attention to its prefixes.
-What it does not know: which mixture is active (its stack does), which adapters exist.
 """
 
 from __future__ import annotations

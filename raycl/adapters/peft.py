@@ -1,7 +1,6 @@
 """An adapter under PEFT's names on disk, both ways, for `peft.PeftModel.from_pretrained` and LoRA servers.
 
 PEFT only warns about keys it does not know; here they are errors.
-What it does not know: folders and files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """An active mixture, prepared for the layers: which rows, which gates, in which of the two forms.
 
 Everything is computed once when the mixture is activated, not once per layer or decoding step.
-What it does not know: where the mixture came from.
 """
 
 from __future__ import annotations

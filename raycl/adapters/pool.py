@@ -1,8 +1,7 @@
 """The rows of loaded adapters on the device: one tensor per shape of linear, all layers of that shape together.
 
-One tensor makes loading an adapter, and picking a batch's rows for all layers, a few copies instead of hundreds.
-Plain tensors, no parameters or buffers: engines neither cast, shard, average nor save them.
-What it does not know: which adapters the rows belong to.
+One tensor makes loading an adapter, and picking a batch's rows for all layers, a few copies instead of hundreds. Plain
+tensors, no parameters or buffers: engines neither cast, shard, average nor save them.
 """
 
 from __future__ import annotations

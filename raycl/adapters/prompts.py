@@ -9,7 +9,6 @@ positions masked.
 Prompts in training may have another form (SLM, appendix A.5): with an MLP beside them, P' = MLP(P) + P (eq. 10,
 Progressive Prompts), or behind a gate that starts at zero, P' = gate P (eq. 11, LLaMA-Adapter). What is learned is kept
 as P', so frozen prompts are plain, and no task id is needed to find a task's MLP.
-What it does not know: which model reads the positions.
 """
 
 from __future__ import annotations

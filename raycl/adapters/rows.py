@@ -1,8 +1,7 @@
 """Which rows of the pool belong to which loaded adapter: allocation, least-recently-used eviction, pins.
 
-Why it exists: a bank may hold 10,000 adapters, a device keeps the few that are in use. Rows, not fixed-size slots,
-are handed out, so adapters of any rank share one pool.
-What it does not know: what is in the rows.
+A bank may hold 10,000 adapters, a device keeps the few that are in use. Rows, not fixed-size slots, are handed out, so
+adapters of any rank share one pool.
 """
 
 from __future__ import annotations

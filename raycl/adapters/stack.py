@@ -1,10 +1,8 @@
 """All adapters of one model: attached to its linears, loaded on its device or in training, and the active mixture.
 
-    with stack.activate(mixture):   # stays active until backward has ended: recomputation reads it again
-        loss = model(...)
-        loss.backward()
-
-What it does not know: how the mixture was chosen, where adapters are stored (a `source` returns missing ones).
+with stack.activate(mixture):   # stays active until backward has ended: recomputation reads it again
+    loss = model(...)
+    loss.backward()
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What one adapter holds: does it fit a model, mixtures as one adapter, folding into plain weights.
 
-A mixture of LoRAs is one LoRA of the ranks added up, exactly: A's rows stand below each other, B's columns beside
-each other. (Averaging A and B, or a truncated SVD, is 50-370 % off.)
-What it does not know: files, PEFT's names, how mixtures are chosen.
+A mixture of LoRAs is one LoRA of the ranks added up, exactly: A's rows stand below each other, B's columns beside each
+other. (Averaging A and B, or a truncated SVD, is 50-370 % off.)
 """
 
 from __future__ import annotations

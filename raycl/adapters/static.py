@@ -1,9 +1,8 @@
 """Rows in use at fixed addresses and of a fixed number, for torch.compile and CUDA graphs.
 
-Activating a mixture copies its rows into preallocated tensors and fills one gate: shapes and addresses never
-change, so another mixture, or an adapter learned a minute ago, costs no recompilation and no new graph. Rows beyond
-those in use have closed gates.
-What it does not know: which rows those are.
+Activating a mixture copies its rows into preallocated tensors and fills one gate: shapes and addresses never change, so
+another mixture, or an adapter learned a minute ago, costs no recompilation and no new graph. Rows beyond those in use
+have closed gates.
 """
 
 from __future__ import annotations

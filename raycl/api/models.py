@@ -1,7 +1,4 @@
-"""A snapshot of a bank that answers texts in this process.
-
-What it does not know: how anything was learned.
-"""
+"""A snapshot of a bank that answers texts in this process."""
 
 from __future__ import annotations
 

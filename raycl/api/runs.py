@@ -1,7 +1,4 @@
-"""Runs: train on a stream, look at what came of it, and go on.
-
-What it does not know: how a run is trained (`raycl.launch`).
-"""
+"""Runs: train on a stream, look at what came of it, and go on."""
 
 from __future__ import annotations
 

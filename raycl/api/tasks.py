@@ -1,7 +1,4 @@
-"""Tasks of rows in memory, as files that a run can read again when it is resumed.
-
-What it does not know: what is learned from them.
-"""
+"""Tasks of rows in memory, as files that a run can read again when it is resumed."""
 
 from __future__ import annotations
 

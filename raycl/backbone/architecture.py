@@ -1,7 +1,6 @@
 """A backbone's architecture from its config.json alone, for arithmetic; weights and tokenizer may be missing.
 
 Large models of the papers and of `cluster/README.md` are known by their published sizes, so that nothing is fetched.
-What it does not know: what is computed from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The interface of a backbone: a loss over a batch, answers for a batch, and which linears it has.
-
-What it does not know: how the model was loaded, and which of its parameters a method trains.
-"""
+"""The interface of a backbone: a loss over a batch, answers for a batch, and which linears it has."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Text to token ids and back with a Hugging Face fast tokenizer (the `TextCodec` of `raycl.types`).
-
-What it does not know: prompts, files, batches.
-"""
+"""Text to token ids and back with a Hugging Face fast tokenizer (the `TextCodec` of `raycl.types`)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@
         (gradient,) = torch.autograd.grad(loss(model), ones)
 
 Layers without an open gate are as they were; a gate is asked in each pass for the examples that the layer sees.
-What it does not know: what the factors mean.
 """
 
 from __future__ import annotations

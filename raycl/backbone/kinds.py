@@ -1,7 +1,4 @@
-"""The kinds of backbone and what each can do: the one table that a new kind is added to.
-
-What it does not know: models, tokenizers.
-"""
+"""The kinds of backbone and what each can do: the one table that a new kind is added to."""
 
 from __future__ import annotations
 

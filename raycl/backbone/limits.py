@@ -1,7 +1,4 @@
-"""What a model can read, positions of a sequence and rows of its input embeddings, beside what a codec will give it.
-
-What it does not know: how long the texts are.
-"""
+"""What a model can read, positions of a sequence and rows of its input embeddings, beside what a codec will give it."""
 
 from __future__ import annotations
 

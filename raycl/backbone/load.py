@@ -1,9 +1,8 @@
 """Loading a backbone by name: the packaged default, a hub id, or a local folder.
 
-Why it exists: every `from_pretrained` of the project is here, with the two rules that protect users: weights
-come from safetensors and remote code never runs, unless the settings allow otherwise.
-Transformers is imported where a model is read, so that settings are checked before it.
-What it does not know: what the model will be trained on.
+Every `from_pretrained` of the project is here, with the two rules that protect users: weights come from safetensors and
+remote code never runs, unless the settings allow otherwise. Transformers is imported where a model is read, so that
+settings are checked before it.
 """
 
 from __future__ import annotations

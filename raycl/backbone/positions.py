@@ -6,7 +6,6 @@ the input of its output layer is cut, so what a model does before and behind it 
 embeddings, BART's bias, Gemma's soft capping, Cohere's scale), and an engine's hooks on the layer fire as always.
 Packing: examples of unlike lengths stand one after another in rows as long as the longest of them. Where position ids
 begin at 0 again, Transformers' attention begins anew, in every implementation of it and in sliding windows as well.
-What it does not know: what the labels are of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which linear layers of a model play which role, so that `attention.query` means the same everywhere.
-
-What it does not know: what will be attached to the layers.
-"""
+"""Which linear layers of a model play which role, so that `attention.query` means the same everywhere."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where learned adapters live: versioned, immutable, hash-checked, shared.
 
-What it does not know: methods, models, mixtures. It stores `raycl.types.AdapterState` and gives it back.
+Does not depend on methods, models or mixtures: it stores `raycl.types.AdapterState` and gives it back.
 """
 
 from raycl.bank.bank import Bank

@@ -1,8 +1,7 @@
 """Which snapshot of a bank is active: a log of decisions beside it, each created exclusively and never changed.
 
-Why it exists: replicas on any node, and after any restart, must agree, and a rollback must hold until the next
-decision although newer snapshots are there.
-What it does not know: serving.
+Replicas on any node, and after any restart, must agree, and a rollback must hold until the next decision although newer
+snapshots are there.
 """
 
 from __future__ import annotations

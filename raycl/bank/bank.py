@@ -2,7 +2,6 @@
 
 Versions and snapshots are created exclusively and never rewritten, so of two racing writers exactly one wins and the
 other gets an error. Tensors are stored under their hash: without a manifest they are leftovers.
-What it does not know: models, methods, Ray.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@
 Each move is created exclusively and never changed: of two writers that saw the same head, one creates the next move,
 and the other gets an error (compare-and-swap without a lock). Writers move a branch forward only: its head is always an
 ancestor of what it moves to. Back, to a snapshot that it had before, it goes by `Branch.go_back` alone.
-What it does not know: who moves branches, and which one an endpoint follows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The integrity check of snapshots: each object is read and hashed once, and remembered.
 
-Why it exists: a snapshot is activated before most of its adapters are needed; a damaged one must be found
-then, and not by the requests that need it.
-What it does not know: where the bytes come from (the bank itself, or the cluster's object store).
+A snapshot is activated before most of its adapters are needed; a damaged one must be found then, and not by the
+requests that need it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
     leases/<hash of the run's address>.json     written again at every checkpoint, deleted at the end of the run
 
 A run that ended without finishing leaves its lease behind; after `LEASE_S` it counts no longer.
-What it does not know: runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """What is written about adapters and snapshots: small JSON, strict when read.
 
-    objects/<2 hex>/<sha256>.safetensors     tensors, named by their content: written first, meaning nothing alone
-    adapters/<name>/<version>.json           a manifest, created exclusively: with it the version is published
-    snapshots/<number>.json                  names adapters, router, backbone and encoder by hash; created exclusively
-
-What it does not know: how tensors are laid out in a file.
+objects/<2 hex>/<sha256>.safetensors     tensors, named by their content: written first, meaning nothing alone
+adapters/<name>/<version>.json           a manifest, created exclusively: with it the version is published
+snapshots/<number>.json                  names adapters, router, backbone and encoder by hash; created exclusively
 """
 
 from __future__ import annotations

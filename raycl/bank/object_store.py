@@ -1,12 +1,11 @@
 """The object-store cache: objects of a bank in Ray's object store, once per node, mapped by readers without copies.
 
 Training workers, trials, the gate, routers and model replicas read adapters, routers and training states through it. A
-named actor, the cache actor, reads each file of tensors once, checks its hash and puts its bytes into the
-object store; readers get references and look at the shared memory itself. Objects die with their owner: when the
-cache actor or a node is lost, the actor restarts empty and fills again from the bank, and a reader whose references
-are lost retries. What was mapped before stays valid and unchanged. What a full object store does not take is read
-from the bank by every reader itself.
-What it does not know: mixtures.
+named actor, the cache actor, reads each file of tensors once, checks its hash and puts its bytes into the object store;
+readers get references and look at the shared memory itself. Objects die with their owner: when the cache actor or a
+node is lost, the actor restarts empty and fills again from the bank, and a reader whose references are lost retries.
+What was mapped before stays valid and unchanged. What a full object store does not take is read from the bank by every
+reader itself.
 """
 
 from __future__ import annotations

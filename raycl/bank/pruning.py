@@ -1,7 +1,6 @@
 """What was removed from a bank on purpose: a record of each pruning, written before anything goes.
 
-Why it exists: a missing snapshot is a loss unless it was removed; only a record distinguishes the two.
-What it does not know: why it was removed.
+A missing snapshot is a loss unless it was removed; only a record distinguishes the two.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A router's state in and out of a snapshot.
-
-What it does not know: what routers do with it.
-"""
+"""A router's state in and out of a snapshot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tensors of a state by name, in groups of those that are stored together as one object.
-
-What it does not know: where the objects are.
-"""
+"""Tensors of a state by name, in groups of those that are stored together as one object."""
 
 from __future__ import annotations
 

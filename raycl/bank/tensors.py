@@ -1,7 +1,6 @@
 """An adapter's tensors as one safetensors file, and back without copying a byte.
 
 The format (huggingface.co/docs/safetensors): length of the header as 8 bytes, the header as JSON, the tensors.
-What it does not know: where the bytes come from (a file map, Ray's object store, a download).
 """
 
 from __future__ import annotations

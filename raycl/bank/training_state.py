@@ -3,7 +3,6 @@
     states/<2 hex>/<sha256>.json     a record, named by its content: values, and the object of each group of tensors
 
 Tensors that are an adapter's or a router's are the same objects, stored once.
-What it does not know: what the values and groups mean.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 A command's module has `parser(prog)`, `arguments(words, prog)` and `run(options)`, which returns the exit status. It
 imports what it needs in `run`, so that `--help` does not wait for heavy libraries.
-What it does not know: what the commands do.
 """
 
 from __future__ import annotations

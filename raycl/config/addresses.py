@@ -1,8 +1,7 @@
 """Addresses of storage in configs: printed before they are used, and refused where a record names them.
 
-Why it exists: a request to a store carries the user's credentials or is signed with them, and an address can name any
-server. So the user is told where requests go, and what comes with a bank cannot send any elsewhere.
-What it does not know: how a store is asked.
+A request to a store carries the user's credentials or is signed with them, and an address can name any server. So the
+user is told where requests go, and what comes with a bank cannot send any elsewhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Writing into a config tree: overrides, and a tree laid over another one.
 
-Why it exists: `method=lora` and `method: {name: lora}` are the same node, so neither an override nor a file that
-extends another may treat a named node as a plain mapping.
-What it does not know: which sections exist, files.
+`method=lora` and `method: {name: lora}` are the same node, so neither an override nor a file that extends another may
+treat a named node as a plain mapping.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Environment variables that a config file may read by `${oc.env:NAME}`.
 
-Why it exists: a config of another author could put any variable, a key for example, into an address that the run then
-sends requests to. So only folders of data and models are read, and what the command allows by name.
-What it does not know: which settings the values are for.
+A config of another author could put any variable, a key for example, into an address that the run then sends requests
+to. So only folders of data and models are read, and what the command allows by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Names that become files and folders: of runs, sweeps, tasks and adapters, in any script.
-
-What it does not know: where the folders are.
-"""
+"""Names that become files and folders: of runs, sweeps, tasks and adapters, in any script."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What can be set: path, type, default and description of every setting, from the config classes themselves.
 
-Why it exists: the reference in the documentation and the comments of `--print-config` are generated, so they describe
-the settings of this version.
-What it does not know: which config classes exist, and how a page looks.
+The reference in the documentation and the comments of `--print-config` are generated, so they describe the settings of
+this version.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Strict configuration: one YAML tree, dotted overrides, errors that name the dotted key, a fingerprint.
 
-Why it exists: a typo must be an error with the nearest valid key, before any work starts.
-OmegaConf parses, pydantic validates; ours is only the sugar for named nodes and the wording of errors.
-What it does not know: which sections exist (`raycl.run.config.RunConfig` puts the tree together).
+A typo must be an error with the nearest valid key, before any work starts. OmegaConf parses, pydantic validates; ours
+is only the sugar for named nodes and the wording of errors.
 
 Named nodes: `method=lora method.rank=8` is short for `method: {name: lora, rank: 8}`, and
 `modifiers=[migu] modifiers.migu.threshold=0.7` for `modifiers: {migu: {threshold: 0.7}}`. Naming another

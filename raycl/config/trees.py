@@ -1,7 +1,4 @@
-"""Config trees as flat maps of dotted paths: what differs between two, what is left without some, a fingerprint.
-
-What it does not know: what a setting means.
-"""
+"""Config trees as flat maps of dotted paths: what differs between two, what is left without some, a fingerprint."""
 
 from __future__ import annotations
 

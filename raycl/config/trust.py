@@ -1,8 +1,7 @@
 """What may run code of others: decided by the command that trains or serves, never by a file.
 
-Why it exists: a model's folder can bring Python code, and pickled weights can run some. A config, a sweep, a run or a
-snapshot of another author may request either; the user permits it on the command line, and workers inherit that.
-What it does not know: how a model is loaded.
+A model's folder can bring Python code, and pickled weights can run some. A config, a sweep, a run or a snapshot of
+another author may request either; the user permits it on the command line, and workers inherit that.
 """
 
 from __future__ import annotations

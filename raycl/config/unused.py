@@ -1,8 +1,7 @@
 """Settings that have no effect beside others: an error where the user wrote them, since they would be ignored.
 
-Why it exists: `method.arm.weight=2` beside an ablation without that term looks as if it were tried. Each section lists
-its own unused settings (`Section.unused_settings`). Trees that raycl wrote hold every setting, and load as they are.
-What it does not know: what a setting means.
+`method.arm.weight=2` beside an ablation without that term looks as if it were tried. Each section lists its own unused
+settings (`Section.unused_settings`). Trees that raycl wrote hold every setting, and load as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a task's data is understood as: rows, labels, lengths, what would be cut, mistakes, examples.
 
-Why it exists: most mistakes with data are seen at once when somebody looks at it before training.
-What it does not know: how the findings are shown.
+Most mistakes with data are seen at once when somebody looks at it before training.
 """
 
 from __future__ import annotations

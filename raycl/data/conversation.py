@@ -1,9 +1,8 @@
 """Conversations: messages in turn, and the one text that stands for them wherever a text is expected.
 
-Why it exists: routers, replay buffers and requests know texts. A conversation up to a user's message is such a text:
-that message alone where it is the only one, else each message below a line with its role. The chat template of the
-tokenizer is put around the messages when they are tokenised, as serving does.
-What it does not know: tokenizers, files.
+Routers, replay buffers and requests know texts. A conversation up to a user's message is such a text: that message
+alone where it is the only one, else each message below a line with its role. The chat template of the tokenizer is put
+around the messages when they are tokenised, as serving does.
 """
 
 from __future__ import annotations

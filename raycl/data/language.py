@@ -1,8 +1,7 @@
 """Texts as something to learn from without answers: hidden words to guess, or each next word.
 
-Why it exists: which words are hidden must differ from epoch to epoch and yet follow from (seed, epoch, row) alone, so
-that a run can stop and continue anywhere and N workers equal one.
-What it does not know: models, batches, which rows come when.
+Which words are hidden must differ from epoch to epoch and yet follow from (seed, epoch, row) alone, so that a run can
+stop and continue anywhere and N workers equal one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Batches: which rows make an optimizer step, and which part of them a worker sees.
 
-Why it exists: the rows of step k are a pure function of (seed, k), so a run can stop and continue at any step, and
-they do not depend on how many workers share them, so N workers equal one. Every worker gets equally many
-micro-batches, filled up with examples of weight 0, because collective operations need equal counts.
-What it does not know: files, models, Ray.
+The rows of step k are a pure function of (seed, k), so a run can stop and continue at any step, and they do not depend
+on how many workers share them, so N workers equal one. Every worker gets equally many micro-batches, filled up with
+examples of weight 0, because collective operations need equal counts.
 """
 
 from __future__ import annotations

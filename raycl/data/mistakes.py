@@ -1,8 +1,7 @@
 """Mistakes that data often has: dirty labels, test rows that are trained on, texts with several answers.
 
-Why it exists: they make a result meaningless without making a run fail. `raycl data check` and every new run look for
-the same ones; each has a count, and the setting, command or change that mends it.
-What it does not know: tokens, how the mistakes are shown.
+They make a result meaningless without making a run fail. `raycl data check` and every new run look for the same ones;
+each has a count, and the setting, command or change that mends it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tokenisation: chosen rows of a split become a memory-mapped table of ids, once per node.
 
-Why it exists: a prompt that is too long must lose the end of its *input*, never its instruction or its answer cue,
-and how often that happened must be known. What it does not know: files, batches.
+A prompt that is too long must lose the end of its *input*, never its instruction or its answer cue, and how often that
+happened must be known.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Prompt templates: what stands before and behind an input text.
 
-Why it exists: each paper wraps its inputs differently (methods' published prompts), and truncation must cut only
-the input, so a template is a pair (prefix, suffix) and never a format string: braces in data stay braces. Inputs that
-are conversations get the chat template of a tokenizer instead.
-What it does not know: tokenizers, files.
+Each paper wraps its inputs differently (methods' published prompts), and truncation must cut only the input, so a
+template is a pair (prefix, suffix) and never a format string: braces in data stay braces. Inputs that are conversations
+get the chat template of a tokenizer instead.
 """
 
 from __future__ import annotations

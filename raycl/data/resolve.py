@@ -1,7 +1,6 @@
 """From a stream's config to plans: which files make each task and how they are read.
 
-Why it exists: named benchmarks, folders of tasks, custom tasks and the builtin stream all end in one list.
-What it does not know: the rows in the files (`ingest`), what is done with them (`stream`).
+Named benchmarks, folders of tasks, custom tasks and the builtin stream all end in one list.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Which rows are used: the dev split, samples, few-shot subsets, one reference of several.
 
-Why it exists: every process must choose the same rows, so each choice is a pure function of the seed, the task's
-name and the rows, drawn from a generator of its own. Where rows belong together (turns of a conversation), a cut takes
-whole groups; `groups` are their numbers, one for each row, in the order of their first rows.
-What it does not know: files, tokens.
+Every process must choose the same rows, so each choice is a pure function of the seed, the task's name and the rows,
+drawn from a generator of its own. Where rows belong together (turns of a conversation), a cut takes whole groups;
+`groups` are their numbers, one for each row, in the order of their first rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The `stream` section of a run's config.
-
-What it does not know: how any of this is carried out.
-"""
+"""The `stream` section of a run's config."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A stream: the ordered tasks of a run, checked, cached, and given out as token tables.
 
-Why it exists: everything that can be wrong with data is found here, in the driver, before any worker starts; and
-workers that open the same config again find the same rows in the node's cache.
-What it does not know: models, how batches are dealt (`loader`).
+Everything that can be wrong with data is found here, in the driver, before any worker starts; and workers that open the
+same config again find the same rows in the node's cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A split as token ids, memory-mapped: what the loader, the evaluator and routers read.
-
-What it does not know: how the ids were made (`prepare`), batches (`loader`).
-"""
+"""A split as token ids, memory-mapped: what the loader, the evaluator and routers read."""
 
 from __future__ import annotations
 

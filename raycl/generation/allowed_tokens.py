@@ -1,7 +1,4 @@
-"""Which tokens may follow which, so that a generated answer is one of a few.
-
-What it does not know: models, batches.
-"""
+"""Which tokens may follow which, so that a generated answer is one of a few."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Greedy answers to a long sequence of prompts, as evaluation takes them, in one continuous batch.
 
-Why it exists: in batches of fixed rows every row waits for the longest answer, and a test set of labels has few long
-ones. Here rows leave at the end of their answers and the next prompts, of other tasks too, take their places. Prompts
-are read a few at a time, which need little padding; what all rows of a task begin with is read once where their
-mixture is the same (`raycl.generation.shared_prompt`).
-What it does not know: how prompts are routed, scores, workers.
+In batches of fixed rows every row waits for the longest answer, and a test set of labels has few long ones. Here rows
+leave at the end of their answers and the next prompts, of other tasks too, take their places. Prompts are read a few at
+a time, which need little padding; what all rows of a task begin with is read once where their mixture is the same
+(`raycl.generation.shared_prompt`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Evaluation takes those of label heads, and of models whose rows cannot join a running batch (`answer_batch`). Serving
 and the evaluation of all other models decode the same answers token by token, which tests compare.
-What it does not know: which adapters are active.
 """
 
 from __future__ import annotations

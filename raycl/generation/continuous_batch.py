@@ -1,7 +1,4 @@
-"""The continuous batch: texts join while others are decoded, each row has its own mixture, and rows leave at their end.
-
-What it does not know: threads, routers, labels.
-"""
+"""The continuous batch: texts join while others are decoded, each row has its own mixture and leaves at its end."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Sequences that are decoded together although they began at different times: a new one joins at any step.
 
-Why it exists: libraries that let requests join a running batch pack all tokens into one row, and then no row can have
-its own mixture of adapters. Here every sequence keeps a row of its own: caches are padded on the left, so that all
-rows write their next key at the same column, and what a row computes is what it would compute alone.
-What it does not know: sampling, adapters, when a sequence ends.
+Libraries that let requests join a running batch pack all tokens into one row, and then no row can have its own mixture
+of adapters. Here every sequence keeps a row of its own: caches are padded on the left, so that all rows write their
+next key at the same column, and what a row computes is what it would compute alone.
 """
 
 from __future__ import annotations

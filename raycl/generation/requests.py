@@ -1,7 +1,4 @@
-"""Generation requests, and the events that answer them.
-
-What it does not know: models, adapters, snapshots, HTTP.
-"""
+"""Generation requests, and the events that answer them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The mixture of texts by a router: of the texts themselves, or of what the backbone makes of their prompts.
 
 Evaluation and serving route by the same lines.
-What it does not know: where a router comes from, whose prompt a text gets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""From logits to tokens to pieces of text, each answer with its own settings, draws and ends.
-
-What it does not know: models, batches that change.
-"""
+"""From logits to tokens to pieces of text, each answer with its own settings, draws and ends."""
 
 from __future__ import annotations
 

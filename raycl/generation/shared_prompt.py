@@ -1,9 +1,7 @@
 """The beginning that the prompts of a task have in common, such as its definition, read once for all of them.
 
-Why it exists: of a prompt with an instruction, the text itself is often the smaller part. Keys and values of a token
-depend on nothing behind it, so rows with the same mixture of adapters can share those of a common beginning.
-For decoder-only backbones.
-What it does not know: tasks, when rows end.
+Of a prompt with an instruction, the text itself is often the smaller part. Keys and values of a token depend on nothing
+behind it, so rows with the same mixture of adapters can share those of a common beginning. For decoder-only backbones.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Sequences that are decoded at fixed addresses: one step is one CUDA graph for any mixture.
 
-Why it exists: on a GPU a step of a small batch is a thousand small kernels, whose launches take longer than they do.
-Here nothing changes its shape or address while sequences come and go: each has a slot in caches that are made once
-(and again, twice as long, when one of them outgrows them), so that a step can be captured and replayed. A slot's
-columns are filled from the first on, so a column is a position too. Empty slots are computed; their outputs are
-discarded. Without a GPU the same steps run uncaptured. For decoder-only backbones; others use `dynamic_cache`.
-What it does not know: sampling, adapters (the caller activates them at fixed addresses and gives a key for the graph),
-when a sequence ends.
+On a GPU a step of a small batch is a thousand small kernels, whose launches take longer than they do. Here nothing
+changes its shape or address while sequences come and go: each has a slot in caches that are made once (and again, twice
+as long, when one of them outgrows them), so that a step can be captured and replayed. A slot's columns are filled from
+the first on, so a column is a position too. Empty slots are computed; their outputs are discarded. Without a GPU the
+same steps run uncaptured. For decoder-only backbones; others use `dynamic_cache`. Adapters are the caller's: it
+activates them at fixed addresses and gives a key for the graph.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """How a text is read that comes without its task: what the router sees of it, and whose prompt it gets.
 
-Why it exists: the accuracy matrix with `eval.instruction=chosen`, an endpoint, `predict` and `evaluate` read a text in
-the same way. The router sees the text alone; one that reads prompts sees it without a prompt first, and then in the
-prompt of the task that its words select (`Mixture.by_text`), or where the router does not know, of the task with
-the largest weight. The system message of a conversation reaches the router only where it is
-the instruction that a task was learned with: then the text is read in that task's prompt from the beginning.
-What it does not know: models, requests, scores.
+The accuracy matrix with `eval.instruction=chosen`, an endpoint, `predict` and `evaluate` read a text in the same way.
+The router sees the text alone; one that reads prompts sees it without a prompt first, and then in the prompt of the
+task that its words select (`Mixture.by_text`), or where the router does not know, of the task with the largest weight.
+The system message of a conversation reaches the router only where it is the instruction that a task was learned with:
+then the text is read in that task's prompt from the beginning.
 """
 
 from __future__ import annotations

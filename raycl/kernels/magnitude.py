@@ -2,7 +2,6 @@
 
 Sums are float32 whatever the output's type: a bfloat16 sum of thousands of tokens loses the ranking, and quantiles of
 bfloat16 do not exist.
-What it does not know: which tokens are real, what the sums are for.
 """
 
 from __future__ import annotations

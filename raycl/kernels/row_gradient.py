@@ -1,10 +1,9 @@
 """A linear whose backward forms only chosen rows of the weight gradient, and an Adam that updates only those.
 
-Why it exists: a gradient row that will be masked need not be computed. At T = 0.7 that is 70 % of a weight's gradient,
-about a fifth of a fine-tuning step. Which rows are chosen is read when backward runs, so it may be decided as late as
-at the end of the forward pass; recomputation reads it again. The gradient keeps its full shape, zero elsewhere, so
-every engine reduces and reads it as usual; it equals the masked dense one to rounding.
-What it does not know: how rows are chosen, and why.
+A gradient row that will be masked need not be computed. At T = 0.7 that is 70 % of a weight's gradient, about a fifth
+of a fine-tuning step. Which rows are chosen is read when backward runs, so it may be decided as late as at the end of
+the forward pass; recomputation reads it again. The gradient keeps its full shape, zero elsewhere, so every engine
+reduces and reads it as usual; it equals the masked dense one to rounding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Which Ray a command uses: the one that is named, or one of its own on this machine, reached by loopback alone.
 
-Why it exists: a Ray that merely runs on this machine belongs to another command (an endpoint, another run); a command
-that joined it would wait for its CPUs and end with it. So several on one machine are normal, and each one's processes
-need its address: without `RAY_ADDRESS`, Ray searches for others.
-What it does not know: what runs on it.
+A Ray that merely runs on this machine belongs to another command (an endpoint, another run); a command that joined it
+would wait for its CPUs and end with it. So several on one machine are normal, and each one's processes need its
+address: without `RAY_ADDRESS`, Ray searches for others.
 """
 
 from __future__ import annotations

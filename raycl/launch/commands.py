@@ -1,7 +1,6 @@
 """Which run `raycl train` starts or continues.
 
 Settings and places are checked before the driver is imported, which brings Ray.
-What it does not know: how a run is trained.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Output of a command while workers run elsewhere: their progress lines, read from the run's log.
-
-What it does not know: the writers.
-"""
+"""Output of a command while workers run elsewhere: their progress lines, read from the run's log."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Ray Train: one worker group runs the whole stream, and restarts from the last checkpoint.
 
-Why it exists: the driver validates everything it can, writes the config, requests workers from the cluster, and reads
-the outcome from the run's own journal, which is more reliable than Ray's record of reported checkpoints.
-What it does not know: how training works (`raycl.training`), what the parts are (`raycl.run.assembly`).
+The driver validates everything it can, writes the config, requests workers from the cluster, and reads the outcome from
+the run's own journal, which is more reliable than Ray's record of reported checkpoints.
 """
 
 from __future__ import annotations

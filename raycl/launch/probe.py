@@ -1,8 +1,4 @@
-"""The large outputs of a finished run's model for each task's texts, measured in this process and kept in its folder.
-
-What it does not know: how a text is run through the model (`raycl.training.phase.output_probe`), how overlaps are
-shown (`raycl.operations.report.output_rows`).
-"""
+"""The large outputs of a finished run's model for each task's texts, measured in this process, kept in the run's folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What a run has written about itself: journal, heartbeat, results, errors, requests to stop, log.
 
-Why it exists: the text of `raycl status` and its page share one reading of a run's files.
-What it does not know: how it is said (`status`) or drawn (`page`).
+The text of `raycl status` and its page share one reading of a run's files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The process that scores rows of the matrix beside training (`eval.mode=overlap`), as an actor of the run's Ray.
 
 It belongs to the run's first worker, and ends with it: one process for all rows, which imports its libraries once.
-What it does not know: how a row is scored (`raycl.run.scoring`), when one is wanted, and where it is recorded
-(`raycl.training.pending_row`).
 """
 
 from __future__ import annotations

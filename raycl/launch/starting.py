@@ -1,7 +1,4 @@
-"""How workers begin a run that starts from a snapshot of a bank (`bank.start`), and score it before a revision.
-
-What it does not know: how such a run's config was made (`raycl.run.start`).
-"""
+"""How workers begin a run that starts from a snapshot of a bank (`bank.start`), and score it before a revision."""
 
 from __future__ import annotations
 

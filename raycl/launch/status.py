@@ -1,7 +1,7 @@
 """Status of a run, from its files alone: activity, progress, nodes, failures, and the command to continue.
 
-Why it exists: `ray job submit` hides a command's exit status, schedulers kill, and the status may be read elsewhere.
-What it does not know: Ray, and whether a process is alive; a run is alive as long as its heartbeat is young.
+`ray job submit` hides a command's exit status, schedulers kill, and the status may be read elsewhere. Does not depend
+on Ray, and cannot tell whether a process is alive: a run counts as alive while its heartbeat is young.
 """
 
 from __future__ import annotations

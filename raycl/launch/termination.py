@@ -3,7 +3,6 @@ kills; people press the other.
 
 A run in progress, or every running trial of a sweep and run of a comparison, gets a request to write a checkpoint and
 end; the command then exits with status 75 (EX_TEMPFAIL) or 130: start it again, and it continues.
-What it does not know: how workers stop (`raycl.training.control`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Ray Train's trainer, with fewer helper processes, and what it asks of the cluster.
 
-Why it exists: beside its workers, Train starts processes that serve what raycl does not use. Each one imports Ray Train
-again, one to two seconds of a CPU at every start of a run or of a worker group.
-What it does not know: what the workers do.
+Beside its workers, Train starts processes that serve what raycl does not use. Each one imports Ray Train again, one to
+two seconds of a CPU at every start of a run or of a worker group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a worker of Ray Train does: builds the parts of its run, learns the stream, and writes its log.
-
-What it does not know: how it was started, and what happens when it dies.
-"""
+"""What a worker of Ray Train does: builds the parts of its run, learns the stream, and writes its log."""
 
 from __future__ import annotations
 

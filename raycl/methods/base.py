@@ -1,8 +1,8 @@
 """The contract of a continual-learning method: ten hooks.
 
 A method never steps: it shapes the model, prepares batches, routes, adds a penalty and keeps what it learned. Only
-`raycl.training.phase.step` calls backward and step, so every method composes with every engine and gradient modifier.
-What it does not know: engines, workers, files.
+`raycl.training.phase.step` calls backward and step, so every method composes with every engine and gradient modifier. A
+method does not depend on engines, workers or files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a method may declare beside its hooks, and who acts on it: engines, the evaluator, passes for parameters alone.
-
-What it does not know: which methods declare what.
-"""
+"""What a method may declare in addition to its hooks; engines, the evaluator and passes for parameters act on it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The context of a phase: what a method may ask about the tasks that it learns.
-
-What it does not know: which method calls it, which engine trains, files.
-"""
+"""The context of a phase: what a method may ask about the tasks that it learns."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tensors of trained parameters that are kept over tasks, while the label head gains rows.
-
-What it does not know: what a method keeps of a parameter.
-"""
+"""Tensors of trained parameters that are kept over tasks, while the label head gains rows."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A modifier observes layers during the forward passes of a step and then changes whole gradients, after they were summed
 over workers and before they are clipped: the optimizer reads them there under every engine. It works with every method
-because neither depends on the other.
-What it does not know: engines, workers (it is given a sum over them), files.
+because neither depends on the other. A modifier does not depend on engines, workers (it is given sums over them) or
+files.
 """
 
 from __future__ import annotations

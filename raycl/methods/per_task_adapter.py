@@ -1,7 +1,4 @@
-"""Base class of methods with adapters of their own for every task: created, trained, frozen, published, restored.
-
-What it does not know: how texts are routed to the adapters.
-"""
+"""Base class of methods with adapters of their own for every task: created, trained, frozen, published, restored."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 The adapter is active for every text with weight 1, the backbone is frozen, and the label head of encoder-only backbones
 is trained with it. Where tasks begin and end need not be known, and no task id is needed at test.
-What it does not know: what the adapter is, how it begins.
 """
 
 from __future__ import annotations

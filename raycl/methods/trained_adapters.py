@@ -1,7 +1,4 @@
-"""What the adapters in training hold at the end of a task, wherever it stands: linears, soft prompts, label rows.
-
-What it does not know: which method trains them, how they are chosen later.
-"""
+"""What the adapters in training hold at the end of a task, wherever it stands: linears, soft prompts, label rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Answers with their references, as every metric gets them.
-
-What it does not know: metrics, tasks.
-"""
+"""Answers with their references, as every metric gets them."""
 
 from __future__ import annotations
 

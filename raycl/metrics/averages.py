@@ -1,8 +1,7 @@
 """Averages of the last row of the matrix: over all tasks, the first two and the last two.
 
-Why it exists: DAS and MIGU report macro-F1 and accuracy of end tasks side by side, and what happened to the earliest
-and latest domains (MIGU, section on continual pre-training).
-What it does not know: how a score came about.
+DAS and MIGU report macro-F1 and accuracy of end tasks side by side, and what happened to the earliest and latest
+domains (MIGU, section on continual pre-training).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The 95 % confidence interval of a score over a sample of rows.
-
-What it does not know: metrics, which rows were drawn.
-"""
+"""The 95 % confidence interval of a score over a sample of rows."""
 
 from __future__ import annotations
 

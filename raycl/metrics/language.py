@@ -1,7 +1,4 @@
-"""One cell of the accuracy matrix where texts themselves are learned: how many of their tokens are guessed right.
-
-What it does not know: which tokens are to be guessed, backbones, process groups; it is given functions for them.
-"""
+"""One cell of the accuracy matrix where texts themselves are learned: how many of their tokens are guessed right."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The accuracy matrix, and the standard numbers of continual learning as pure functions of it.
 
-Why it exists: two columns both called "BWT" are rarely the same number. The whole matrix is kept with sample counts,
-and each number is a function of its values with the formula beside it; published deviations are in `variants`.
-What it does not know: how a score came about, which method was trained, where results are stored.
+Two columns both called "BWT" are rarely the same number. The whole matrix is kept with sample counts, and each number
+is a function of its values with the formula beside it; published deviations are in `variants`.
 
 Notation: M tasks; `a[i][j]` is the score on task j after phase i, 0 to 100, None where it was not measured. Formulas
 count from 1 as the papers do, code from 0. A sequence of tasks has a square matrix; `joint` training has either one

@@ -1,8 +1,7 @@
 """Scores of overlapping text: Rouge-L, BLEU and edit similarity, by the libraries that define them.
 
-Why it exists: rouge_score reads ASCII letters and digits alone, so that Chinese scores 0 and words with umlauts fall
-apart; here it gets words of every script.
-What it does not know: tasks, the off-task rule.
+Rouge_score reads ASCII letters and digits alone, so that Chinese scores 0 and words with umlauts fall apart; here it
+gets words of every script.
 """
 
 from __future__ import annotations

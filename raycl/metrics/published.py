@@ -1,7 +1,6 @@
 """Published numbers beside our own: what a comparison file says that a paper printed for its rows.
 
 A comparison writes them into its folder (`published.json`), so that later reports show them too.
-What it does not know: how rows are configured, how numbers are shown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Result files: where they are, what is read from them, how a run is called.
 
-Why it exists: tables, plots and comparisons share one reading of a result tree, and one way to name a run.
-What it does not know: the writer of the file, how a number was computed.
+Tables, plots and comparisons share one reading of a result tree, and one way to name a run.
 
 A result tree is the parsed `results.json` of a run; the keys used here are `config` (with `seed`, `stream`,
 `backbone`, `method`, perhaps `modifiers`), `stream` (with `tasks`), `phases`, `matrix`, `metrics`, perhaps `unseen`.

@@ -4,7 +4,6 @@ Xu et al. 2016, "Optimizing Statistical Machine Translation for Text Simplificat
 four words, F1 of what was added and kept, precision of what was deleted. No maintained package has it without
 downloading code, so it stands here. As in the script that Hugging Face's `evaluate` downloads, 0/0 counts as 1 and
 texts are lower-cased and tokenised by sacrebleu.
-What it does not know: tasks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The same names as others compute them: published deviations from the numbers in `matrix`.
 
-Why it exists: a number may be printed beside a published one only if both follow the same formula. Each variant
-reproduces what one paper states or one repository's code does, with the source in one line.
-What it does not know: published results themselves.
+A number may be printed beside a published one only if both follow the same formula. Each variant reproduces what one
+paper states or one repository's code does, with the source in one line.
 
 `reference` is what a variant subtracts: `singles` (each task trained alone), `untrained` (each task before any
 training), or nothing. The notation is that of `matrix`; None where a number is undefined.

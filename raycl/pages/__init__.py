@@ -1,4 +1,1 @@
-"""Pages for a browser: plain files without a build step, their content security policy, and the address they are at.
-
-What it does not know: what a page shows.
-"""
+"""Pages for a browser: plain files without a build step, their content security policy, and the address they are at."""

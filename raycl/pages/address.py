@@ -1,7 +1,4 @@
-"""Addresses of HTTP servers: sockets that listen, URLs, and which ones are this machine's alone.
-
-What it does not know: what is served there.
-"""
+"""Addresses of HTTP servers: sockets that listen, URLs, and which ones are this machine's alone."""
 
 from __future__ import annotations
 

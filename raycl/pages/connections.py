@@ -1,8 +1,7 @@
 """HTTP connections with limits: uvicorn's protocol, which by itself lets a client send and hold as much as it likes.
 
-Why it exists: uvicorn has settings for idle connections after an answer, but none for the size of a head (of its faster
-parser), for the time until one is complete, for pipelined requests and for answers that a client does not read.
-What it does not know: what is answered.
+Uvicorn has settings for idle connections after an answer, but none for the size of a head (of its faster parser), for
+the time until one is complete, for pipelined requests and for answers that a client does not read.
 """
 
 from __future__ import annotations

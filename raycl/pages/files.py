@@ -1,7 +1,6 @@
 """The files of a page, served with their types, a content security policy and a tag.
 
-Why it exists: the playground and the page of a run's status are served in the same way, and share colours and icon.
-What it does not know: what the page requests beside its files.
+The playground and the page of a run's status are served in the same way, and share colours and icon.
 """
 
 from __future__ import annotations

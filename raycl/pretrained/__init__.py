@@ -1,7 +1,4 @@
-"""Pretrained models by name: where their files lie, which are fetched from the hub, and which model they are.
-
-What it does not know: how any of them is loaded.
-"""
+"""Pretrained models by name: where their files lie, which are fetched from the hub, and which model they are."""
 
 from raycl.pretrained.hashes import fingerprint_of, parts_of
 from raycl.pretrained.loading import ONE_AT_A_TIME

@@ -3,7 +3,6 @@
 A record beside the files, `.raycl-hashes.json`, holds the hash of each large file with its size, modification time and
 inode. A folder that cannot be written to has it in the cache, `hashes/` of `$RAYCL_CACHE` or `~/.cache/raycl`. Where
 several processes of a node ask at once, one reads the file and the others wait.
-What it does not know: where models come from.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Models are loaded one after another in a process.
 
-Why it exists: Transformers replaces methods of its classes while it loads a model (`no_tie_weights`) and puts back what
-it found. Of two threads that load at once the second finds the replacement and leaves it there, and from then on no
-model of the process ties its weights.
-What it does not know: what is loaded.
+Transformers replaces methods of its classes while it loads a model (`no_tie_weights`) and puts back what it found. Of
+two threads that load at once the second finds the replacement and leaves it there, and from then on no model of the
+process ties its weights.
 """
 
 from __future__ import annotations

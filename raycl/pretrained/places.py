@@ -1,7 +1,4 @@
-"""Where pretrained models lie: packaged ones, local folders, hub ids and the files that are fetched of them.
-
-What it does not know: how any of them is loaded.
-"""
+"""Where pretrained models lie: packaged ones, local folders, hub ids and the files that are fetched of them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 Where positions have a table, it counts: RoBERTa and its kin begin behind the padding id, so that they have fewer
 positions than rows, and BART keeps two rows in front of the first. Positions without a table (rotary ones) can be
 computed beyond those that a model was trained on, but are not.
-What it does not know: what the positions are for.
 """
 
 from __future__ import annotations

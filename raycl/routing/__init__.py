@@ -1,4 +1,4 @@
 """Routers: which adapters are active for a text, and with which weights.
 
-What it does not know: adapters' weights, methods, models that are mixed.
+Does not depend on methods or on the weights of adapters.
 """

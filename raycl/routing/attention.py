@@ -3,7 +3,6 @@
 Query of a text: elementwise maximum over its tokens' raw embeddings, projected down to p dimensions and up again, SiLU,
 LayerNorm. Weights: softmax over the products of query and keys, divided by tau. They depend on nothing but the text's
 own tokens: padding takes no part, and neither do labels or neighbours. Computed in float32 whatever the model is in.
-What it does not know: models, where embeddings come from, what a task's adapter holds.
 """
 
 from __future__ import annotations

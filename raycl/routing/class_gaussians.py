@@ -6,11 +6,10 @@ q is the mean of the frozen backbone's last hidden states over the text's tokens
 class's training texts. S is shared: the mean over a task's classes of their covariances (divisor n - 1), then the mean
 over tasks. S^+ is its pseudo-inverse, without singular values below D times the rounding error of float32, as the
 authors' code computes it (Wang et al. 2023, "Rehearsal-free Continual Language Learning via Efficient Parameter
-Isolation", section on task identification; model/epi.py and trainers/epi.py of the released code).
-Deviations: a class with one text has no covariance and is left out of the mean; where no class has one, distances are
-Euclidean. Each task's covariance is kept, and not their sum alone, so that a task can be removed. Sums are in float64.
-Queries of a few dev texts are kept too: a text's distance among theirs is its out-of-distribution score.
-What it does not know: models, where hidden states come from, what an adapter holds.
+Isolation", section on task identification; model/epi.py and trainers/epi.py of the released code). Deviations: a class
+with one text has no covariance and is left out of the mean; where no class has one, distances are Euclidean. Each
+task's covariance is kept, and not their sum alone, so that a task can be removed. Sums are in float64. Queries of a few
+dev texts are kept too: a text's distance among theirs is its out-of-distribution score.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The frozen sentence encoder: texts to queries, each text encoded once.
 
-Which layer is read decides how well tasks are separated: SLM takes the mean of the last one, which in sentence
-encoders has learned to drop how a text is written. Two thirds of the way up both are there: on MiniLM and four tasks
-the paper's keys find 96.7 % of texts' tasks there and 88.6 % in the last layer, the discriminant 99.2 and 96.3 %, for
-the same pass of the encoder.
-What it does not know: keys, adapters, what a query is used for.
+Which layer is read decides how well tasks are separated: SLM takes the mean of the last one, which in sentence encoders
+has learned to drop how a text is written. Two thirds of the way up both are there: on MiniLM and four tasks the paper's
+keys find 96.7 % of texts' tasks there and 88.6 % in the last layer, the discriminant 99.2 and 96.3 %, for the same pass
+of the encoder.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
 
 G: `[N, D]`, learned with the experts; q: `[D]`, the mean of the backbone's last hidden states over the text's tokens,
 without adapters. So w depends on the text alone: padding takes no part, and neither do neighbours.
-What it does not know: models, where hidden states come from, what an expert holds.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@
 e: `[d]`, the mean of the text's raw token embeddings; D: `[p, d]`, U: `[d, p]` and k: `[d]` of each task. Gates do not
 compete: each lies in [0, 0.964], whatever the others are. They depend on the text's own tokens alone: padding takes no
 part, and neither do neighbours. Computed in float32 whatever the model is in.
-What it does not know: models, where embeddings come from, what an adapter holds, how gates are trained.
 """
 
 from __future__ import annotations

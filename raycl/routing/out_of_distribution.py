@@ -1,10 +1,9 @@
 """Out-of-distribution score: the share of known texts of the tasks that are nearer to a task than a text is.
 
-Why it exists: a Mahalanobis distance has no meaning by itself; its size depends on the encoder, and on the covariance
-that every new task changes. A share of known texts can be read by a person. So a few texts of each task are kept
-that its statistics were not made from (those lie too near), as queries and not as distances: distances are computed
-again when tasks come or go, and a removed task leaves no data.
-What it does not know: where queries come from, what the score is used for.
+A Mahalanobis distance has no meaning by itself; its size depends on the encoder, and on the covariance that every new
+task changes. A share of known texts can be read by a person. So a few texts of each task are kept that its statistics
+were not made from (those lie too near), as queries and not as distances: distances are computed again when tasks come
+or go, and a removed task leaves no data.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 The query of a text is the mean of the backbone's last hidden states over its tokens, without adapters: padding takes no
 part, and neither do neighbours (the authors' configs select by majority of the batch, which is left out). The prompts
 with the largest cosine of key and query are active, each with weight 1.
-What it does not know: models, where hidden states come from, what a prompt holds.
 """
 
 from __future__ import annotations

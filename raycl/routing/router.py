@@ -1,7 +1,4 @@
-"""The base class of routers: a mixture for each text, and what a router needs for that.
-
-What it does not know: the kinds of router, where adapters are stored, what they hold.
-"""
+"""The base class of routers: a mixture for each text, and what a router needs for that."""
 
 from __future__ import annotations
 

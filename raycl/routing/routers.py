@@ -1,7 +1,4 @@
-"""The kinds of router, found in a snapshot by name.
-
-What it does not know: where adapters are stored, what they hold.
-"""
+"""The kinds of router, found in a snapshot by name."""
 
 from __future__ import annotations
 

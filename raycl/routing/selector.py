@@ -1,8 +1,7 @@
 """A selector learned apart from the adapters, for SAPT's ablations -Alignment and -SA (SAPT, section 6.3).
 
-The same network as the attention, trained after a task on the weights that every task's texts had when it was
-learned, with pseudo-samples of all tasks: what shared attention makes unnecessary.
-What it does not know: adapters, models, where pseudo-samples came from.
+The same network as the attention, trained after a task on the weights that every task's texts had when it was learned,
+with pseudo-samples of all tasks: what shared attention makes unnecessary.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     w = softmax(scale cos(q, K))  or  w = cos(q, K),    q [B, D], K [T, D], w [B, T]
 
 Where the task ids of texts are given, K are the keys of a text's task and of those that were learned before it, and the
-modules of later tasks have weight 0.
-The query of a text is the mean of the backbone's last hidden states over its tokens, without adapters: padding takes no
-part, and neither do neighbours. Computed in float32 whatever the model is in.
-What it does not know: models, where hidden states come from, what a module holds.
+modules of later tasks have weight 0. The query of a text is the mean of the backbone's last hidden states over its
+tokens, without adapters: padding takes no part, and neither do neighbours. Computed in float32 whatever the model is
+in.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The objects of a run, built on a worker: the one module that imports every concrete class.
 
-What it does not know: Ray (`raycl.launch.driver` starts workers that call `build`).
+Does not depend on Ray (`raycl.launch.driver` starts workers that call `build`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Which bank, and which snapshot of it, a user names: by the bank's place, or by the run that publishes to it.
 
-    runs/mine/bank      the bank there, its branch main
-    runs/mine           the bank of that run, and the branch that the run publishes to
-    PLACE@REFERENCE     of either: a branch, a snapshot's number, or the first digits of its hash
-
-What it does not know: what is in a snapshot.
+runs/mine/bank      the bank there, its branch main
+runs/mine           the bank of that run, and the branch that the run publishes to
+PLACE@REFERENCE     of either: a branch, a snapshot's number, or the first digits of its hash
 """
 
 from __future__ import annotations

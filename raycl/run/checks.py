@@ -1,6 +1,6 @@
 """Checks of a run's config before any worker starts.
 
-What it does not know: Ray.
+Does not depend on Ray.
 """
 
 from __future__ import annotations

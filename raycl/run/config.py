@@ -1,7 +1,4 @@
-"""The config tree of a run, and what follows from it: its fingerprint, folder and phases.
-
-What it does not know: how the parts of a run are put together.
-"""
+"""The config tree of a run, and what follows from it: its fingerprint, folder and phases."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """More tasks for a run that is there already: what makes a deployed model learn something new this week.
 
-A task that is added is learned as if it had been in the stream from the start: order, draws and seeds of a phase
-depend on its place and its own name alone, so the matrix is the one of a run that knew all tasks (a property test).
-What it does not know: workers, folders.
+A task that is added is learned as if it had been in the stream from the start: order, draws and seeds of a phase depend
+on its place and its own name alone, so the matrix is the one of a run that knew all tasks (a property test).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Rows count by what they say, so the same rows in another folder or format are the same. Hashes of large files are kept
 (`raycl.pretrained.hashes`), those of rows are made once, when they are read.
-What it does not know: what they are compared with (`raycl.training.inputs`).
 """
 
 from __future__ import annotations

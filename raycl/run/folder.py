@@ -1,7 +1,4 @@
-"""The folder of a run: whether there is one, before anything heavy is imported.
-
-What it does not know: what is in it.
-"""
+"""The folder of a run: whether there is one, before anything heavy is imported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a run's method, engine and backbone can do together, checked before any work.
-
-What it does not know: the data.
-"""
+"""What a run's method, engine and backbone can do together, checked before any work."""
 
 from __future__ import annotations
 

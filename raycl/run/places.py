@@ -1,7 +1,4 @@
-"""Where a run reads: whether its backbone and its data are there, before anything heavy is imported.
-
-What it does not know: what is in them.
-"""
+"""Where a run reads: whether its backbone and its data are there, before anything heavy is imported."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 Each row is scored by parts that are built anew, as a worker's are, with the state of the phase's last checkpoint:
 nothing of an earlier row is left. They are built ahead, while the next task is trained, so that a row need not wait for
 weights.
-What it does not know: how the process is started and asked (`raycl.launch.scoring`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Settings of a run that no part of it reads for itself: where its workers run, and where it writes.
-
-What it does not know: how workers are started.
-"""
+"""Settings of a run that no part of it reads for itself: where its workers run, and where it writes."""
 
 from __future__ import annotations
 

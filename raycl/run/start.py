@@ -1,7 +1,4 @@
-"""The config of a run that starts from a snapshot of a bank (`bank.start`): the snapshot's own, with tasks at its end.
-
-What it does not know: how such a run is started (`raycl.training.records.bank_start`).
-"""
+"""The config of a run that starts from a snapshot of a bank (`bank.start`): the snapshot's own with more tasks at its end."""
 
 from __future__ import annotations
 

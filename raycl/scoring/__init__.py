@@ -1,4 +1,1 @@
-"""Rows that are answered and scored: for a run's matrix, the gate, unlearning and `raycl evaluate`.
-
-What it does not know: who answers.
-"""
+"""Rows that are answered and scored: for a run's matrix, the gate, unlearning and `raycl evaluate`."""

@@ -1,7 +1,4 @@
-"""The rows of a task that are answered, and their score: the same for the workers of a run and for an engine.
-
-What it does not know: who answers, routers, where scores are recorded.
-"""
+"""The rows of a task that are answered, and their score: the same for the workers of a run and for an engine."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
 """Why a request gets no answer: each error has the status, type and code of its response.
 
-    RayclError                  503  anything else that raycl cannot do now: the bank is out of reach, the server stops
-    ├── InvalidRequestError              400  the request itself is at fault
-    │   ├── LimitExceededError        400  beyond the limits, or nothing in it
-    │   ├── PromptTooLongError        400  a prompt that does not fit (code context_length_exceeded)
-    │   └── NotFoundError        404  a model, adapter or snapshot that does not exist
-    ├── BusyError               429  too many answers are being made: retry later
-    ├── DeadlineExceededError               504  an answer took longer than allowed
-    ├── UnavailableError        503  an adapter that is damaged or out of reach
-    └── InternalError             500  an internal error; see the log
-
-What it does not know: HTTP beyond these numbers.
+RayclError                  503  anything else that raycl cannot do now: the bank is out of reach, the server stops
+├── InvalidRequestError              400  the request itself is at fault
+│   ├── LimitExceededError        400  beyond the limits, or nothing in it
+│   ├── PromptTooLongError        400  a prompt that does not fit (code context_length_exceeded)
+│   └── NotFoundError        404  a model, adapter or snapshot that does not exist
+├── BusyError               429  too many answers are being made: retry later
+├── DeadlineExceededError               504  an answer took longer than allowed
+├── UnavailableError        503  an adapter that is damaged or out of reach
+└── InternalError             500  an internal error; see the log
 """
 
 from __future__ import annotations

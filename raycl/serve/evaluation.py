@@ -1,7 +1,4 @@
-"""Scores of a snapshot on rows of any files, which need not be of a task of its stream.
-
-What it does not know: how a text is answered.
-"""
+"""Scores of a snapshot on rows of any files, which need not be of a task of its stream."""
 
 from __future__ import annotations
 

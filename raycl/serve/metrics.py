@@ -1,7 +1,4 @@
-"""What a replica reports to Prometheus, through Ray's own endpoint.
-
-What it does not know: requests in flight, HTTP.
-"""
+"""What a replica reports to Prometheus, through Ray's own endpoint."""
 
 from __future__ import annotations
 

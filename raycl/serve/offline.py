@@ -1,7 +1,4 @@
-"""Answers without a server: a snapshot of a bank as a model in this process, with the endpoint's engine.
-
-What it does not know: files, commands.
-"""
+"""Answers without a server: a snapshot of a bank as a model in this process, with the endpoint's engine."""
 
 from __future__ import annotations
 

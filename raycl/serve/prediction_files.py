@@ -1,11 +1,9 @@
 """Answers for files: rows are read as they are answered, and written in parts; a second start answers the rest.
 
-    predictions.json         what is answered: files with their hashes, snapshot, settings; written first
-    part-000000.jsonl ...    one object for each row, complete or absent
-    part-000000.json ...     the sealed record of each part; a part that is not what it says is answered again
-    summary.json             written last: rows, answers, tasks, rows that could not be answered
-
-What it does not know: how a text is answered.
+predictions.json         what is answered: files with their hashes, snapshot, settings; written first
+part-000000.jsonl ...    one object for each row, complete or absent
+part-000000.json ...     the sealed record of each part; a part that is not what it says is answered again
+summary.json             written last: rows, answers, tasks, rows that could not be answered
 """
 
 from __future__ import annotations

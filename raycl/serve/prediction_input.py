@@ -1,7 +1,4 @@
-"""Rows of files that are answered, in order, with those that cannot be used and the other columns of each.
-
-What it does not know: how a row is answered.
-"""
+"""Rows of files that are answered, in order, with those that cannot be used and the other columns of each."""
 
 from __future__ import annotations
 

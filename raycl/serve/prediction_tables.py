@@ -1,7 +1,6 @@
 """Answers as one file: CSV and Parquet with the same columns in every row, or JSON lines as they are in the parts.
 
-Why it exists: parts are for programs that continue after a stop; people open one table.
-What it does not know: how a row was answered.
+Parts are for programs that continue after a stop; people open one table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Answers for files on a Ray cluster: Ray Data deals parts to workers, each of which has the snapshot as a model.
 
-Why it exists: one process answers as fast as its device; parts do not depend on each other. The folder is that of
+One process answers as fast as its device; parts do not depend on each other. The folder is that of
 `raycl.serve.prediction_files`, so that either way continues what the other began.
-What it does not know: how a text is answered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The endpoint's service without HTTP: requests go to the engine, its events become answers.
-
-What it does not know: HTTP, Ray.
-"""
+"""The endpoint's service without HTTP: requests go to the engine, its events become answers."""
 
 from __future__ import annotations
 

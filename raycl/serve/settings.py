@@ -1,7 +1,4 @@
-"""Settings of the endpoint.
-
-What it does not know: how any of it is carried out.
-"""
+"""Settings of the endpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Creation that exactly one of several racing writers wins, on object stores: what pyarrow.fs has no word for.
-
-What it does not know: local disks, what is written.
-"""
+"""Creation that exactly one of several racing writers wins, on object stores: what pyarrow.fs has no word for."""
 
 from __future__ import annotations
 

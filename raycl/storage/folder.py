@@ -1,7 +1,4 @@
-"""A folder on some file system, and the files below it.
-
-What it does not know: what the files mean.
-"""
+"""A folder on some file system, and the files below it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     000001.json ...     created exclusively, never changed
     newest.json         the number of the newest one, written after it
 
-Why it exists: where the newest record is lost, the one before it would count again; the note says that there was one.
-What it does not know: what a record holds.
+Where the newest record is lost, the one before it would count again; the note says that there was one.
 """
 
 from __future__ import annotations

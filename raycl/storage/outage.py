@@ -1,7 +1,4 @@
-"""A store that does not answer: which errors mean that, and retries with growing pauses.
-
-What it does not know: the operations.
-"""
+"""A store that does not answer: which errors mean that, and retries with growing pauses."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
     {"record": {"format": 2, ...}, "sha256": "<of the record as compact JSON with sorted keys>"}
 
-Why it exists: manifests, snapshots, activations, checkpoints and the journal decide what is loaded; each is read by
-one rule. The bytes must be exactly those that `seal` gives: a file that means the same but was edited is refused too.
-What it does not know: what a record holds, and which callers can do without it.
+Manifests, snapshots, activations, checkpoints and the journal decide what is loaded; each is read by one rule. The
+bytes must be exactly those that `seal` gives: a file that means the same but was edited is refused too.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     0a1b.arrow     the data
     0a1b.json      written last: {"file": "0a1b.arrow", "key": ..., "sha256": ..., "bytes": ..., "info": {...}}
 
-Why it exists: what is taken up again is believed only if it is what was written, whole, and of what is asked for. The
-key names that: a file under the name of another one is refused like a damaged one.
-What it does not know: how the data is made again.
+What is taken up again is believed only if it is what was written, whole, and of what is asked for. The key names that:
+a file under the name of another one is refused like a damaged one.
 """
 
 from __future__ import annotations

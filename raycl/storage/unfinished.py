@@ -1,7 +1,4 @@
-"""Local files that are whole before they have their name.
-
-What it does not know: what name they will get.
-"""
+"""Local files that are whole before they have their name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Tiny models of every kind: a few thousand weights from a fixed seed, and a tokenizer of whole words.
 
 They are saved as Hugging Face folders, so that the real loading code runs; and engines that stop as in a crash.
-What it does not know: methods, tasks.
 """
 
 from __future__ import annotations

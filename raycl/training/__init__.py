@@ -1,4 +1,1 @@
-"""Training a stream: engines, the step, checkpoints, the journal, the loop.
-
-What it does not know: Ray.
-"""
+"""Training a stream: engines, the step, checkpoints, the journal, the loop."""

@@ -2,7 +2,6 @@
 
 The thread writes `heartbeat.json` (rank 0) and ends a worker that makes no progress for too long: a hung collective or
 file system raises no error, and only a new process recovers from it.
-What it does not know: what is trained; how a worker is started again.
 """
 
 from __future__ import annotations

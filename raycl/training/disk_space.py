@@ -1,8 +1,6 @@
 """How much a run will write, and whether the disk has room for it.
 
-Why it exists: a run that fills the disk in its tenth task has learned nine in vain until somebody makes room.
-What it does not know: what else is written to that disk; caches, trackers and logs are not counted. Object stores have
-no free space to compare with.
+A run that fills the disk in its tenth task has learned nine in vain until somebody makes room.
 """
 
 from __future__ import annotations

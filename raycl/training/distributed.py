@@ -1,7 +1,6 @@
 """The workers of a run as one object: rank, world size, and the few collectives the loop needs.
 
-Why it exists: everything above works the same with one process (no process group) and with many.
-What it does not know: how the workers were started.
+Everything above works the same with one process (no process group) and with many.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 A run records the fingerprints of data and models with its first claim, and the versions of libraries with each. What
 continues it (a later attempt, added tasks, a run that starts from its snapshots, a merge) is compared with them.
-What it does not know: how fingerprints are made (`raycl.run.fingerprints`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The memory of a worker: how much it holds, how much it held, and which setting to lower where there is not enough.
-
-What it does not know: what the memory is for.
-"""
+"""The memory of a worker: how much it holds, how much it held, and which setting to lower where there is not enough."""
 
 from __future__ import annotations
 

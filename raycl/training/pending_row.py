@@ -1,9 +1,8 @@
 """The newest row of the matrix while a process scores it beside training (`eval.mode=overlap`).
 
-Why it exists: evaluation takes longer with every task, and workers need its result for nothing but the records. At most
-one row is pending: what a task publishes names the rows of all tasks before it, so workers wait before the task's last
-step, where a checkpoint can still be written.
-What it does not know: how that process is started (`raycl.launch.scoring`).
+Evaluation takes longer with every task, and workers need its result for nothing but the records. At most one row is
+pending: what a task publishes names the rows of all tasks before it, so workers wait before the task's last step, where
+a checkpoint can still be written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Records of a run: the journal, checkpoints, published adapters, results, the trace of steps, trackers.
 
 Rank 0 writes; on other workers every call returns at once.
-What it does not know: how a phase is trained and evaluated.
 """
 
 from __future__ import annotations

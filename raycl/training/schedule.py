@@ -4,7 +4,6 @@
 one phase (multi-task learning, MTL). `separate` trains each task from the pretrained model and gives the task id at
 test (PerTaskFT of MIGU, "separate fine-tune" of SLM). The last two are upper references for any method, by the same
 method; FWT's single-task scores come from `separate` (SAPT's scorer hard-codes them instead).
-What it does not know: how a method learns.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Every worker runs the same lines. A run that died resumes from its journal; a finished phase is neither trained nor
 evaluated again.
-What it does not know: which method, which engine, how the workers were started.
 """
 
 from __future__ import annotations

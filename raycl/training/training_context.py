@@ -1,7 +1,4 @@
-"""Everything one worker needs to run a stream, as one bundle, and the metadata that goes into every result.
-
-What it does not know: how the parts were chosen (`raycl.run.assembly.build` does).
-"""
+"""Everything one worker needs to run a stream, as one bundle, and the metadata that goes into every result."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the chaos test breaks, and how: processes, nodes, the store, files. Everything that it ends it has started.
-
-What it does not know: when.
-"""
+"""What the chaos test breaks, and how: processes, nodes, the store, files. Everything that it ends it has started."""
 
 from __future__ import annotations
 

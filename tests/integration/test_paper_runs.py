@@ -1,7 +1,4 @@
-"""Files of published rows train from end to end: tiny models and tasks stand in, every other setting is the file's.
-
-What it does not know: what the settings are (`tests/unit/test_paper_configs.py`).
-"""
+"""Files of published rows train from end to end: tiny models and tasks stand in, every other setting is the file's."""
 
 from __future__ import annotations
 

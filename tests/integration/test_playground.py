@@ -1,6 +1,6 @@
 """The playground in a real browser, headless, over a real endpoint: what a person would see, and nothing else.
 
-Why it exists: the page has no build step that could find its mistakes.
+The page has no build step that could find its mistakes.
 """
 
 from __future__ import annotations

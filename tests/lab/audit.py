@@ -1,11 +1,10 @@
 """`make audit`: known vulnerabilities of the pinned versions, from PyPI or from an export of advisories.
 
-Why it exists: pip-audit asks PyPI about each version, and where a mirror or nothing at all answers in its place it
-speaks of a package that is not on PyPI, or of no vulnerabilities. Here a version that is known to be vulnerable is
-asked about first, so that a source without advisories is not mistaken for a clean result. pip-audit reads no export;
-`make audit DB=FILE` compares the pinned versions with one in OSV's format
-(https://ossf.github.io/osv-schema/), such as the file PyPI/all.zip that osv.dev publishes.
-What it does not know: whether raycl calls the code in question.
+Pip-audit asks PyPI about each version, and where a mirror or nothing at all answers in its place it speaks of a package
+that is not on PyPI, or of no vulnerabilities. Here a version that is known to be vulnerable is asked about first, so
+that a source without advisories is not mistaken for a clean result. pip-audit reads no export; `make audit DB=FILE`
+compares the pinned versions with one in OSV's format (https://ossf.github.io/osv-schema/), such as the file
+PyPI/all.zip that osv.dev publishes. Does not check whether raycl calls the vulnerable code.
 """
 
 from __future__ import annotations

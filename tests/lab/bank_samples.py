@@ -1,7 +1,4 @@
-"""Small adapters and snapshots of a bank, of drawn weights.
-
-What it does not know: runs and models.
-"""
+"""Small adapters and snapshots of a bank, of drawn weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Runs the code of exported folders' cards in a process of its own, where raycl cannot be imported.
-
-What it does not know: what the code must print (`test_exported_card.py` does).
-"""
+"""Runs the code of exported folders' cards in a process of its own, where raycl cannot be imported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Chat templates with the traits of public models' ones, and tokenizers of every family that reads them.
-
-What it does not know: rows, prompts, serving.
-"""
+"""Chat templates with the traits of public models' ones, and tokenizers of every family that reads them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A real browser, headless, for the pages that raycl serves; tests are skipped where there is none.
-
-What it does not know: the pages.
-"""
+"""A real browser, headless, for the pages that raycl serves; tests are skipped where there is none."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """`make compat`: raycl's tests with the oldest and with the newest libraries that pyproject.toml allows.
 
-Why it exists: a range of versions is a promise, and one installed set of versions checks one point of it. Needs nothing
-but Python, so that it runs with any one (`make compat PYTHON=python3.13`).
-What it does not know: which versions work; the ranges in pyproject.toml say so, and this finds out whether they are
-right.
+A range of versions is a promise, and one installed set of versions checks one point of it. Needs nothing but Python, so
+that it runs with any one (`make compat PYTHON=python3.13`).
 """
 
 from __future__ import annotations

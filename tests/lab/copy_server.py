@@ -7,7 +7,6 @@ What runs in a folder with a raycl of its own, as submitted jobs do, is a copy o
 itself: it reads its settings from the environment then, and what it draws at random would be the same in all copies.
 Workers with more in their runtime environment than variables and a working directory, and all processes of tests/chaos,
 start as they do for users.
-What it does not know: what the processes do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The same runs on the CPU and on the pretended device, in a process of their own: `pretend_device` changes it.
 
 `main` writes `found.json` in its folder: case -> what was found on each device, or the error.
-What it does not know: what must be equal (`test_devices.py` does).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The suite for GPUs on the pretended device, in a process of its own: `pretend_device` changes it.
-
-What it does not know: what must be reached (`test_devices.py` does).
-"""
+"""The suite for GPUs on the pretended device, in a process of its own: `pretend_device` changes it."""
 
 from __future__ import annotations
 

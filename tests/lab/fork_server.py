@@ -2,7 +2,6 @@
 
 A new interpreter imports the libraries for 5 to 10 seconds. `ForkServer` is a copy of pytest's process from before the
 first test, when everything is imported and nothing has been started; each call gets a copy of that copy.
-What it does not know: what the processes do.
 """
 
 from __future__ import annotations

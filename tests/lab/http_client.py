@@ -1,7 +1,4 @@
-"""The endpoints behind a real server on a free loopback port, and their clients.
-
-What it does not know: the requests of a test.
-"""
+"""The endpoints behind a real server on a free loopback port, and their clients."""
 
 from __future__ import annotations
 

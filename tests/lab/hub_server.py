@@ -1,7 +1,4 @@
-"""A stand-in for the Hugging Face hub: repositories of models over HTTP, as `huggingface_hub` asks for them.
-
-What it does not know: who asks, and what for.
-"""
+"""A stand-in for the Hugging Face hub: repositories of models over HTTP, as `huggingface_hub` asks for them."""
 
 from __future__ import annotations
 

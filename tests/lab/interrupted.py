@@ -1,7 +1,4 @@
-"""A command in a process of its own that gets Ctrl-C at a known place.
-
-What it does not know: what the command does there.
-"""
+"""A command in a process of its own that gets Ctrl-C at a known place."""
 
 from __future__ import annotations
 

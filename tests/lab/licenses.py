@@ -1,8 +1,7 @@
 """`make licenses`: the table of the licenses of everything in constraints.txt, by pip-licenses, in docs/licenses.md.
 
-Why it exists: who installs raycl, or passes on an image with it, wants to know under which terms, and a list by hand is
-soon wrong.
-What it does not know: whether a package's author named the right license; what is installed beside constraints.txt.
+Who installs raycl, or passes on an image with it, wants to know under which terms, and a list by hand is soon wrong.
+Does not check whether a package's author named the right license, or what is installed beyond constraints.txt.
 """
 
 from __future__ import annotations

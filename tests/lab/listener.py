@@ -1,7 +1,4 @@
-"""A server of another author on a loopback port, which writes down what is asked of it.
-
-What it does not know: why it is asked.
-"""
+"""A server of another author on a loopback port, which writes down what is asked of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A real endpoint over a tiny bank: HTTP on a free port of this process, so that a test can inspect it too.
-
-What it does not know: Ray; the requests.
-"""
+"""A real endpoint over a tiny bank: HTTP on a free port of this process, so that a test can inspect it too."""
 
 from __future__ import annotations
 

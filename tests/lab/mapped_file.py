@@ -1,7 +1,4 @@
-"""Which file is mapped into this process at an address.
-
-What it does not know: what the memory holds.
-"""
+"""Which file is mapped into this process at an address."""
 
 from __future__ import annotations
 

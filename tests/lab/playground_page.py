@@ -1,7 +1,4 @@
-"""User actions on the playground's page, and readers of what it shows.
-
-What it does not know: which endpoint is behind it; what is expected.
-"""
+"""User actions on the playground's page, and readers of what it shows."""
 
 from __future__ import annotations
 

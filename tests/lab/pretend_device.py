@@ -3,9 +3,8 @@
 Its tensors hold their values in CPU memory, but an operation that mixes them with tensors of the CPU raises, as do
 `.numpy()` and a generator of the CPU, and random numbers come from a sequence of its own. What CUDA takes is taken:
 scalars of the CPU in pointwise operations, indices of the CPU. Dropout alone draws from the CPU's sequence, so that
-runs on both devices can be compared. Autocast casts as on CUDA.
-Importing this file registers the device for the whole process, so only scripts import it.
-What it does not know: streams, CUDA graphs, memory.
+runs on both devices can be compared. Autocast casts as on CUDA. Importing this file registers the device for the whole
+process, so only scripts import it.
 """
 
 from __future__ import annotations

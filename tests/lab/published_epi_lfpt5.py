@@ -1,7 +1,4 @@
-"""What EPI and LFPT5, which learn prefixes and prompts, and their released code say of each published row, and where.
-
-What it does not know: how a config file is laid out, which file extends which.
-"""
+"""What EPI and LFPT5, which learn prefixes and prompts, and their code say of each published row, and where."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What GainLoRA's released code says of its rows and of InfLoRA's, with the place where it says it.
-
-What it does not know: how a config file is laid out, which file extends which.
-"""
+"""What GainLoRA's released code says of its rows and of InfLoRA's, with the place where it says it."""
 
 from __future__ import annotations
 

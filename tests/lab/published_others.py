@@ -1,7 +1,4 @@
-"""What SLM, O-LoRA and MIGU and their released code say of each published row, with the place where they say it.
-
-What it does not know: how a config file is laid out, which file extends which.
-"""
+"""What SLM, O-LoRA and MIGU and their released code say of each published row, with the place where they say it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the papers and code of methods that train on stored examples say of their published rows, and where.
-
-What it does not know: how a config file is laid out, which file extends which.
-"""
+"""What the papers and code of methods that train on stored examples say of their published rows, and where."""
 
 from __future__ import annotations
 

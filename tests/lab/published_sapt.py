@@ -1,7 +1,6 @@
 """What SAPT and its released code say of each published row, with the place where they say it.
 
-Why it exists: `jobs/configs/paper` is checked against a table that was written from the sources, not from those files.
-What it does not know: how a config file is laid out, which file extends which.
+`jobs/configs/paper` is checked against a table that was written from the sources, not from those files.
 """
 
 from __future__ import annotations

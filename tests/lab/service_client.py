@@ -1,7 +1,4 @@
-"""A service without HTTP, called as its endpoints call it, and the same answers computed one text at a time.
-
-What it does not know: the snapshots and settings of a test.
-"""
+"""A service without HTTP, called as its endpoints call it, and the same answers computed one text at a time."""
 
 from __future__ import annotations
 

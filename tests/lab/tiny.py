@@ -1,7 +1,6 @@
 """Tiny models, tasks and runs for the suites that train: a few thousand weights, a dozen words, no network.
 
 The models are drawn from a fixed seed and saved as Hugging Face folders, so that raycl's real loading is exercised.
-What it does not know: which method or engine a test wants.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ A page's fenced blocks mean:
 - `text`, directly behind an `sh` block: lines of what the block prints on standard output, in their order. `...` in a
   line stands for anything. Scores and probabilities may differ a little (other processors), times and hashes entirely,
   and the folder that the reader works in is called `/home/you`.
-
-What it does not know: which pages there are; what the commands do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One of two workers on this machine: runs a list of jobs one after another over gloo, without Ray.
-
-What it does not know: who starts it (`ForkServer.pair` does).
-"""
+"""One of two workers on this machine: runs a list of jobs one after another over gloo, without Ray."""
 
 from __future__ import annotations
 

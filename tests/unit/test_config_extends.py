@@ -1,7 +1,4 @@
-"""Config files that extend other ones: what is laid over what, and what is refused.
-
-What it does not know: which settings exist beyond a few that it uses.
-"""
+"""Config files that extend other ones: what is laid over what, and what is refused."""
 
 from __future__ import annotations
 

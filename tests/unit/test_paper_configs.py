@@ -1,6 +1,6 @@
 """The config files of published rows against what papers and their code say (`tests/lab/published_*.py`).
 
-What it does not know: whether a row's score is reached; that takes the weights, the data and GPUs.
+Whether a row's score is reached is not tested; that takes the weights, the data and GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Does the device give the CPU's results? Kernels, mixtures, decoding behind the serving engine, routing.
 
 Every figure is the largest difference as a share of its tolerance, so 1 is the target of each.
-What it does not know: times.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Decoding is what serving does: static key-value caches, one captured step for all rows. Its limit is the time that a
 copy of the bytes takes which a step must read: all weights but the input embeddings, and the keys and values so far.
-What it does not know: requests, sampling.
 """
 
 from __future__ import annotations

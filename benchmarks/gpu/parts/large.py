@@ -2,7 +2,6 @@
 
 Steps are LoRA's, over the same unquantized weights under torch's engine, which take turns with the contender. Files are
 those of the drawn model, in a temporary folder (TMPDIR says where), and are loaded as users' files are.
-What it does not know: tasks, several GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What the device can do at most: a large bfloat16 matrix product, and a copy within its memory.
 
 Random values, since a product of zeros takes less power and is faster than any real one.
-What it does not know: what uses the limits.
 """
 
 from __future__ import annotations

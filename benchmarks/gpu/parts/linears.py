@@ -2,7 +2,6 @@
 
 Prefill is 4,096 tokens in 8 rows; decoding is one token in 1, 8 and 32 rows, captured as a CUDA graph, as in serving.
 The weights of one or two linears fit into the cache of a large GPU, so decoding here is faster than within a model.
-What it does not know: attention, norms, whole models (`decoding` measures those).
 """
 
 from __future__ import annotations

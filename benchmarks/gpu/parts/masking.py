@@ -1,7 +1,6 @@
 """MIGU's training step at T5 large and a 1B LLaMA: plain, masked dense and row-sparse, full fine-tuning and LoRA.
 
 The steps are those of `benchmarks.migu`, on the device.
-What it does not know: whether MIGU helps.
 """
 
 from __future__ import annotations

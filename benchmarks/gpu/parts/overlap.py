@@ -4,7 +4,6 @@ The real training loop, checkpoints and scoring, with a LLaMA of drawn weights w
 takes as long. The process that scores is started once, as in a run, and imports before any time is taken. It computes
 on the device that trains: what is won is what one process leaves idle. The limit is an estimate: it has not been
 measured on a GPU.
-What it does not know: Ray, several workers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Search and weights alone: from queries (or embeddings) that are on the device to a mixture with its names. The same on
 the CPU is timed in turn.
-What it does not know: encoders, adapters.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The engine runs as behind the endpoint: it routes, reads prompts, decodes in one batch that requests join and leave, and
 samples. Wall-clock time, since most of what could be slow here is not on the GPU.
-What it does not know: HTTP, Ray.
 """
 
 from __future__ import annotations

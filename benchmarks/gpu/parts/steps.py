@@ -1,9 +1,8 @@
 """A training step of a LLaMA with LoRA at 1B and 7B, with and without gradient checkpointing; SLM and SAPT over it.
 
-All train adapters of one rank on query and value projections, in bfloat16 over the same frozen weights: LoRA one; SLM
-a task's slots, each example its own mixture; SAPT one beside those of earlier tasks, under attention and its
-reflection. MFU is the model's floating-point operations (recomputation left out) over those of the measured product.
-What it does not know: tasks, data that mean something.
+All train adapters of one rank on query and value projections, in bfloat16 over the same frozen weights: LoRA one; SLM a
+task's slots, each example its own mixture; SAPT one beside those of earlier tasks, under attention and its reflection.
+MFU is the model's floating-point operations (recomputation left out) over those of the measured product.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Streams of two tiny tasks: every family of methods on every kind of backbone gives the CPU's losses and answers.
 
 Every figure is the largest difference as a share of its tolerance, so 1 is the target of each.
-What it does not know: times.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """A label head that grows with the labels seen so far and is read without a task id.
 
-Why it exists: an encoder-only model cannot write its answer. One linear row per label *text*, shared by all
-tasks that use the text; prediction is the argmax over every label seen so far, so the model has no
-task id of a request (class-incremental protocol).
-Differs from SLM's released code, which picks the head by the true number of labels at test.
-What it does not know: tasks, and which rows are trained.
+An encoder-only model cannot write its answer. One linear row per label *text*, shared by all tasks that use the text;
+prediction is the argmax over every label seen so far, so the model has no task id of a request (class-incremental
+protocol). Differs from SLM's released code, which picks the head by the true number of labels at test.
 """
 
 from __future__ import annotations

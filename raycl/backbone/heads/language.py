@@ -1,9 +1,8 @@
 """The masked-language-modelling head of an encoder-only model, apart from the encoder that it reads.
 
-Why it exists: Hugging Face keeps encoder and head in one model, each architecture with a head of its own making; here
-adapters, poolings and label heads live on the bare encoder. So the whole model is loaded too, and where its encoder was
-stands something that hands states through: what remains is the head, whatever its parts are called.
-What it does not know: which words are masked, how it is trained.
+Hugging Face keeps encoder and head in one model, each architecture with a head of its own making; here adapters,
+poolings and label heads live on the bare encoder. So the whole model is loaded too, and where its encoder was stands
+something that hands states through: what remains is the head, whatever its parts are called.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 torch gives products of float32 to MKL, whose kernels for other vendors' CPUs use AVX2 at most. oneDNN, which torch has
 for bfloat16, uses AVX-512 on those too: on an EPYC of the fifth generation it took 0.45 to 0.6 of the time, for 16 to
-1,600 positions and weights of 384 x 384 to 384 x 1536. Sums are rounded in another order.
-And a warning where bfloat16 is slower than float32.
-What it does not know: when nothing is differentiated (`raycl.backbone.base.Backbone.inference`).
+1,600 positions and weights of 384 x 384 to 384 x 1536. Sums are rounded in another order. And a warning where bfloat16
+is slower than float32.
 """
 
 from __future__ import annotations

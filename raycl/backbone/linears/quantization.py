@@ -5,7 +5,6 @@ Dettmers et al. 2022 (LLM.int8()), one scale for each output, and in each forwar
 paper's outlier columns (threshold 0), since they depend on the other texts of a batch; on CPUs inputs stay as they are.
 Transformers chooses the linears: all but the output embeddings and what a model keeps in float32 (the second linear of
 T5's feed-forward blocks).
-What it does not know: adapters, which are float32 where they are trained.
 """
 
 from __future__ import annotations

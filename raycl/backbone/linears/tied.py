@@ -1,7 +1,4 @@
-"""Linears whose weights are another layer's too, as output words often are the input embeddings.
-
-What it does not know: what is done with a weight.
-"""
+"""Linears whose weights are another layer's too, as output words often are the input embeddings."""
 
 from __future__ import annotations
 

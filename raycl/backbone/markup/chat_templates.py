@@ -1,8 +1,7 @@
 """Chat templates: what one writes before an answer of the assistant, and what it makes of the answer.
 
-Why it exists: a template trims an answer, puts a block of thinking before it, or ends it with tokens of its own, so
-where the prompt ends and what is learned is asked of the template and never searched for in what it wrote.
-What it does not know: tokenizers, how a template is kept within limits (`raycl.backbone.markup.rendering`).
+A template trims an answer, puts a block of thinking before it, or ends it with tokens of its own, so where the prompt
+ends and what is learned is asked of the template and never searched for in what it wrote.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 It is started as a file, with the import path of the other process as its argument, and imports nothing of raycl. A
 request is a line of JSON on its standard input; the answer is a line for each conversation, up to the first problem.
-What it does not know: tokenizers, whose template it is.
 """
 
 from __future__ import annotations

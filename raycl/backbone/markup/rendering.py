@@ -1,10 +1,8 @@
 """Chat templates rendered in a process of their own, with limits on time, memory and output.
 
-Why it exists: a template is a program that comes with a bank or a model of another author. Jinja's sandbox keeps it
-from files and attributes, but a loop, a number of a million digits or a text of gigabytes stops the process that
-renders it, some of them within one step of Python. So the kernel ends another process, and only that conversation
-fails.
-What it does not know: tokenizers, where conversations come from.
+A template is a program that comes with a bank or a model of another author. Jinja's sandbox keeps it from files and
+attributes, but a loop, a number of a million digits or a text of gigabytes stops the process that renders it, some of
+them within one step of Python. So the kernel ends another process, and only that conversation fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The strings of a tokenizer's special tokens, which are control tokens where a template writes them and text in data.
 
-Why it exists: a tokenizer makes a control token of every such string in a text, so a row that says `</s>`, or a request
-that says `<|im_end|>`, would end a turn.
-What it does not know: templates, prompts.
+A tokenizer makes a control token of every such string in a text, so a row that says `</s>`, or a request that says
+`<|im_end|>`, would end a turn.
 """
 
 from __future__ import annotations

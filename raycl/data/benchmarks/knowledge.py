@@ -1,8 +1,7 @@
 """What is known about the public tasks: label sets, metrics, folder names, prompt habits.
 
-Why it exists: files do not contain which answers are allowed or how a paper scores them. Sources: SAPT's and O-LoRA's
-data releases and papers; metrics as each paper reports them.
-What it does not know: the order of tasks (`benchmarks`), where files lie (`layout`).
+Files do not contain which answers are allowed or how a paper scores them. Sources: SAPT's and O-LoRA's data releases
+and papers; metrics as each paper reports them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Where the files of a benchmark's tasks lie below a root folder.
 
-Why it exists: two releases share the name `CL_Benchmark` and lay it out differently, and people unpack them at
-different depths; a task's folder may be in the root, in `SuperNI` or `Long_Sequence`, or in an O-LoRA group. Other
-tasks come as one file, or with a folder of CSV files for each split (MMLU).
-What it does not know: what is in the files.
+Two releases share the name `CL_Benchmark` and lay it out differently, and people unpack them at different depths; a
+task's folder may be in the root, in `SuperNI` or `Long_Sequence`, or in an O-LoRA group. Other tasks come as one file,
+or with a folder of CSV files for each split (MMLU).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Named streams: every published task order under a name that means one thing.
 
-Why it exists: SAPT's order 3 is GainLoRA's 4, and SLM's order 7 is not MIGU's 7; so each order has a platform name
-and the papers' numbers are aliases with the paper in front. What it does not know: the tasks themselves.
+SAPT's order 3 is GainLoRA's 4, and SLM's order 7 is not MIGU's 7; so each order has a platform name and the papers'
+numbers are aliases with the paper in front.
 """
 
 from __future__ import annotations

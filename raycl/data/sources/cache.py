@@ -1,9 +1,8 @@
 """A node-local cache of Arrow files: built once per node, whole or absent, read by memory map.
 
-Why it exists: several workers of a node need the same rows; one of them converts, the others wait on a file lock
-and then map the same pages. An entry is `<key>.arrow` with the sealed record `<key>.json`, written last: it means
-committed. An entry that is not what its record says is built again.
-What it does not know: what the rows mean.
+Several workers of a node need the same rows; one of them converts, the others wait on a file lock and then map the same
+pages. An entry is `<key>.arrow` with the sealed record `<key>.json`, written last: it means committed. An entry that is
+not what its record says is built again.
 """
 
 from __future__ import annotations

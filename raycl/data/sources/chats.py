@@ -1,8 +1,7 @@
 """Conversations as people store them: OpenAI's messages and ShareGPT's, as a text and an answer for each turn.
 
-Why it exists: the loss is on the assistant's turns alone, each of which is an answer to all before it; this holds for
-encoder-decoder backbones as well, and each turn keeps as much of its own past as fits.
-What it does not know: files, chat templates.
+The loss is on the assistant's turns alone, each of which is an answer to all before it; this holds for encoder-decoder
+backbones as well, and each turn keeps as much of its own past as fits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Reading scattered rows of a memory-mapped Arrow table without copying whole columns.
 
-Why it exists: Arrow's own `take` joins all chunks of a list column first, which would pull the file into memory.
-What it does not know: what the columns mean.
+Arrow's own `take` joins all chunks of a list column first, which would pull the file into memory.
 """
 
 from __future__ import annotations

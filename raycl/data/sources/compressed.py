@@ -1,7 +1,4 @@
-"""Compressed files that a library reads: how far they expand is known before it fills memory or disk with them.
-
-What it does not know: what is in them.
-"""
+"""Compressed files that a library reads: how far they expand is known before it fills memory or disk with them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """From an item of a file to rows: which of its fields are the text and the answers.
 
-Why it exists: every format ends in items with named fields, and people name them differently: text and label,
-instruction with input and output, prompt and completion, messages of a conversation.
-What it does not know: files, formats, label sets.
+Every format ends in items with named fields, and people name them differently: text and label, instruction with input
+and output, prompt and completion, messages of a conversation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What is noticed while a source is read: how it was read, and rows that cannot be used.
 
-Why it exists: a file that is read otherwise than it looks, or with fewer rows than it has, must say so once.
-What it does not know: formats, how the findings are shown.
+A file that is read otherwise than it looks, or with fewer rows than it has, must say so once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Readers: a file of one of eight formats becomes a stream of rows, one at a time.
 
-Why it exists: data comes as NaturalInstructions objects, lists of sentences, JSON lines, CSV, Parquet or plain
-text, and everything behind the reader should see one thing. Every error names file and row, what was found, what
-was expected and what to do. What it does not know: label sets, splits, prompts.
+Data comes as NaturalInstructions objects, lists of sentences, JSON lines, CSV, Parquet or plain text, and everything
+behind the reader should see one thing. Every error names file and row, what was found, what was expected and what to
+do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Datasets as the hub has them: by name, as a local folder in the hub's layout, or saved with `save_to_disk`.
 
-Why it exists: the library `datasets` knows the layouts (shards, configurations, class names, split slices); here its
-splits become sources of rows like files.
-What it does not know: which rows will be used.
+The library `datasets` knows the layouts (shards, configurations, class names, split slices); here its splits become
+sources of rows like files.
 """
 
 from __future__ import annotations

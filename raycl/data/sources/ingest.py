@@ -1,7 +1,6 @@
 """From a file to checked raw rows in the node's cache.
 
-Why it exists: a source is read once per node, streaming, and every row is checked before any worker starts.
-What it does not know: which rows will be used, tokens, prompts.
+A source is read once per node, streaming, and every row is checked before any worker starts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """JSON files read value by value: the elements of a list, the fields of an object, never the whole file.
 
-Why it exists: files are larger than memory, and a damaged or hostile one must end in a sentence with its place.
-Python's decoder is used, which limits depth and digits; parsers that call back at every bracket do not.
-What it does not know: which values are rows.
+Files are larger than memory, and a damaged or hostile one must end in a sentence with its place. Python's decoder is
+used, which limits depth and digits; parsers that call back at every bracket do not.
 """
 
 from __future__ import annotations

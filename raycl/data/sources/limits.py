@@ -1,7 +1,6 @@
 """How large a row may be, how deep its JSON, and how far a compressed file may expand.
 
-Why it exists: a file of a few kilobytes must not fill memory or disk, and what is meant to be that large can be
-allowed. What it does not know: formats.
+A file of a few kilobytes must not fill memory or disk, and what is meant to be that large can be allowed.
 """
 
 from __future__ import annotations

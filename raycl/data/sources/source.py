@@ -1,7 +1,7 @@
 """One input file, wherever it is: its name in error messages, its bytes, its lines, its content hash.
 
-Why it exists: readers must name file and row in every error, and the cache must notice changed content without
-reading a large file again each time. What it does not know: formats.
+Readers must name file and row in every error, and the cache must notice changed content without reading a large file
+again each time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// The loss curve as SVG. What it does not know: where the numbers come from.
+// The loss curve as SVG.
 
 const MARGIN = { top: 8, right: 12, bottom: 32, left: 38 };
 const NAME_PX = 6.2;

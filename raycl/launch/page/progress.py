@@ -1,7 +1,4 @@
-"""The state and progress of a run as one JSON tree: `GET /status.json` of the page.
-
-What it does not know: HTTP, and how the page draws it.
-"""
+"""The state and progress of a run as one JSON tree: `GET /status.json` of the page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The server of the page: `/` and its files, and `/status.json`, which the page requests every two seconds.
-
-What it does not know: what is read and how it is drawn.
-"""
+"""The server of the page: `/` and its files, and `/status.json`, which the page requests every two seconds."""
 
 from __future__ import annotations
 

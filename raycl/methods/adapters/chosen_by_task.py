@@ -1,7 +1,4 @@
-"""Base class of methods whose adapters are chosen by the task id of a text, in evaluation and in serving.
-
-What it does not know: what the adapters hold.
-"""
+"""Base class of methods whose adapters are chosen by the task id of a text, in evaluation and in serving."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Products of gradients, each one vector over all trained parameters that is kept parameter by parameter.
-
-What it does not know: what the gradients are of.
-"""
+"""Products of gradients, each one vector over all trained parameters that is kept parameter by parameter."""
 
 from __future__ import annotations
 

@@ -10,10 +10,9 @@ Serra et al. 2018, "Overcoming Catastrophic Forgetting with Hard Attention to th
 400, the weight 0.75 of the sparsity, |s e| up to 50 in cosh and |e| up to 6 are those of ContinualLM
 (networks/baselines/hat.py, config.py), where s begins each epoch as here and stops one step short of s_max. |e| is
 bounded after each update (`Bounds`), so e gets gradients wherever it is. Serra et al. train with SGD (joansj/hat,
-src/approaches/hat.py), for which the compensation is made.
-Masks are 0 or 1 up to rounding, so gradients of weights in use are zero, or close to it. AdamW divides gradients by
-their own size: a weight whose unit is in use by half moves like a free one, and only those with gradients of zero stay.
-What it does not know: where the units are.
+src/approaches/hat.py), for which the compensation is made. Masks are 0 or 1 up to rounding, so gradients of weights in
+use are zero, or close to it. AdamW divides gradients by their own size: a weight whose unit is in use by half moves
+like a free one, and only those with gradients of zero stay.
 """
 
 from __future__ import annotations

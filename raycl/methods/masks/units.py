@@ -3,7 +3,6 @@
 Heads and inner units are gated where the linear behind them reads them, which is behind the activation, and where a
 gated feed-forward block has one value for each. Their weights are the rows of the linears that compute them and the
 columns of the linear that reads them.
-What it does not know: what is done with units.
 """
 
 from __future__ import annotations

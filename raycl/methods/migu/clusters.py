@@ -2,7 +2,6 @@
 
 The authors' code for this does not run as released, so equal sizes (they state it of weight clusters only), spectral
 clustering that ends in the same balanced k-means, and rows normalised one by one are our reading.
-What it does not know: what is masked, where magnitudes come from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Output magnitudes of observed layers: the sum of |output| of each unit over the real tokens of forward passes.
-
-What it does not know: what the magnitudes decide, and whether the model is in training.
-"""
+"""Output magnitudes of observed layers: the sum of |output| of each unit over the real tokens of forward passes."""
 
 from __future__ import annotations
 

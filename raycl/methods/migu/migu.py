@@ -1,14 +1,13 @@
 """MIGU: only the rows of a weight whose outputs are large are updated (sections 3.2 and 3.3 of its paper).
 
-"Unlocking Continual Learning Abilities in Language Models", Findings of EMNLP 2024.
-After the forward passes of an optimizer step, every layer has the summed magnitude of each of its outputs over all
-real tokens on all workers. The share T of rows with the smallest ones gets no gradient in this step. Nothing is kept
-between steps, and no task id is needed. LoRA's A is masked by the magnitudes of `A x`, gated as they enter the output,
-each adapter separately; its B by those of the full output of the layer. A fused projection is one layer.
-Where the authors' code differs (quantile, all linears, no mask on the first task), there is a setting; but not for its
-counting of padding, with which a mask would depend on how texts were put into batches. Forward passes outside a
-training step (evaluation, generation) do not count, nor does recomputation.
-What it does not know: engines, the method it works with, files.
+"Unlocking Continual Learning Abilities in Language Models", Findings of EMNLP 2024. After the forward passes of an
+optimizer step, every layer has the summed magnitude of each of its outputs over all real tokens on all workers. The
+share T of rows with the smallest ones gets no gradient in this step. Nothing is kept between steps, and no task id is
+needed. LoRA's A is masked by the magnitudes of `A x`, gated as they enter the output, each adapter separately; its B by
+those of the full output of the layer. A fused projection is one layer. Where the authors' code differs (quantile, all
+linears, no mask on the first task), there is a setting; but not for its counting of padding, with which a mask would
+depend on how texts were put into batches. Forward passes outside a training step (evaluation, generation) do not count,
+nor does recomputation.
 """
 
 from __future__ import annotations

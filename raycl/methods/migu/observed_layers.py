@@ -1,7 +1,4 @@
-"""The observed layers, the position of their units in the flat vector of magnitudes, and the rows that they mask.
-
-What it does not know: what is done with magnitudes.
-"""
+"""The observed layers, the position of their units in the flat vector of magnitudes, and the rows that they mask."""
 
 from __future__ import annotations
 

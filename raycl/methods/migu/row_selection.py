@@ -1,8 +1,7 @@
 """Which rows of each weight are updated: the largest by magnitude, chosen within every layer, for all layers at once.
 
-Rows of one weight that compete with each other are a group. All groups of all layers lie one after another in one
-flat vector, so that workers exchange one small tensor and groups of one size are ranked together.
-What it does not know: where magnitudes come from, what becomes of rows that are not chosen.
+Rows of one weight that compete with each other are a group. All groups of all layers lie one after another in one flat
+vector, so that workers exchange one small tensor and groups of one size are ranked together.
 """
 
 from __future__ import annotations

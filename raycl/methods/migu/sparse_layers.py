@@ -1,7 +1,4 @@
-"""Layers whose backward forms only the kept rows of their weights' gradients, once a step's mask is known.
-
-What it does not know: how rows are chosen, what else is masked.
-"""
+"""Layers whose backward forms only the kept rows of their weights' gradients, once a step's mask is known."""
 
 from __future__ import annotations
 

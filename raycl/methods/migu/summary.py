@@ -1,7 +1,6 @@
 """Summary of the masks of a phase: rows kept most often, share of gradient norm kept.
 
 It is counted on the device, goes into checkpoints, and becomes small JSON at the end of the phase. No step reads it.
-What it does not know: how rows are chosen.
 """
 
 from __future__ import annotations

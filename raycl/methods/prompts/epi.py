@@ -1,19 +1,17 @@
 """EPI: an adapter of its own for every task, and Gaussians of the tasks' classes that choose among them.
 
 Wang et al. 2023, "Rehearsal-free Continual Language Learning via Efficient Parameter Isolation", ACL. A task trains a
-prefix: keys and values that every attention layer reads beside the text's, on a frozen backbone. When it ends, the
-mean of each class and the mean of the classes' covariances are taken from the frozen backbone's hidden states of its
+prefix: keys and values that every attention layer reads beside the text's, on a frozen backbone. When it ends, the mean
+of each class and the mean of the classes' covariances are taken from the frozen backbone's hidden states of its
 training texts. At test a text gets the adapter of the task that holds the class of least Mahalanobis distance
 (`raycl.routing.class_gaussians`). Label heads are of a task's own labels. So each task needs a closed label set; the
-answers themselves may be generated, as in SAPT's runs of EPI on T5 and LLaMA-2.
-Length and kinds (prefix, or a soft prompt at the input) are those of the released code (run.py, scripts/5ds.sh); a LoRA
-is an option of ours. Where the code differs: its prefix shares the softmax with the text, is drawn from N(0, 1) and
-has a dropout of 0.1; here the prefix has a softmax of its own (`raycl.adapters.formula.attend`) and no dropout, keys
-are drawn from N(0, 1), and values start at zero, so that the first answers are those of the backbone. The code's
-prompted pass also puts texts through the embedding layer twice (model/epi.py: what line 188 gives goes in as
-`inputs_embeds`, to which positions and layer norm are applied again), which is not copied, and its classifier has a
-dropout of 0.1 in front.
-What it does not know: engines, serving.
+answers themselves may be generated, as in SAPT's runs of EPI on T5 and LLaMA-2. Length and kinds (prefix, or a soft
+prompt at the input) are those of the released code (run.py, scripts/5ds.sh); a LoRA is an option of ours. Where the
+code differs: its prefix shares the softmax with the text, is drawn from N(0, 1) and has a dropout of 0.1; here the
+prefix has a softmax of its own (`raycl.adapters.formula.attend`) and no dropout, keys are drawn from N(0, 1), and
+values start at zero, so that the first answers are those of the backbone. The code's prompted pass also puts texts
+through the embedding layer twice (model/epi.py: what line 188 gives goes in as `inputs_embeds`, to which positions and
+layer norm are applied again), which is not copied, and its classifier has a dropout of 0.1 in front.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ SAPT's 2 % of pseudo-samples; theirs are 2 of each class. Deviations:
   three runs for each test row of an earlier task (1,500 for amazon in the first, 50,400 for dbpedia in the second) and
   keeps 2 of every class at random. It keeps 2 more as dev rows, and chooses epochs by dev rows from epoch 257 on alone.
 - With `source=real` stored rows stand in the place of what it writes (not in the paper).
-What it does not know: engines, serving.
 """
 
 from __future__ import annotations

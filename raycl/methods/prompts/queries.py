@@ -1,7 +1,4 @@
-"""What methods with keys read of a batch: each text's query, and means over its texts that N workers agree on.
-
-What it does not know: keys, and what is chosen by them.
-"""
+"""What methods with keys read of a batch: each text's query, and means over its texts that N workers agree on."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 Generators write inputs, as SAPT's do. The model that has just learned their task answers them, greedily and with the
 task's own labels: a later task then trains on what this one would have said.
-What it does not know: where the inputs came from, which adapters are active.
 """
 
 from __future__ import annotations

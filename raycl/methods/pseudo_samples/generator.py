@@ -17,7 +17,6 @@ are logged as a warning, and the second is recorded in the run's results (`fallb
 training inputs must never be kept, check that number, or provide texts (source `file`).
 Every worker trains the same one: it is small, and no part of the stream's own training; what the first one wrote
 counts (`raycl.methods.pseudo_samples.samples.same_everywhere`).
-What it does not know: the method, what its texts are used for.
 """
 
 from __future__ import annotations

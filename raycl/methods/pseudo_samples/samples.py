@@ -2,7 +2,6 @@
 
 They are kept as token ids. Inputs only, as SAPT's reflection needs no answers; answers are kept if they are trained on
 again (`replay`, and SAPT's ablation +Replay).
-What it does not know: what is done with them, how texts are written or read.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ Both marks are ordinary words of the tokenizer, since no vocabulary grows here; 
 separator and one for each task, whose embeddings stay as they are. The repetition penalty leaves the tokens of a
 separator of several out, which repeat each other. Inputs stand without instruction and template, which are put around
 what was written as around real data. A long input is cut; their code cuts the end, which is the answer.
-What it does not know: how the model is trained, when it writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where pseudo-samples come from: training rows, a generator, or files.
-
-What it does not know: what is done with them.
-"""
+"""Where pseudo-samples come from: training rows, a generator, or files."""
 
 from __future__ import annotations
 

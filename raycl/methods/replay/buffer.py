@@ -1,7 +1,4 @@
-"""Replay buffers: what is kept of earlier tasks, task by task, in the order of learning.
-
-What it does not know: how entries are drawn or trained on again.
-"""
+"""Replay buffers: what is kept of earlier tasks, task by task, in the order of learning."""
 
 from __future__ import annotations
 

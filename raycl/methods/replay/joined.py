@@ -2,7 +2,6 @@
 
 In every epoch each sample of every earlier task is trained on exactly once, in the batch of a row drawn for the epoch.
 The assignment depends on rows and epoch alone: accumulation and workers change nothing.
-What it does not know: where samples came from, what else is added to the loss.
 """
 
 from __future__ import annotations

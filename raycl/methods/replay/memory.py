@@ -1,7 +1,6 @@
 """Examples that are kept with a key, as tensors, and those whose keys are nearest to a text's.
 
 Examples are numbered through all tasks in the order of learning. Keys are of a frozen encoder, so they never change.
-What it does not know: what the examples are used for, how a text becomes a key.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What a model gave at the loss positions of stored rows, and how far from it the present model's outputs are.
 
 Of a label head the scores of all labels known then; of a vocabulary the `k` largest logits of each position with their
-columns, so that a position takes 8 k bytes and not 4 bytes for each word (DER++ stores all of an image model's
-logits, which are few).
-What it does not know: which rows are stored, how much the distance counts.
+columns, so that a position takes 8 k bytes and not 4 bytes for each word (DER++ stores all of an image model's logits,
+which are few).
 """
 
 from __future__ import annotations

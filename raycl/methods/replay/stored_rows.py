@@ -1,10 +1,9 @@
 """Stored training rows of earlier tasks as batches, and batches with some of them below the rows of the current task.
 
 Rows are numbered through all tasks in the order of learning. In a batch, stored row n has the position `-2 - n`, so
-that what a method keeps of it (outputs, features) is found again after the forward pass.
-Where texts themselves are learned, the words that are hidden of a stored text follow from the seed and the text alone:
-they are the same whenever it is read.
-What it does not know: what is kept of a row, which rows a step draws.
+that what a method keeps of it (outputs, features) is found again after the forward pass. Where texts themselves are
+learned, the words that are hidden of a stored text follow from the seed and the text alone: they are the same whenever
+it is read.
 """
 
 from __future__ import annotations

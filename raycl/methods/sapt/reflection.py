@@ -1,11 +1,10 @@
 """ARM, SAPT's attentive reflection: keeps the attention weights of earlier tasks' inputs (SAPT, section 4.3).
 
-After a task its mean weights are kept. While a later one is trained, pseudo-samples of every earlier one go through
-the current projection and keys, and KL(kept || now) is added to the task loss. Which inputs a step draws depends on
-the step alone: every micro-batch of every worker adds the same term, which the step counts exactly once, so that
-accumulation and workers change nothing and nothing random is kept in a checkpoint. Only the projection runs: inputs
-are pooled once a task, since embeddings are frozen.
-What it does not know: the model, where pseudo-samples came from.
+After a task its mean weights are kept. While a later one is trained, pseudo-samples of every earlier one go through the
+current projection and keys, and KL(kept || now) is added to the task loss. Which inputs a step draws depends on the
+step alone: every micro-batch of every worker adds the same term, which the step counts exactly once, so that
+accumulation and workers change nothing and nothing random is kept in a checkpoint. Only the projection runs: inputs are
+pooled once a task, since embeddings are frozen.
 """
 
 from __future__ import annotations

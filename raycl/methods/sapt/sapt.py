@@ -1,14 +1,13 @@
 """SAPT: attention over all task adapters, which trains and selects them together (section 4 of its paper).
 
-"SAPT: A Shared Attention Framework for Parameter-Efficient Continual Learning of Large Language Models", ACL 2024.
-A task trains its adapter (LoRA on query and value projections, or a soft prompt), its key, and the shared projection;
-backbone, earlier adapters and earlier keys are frozen. The attention reads nothing but the source's raw
-embeddings, in training, evaluation, generation and serving, and once per prompt. Reflection (ARM) keeps old
-tasks' inputs attended to as they were. Encoder-only backbones, of which the paper has none, get label rows with every
-adapter, mixed by the same weights, so that no task id is needed.
-Where the authors' code differs from the paper, there are settings (its attention's and reflection's too). Prompts are
-learned by the run's AdamW like all else, theirs by Adafactor (appendix C).
-What it does not know: engines, files other than those of pseudo-samples.
+"SAPT: A Shared Attention Framework for Parameter-Efficient Continual Learning of Large Language Models", ACL 2024. A
+task trains its adapter (LoRA on query and value projections, or a soft prompt), its key, and the shared projection;
+backbone, earlier adapters and earlier keys are frozen. The attention reads nothing but the source's raw embeddings, in
+training, evaluation, generation and serving, and once per prompt. Reflection (ARM) keeps old tasks' inputs attended to
+as they were. Encoder-only backbones, of which the paper has none, get label rows with every adapter, mixed by the same
+weights, so that no task id is needed. Where the authors' code differs from the paper, there are settings (its
+attention's and reflection's too). Prompts are learned by the run's AdamW like all else, theirs by Adafactor (appendix
+C).
 """
 
 from __future__ import annotations

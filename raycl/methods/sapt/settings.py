@@ -1,7 +1,4 @@
-"""SAPT's settings: its adapters', and by section its attention's, reflection's, generator's and selector's.
-
-What it does not know: how any of them act.
-"""
+"""SAPT's settings: its adapters', and by section its attention's, reflection's, generator's and selector's."""
 
 from __future__ import annotations
 

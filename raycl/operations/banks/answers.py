@@ -1,7 +1,4 @@
-"""What a command of `raycl bank` found, as text and as a tree for scripts.
-
-What it does not know: the commands.
-"""
+"""What a command of `raycl bank` found, as text and as a tree for scripts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The commands of `raycl bank` that show and move branches.
-
-What it does not know: how options are written on a command line.
-"""
+"""The commands of `raycl bank` that show and move branches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What `raycl bank` does for each of its commands: an answer as text and as a tree for scripts.
-
-What it does not know: how options are written on a command line.
-"""
+"""What `raycl bank` does for each of its commands: an answer as text and as a tree for scripts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Adapters of the bank as folders that other libraries load, and back: PEFT both ways, merged Hugging Face models.
-
-What it does not know: streams, methods, Ray.
-"""
+"""Adapters of the bank as folders that other libraries load, and back: PEFT both ways, merged Hugging Face models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Looking after a bank: is it whole, what is no longer needed, what changed between two snapshots.
-
-What it does not know: what adapters are for.
-"""
+"""Looking after a bank: is it whole, what is no longer needed, what changed between two snapshots."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Merging: one snapshot with the tasks of two, for methods whose tasks do not depend on each other.
-
-What it does not know: branches, and how anything was learned.
-"""
+"""Merging: one snapshot with the tasks of two, for methods whose tasks do not depend on each other."""
 
 from __future__ import annotations
 

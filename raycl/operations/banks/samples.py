@@ -1,7 +1,4 @@
-"""Stored samples of a bank: inputs of users, beside adapters (SAPT's pseudo-samples) or in training states (Replay's).
-
-What it does not know: what they are used for.
-"""
+"""Stored samples of a bank: inputs of users, with adapters (SAPT's pseudo-samples) or in training states (Replay's)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Unlearning: a new snapshot without a task, and what that cost every other one.
 
 Old snapshots stay until they are pruned; with the last one that names them, the task's tensors go too.
-What it does not know: how anything was learned.
 """
 
 from __future__ import annotations

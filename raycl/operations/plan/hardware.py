@@ -1,7 +1,4 @@
-"""GPUs that plans are made for, and the nodes that they come in: vendors' figures.
-
-What it does not know: what is computed on them.
-"""
+"""GPUs that plans are made for, and the nodes that they come in: vendors' figures."""
 
 from __future__ import annotations
 

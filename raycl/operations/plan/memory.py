@@ -3,7 +3,6 @@
 Activations are what autograd keeps of each layer, by the layers' own code: a frozen linear keeps nothing, one that is
 trained or adapted its input, a norm its input in float32, attention its queries, keys, values and output, a gated
 feed-forward block three times its inner width. `tests/unit/run/test_plan.py` compares with what torch keeps.
-What it does not know: time, traffic.
 """
 
 from __future__ import annotations

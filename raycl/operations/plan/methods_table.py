@@ -1,7 +1,4 @@
-"""The table of methods: what each keeps, needs and trains, read from the classes (MIGU's table 1, SLM's table 1).
-
-What it does not know: where the table is shown.
-"""
+"""The table of methods: what each keeps, needs and trains, read from the classes (MIGU's table 1, SLM's table 1)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The parts of a run on torch's meta device: without weights, and without its data where that is not there.
-
-What it does not know: arithmetic.
-"""
+"""The parts of a run on torch's meta device: without weights, and without its data where that is not there."""
 
 from __future__ import annotations
 

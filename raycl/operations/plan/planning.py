@@ -1,7 +1,4 @@
-"""From a config to its plan.
-
-What it does not know: how a plan is shown.
-"""
+"""From a config to its plan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A plan: what a run needs on a cluster, whether it fits, and what limits it; as JSON and as text.
-
-What it does not know: how configs become numbers.
-"""
+"""A plan: what a run needs on a cluster, whether it fits, and what limits it; as JSON and as text."""
 
 from __future__ import annotations
 

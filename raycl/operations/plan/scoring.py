@@ -3,7 +3,6 @@
 It has the backbone and all adapters once more, keys and values of the rows that it decodes together, and what one layer
 computes of the prompts that it reads together. It is there from the run's beginning to its end, so where it shares a
 GPU or a node with a worker, both add up. The same arithmetic as for a worker: `raycl.operations.plan.memory`.
-What it does not know: time.
 """
 
 from __future__ import annotations

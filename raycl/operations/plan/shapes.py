@@ -1,7 +1,4 @@
-"""The numbers of a plan, read from a run's parts on the meta device: every method allocates what it would train.
-
-What it does not know: hardware, what the numbers are used for.
-"""
+"""The numbers of a plan, read from a run's parts on the meta device: every method allocates what it would train."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The table of sizes in `cluster/README.md`: large backbones on GPUs of the market, what fits and what limits it.
-
-What it does not know: where the table is shown.
-"""
+"""The table of sizes in `cluster/README.md`: large backbones on GPUs of the market, what fits and what limits it."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 A linear costs 2 operations for each weight and token forward, 2 for the gradient of its input, and 2 more for its own
 where it is trained: 6 N a token for N trained weights, 4 N for frozen ones. Gradient checkpointing repeats the forward
 pass.
-What it does not know: how evenly workers are loaded, evaluation, checkpoints.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 For the sum of a tensor of S bytes that all N workers get, each sends 2 (N - 1) / N S in a ring, and half of that where
 each gets a part of the sum, or where parts are gathered.
-What it does not know: how long that takes.
 """
 
 from __future__ import annotations

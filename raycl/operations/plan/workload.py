@@ -1,7 +1,4 @@
-"""What a plan is computed from: the sizes of a model, of what is trained of it, and of a step. Numbers alone.
-
-What it does not know: configs, models, hardware.
-"""
+"""What a plan is computed from: the sizes of a model, of what is trained of it, and of a step. Numbers alone."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 Two maps, as in SAPT's figure: rows are tasks, columns adapters in the order of learning. `train`: mean weights on the
 task's dev texts when it was learned; `test`: on its test texts at the end. If the two agree, a task's texts still use
 the adapters that they were learned with.
-What it does not know: how weights are computed and drawn.
 """
 
 from __future__ import annotations

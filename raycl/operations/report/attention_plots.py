@@ -1,7 +1,6 @@
 """Plots of attention: the adapters' weights for each task's texts when it was learned, and at the end.
 
-Why it exists: as in SAPT's figure of its attention weights, two equal maps show a run that forgot no routes.
-What it does not know: how weights come about.
+As in SAPT's figure of its attention weights, two equal maps show a run that forgot no routes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Runs that belong together: the same settings under several seeds become one line with mean and spread.
 
-Why it exists: a comparison that averages runs with different settings, or hides that they differ, is worthless.
-Runs are averaged only if their configs are equal apart from the seed and `NOT_COMPARED`; lines that share method,
-stream and backbone are labelled with the keys in which they differ.
-What it does not know: how a comparison is shown.
+A comparison that averages runs with different settings, or hides that they differ, is worthless. Runs are averaged only
+if their configs are equal apart from the seed and `NOT_COMPARED`; lines that share method, stream and backbone are
+labelled with the keys in which they differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""An evaluation of files as a table, and the confusion of its labels as a picture.
-
-What it does not know: how it was computed (`raycl.serve.evaluation`).
-"""
+"""An evaluation of files as a table, and the confusion of its labels as a picture."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Pictures of runs: the accuracy matrix as a heat map, scores of each task over the phases.
 
-Why it exists: forgetting is seen at a glance in a picture and hardly in a column of numbers.
-What it does not know: how numbers were computed, where results lie.
+Forgetting is seen at a glance in a picture and hardly in a column of numbers.
 
 Colours: viridis for heat maps, Okabe and Ito's eight for lines (line style and marker change with every eight), both
 readable with colour-vision deficiencies and in grey print.

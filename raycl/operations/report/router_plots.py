@@ -1,7 +1,6 @@
 """Plots of routers: similarity of the keys, where they lie in the plane, how many texts find their task.
 
-Why it exists: two tasks whose keys are confused are seen at a glance, in three panels that share one order of tasks.
-What it does not know: how keys are learned, how numbers were computed.
+Two tasks whose keys are confused are seen at a glance, in three panels that share one order of tasks.
 
 Colours as in `plots`. In the plane neighbouring tasks differ in colour and in marker; no pair comes twice in 56 tasks.
 """

@@ -1,7 +1,6 @@
 """What a run's router was like after its last phase, read from its result file.
 
-Why it exists: tables and pictures of routing share one reading of `phase_summary`.
-What it does not know: how routers work, how anything is shown.
+Tables and pictures of routing share one reading of `phase_summary`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Text tables of runs: the accuracy matrix and the routing of one, the comparison of several.
 
-Why it exists: the first look at a run is in a terminal or a log.
-What it does not know: how numbers were computed, where results lie.
+The first look at a run is in a terminal or a log.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A whole table with one command: several runs on the same stream, one or more at a time, resumable run by run.
 
-Why it exists: a comparison is honest only if every row shares data, backbone and training; so they share one base
-config here, and each run adds overrides in the language of the command line. Finished runs are read, not repeated.
-Ray and what trains are imported when the first run starts: all configs are checked before.
-What it does not know: how a run is launched or drawn.
+A comparison is honest only if every row shares data, backbone and training; so they share one base config here, and
+each run adds overrides in the language of the command line. Finished runs are read, not repeated. Ray and what trains
+are imported when the first run starts: all configs are checked before.
 """
 
 from __future__ import annotations

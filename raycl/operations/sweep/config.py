@@ -1,8 +1,7 @@
 """A sweep file: a base config, a space over its dotted paths, what counts as better, and how to search.
 
-Why it exists: a sweep takes hours, so whatever can be wrong with any of its trials is an error before the first one
-starts: unknown paths (with the nearest field), values of the wrong type, ends of ranges that no field takes.
-What it does not know: how trials run.
+A sweep takes hours, so whatever can be wrong with any of its trials is an error before the first one starts: unknown
+paths (with the nearest field), values of the wrong type, ends of ranges that no field takes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What fills the disk and can be removed without losing what was learned.
 
 A bank is never removed, nor anything of a run that is not finished.
-What it does not know: the command line.
 """
 
 from __future__ import annotations

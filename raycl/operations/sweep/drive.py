@@ -1,7 +1,4 @@
-"""A whole sweep: checked, run through Ray Tune, continued, and summed up.
-
-What it does not know: how a trial learns, how a table or picture is drawn.
-"""
+"""A whole sweep: checked, run through Ray Tune, continued, and summed up."""
 
 from __future__ import annotations
 

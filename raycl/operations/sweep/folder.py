@@ -10,8 +10,7 @@
     bank/                   adapters and snapshots of all trials, each on branch sweeps/NAME/0003
     best.yaml, summary.*    what it found
 
-Why it exists: a sweep continues from what is here, never from Ray's own records, which are pickles of one version.
-What it does not know: how trials are chosen, run or compared.
+A sweep continues from what is here, never from Ray's own records, which are pickles of one version.
 """
 
 from __future__ import annotations

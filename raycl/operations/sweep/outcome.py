@@ -1,7 +1,4 @@
-"""What a sweep found: a row for each trial, means over seeds or orders, the best, the Pareto front; files of all that.
-
-What it does not know: how it is printed or drawn (`raycl.operations.report.sweeps` reads the tree that is made here).
-"""
+"""The outcome of a sweep: a row for each trial, means over seeds or orders, the best, the Pareto front, and their files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A sweep's outcome as files of its folder: table, CSV, JSON, the best config, pictures.
-
-What it does not know: how they are drawn (`raycl.operations.report`).
-"""
+"""A sweep's outcome as files of its folder: table, CSV, JSON, the best config, pictures."""
 
 from __future__ import annotations
 

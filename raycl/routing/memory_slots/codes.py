@@ -3,7 +3,6 @@
 A key's code has four bits for two dimensions (FAISS's fast scan). Recall is measured when the index is built, on texts
 made from the keys, and more candidates are scored again until it is high enough. (Measured at 40,000 keys of 64
 dimensions: inverted lists take three times as long for a recall of 0.995, HNSW five times, and 8 s to build.)
-What it does not know: groups, what a key belongs to.
 """
 
 from __future__ import annotations

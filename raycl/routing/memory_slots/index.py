@@ -2,7 +2,6 @@
 
 On an accelerator every cosine is computed, however many keys there are: 40,000 keys are one small matrix product. So it
 is where FAISS is not installed, only slower.
-What it does not know: what a slot holds, how cosines become weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Keys for plots: the similarity of the keys of tasks, and where each lies in the plane.
-
-What it does not know: how anything is drawn.
-"""
+"""Keys for plots: the similarity of the keys of tasks, and where each lies in the plane."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Keys of dynamic task-related knowledge retrieval (SLM, section 3.2): made, learned, measured.
 
 A slot has one sub-key for each of g groups, that is for each slice of the query.
-What it does not know: what a slot's value is, where queries come from.
 """
 
 from __future__ import annotations

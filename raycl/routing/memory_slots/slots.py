@@ -2,7 +2,6 @@
 
 Slots of task t are called `t.0`, `t.1`, ... With one value per group (`value_layout` per_group) the adapter of slot
 `t.0` in group j is `t.0-j`.
-What it does not know: what slots hold, how texts become queries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""From cosines to mixture weights: the rules of SLM (section 3.2, eq. 4), per example unless configured otherwise.
-
-What it does not know: where cosines come from.
-"""
+"""From cosines to mixture weights: the rules of SLM (section 3.2, eq. 4), per example unless configured otherwise."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
     serve run raycl.serve.deployment.app:build bank=runs/mine/bank
 
-Why it exists: the one place where the service meets Ray Serve.
-What it does not know: how answers are made (`service`), what the wire looks like (`web`).
+The one place where the service meets Ray Serve.
 """
 
 from __future__ import annotations

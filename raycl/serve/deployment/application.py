@@ -1,7 +1,4 @@
-"""An endpoint as an application of Ray Serve: its name on a cluster, its start beside others, its end.
-
-What it does not know: what the application does.
-"""
+"""An endpoint as an application of Ray Serve: its name on a cluster, its start beside others, its end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An endpoint from the command line: started here, pointed at another snapshot, or at a candidate that passes.
-
-What it does not know: how answers are made.
-"""
+"""An endpoint from the command line: started here, pointed at another snapshot, or at a candidate that passes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From a bank to a service that answers: backbone, engine and snapshots put together.
-
-What it does not know: HTTP, how many replicas there are.
-"""
+"""From a bank to a service that answers: backbone, engine and snapshots put together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What replicas and the gate reserve in the cluster: all that they use, so that it is not given to others.
-
-What it does not know: how Ray finds room for it.
-"""
+"""What replicas and the gate reserve in the cluster: all that they use, so that it is not given to others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Routing apart from the model: an engine's interface whose answers come from replicas elsewhere.
 
 The text is encoded and its mixture worked out here, on CPUs; replicas with the model get the mixture with the text.
-What it does not know: how replicas are found (it is given a function that streams their events).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The model's thread: receives requests, routes them together, answers them in continuous batches.
 
-Requests that came while a batch was computed form the next one, without a timer. Labels are one forward
-pass; texts are decoded in one running batch that new ones join and finished ones leave, each row with its own mixture,
-and rows of different snapshots side by side.
-What it does not know: HTTP, event loops, where snapshots come from.
+Requests that came while a batch was computed form the next one, without a timer. Labels are one forward pass; texts are
+decoded in one running batch that new ones join and finished ones leave, each row with its own mixture, and rows of
+different snapshots side by side.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One backbone with the adapters of any number of snapshots, loaded side by side.
 
-Why it exists: while a new snapshot is loaded, answers begun on the old one continue, in the same batches. An adapter
-is known on the device by name and version, so that two snapshots share what they have in common and nothing else.
-What it does not know: requests, where snapshots come from, when one is no longer needed.
+While a new snapshot is loaded, answers begun on the old one continue, in the same batches. An adapter is known on the
+device by name and version, so that two snapshots share what they have in common and nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Requests to the serving engine: a generation request, its snapshot, and the adapters that it selects.
-
-What it does not know: HTTP, models.
-"""
+"""Requests to the serving engine: a generation request, its snapshot, and the adapters that it selects."""
 
 from __future__ import annotations
 

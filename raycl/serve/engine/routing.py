@@ -1,7 +1,4 @@
-"""The mixture of each request: the router's, or the weights that the request pins; one row each.
-
-What it does not know: prompts, the model, clients.
-"""
+"""The mixture of each request: the router's, or the weights that the request pins; one row each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A text as the ids of its prompt: truncated at its end as in training, or rejected where it may not be truncated.
-
-What it does not know: requests, what the ids are used for.
-"""
+"""A text as the ids of its prompt: truncated at its end as in training, or rejected where it may not be truncated."""
 
 from __future__ import annotations
 

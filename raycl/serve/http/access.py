@@ -1,7 +1,4 @@
-"""Access control and request size limits: pure ASGI, before anything is parsed.
-
-What it does not know: the content of requests.
-"""
+"""Access control and request size limits: pure ASGI, before anything is parsed."""
 
 from __future__ import annotations
 

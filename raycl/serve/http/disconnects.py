@@ -1,8 +1,6 @@
 """Cancels a request when its client disconnects, whole answers as well as streams.
 
-Why it exists: frameworks notice that a client has gone only when they write to it, and until then a text is
-generated in vain.
-What it does not know: the content of requests.
+Frameworks notice that a client has gone only when they write to it, and until then a text is generated in vain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What Ray Serve's proxies do besides: limits on connections, and errors of their own as JSON.
 
-Why it exists: Serve has no settings for either, but calls a function before a proxy listens.
-What it does not know: what is answered.
+Serve has no settings for either, but calls a function before a proxy listens.
 """
 
 from __future__ import annotations

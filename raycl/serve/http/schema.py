@@ -1,7 +1,6 @@
 """The wire: requests of the OpenAI-compatible endpoints, and raycl's own beside them.
 
 Field names and shapes are OpenAI's (platform.openai.com/docs/api-reference); what is raycl's stands under `raycl`.
-What it does not know: how an answer is made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """HTTP directly in the replica's process, without Ray Serve's proxy.
 
-Why it exists: the proxy costs a request several milliseconds of CPU, as much as a small model's answer. Replicas of
-one machine share the port, and the kernel spreads connections over them (SO_REUSEPORT).
-What it does not know: what is answered.
+The proxy costs a request several milliseconds of CPU, as much as a small model's answer. Replicas of one machine share
+the port, and the kernel spreads connections over them (SO_REUSEPORT).
 """
 
 from __future__ import annotations

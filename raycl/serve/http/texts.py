@@ -1,7 +1,4 @@
-"""The endpoints that answer with texts: OpenAI's chat and completions, whole or as a stream.
-
-What it does not know: how a text is made.
-"""
+"""The endpoints that answer with texts: OpenAI's chat and completions, whole or as a stream."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The endpoints: labels, routes, models, administration, health and the playground, beside those of `texts`.
-
-What it does not know: Ray; how many replicas there are.
-"""
+"""The endpoints: labels, routes, models, administration, health and the playground, beside those of `texts`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which snapshot should answer, by the bank and what was decided for the endpoint.
-
-What it does not know: whether it can (`raycl.serve.snapshots.manager` finds out).
-"""
+"""Which snapshot should answer, by the bank and what was decided for the endpoint."""
 
 from __future__ import annotations
 

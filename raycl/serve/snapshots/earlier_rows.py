@@ -1,8 +1,7 @@
 """Rows that tasks had before they were learned again, as far as they differ from those of a candidate.
 
-Why it exists: the rows of a revised task are whatever its run was given. A snapshot that is right on these alone may
-have lost those that the task had.
-What it does not know: how a snapshot is scored.
+The rows of a revised task are whatever its run was given. A snapshot that is right on these alone may have lost those
+that the task had.
 """
 
 from __future__ import annotations

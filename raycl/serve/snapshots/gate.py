@@ -2,7 +2,6 @@
 
 A task that the candidate lacks is evaluated all the same. One whose rows are not those that it had, because it was
 learned again, is evaluated on both.
-What it does not know: what is decided by the result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Following with a gate: published snapshots are evaluated where the cluster has room, and then activated or rejected.
 
-Why it exists: evaluating takes a backbone of its own. Its resources are reserved during the evaluation only, and
-a snapshot that waits or cannot be evaluated is reported by the endpoint, its metrics and its log.
-What it does not know: how a snapshot is evaluated (`raycl.serve.snapshots.gate`).
+Evaluating takes a backbone of its own. Its resources are reserved during the evaluation only, and a snapshot that waits
+or cannot be evaluated is reported by the endpoint, its metrics and its log.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The snapshots that a replica can answer from: loaded in the background, added between two batches.
 
-A request keeps the snapshot that it began with. The active one follows the bank's activations; in follow mode
-without a gate, what was published since the last decision counts as activated.
-What it does not know: requests.
+A request keeps the snapshot that it began with. The active one follows the bank's activations; in follow mode without a
+gate, what was published since the last decision counts as activated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a snapshot is opened with: its backbone, its router, its adapters, and whose label head answers.
-
-What it does not know: which method learned the snapshot, where requests come from.
-"""
+"""What a snapshot is opened with: its backbone, its router, its adapters, and whose label head answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The data that a snapshot was trained on, as its record describes it and as the user allows.
-
-What it does not know: what is done with the data.
-"""
+"""The data that a snapshot was trained on, as its record describes it and as the user allows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Scores of a snapshot on the tasks of a stream, as its run's evaluation scores them.
-
-What it does not know: how the snapshot came to be.
-"""
+"""Scores of a snapshot on the tasks of a stream, as its run's evaluation scores them."""
 
 from __future__ import annotations
 

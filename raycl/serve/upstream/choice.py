@@ -1,7 +1,4 @@
-"""Top-1 choice: the exported adapter that the snapshot's router gives the largest weight.
-
-What it does not know: HTTP, the engine.
-"""
+"""Top-1 choice: the exported adapter that the snapshot's router gives the largest weight."""
 
 from __future__ import annotations
 

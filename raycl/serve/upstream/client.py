@@ -1,7 +1,4 @@
-"""The engine behind the router: requests to it, its answers as they come, and what its failures become.
-
-What it does not know: which adapter a request is for.
-"""
+"""The engine behind the router: requests to it, its answers as they come, and what its failures become."""
 
 from __future__ import annotations
 

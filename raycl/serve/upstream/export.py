@@ -1,7 +1,4 @@
-"""The record of an export for another engine: of which snapshot it is, and what requests call its adapters.
-
-What it does not know: how adapters are written, how one is chosen.
-"""
+"""The record of an export for another engine: of which snapshot it is, and what requests call its adapters."""
 
 from __future__ import annotations
 

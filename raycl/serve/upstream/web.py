@@ -1,7 +1,4 @@
-"""The endpoints in front of another engine: OpenAI's, with `model: auto` replaced by the adapter for the text.
-
-What it does not know: how an adapter is chosen, how the engine answers.
-"""
+"""The endpoints in front of another engine: OpenAI's, with `model: auto` replaced by the adapter for the text."""
 
 from __future__ import annotations
 

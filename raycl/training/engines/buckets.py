@@ -1,9 +1,8 @@
 """Gradients of parameters that every worker holds, summed over the workers in buckets during the backward pass.
 
-Why it exists: one sum after the backward pass leaves the network idle while gradients are computed, and the processor
-idle while they are sent. torch's DistributedDataParallel does the same around a module of fixed parameters; here they
-change with every task, and a step's micro-batches share one sum.
-What it does not know: the model, the optimizer.
+One sum after the backward pass leaves the network idle while gradients are computed, and the processor idle while they
+are sent. torch's DistributedDataParallel does the same around a module of fixed parameters; here they change with every
+task, and a step's micro-batches share one sum.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Each layer is compiled by itself and in place, for any batch size and length, so that equal layers share what the
 compiler makes and parameters keep their names. Evaluation and generation run the layers as they are
 (`Backbone.inference`): caches and short texts would be compiled again and again.
-What it does not know: which methods leave the layers as they are from step to step (`Method.compiles`).
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 Library behaviour this file depends on (DeepSpeed 0.19.8, observed): clipping is 1.0 when the key is missing, so it is
 always set; a shared-memory helper is compiled at the first `initialize` unless marked incompatible, and then no
-compiler is needed; its own "AdamW" compiles for minutes, so torch's is passed in; gradients are averaged over
-workers, hence the factor `world size` on the loss; `initialize` sends every parameter from the first worker to the
-others, which copies each mapped page that it writes to, so frozen weights in files are kept out of its way;
-`destroy()` leaves module hooks and, at ZeRO-3, partitioned parameters and attributes that hold the whole engine behind,
-so `close` removes those and puts plain parameters back.
-What it does not know: methods, tasks, data.
+compiler is needed; its own "AdamW" compiles for minutes, so torch's is passed in; gradients are averaged over workers,
+hence the factor `world size` on the loss; `initialize` sends every parameter from the first worker to the others, which
+copies each mapped page that it writes to, so frozen weights in files are kept out of its way; `destroy()` leaves module
+hooks and, at ZeRO-3, partitioned parameters and attributes that hold the whole engine behind, so `close` removes those
+and puts plain parameters back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Engines own gradients, the optimizer and the learning rate. Protocol, and plain PyTorch behind it.
 
-The loss of a step is the token-summed cross-entropy over all micro-batches of all workers, divided by the number
-of all those tokens: not a mean of means. So N workers, or any accumulation, equal one worker on the joined batch.
-What it does not know: methods, tasks, data.
+The loss of a step is the token-summed cross-entropy over all micro-batches of all workers, divided by the number of all
+those tokens: not a mean of means. So N workers, or any accumulation, equal one worker on the joined batch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ generation read them outside of the forward pass. So adapters are trained as in 
 
 Library behaviour this file depends on (torch 2.13, observed): the first module whose forward runs is the root of all;
 gradients are averaged unless their divisor is set; a unit's parameters must not be replaced afterwards.
-What it does not know: methods, tasks, data.
 """
 
 from __future__ import annotations

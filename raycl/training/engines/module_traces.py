@@ -1,7 +1,4 @@
-"""What a library leaves on the modules of a backbone, and how they become as they were.
-
-What it does not know: the library's objects.
-"""
+"""What a library leaves on the modules of a backbone, and how they become as they were."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Optimizers by name, and their state as named tensors that a checkpoint holds.
-
-What it does not know: engines, gradients.
-"""
+"""Optimizers by name, and their state as named tensors that a checkpoint holds."""
 
 from __future__ import annotations
 

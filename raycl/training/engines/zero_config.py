@@ -1,7 +1,4 @@
-"""DeepSpeed's config for the settings of a run.
-
-What it does not know: the library itself.
-"""
+"""DeepSpeed's config for the settings of a run."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 Each text is adapted to and answered alone, without padding and dropout, so that its answer does not depend on the rest
 of its batch. Gradients go to no `.grad` and no optimizer: parameters are copied before the first text, and copied back
 after each, in place.
-What it does not know: where neighbours come from, how an answer is scored.
 """
 
 from __future__ import annotations

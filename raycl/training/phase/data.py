@@ -1,7 +1,4 @@
-"""The data of a phase on one worker: its batches, passes over them, and gradients on chosen rows.
-
-What it does not know: the optimizer, records.
-"""
+"""The data of a phase on one worker: its batches, passes over them, and gradients on chosen rows."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Evaluation after a phase: a row of the accuracy matrix, and at the end the tasks that were never trained.
 
 Every task's examples are spread over the workers.
-
-What it does not know: what was trained, and where the row is recorded.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Check that the optimizer used the gradients that modifiers returned, on the real model, engine and data.
 
-Why it exists: some engines copy gradients before they can be edited (DeepSpeed 0.14.2 at ZeRO 0 in bfloat16, which the
-authors of MIGU pinned; 0.19.8 at ZeRO 1 in bfloat16 with float32 accumulation), and then a mask does nothing, silently.
-The running average of gradients (Adam's first moment) shows it: where the gradient was zero it has only decayed,
-whatever the learning rate, weight decay, clipping or precision. It is read around the first steps of every task, until
-one has a gradient, and nothing is changed: a trial step beforehand would have to put weights, moments, schedule and
-partitions back under five engines, and would prove less, since it is not the step that counts.
-What it does not know: which engine, which modifier.
+Some engines copy gradients before they can be edited (DeepSpeed 0.14.2 at ZeRO 0 in bfloat16, which the authors of MIGU
+pinned; 0.19.8 at ZeRO 1 in bfloat16 with float32 accumulation), and then a mask does nothing, silently. The running
+average of gradients (Adam's first moment) shows it: where the gradient was zero it has only decayed, whatever the
+learning rate, weight decay, clipping or precision. It is read around the first steps of every task, until one has a
+gradient, and nothing is changed: a trial step beforehand would have to put weights, moments, schedule and partitions
+back under five engines, and would prove less, since it is not the step that counts.
 """
 
 from __future__ import annotations

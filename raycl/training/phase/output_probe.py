@@ -2,7 +2,6 @@
 
 The magnitudes are those of the modifier `migu`, by the same code: |output| summed over the real tokens of a task's test
 rows, of source and answer. The rows of a weight that it would update for all of these texts are the large ones.
-What it does not know: where a model comes from, files, how overlaps are shown.
 """
 
 from __future__ import annotations

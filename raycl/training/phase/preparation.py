@@ -1,7 +1,4 @@
-"""Preparation of a phase: sentence embeddings of its texts, for methods with an encoder.
-
-What it does not know: what a method does with them.
-"""
+"""Preparation of a phase: sentence embeddings of its texts, for methods with an encoder."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 The router is kept with the checkpoint at the end of the phase, so that a run that continues there, and a process that
 scores beside training, evaluate by the same one. Texts without their tasks' instructions get the prompts that it finds,
 as at an endpoint.
-What it does not know: answers, scores, how a method routes in training.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Workers score the phase that they have just trained. With `eval.mode=overlap`, another process does it from the phase's
 last checkpoint.
-What it does not know: where a row is recorded, and who waits for it.
 """
 
 from __future__ import annotations

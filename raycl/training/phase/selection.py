@@ -1,7 +1,6 @@
 """`eval.select=best_dev`: of a phase's epochs, the weights with the best dev score are what it has learned.
 
-Why it exists: published runs choose a checkpoint by its dev score; the last one is what most methods here mean.
-What it does not know: how rows are scored (`evaluation`).
+Published runs choose a checkpoint by its dev score; the last one is what most methods here mean.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One optimizer step: the only place that calls backward and step.
-
-What it does not know: how batches were drawn, what the method learns, how the engine reduces gradients.
-"""
+"""One optimizer step: the only place that calls backward and step."""
 
 from __future__ import annotations
 

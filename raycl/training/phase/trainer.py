@@ -1,7 +1,4 @@
-"""Training of one phase, from its first batch, or a checkpoint in its middle, to its last checkpoint.
-
-What it does not know: which method and engine, evaluation, where checkpoints lie.
-"""
+"""Training of one phase, from its first batch, or a checkpoint in its middle, to its last checkpoint."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Training states in the bank: what a snapshot names beside its adapters, and runs that start from one.
 
 A run that starts from a snapshot begins with the checkpoint and the phase records of the run that published it, as if
-it had been that run and got more tasks. It evaluates the snapshot's phase first, whose row was not known yet when
-the snapshot was published.
-What it does not know: how its config was made (`raycl.run.start`).
+it had been that run and got more tasks. It evaluates the snapshot's phase first, whose row was not known yet when the
+snapshot was published.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Everything is stored by parameter name, so a checkpoint of N workers under one engine continues on any other number and
 engine. Where workers share parameters out, each writes its rows to a file of its own, and reading joins them. The data
 position and all randomness follow from the seed and the step, so they need no file.
-What it does not know: which tensors a method learns, and which checkpoint counts (the journal records it).
 """
 
 from __future__ import annotations

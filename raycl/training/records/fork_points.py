@@ -1,8 +1,7 @@
 """Fork points: checkpoint and journal records of a run after its first phases, from which another run can continue.
 
-Why it exists: two runs with the same effective settings up to some phase are the same run up to there, bit for bit;
-the second one starts with the checkpoint and journal records of the first, as if it had been resumed there.
-What it does not know: which runs agree (`raycl.operations.sweep.trials.prefix`).
+Two runs with the same effective settings up to some phase are the same run up to there, bit for bit; the second one
+starts with the checkpoint and journal records of the first, as if it had been resumed there.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """The run's own record of how far it got, fenced by attempt numbers.
 
-Why it exists: Ray Train can forget a checkpoint reported within two seconds of a crash, and after a restart a
-worker of the former attempt may still be writing. So the run trusts only this journal:
+Ray Train can forget a checkpoint reported within two seconds of a crash, and after a restart a worker of the former
+attempt may still be writing. So the run trusts only this journal:
 
     journal/attempt-0001/000000.json     claim: created exclusively, carries the state that this attempt starts from
     journal/attempt-0001/000001.json     one record per event, created exclusively, never rewritten
     journal/attempt-0002/000000.json     a later claim; whatever attempt 1 writes from now on is ignored
 
-A claim *copies* the state it inherits, so a late writer cannot change what a newer attempt believes: the fence
-needs no clock and no lock. What a record names (a checkpoint, by the hash of its manifest) was written before it.
-The first claim also identifies the run: it carries the config, and a later claim must come from the same one.
-What it does not know: what a checkpoint holds.
+A claim *copies* the state it inherits, so a late writer cannot change what a newer attempt believes: the fence needs no
+clock and no lock. What a record names (a checkpoint, by the hash of its manifest) was written before it. The first
+claim also identifies the run: it carries the config, and a later claim must come from the same one.
 """
 
 from __future__ import annotations

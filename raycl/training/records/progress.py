@@ -1,7 +1,4 @@
-"""Progress of a run: log lines, and a trace with one record per step.
-
-What it does not know: wandb and TensorBoard (`raycl.tracking`), and what the numbers mean.
-"""
+"""Progress of a run: log lines, and a trace with one record per step."""
 
 from __future__ import annotations
 

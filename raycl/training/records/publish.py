@@ -1,7 +1,6 @@
 """The end of a task, as the bank sees it: its adapters published, then a snapshot of all adapters so far.
 
 Publishing the same again (an attempt that died before its checkpoint) gives the versions that are there already.
-What it does not know: the readers of the bank.
 """
 
 from __future__ import annotations

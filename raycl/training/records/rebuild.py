@@ -2,7 +2,6 @@
 
 A checkpoint holds the same tensors under other names, and an object's hash confirms that a candidate is the object. So
 only the original bytes are written.
-What it does not know: methods, models, which snapshots count.
 """
 
 from __future__ import annotations

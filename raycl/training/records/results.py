@@ -1,7 +1,4 @@
-"""`results.json`: the matrix, the metrics, and what is needed to trust and repeat them.
-
-What it does not know: how to draw or print them (`raycl.operations.report`).
-"""
+"""`results.json`: the matrix, the metrics, and what is needed to trust and repeat them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """The point a run resumes from: the newest checkpoint that all workers can read, and the phase records it covers.
 
-Why it exists: a checkpoint can be damaged after it was written. The one before it gives the same run, bit for bit, if
-everything recorded after it is ignored: a later phase must not start from a model that is older than it.
-Workers may see different files (a node's cache, a local copy): they read each checkpoint together, so that all
-continue from the same one or stop with the same error.
-What it does not know: how a model's values are restored.
+A checkpoint can be damaged after it was written. The one before it gives the same run, bit for bit, if everything
+recorded after it is ignored: a later phase must not start from a model that is older than it. Workers may see different
+files (a node's cache, a local copy): they read each checkpoint together, so that all continue from the same one or stop
+with the same error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Fields of a run's records: what one with a right hash must hold, since it may still come from a stranger.
 
 Names become folders, which are read, copied and deleted: each is a plain one.
-What it does not know: who reads them.
 """
 
 from __future__ import annotations

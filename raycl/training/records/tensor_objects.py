@@ -5,7 +5,6 @@
 Checkpoints name them instead of copying them, so a checkpoint does not grow with the number of tasks. What the run has
 published, or read from the bank that it started from, is in the bank alone; with `bank.copies=true`, what is published
 is stored here too. An object that is missing or damaged here is read from the bank.
-What it does not know: which checkpoints name an object.
 """
 
 from __future__ import annotations

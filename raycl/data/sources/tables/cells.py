@@ -1,8 +1,7 @@
 """CSV and TSV files as items: what stands between cells, the header, quotes, blank lines.
 
-Why it exists: such files come out of many programs, and a wrong guess about quotes or separators loses rows.
-Python's reader is used, not Arrow's: it goes row by row, so an error names the broken row.
-What it does not know: which columns are the text and the answers.
+Such files come out of many programs, and a wrong guess about quotes or separators loses rows. Python's reader is used,
+not Arrow's: it goes row by row, so an error names the broken row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parquet files as items, a batch of rows in memory at a time.
 
-Why it exists: a few kilobytes can hold gigabytes of rows (run lengths, dictionaries, compressed pages), so what a file
-expands to is known before it is read: from the headers of its pages, by which Arrow reads, and not from its footer,
-which can say anything. What it does not know: which columns are the text and the answers.
+A few kilobytes can hold gigabytes of rows (run lengths, dictionaries, compressed pages), so what a file expands to is
+known before it is read: from the headers of its pages, by which Arrow reads, and not from its footer, which can say
+anything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """CSV files that people open with spreadsheet programs, which run a cell that begins like a formula.
 
-Why it exists: names and texts may come from a stranger, and `=HYPERLINK(...)` or `=cmd|...` in a cell sends or starts
-something. What begins so gets an apostrophe in front, by which Excel, LibreOffice and Google Sheets know a text.
-What it does not know: which columns there are.
+Names and texts may come from a stranger, and `=HYPERLINK(...)` or `=cmd|...` in a cell sends or starts something. What
+begins so gets an apostrophe in front, by which Excel, LibreOffice and Google Sheets know a text.
 """
 
 from __future__ import annotations

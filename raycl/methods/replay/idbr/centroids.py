@@ -1,7 +1,4 @@
-"""The rows nearest to the centroids of k-means: examples that are unlike each other and stand for the others.
-
-What it does not know: what the vectors are.
-"""
+"""The rows nearest to the centroids of k-means: examples that are unlike each other and stand for the others."""
 
 from __future__ import annotations
 

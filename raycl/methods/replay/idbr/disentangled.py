@@ -4,7 +4,6 @@
 
 h is `[B, D]`, g and s are `[B, F]`. Label and task rows grow and start at zero; projections and the order's rows start
 as torch's linear layers do, drawn by the seed.
-What it does not know: which rows are in a batch, what the outputs are held to.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
 
 The cut is drawn, and the order is swapped with probability 1/2, both by the seed and the example's position alone. What
 surrounds a text (special tokens) stays as the tokenizer put it; what ends it stands between the halves too.
-What it does not know: what is learned from the order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The overlap of tasks' large outputs as heat maps side by side, one for each model (MIGU's figures 5, 15 and 16).
-
-What it does not know: how models were measured.
-"""
+"""The overlap of tasks' large outputs as heat maps side by side, one for each model (MIGU's figures 5, 15 and 16)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 The paper's figures 5, 15 and 16 show "the overlapping ratio of updated parameters (large magnitudes) positions by using
 100 samples per task", with MIGU and without. Runs that differ in their seed alone are one column with mean and spread.
-What it does not know: how a model is measured, how a picture is drawn.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 The overlap of two tasks in a layer is the share of the rows of one that are rows of the other too: as many of each
 layer belong to every task, so it is the same seen from the other. By chance it is the share of rows that belong to a
 task.
-What it does not know: how rows were chosen, how anything is shown.
 """
 
 from __future__ import annotations

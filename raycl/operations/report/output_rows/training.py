@@ -2,7 +2,6 @@
 
 Two tasks that update the same rows disturb each other: the share of rows that both kept most often, layer by layer. The
 similarity map of the MIGU paper is measured in the finished model instead (`probe`).
-What it does not know: how rows were chosen, how anything is shown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Pictures of a sweep: which settings go with which scores, how far each setting matters, and the Pareto front.
-
-What it does not know: how trials were chosen or run. It reads the tree of a sweep's `summary.json`.
-"""
+"""Pictures of a sweep: which settings go with which scores, how far each setting matters, and the Pareto front."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Tables of a sweep: its trials, means over seeds or orders, and the same as CSV.
 
-Why it exists: the best settings come first, with the cost of each, so that no run needs to be opened.
-What it does not know: how trials were chosen or run. It reads the tree of a sweep's `summary.json`.
+The best settings come first, with the cost of each, so that no run needs to be opened.
 """
 
 from __future__ import annotations

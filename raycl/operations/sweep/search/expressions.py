@@ -1,8 +1,7 @@
 """Expressions in sweep files: `ap - f_ra`, `10 * train.learning_rate`, read as a tree and computed by us alone.
 
-Why it exists: a setting may follow from another one and a metric may blend several, yet a file from
-elsewhere is never executed: whatever the language below does not define is an error before anything starts.
-What it does not know: what the names stand for.
+A setting may follow from another one and a metric may blend several, yet a file from elsewhere is never executed:
+whatever the language below does not define is an error before anything starts.
 
 The language: numbers, strings, `True`, `False`, `None`, lists, dotted names, `+ - * / // % **`, comparisons, `in`,
 `and or not`, `a if b else c`, and the functions of `FUNCTIONS` or of the caller.

@@ -1,7 +1,4 @@
-"""What a trial is judged by: AP, F.Ra, a task's score, or a blend of them, after each task.
-
-What it does not know: which settings a trial has, and how trials are compared.
-"""
+"""What a trial is judged by: AP, F.Ra, a task's score, or a blend of them, after each task."""
 
 from __future__ import annotations
 

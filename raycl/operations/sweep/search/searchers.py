@@ -1,8 +1,7 @@
 """Searchers: they propose trials from a planned list, or by Optuna's TPE for one metric or several, and can be resumed.
 
-Why it exists: Tune calls a `Searcher`; ours write every proposal into the sweep's folder before the trial starts, and
-are rebuilt from there, so Tune's own (pickled) state is never read back.
-What it does not know: how trials run, how they are stopped.
+Tune calls a `Searcher`; ours write every proposal into the sweep's folder before the trial starts, and are rebuilt from
+there, so Tune's own (pickled) state is never read back.
 """
 
 from __future__ import annotations

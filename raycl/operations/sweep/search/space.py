@@ -1,8 +1,7 @@
 """What is searched: settings of a run by dotted path, each with the values that it may take.
 
-Why it exists: grids, random draws and Optuna read the same description, and trial number i of a planned sweep is a
-function of the file and i alone, so a sweep that continues plans what it had planned.
-What it does not know: what a setting means (`raycl.run.config.RunConfig` validates it).
+Grids, random draws and Optuna read the same description, and trial number i of a planned sweep is a function of the
+file and i alone, so a sweep that continues plans what it had planned.
 """
 
 from __future__ import annotations

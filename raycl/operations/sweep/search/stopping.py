@@ -1,9 +1,8 @@
 """Early stopping of trials: Tune's ASHA and median rules over tasks; a stopped run ends by itself between two tasks.
 
-Why it exists: Tune would kill a stopped trial in the middle of its next task, and what its workers held stays taken
-for most of a minute. Here the rule's decision goes to the run (`raycl.training.records.stops.signal`), whose
-workers wait for it, and Tune gets the decision to continue: the trial ends as if its stream were over.
-What it does not know: what is measured, and how a trial runs.
+Tune would kill a stopped trial in the middle of its next task, and what its workers held stays taken for most of a
+minute. Here the rule's decision goes to the run (`raycl.training.records.stops.signal`), whose workers wait for it, and
+Tune gets the decision to continue: the trial ends as if its stream were over.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Prefix keys: two trials with the same key are the same run up to some task.
 
-Why it exists: trials whose settings agree on the first tasks train them once. A wrong key would give a trial the
-numbers of another run, so it holds the whole resolved config, and the rules below only remove what provably has no
-effect on the first phases; settings classes remove what a method or modifier does not use yet (`cache_key`).
-What it does not know: where the shared phases are kept.
+Trials whose settings agree on the first tasks train them once. A wrong key would give a trial the numbers of another
+run, so it holds the whole resolved config, and the rules below only remove what provably has no effect on the first
+phases; settings classes remove what a method or modifier does not use yet (`cache_key`).
 
 Removed: tasks to come (their names stay, as a set: answers are also compared with the labels of all other tasks),
 epochs and learning rates of tasks to come, `stream.unseen` (evaluated after the last phase, and before the first with

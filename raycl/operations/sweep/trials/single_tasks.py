@@ -1,8 +1,7 @@
 """Each task trained alone by a trial's own method and settings, once for all trials that it fits: what FWT needs.
 
-Why it exists: the upper reference costs as much as the trial itself, and does not depend on the order of tasks; so it
-is looked up by all that it does depend on, in a folder that sweeps of one directory share.
-What it does not know: what FWT is (`raycl.metrics.matrix`).
+The upper reference costs as much as the trial itself, and does not depend on the order of tasks; so it is looked up by
+all that it does depend on, in a folder that sweeps of one directory share.
 """
 
 from __future__ import annotations

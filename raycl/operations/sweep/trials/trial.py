@@ -1,10 +1,9 @@
 """One trial: a run on a whole stream inside a Tune trial, in its process or on workers of its own.
 
-Why it exists: Tune's supported way to try Train runs is a function that builds a trainer and fits it. A trial of one
-worker fits it in its own process, which the next trial finds with everything imported (Train's local mode). This one
-reads the rows of the accuracy matrix from the run's own journal and reports them; Ray's callback for that would bring
-them through one more actor for each trial, two seconds later, and not after a crash.
-What it does not know: which trials there are, and how they are stopped.
+Tune's supported way to try Train runs is a function that builds a trainer and fits it. A trial of one worker fits it in
+its own process, which the next trial finds with everything imported (Train's local mode). This one reads the rows of
+the accuracy matrix from the run's own journal and reports them; Ray's callback for that would bring them through one
+more actor for each trial, two seconds later, and not after a crash.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The playground: a page at `/` that uses the endpoint as any other client would, and shows its answers and mixtures.
 
-Why it exists: to see which adapters are active for a text. The page is plain files beside this one
-(`raycl.pages.files`).
-What it does not know: the service; the page uses the endpoints alone.
+To see which adapters are active for a text. The page is plain files beside this one (`raycl.pages.files`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// One card: the mixture, the answer and the time it took. What it does not know: the endpoint, the other cards.
+// One card: the mixture, the answer and the time it took.
 // Names, labels and answers are untrusted text: they become text nodes, never markup.
 
 const SHOWN = 6;

@@ -1,4 +1,4 @@
-// The endpoint's requests and responses. What it does not know: the page.
+// The endpoint's requests and responses.
 
 const KEY = "raycl.key";
 const UNREACHABLE = "The endpoint cannot be reached: is it still running?";

@@ -1,4 +1,1 @@
-"""Files of a run that stop it: a request from outside (`request`), and the decision of a sweep (`signal`).
-
-What it does not know: how a run is stopped.
-"""
+"""Files of a run that stop it: a request from outside (`request`), and the decision of a sweep (`signal`)."""

@@ -1,9 +1,8 @@
 """A request to stop: one small file of the run for each driver, which its workers look for while they train.
 
-Why it exists: SIGTERM reaches the driver, training happens in other processes, and all that they share is the run's
-folder. A request is for the workers of one driver: it does not stop the run again when another driver resumes it.
-A sweep or a comparison has one request in its own folder for the workers of all its runs.
-What it does not know: where it comes from, and how it is carried out.
+SIGTERM reaches the driver, training happens in other processes, and all that they share is the run's folder. A request
+is for the workers of one driver: it does not stop the run again when another driver resumes it. A sweep or a comparison
+has one request in its own folder for the workers of all its runs.
 """
 
 from __future__ import annotations

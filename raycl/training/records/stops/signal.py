@@ -1,8 +1,7 @@
 """Stop signals: a sweep's decision whether a run continues after a phase, one small file of the run per phase.
 
-Why it exists: workers must not begin a task that is about to be stopped, and killing them in the middle of one keeps
-their resources occupied for most of a minute. So they read the decision between two tasks, and exit by themselves.
-What it does not know: why a run is stopped, and how that is decided.
+Workers must not begin a task that is about to be stopped, and killing them in the middle of one keeps their resources
+occupied for most of a minute. So they read the decision between two tasks, and exit by themselves.
 """
 
 from __future__ import annotations
