@@ -86,5 +86,5 @@ format: venv  ## rewrite the files in the house style
 	@$(BIN)/ruff format .
 
 clean:  ## remove caches and build leftovers; the environment and runs/ stay
-	@rm -rf build dist site .compat *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf build dist site .compare-trees .compat *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -266,7 +266,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("reference", type=Path, help="checkout before the change")
     parser.add_argument("tree", type=Path, help="checkout after it")
     parser.add_argument("--only", default="*", metavar="GLOB", help="names of runs")
-    parser.add_argument("--folder", type=Path, default=Path("compare-trees"), help="where runs are kept")
+    parser.add_argument("--folder", type=Path, default=Path(".compare-trees"), help="where runs are kept")
     parser.add_argument("--jobs", type=int, default=1, help="processes that train at once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all differences here")
     parser.add_argument("--change", metavar="KEY=VALUE", help="a setting of `tree` alone: shows a difference")
