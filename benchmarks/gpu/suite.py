@@ -70,7 +70,6 @@ PARTS = (
     Part("serving", 6, "continuous batching: 64 requests, 16 mixtures, over the same without adapters"),
     Part("routing", 3, "routing among 10,000 tasks"),
     Part("large", 13, "a 7B LLaMA's step packed, under FSDP2, in 8 and 4 bits, and its loading over the disk's rate"),
-    Part("overlap", 12, "three tasks at 1B with rows scored beside training, over evaluation inline", least_s=70),
 )
 """In order of value; those whose single runs are long come last."""
 

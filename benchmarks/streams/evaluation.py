@@ -6,7 +6,7 @@ states in one piece (`raycl.backbone.load`), and "by itself", without them, on t
 A LoRA is trained on the tasks together for a few steps, until its answers end as answers do. Then all ways answer all
 test rows, in turn and round after round: with the adapter as it is, so that all rows have one mixture and share the
 reading of their task's definition; and with a weight of its own for each row, as SAPT and SLM give, where nothing can
-be shared. With --overlap, a stream is run with and without `eval.mode=overlap` instead.
+be shared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from benchmarks.figures import Figure, Report, machine
-from benchmarks.streams.overlap import learned_by_lora, overlap_figures
 from raycl import config as configs
 from raycl.backbone import Backbone
 from raycl.methods.lora.lora import Lora
@@ -74,11 +73,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target-tokens", type=int, default=24)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch threads")
-    parser.add_argument(
-        "--overlap",
-        action="store_true",
-        help="time streams with eval.mode=overlap and inline instead: --steps of each task, a worker of one thread",
-    )
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -87,13 +81,11 @@ def measure(options: argparse.Namespace) -> Report:
     torch.set_num_threads(options.threads)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            figures = list(overlap_figures(options) if options.overlap else _figures(options, Storage.at(folder)))
+            figures = list(_figures(options, Storage.at(folder)))
     finally:
         torch.set_num_threads(threads)
     notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []
     settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
-    if options.overlap:
-        settings["threads"] = 1
     return Report("evaluation", settings, figures, machine(before), notes)
 
 
@@ -137,7 +129,7 @@ def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
 
 def _trained(options: argparse.Namespace, storage: Storage) -> TrainingContext:
     """A model whose answers end."""
-    tree = learned_by_lora(options)
+    tree = _learned_by_lora(options)
     tree["stream"] |= {"schedule": "joint", "train_rows": 2 * options.steps}
     tree["eval"] = {"subsample": 1, "batch_size": options.batch_size}
     context, open_engine = build(configs.validate(RunConfig, tree), DistributedContext.alone(torch.device("cpu")))
@@ -145,6 +137,24 @@ def _trained(options: argparse.Namespace, storage: Storage) -> TrainingContext:
     StreamLoop(context, open_engine, storage, DistributedContext.alone(torch.device("cpu"))).run()
     log.info("trained in %.0f s", time.perf_counter() - began)
     return context
+
+
+def _learned_by_lora(options: argparse.Namespace) -> dict[str, Any]:
+    """Sections of a run that learns the tasks with LoRA until its answers end, with the sizes of the flags."""
+    return {
+        "stream": {
+            "name": "superni",
+            "root": str(options.data),
+            "tasks": options.tasks,
+            "prompt": "superni",
+            "test_rows": options.rows,
+            "max_source_tokens": options.source_tokens,
+            "max_target_tokens": options.target_tokens,
+        },
+        "backbone": {"name": options.backbone, "dtype": options.dtype},
+        "method": "lora",
+        "train": {"max_steps": options.steps, "epochs": 1000, "batch_size": 8, "learning_rate": 3e-3},
+    }
 
 
 class _VariedRouter(SingleRouter):

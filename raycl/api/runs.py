@@ -193,12 +193,12 @@ def _watched(storage: Storage, on_phase: OnPhase | None) -> Iterator[None]:
     if on_phase is None:
         yield
         return
-    over, seen = threading.Event(), read_state(storage).scored
+    over, seen = threading.Event(), len(read_state(storage).phases)
 
     def report() -> None:
         nonlocal seen
         state = read_state(storage)
-        for record in state.phases[seen : state.scored]:
+        for record in state.phases[seen:]:
             seen += 1
             on_phase(record)
 

@@ -32,7 +32,6 @@ from raycl.errors import (
 )
 from raycl.launch import cluster as clusters
 from raycl.launch.console import LOGS, follow
-from raycl.launch.scoring import needs_scorer, scorer_resources
 from raycl.launch.termination import StopOnSignal, exit_on_sigterm, exits_on_sigterm, stopped_by
 from raycl.launch.trainer import StreamTrainer, scaling_of
 from raycl.launch.worker import error_file, in_process_worker, leave_error, worker_main
@@ -82,12 +81,7 @@ class Prepared:
     @property
     def done(self) -> int:
         """Phases that are trained and evaluated."""
-        return read_state(self.storage).scored
-
-    @property
-    def needs_scorer(self) -> bool:
-        """Whether a process scores rows beside training."""
-        return needs_scorer(self.config, read_state(self.storage), len(self.phases))
+        return len(read_state(self.storage).phases)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -233,15 +227,12 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
     """Run the stream on Ray to its end, or to where its host stops it, and return the results.
 
     Raises:
-        LaunchError: the cluster cannot provide the workers. ConfigError: a host or a worker in this process cannot
-            have rows scored beside training.
+        LaunchError: the cluster cannot provide the workers.
         RunError: the workers failed more often than `launch.max_failures`.
         StoppedError: SIGTERM, Ctrl-C or its host stopped it, or its store did not answer for longer than
             `output.retry_s`.
     """
     storage = prepared.storage.with_retries(prepared.config.output.retry_s)
-    if (options and (options.in_process or options.awaits_decision)) and prepared.needs_scorer:
-        raise checks.no_overlap("a run in this process, or one whose host decides after each task whether it continues")
     try:
         return _train(replace(prepared, storage=storage), options or RunOptions())
     except UnreachableError as error:
@@ -253,7 +244,7 @@ def _train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
     phases = len(prepared.phases)
     if prepared.done < phases:
         with cluster(prepared.config):
-            scaling = scaling_of(prepared.config, options.share, prepared.needs_scorer)
+            scaling = scaling_of(prepared.config, options.share)
             while (done := prepared.done) < phases and not is_stopped(prepared.storage, done):
                 _fit(prepared, scaling, done, options)
     elif prepared.config.bank.publish:  # workers that continue look after this themselves
@@ -315,7 +306,6 @@ def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 
         "threads": threads,
         "in_process": options.in_process,
         "gpu": gpu,
-        "scorer": None,
         "awaits_decision": options.awaits_decision,
         "phases": len(prepared.phases),
         "fork_points": options.fork_points,
@@ -329,8 +319,6 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
     config, storage = prepared.config, prepared.storage
     driver = uuid.uuid4().hex[:12]
     job = job_of(prepared, options, driver, max(1, int(scaling.num_cpus_per_worker)), bool(scaling.use_gpu))
-    if prepared.needs_scorer:
-        job["scorer"] = scorer_resources(config, float((scaling.resources_per_worker or {}).get("GPU", 0.0)))
     ray_run = RayRunConfig(
         name=f"{re.sub(r'[^A-Za-z0-9._-]+', '-', prepared.name)}-{driver}",  # Ray takes ASCII alone
         storage_path=storage.path("ray"),

@@ -123,8 +123,7 @@ def _activity(heartbeat: dict[str, Any]) -> str:
 def _tasks(files: RunFiles) -> str:
     done = [str(record["times"]["phase"]) for record in files.state.phases]
     total = f" of {files.phases}" if files.phases else ""
-    pending = f"; the row of '{done[-1]}' is not scored yet" if files.state.scored < len(done) else ""
-    return f"{len(done)}{total} done{': ' if done else ''}{', '.join(done)}{pending}"
+    return f"{len(done)}{total} done{': ' if done else ''}{', '.join(done)}"
 
 
 def _last_step(files: RunFiles, trace: TraceReader) -> str:

@@ -16,7 +16,6 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from raycl.errors import LaunchError
-from raycl.launch.scoring import scorer_resources
 from raycl.run.config import RunConfig
 
 DEFAULTS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
@@ -51,11 +50,8 @@ class StreamTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no types
         return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, unused)]
 
 
-def scaling_of(config: RunConfig, share: int = 1, scores_beside: bool = False) -> ScalingConfig:
+def scaling_of(config: RunConfig, share: int = 1) -> ScalingConfig:
     """What to ask of the cluster, which so many runs share.
-
-    Args:
-        scores_beside: each run has a process that scores rows as well.
 
     Raises:
         LaunchError: it can never give that.
@@ -63,16 +59,14 @@ def scaling_of(config: RunConfig, share: int = 1, scores_beside: bool = False) -
     launch, have = config.launch, ray.cluster_resources()
     cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
     gpu = launch.gpus_per_worker if launch.gpus_per_worker is not None else float(gpus >= launch.workers)
-    beside = scorer_resources(config, gpu) if scores_beside else {"CPU": 0.0, "GPU": 0.0}
-    even = (cpus - beside["CPU"] * share) // (launch.workers * share)
+    even = cpus // (launch.workers * share)
     cpu = launch.cpus_per_worker or max(1.0, even if not gpu else 1.0)
-    wanted = (cpu * launch.workers + beside["CPU"], gpu * launch.workers + beside["GPU"])
-    own = ", eval.overlap_cpus or eval.overlap_gpus" if scores_beside else ""
+    wanted = (cpu * launch.workers, gpu * launch.workers)
     if not launch.wait_for_nodes and (wanted[0] > cpus or wanted[1] > gpus):
         raise LaunchError(
-            f"launch.workers={launch.workers}{' with eval.mode=overlap' if scores_beside else ''} needs {wanted[0]:g} "
+            f"launch.workers={launch.workers} needs {wanted[0]:g} "
             f"CPUs and {wanted[1]:g} GPUs, but the cluster has {cpus:g} CPUs and {gpus:g} GPUs: request fewer workers, "
-            f"set launch.cpus_per_worker or launch.gpus_per_worker{own}, or set launch.wait_for_nodes=true if the "
+            f"set launch.cpus_per_worker or launch.gpus_per_worker, or set launch.wait_for_nodes=true if the "
             "cluster grows"
         )
     resources = {"CPU": cpu, **({"GPU": gpu} if gpu else {})}

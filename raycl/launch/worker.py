@@ -21,7 +21,6 @@ from raycl import config as configs
 from raycl.bank.object_store import shared_readers
 from raycl.errors import RayclError, RunError, UnreachableError
 from raycl.launch.console import LOGS, log_to
-from raycl.launch.scoring import ScoringActor
 from raycl.launch.starting import scores_of, start_from_bank
 from raycl.run import assembly
 from raycl.run.config import RunConfig
@@ -171,13 +170,12 @@ def _learn(
             context, open_engine = assembly.build(config, world, job["singles"], job["replaces"], job["commit"])
         start_from_bank(config.bank, context, storage, world, shared, before)
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
-    scorer = ScoringActor(job) if job["scorer"] and world.is_first else None
     failed = True
     try:
         report = partial(_report, job, storage, world)
         try:
             parts = (context, open_engine, storage, world, tracker, report, job["driver"], control, shared)
-            loop = StreamLoop(*parts, scorer=scorer)
+            loop = StreamLoop(*parts)
         finally:
             if world.is_first:
                 _copy_config(storage)
@@ -190,8 +188,6 @@ def _learn(
         loop.run(job["stop_after"])
         failed = False
     finally:  # the process may continue: with another trial
-        if scorer is not None:
-            scorer.close()
         if tracker is not None:
             tracker.close(failed)
 

@@ -13,15 +13,6 @@ from raycl.config import PathOrUri, Section
 class EvalConfig(Section):
     """Evaluation: how a row of the accuracy matrix is filled."""
 
-    mode: Literal["inline", "overlap"] = Field(
-        "inline",
-        description="when a row is scored. inline: by the workers, after each task; overlap: by a process of its own, "
-        "beside the training of the next task, from the task's last checkpoint. The scores are the same",
-    )
-    overlap_cpus: float = Field(1.0, ge=0, description="mode=overlap: CPUs, and torch threads, of that process")
-    overlap_gpus: float | None = Field(
-        None, ge=0, description="mode=overlap: GPUs of that process; null: as many as a worker has"
-    )
     tasks: Literal["seen", "all"] = Field(
         "seen",
         description="tasks that are evaluated after each task. seen: those trained so far; all: also later ones "
@@ -89,8 +80,6 @@ class EvalConfig(Section):
     )
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """When dev rows are scored, where they choose nothing; what a process has that is not there."""
-        if self.mode == "inline":
-            yield from ((name, "mode=inline") for name in ("overlap_cpus", "overlap_gpus"))
+        """When dev rows are scored, where they choose nothing."""
         if self.select == "last":
             yield "select_epochs", "select=last"

@@ -269,13 +269,6 @@ def check_untrained(config: RunConfig, stream: Stream, codec: TextCodec) -> None
         )
 
 
-def no_overlap(what: str) -> ConfigError:
-    """For those that need a task's row before the next task begins."""
-    return ConfigError(
-        f"eval.mode=overlap leaves a task's scores for later, and {what}, needs them at once: use eval.mode=inline"
-    )
-
-
 def read_singles(config: RunConfig) -> dict[str, float] | None:
     """Task -> score when trained alone, from `eval.singles`.
 

@@ -100,8 +100,6 @@ class RunConfig(Section):
             yield "train.task_learning_rate", f"method={self.method.name}"
         if not any(method_class(name).trains_backbone for name in names if name):
             yield "checkpoint.export", f"method={self.method.name}"
-        if self.stream.schedule == "joint":
-            yield "eval.mode", "stream.schedule=joint"
         if self.stream.schedule == "separate":
             yield from ((f"method.{name}", "stream.schedule=separate") for name in self.method.unused_for_single_task)
         if known := known_capabilities(self.backbone):
@@ -127,24 +125,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"method '{self.method.name}' needs what is kept of earlier tasks, and under stream.schedule="
                 f"{self.stream.schedule} there are none: expected its learner as the method, or schedule sequential"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rows_can_be_scored_beside_training(self) -> Self:
-        if self.eval.mode == "inline":
-            return self
-        if self.launch.fresh_workers_per_task:
-            raise ValueError(
-                "eval.mode=overlap scores a row while the same workers train the next task, and "
-                "launch.fresh_workers_per_task=true ends them after each: set it to false, or eval.mode=inline"
-            )
-        zero3 = isinstance(self.engine, DeepSpeedConfig) and self.engine.zero_stage == 3
-        if zero3 or isinstance(self.engine, FSDPConfig):
-            sharded = "engine.zero_stage=3" if zero3 else "engine=fsdp"
-            raise ValueError(
-                f"eval.mode=overlap scores with the whole backbone in one process, and {sharded} shares it out over "
-                "the workers: set eval.mode=inline, or engine=torch"
             )
         return self
 

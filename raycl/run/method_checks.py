@@ -121,7 +121,7 @@ def check_adaptation(config: RunConfig, method: Method) -> None:
     """A method that adapts weights to each text needs all of them on every worker, and publishes nothing.
 
     Raises:
-        ConfigError: the engine shards the weights, another process scores rows, or a bank is named to publish to.
+        ConfigError: the engine shards the weights, or a bank is named to publish to.
     """
     if method.local_adaptation is None:
         return
@@ -133,11 +133,6 @@ def check_adaptation(config: RunConfig, method: Method) -> None:
         raise ConfigError(
             f"method '{name}' adapts weights to each text that is evaluated, for which each worker needs all of them, "
             f"and {sharded} shares them out: use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
-        )
-    if config.eval.mode == "overlap":
-        raise ConfigError(
-            f"eval.mode=overlap scores a row beside the training of the next task, and method '{name}' trains while it "
-            "answers, with all the power that a worker has: use eval.mode=inline"
         )
     if config.bank.publish and config.bank.dir:
         raise ConfigError(

@@ -160,7 +160,7 @@ def plan_from(
     return Plan(
         steps=steps,
         every=context.checkpoint.every_steps,
-        keep=context.checkpoint.keep + (context.evaluation.mode == "overlap"),
+        keep=context.checkpoint.keep,
         inside=(1 + MOMENTS[context.train.optimizer] + selects) * trained + modifiers,
         end=end,
         published=published if publishes else [0] * count,

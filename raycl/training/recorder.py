@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from raycl.storage.records import hashed
 from raycl.tracking import MetricsSink
 from raycl.training.distributed import DistributedContext
 from raycl.training.inputs import versions
-from raycl.training.phase.scoring import ScoredRow
 from raycl.training.phase.step import StepResult
 from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records.checkpoint import Checkpoint, WrittenFile
@@ -212,49 +210,22 @@ class Recorder:
         hold_lease(bank.storage, self.storage.address, [record["snapshot"] for record in kept])
 
     def phase(self, phase: Phase, record: dict[str, Any]) -> bool:
-        """A phase is trained, and evaluated unless its row is pending; returns whether to continue."""
+        """A phase is trained and evaluated; returns whether to continue."""
         self.state = replace(self.state, phases=[*self.state.phases, record])  # the journal has a state of its own
-        is_pending = "pending" in record
         if self.journal is not None:
             self.journal.phase_done(record)
             self._write_results(record)
             times = record["times"]
             moved = times["step_bytes"] / 2**20
             between = f", {moved:.3g} MiB a step between workers" if moved else ""
-            is_last = len(self.state.phases) == len(self.context.phases)
-            beside = "; its row is scored now" if is_last else "; its row is scored beside the training of the next"
-            evaluated = f", evaluated {clock(times['eval_s'])}"
-            parts = (between, beside) if is_pending else (evaluated, between)
-            log.info("    trained %s%s%s", clock(times["train_s"]), *parts)
-        if self.sink and not is_pending:
+            log.info("    trained %s, evaluated %s%s", clock(times["train_s"]), clock(times["eval_s"]), between)
+        if self.sink:
             self._track(phase, record, self.sink)
         return self.on_phase is None or self.on_phase(record) is not False
 
-    def row(self, found: ScoredRow) -> None:
-        """The pending row of the newest phase is scored; only rank 0 calls it."""
-        assert self.journal is not None, "rank 0 records"
-        *before, newest = self.state.phases
-        known = before[-1]["row"] if before and self.context.schedule.one_model_per_task else {}
-        record = {key: value for key, value in newest.items() if key != "pending"}
-        record |= {"row": {**known, **found.row}, "summary": found.summary, "ended": time.time()}
-        record["times"] = {**newest["times"], "eval_s": found.eval_s}
-        record |= found.of_last_phase()
-        if unneeded := self.journal.row_scored(record, self.context.checkpoint.keep):
-            checkpoints.delete_checkpoints(self.storage, unneeded, self.journal.state.manifests, self.objects)
-        self.state = replace(self.state, phases=[*before, record])
-        self._write_results(record)
-        number, name = len(self.state.phases), record["times"]["phase"]
-        log.info(
-            "    row %d of %d, after '%s', scored in %s:", number, len(self.context.phases), name, clock(found.eval_s)
-        )
-        for line in found.lines:
-            log.info("%s", line)
-        if self.sink:
-            self._track(self.context.phases[number - 1], record, self.sink)
-
     def _write_results(self, record: dict[str, Any]) -> None:
         self.storage.write_json("results.json", hashed(self.results()))
-        if self.state.scored == len(self.context.phases) and (record["bank"] or self.context.bank.start):
+        if len(self.state.phases) == len(self.context.phases) and (record["bank"] or self.context.bank.start):
             release_lease(open_bank(self.context.bank, self.storage).storage, self.storage.address)
 
     def _track(self, phase: Phase, record: dict[str, Any], sink: MetricsSink) -> None:
@@ -263,7 +234,7 @@ class Recorder:
             scores |= {f"{kind}/{name}": float(cell["value"]) for name, cell in record.get(kind, {}).items()}
         matrix = matrix_of(*_names(self.context), self.state)
         step = self._steps_done(phase, record["times"]["steps"])
-        sink.log(step, scores | curves(matrix, self.state.scored, self.context.info.singles))
+        sink.log(step, scores | curves(matrix, len(self.state.phases), self.context.info.singles))
         rows = [[name, *values] for name, values in zip(matrix.phases, matrix.values(), strict=True)]
         sink.table(step, "matrix", ["after", *matrix.tasks], rows)
 

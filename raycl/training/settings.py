@@ -13,8 +13,7 @@ from raycl.config import PathOrUri, Section
 EXEMPT = (
     *("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days", "bank.copies"),
     "bank.allow_storage",
-    *("eval.mode", "eval.overlap_cpus", "eval.overlap_gpus", "eval.other_row"),
-    "checkpoint.asynchronous",
+    *("eval.other_row", "checkpoint.asynchronous"),
 )
 """What cannot change what a run learns: it may differ on resume and stays out of the fingerprint."""
 

@@ -17,9 +17,8 @@ from raycl.tracking import MetricsSink
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.memory import peak_memory_mb, resident_memory_mb
-from raycl.training.pending_row import PendingRow, RowScorer
 from raycl.training.phase.evaluation import evaluate_untrained
-from raycl.training.phase.scoring import ScoredRow, score_phase
+from raycl.training.phase.scoring import score_phase
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.recorder import OnPhase, Recorder
 from raycl.training.records.checkpoint import Checkpoint
@@ -49,7 +48,6 @@ class StreamLoop:
         driver: str = "",
         control: Control | None = None,
         shared: SharedReader | None = None,
-        scorer: RowScorer | None = None,
     ) -> None:
         """Claim the run.
 
@@ -59,14 +57,12 @@ class StreamLoop:
             driver: the process that started the workers, for the journal.
             control: follows the loop's progress, and can stop it; None: nothing stops it.
             shared: see `raycl.training.records.tensor_objects`.
-            scorer: rank 0's, with `eval.mode=overlap` or for a row that such an attempt has left.
         """
         self.context, self.storage, self.world = context, storage, world
         self.control = control or Control(storage, world)
         self.recorder = Recorder(context, storage, world, sink, on_phase, driver, shared)
         self._untrained: dict[str, Any] = {}
-        self.rows = PendingRow(self.recorder, world, self.control, scorer)
-        self.trainer = TaskTrainer(context, open_engine, world, self.recorder, self.control, self.rows)
+        self.trainer = TaskTrainer(context, open_engine, world, self.recorder, self.control)
 
     @property
     def journal(self) -> Journal | None:
@@ -84,7 +80,6 @@ class StreamLoop:
         try:
             self._evaluate_untrained()
             pending = self._restore()
-            self.rows.begin()
             first = len(self.state.phases)
             for phase in self.context.phases[first:last]:
                 self._pause("preparing", phase, phase.name)
@@ -92,9 +87,7 @@ class StreamLoop:
                 record = self._record(phase, done)
                 if not self.recorder.phase(phase, record):
                     return
-                self.rows.begin()
                 pending = None
-            self.rows.wait()
         except StopRequested:
             if self.journal is not None:
                 log.info("stopped as requested")
@@ -151,16 +144,10 @@ class StreamLoop:
         return found if found.phase == len(self.state.phases) else None
 
     def _record(self, phase: Phase, done: Checkpoint) -> dict[str, Any]:
-        """The phase's record for the journal; with `eval.mode=overlap` its row is pending.
-
-        That of the last phase is not: there is no training to score it beside, and all workers have the model.
-        """
-        context, found, pending = self.context, ScoredRow({}, {}, {}, 0.0), {}
-        if context.evaluation.mode == "overlap" and phase.index < len(context.phases) - 1:
-            pending = {"pending": self.world.broadcast(self.journal.state.checkpoints[-1] if self.journal else "")}
-        else:
-            before = partial(self._pause, "evaluating", phase)
-            found = score_phase(context, phase, self.world, self.storage, before, done)
+        """Evaluate the phase; returns its record for the journal."""
+        context = self.context
+        before = partial(self._pause, "evaluating", phase)
+        found = score_phase(context, phase, self.world, self.storage, before, done)
         row = found.row
         if context.schedule.one_model_per_task and self.state.phases:
             row = {**self.state.phases[-1]["row"], **row}
@@ -170,7 +157,7 @@ class StreamLoop:
         known = untrained_cells(self.state)
         if untrained := {name: cell for name, cell in self._untrained.items() if name not in known}:
             record["untrained"] = untrained
-        return {**record, **pending, "ended": time.time()}
+        return {**record, "ended": time.time()}
 
     def _times(self, phase: Phase, done: Checkpoint, eval_s: float) -> dict[str, Any]:
         context, world = self.context, self.world

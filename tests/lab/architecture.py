@@ -41,7 +41,6 @@ DOORS = {
     "ray": (
         "raycl/launch/cluster.py",
         "raycl/launch/driver.py",
-        "raycl/launch/scoring.py",
         "raycl/launch/trainer.py",
         "raycl/launch/worker.py",
         "raycl/operations/sweep/",

@@ -34,7 +34,6 @@ from raycl.storage import Storage
 from raycl.testing import tiny_models as models
 from raycl.tracking import MetricsSink
 from raycl.training.distributed import DistributedContext
-from raycl.training.pending_row import RowScorer
 from raycl.training.phase.routing import PublishedRouter
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import read_state
@@ -267,20 +266,18 @@ def run(
     world: DistributedContext | None = None,
     sink: MetricsSink | None = None,
     takes_over: bool = False,
-    scorer: RowScorer | None = None,
 ) -> StreamLoop:
     """Build and run the stream as a worker does, without Ray; `after` steps of this attempt raise Stop.
 
     Args:
         takes_over: whatever config the run in `storage` was begun with.
-        scorer: with eval.mode=overlap.
     """
     world = world or DistributedContext.alone(torch.device("cpu"))
     context, open_engine = build(config, world)
     if takes_over:
         context.info = replace(context.info, replaces=read_state(storage).fingerprint)
     opened = open_engine if after is None else models.stopping(open_engine, after)
-    loop = StreamLoop(context, opened, storage, world, sink, on_phase=on_phase, scorer=scorer)
+    loop = StreamLoop(context, opened, storage, world, sink, on_phase=on_phase)
     try:
         loop.run()
     finally:

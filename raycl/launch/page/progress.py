@@ -151,7 +151,7 @@ def _matrix(files: RunFiles, phases: Sequence[str]) -> dict[str, Any]:
     """Rows of phases and the other last row, columns of tasks, None where nothing is measured yet; metrics so far."""
     stream = files.results.get("stream") or {}
     tasks = files.attempt.get("tasks") or stream.get("tasks") or phases
-    done = files.state.scored
+    done = len(files.state.phases)
     if not tasks or len(files.state.phases) > len(phases):
         return {"tasks": [], "rows": [], "values": [], "metrics": {}}
     matrix: AccuracyMatrix = matrix_of(tasks, phases, files.state)
@@ -180,7 +180,7 @@ def _left(files: RunFiles, tasks: Sequence[Mapping[str, Any]], steps: Sequence[S
     pace = sum(seconds) / len(seconds)
     training = pace * sum(task["steps"] - task["step"] for task in tasks[current:])
     rows = [_cells(files, number, len(tasks)) for number in range(len(tasks))]
-    spent = [record["times"]["eval_s"] for record in files.state.phases[: files.state.scored]]
+    spent = [record["times"]["eval_s"] for record in files.state.phases]
     evaluation = sum(spent) / sum(rows[: len(spent)]) * sum(rows[len(spent) :]) if spent else None
     since = files.age + float(files.heartbeat["idle_s"])
     if files.heartbeat.get("activity") == "evaluating" and evaluation is not None:

@@ -7,7 +7,6 @@ from raycl.errors import ConfigError
 from raycl.operations.plan.hardware import Cluster
 from raycl.operations.plan.opening import opened
 from raycl.operations.plan.report import Report, report
-from raycl.operations.plan.scoring import scorer_of
 from raycl.operations.plan.shapes import numbers
 from raycl.run.config import RunConfig
 from raycl.training.seeds import micro_batch_size
@@ -30,4 +29,4 @@ def plan(config: RunConfig, cluster: Cluster) -> Report:
     workers = config.launch.model_copy(update={"workers": cluster.gpus})
     parts = opened(config.model_copy(update={"launch": workers}))
     found = numbers(parts)
-    return report(*found, cluster, tuple(parts.notes), scorer_of(parts, *found[:2]))
+    return report(*found, cluster, tuple(parts.notes))

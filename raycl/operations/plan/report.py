@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from raycl.operations.plan.hardware import Cluster
 from raycl.operations.plan.memory import activations, gpu_memory, host_memory
-from raycl.operations.plan.scoring import Scorer, scoring_memory, with_scoring
 from raycl.operations.plan.timing import Seconds, operations, seconds
 from raycl.operations.plan.traffic import Traffic, traffic
 from raycl.operations.plan.workload import Engine, Model, Run, Step
@@ -33,7 +32,6 @@ class Report:
         share: of the memory that is there, or of the run's time (loading and training; of a step's where the number of
             steps is not known).
         notes: what was assumed.
-        scorer: the process that scores rows beside training, if any. scoring: bytes that it holds there, by name.
     """
 
     model: Model
@@ -51,8 +49,6 @@ class Report:
     bottleneck: str
     share: float
     notes: tuple[str, ...] = ()
-    scorer: Scorer | None = None
-    scoring: Mapping[str, float] = field(default_factory=dict)
 
 
 def report(
@@ -62,37 +58,23 @@ def report(
     run: Run,
     cluster: Cluster,
     notes: tuple[str, ...] = (),
-    scorer: Scorer | None = None,
 ) -> Report:
     """The plan of a run."""
     gpu = gpu_memory(model, step, engine, run)
     host = host_memory(model, engine, run, cluster.on_node)
-    scoring: dict[str, float] = {}
-    if scorer is not None:
-        scoring = scoring_memory(model, scorer)
-        gpu, host = with_scoring(gpu, host, scorer, scoring)
     sent = traffic(model, step, engine)
     times = seconds(model, step, engine, run, sent, cluster)
-    own = sum(scoring.values()) if scorer is not None and scorer.device == "a GPU of its own" else 0.0
-    fits, bottleneck, share = limits(gpu, host, times, cluster, own)
+    fits, bottleneck, share = limits(gpu, host, times, cluster)
     both = {"kept": activations(model, step, False), "recomputed": activations(model, step, True)}
     work = operations(model, step)
-    found = (model, step, engine, run, cluster, gpu, host, both, sent, work, times, fits, bottleneck, share, notes)
-    return Report(*found, scorer, scoring)
+    return Report(model, step, engine, run, cluster, gpu, host, both, sent, work, times, fits, bottleneck, share, notes)
 
 
 def limits(
-    gpu: Mapping[str, float], host: Mapping[str, float], times: Seconds, cluster: Cluster, another: float = 0.0
+    gpu: Mapping[str, float], host: Mapping[str, float], times: Seconds, cluster: Cluster
 ) -> tuple[bool, str, float]:
-    """Whether it fits, what limits it, and its share: memory that is short, else what takes most of the time.
-
-    Args:
-        another: bytes on a GPU that has no worker.
-    """
-    filled = {
-        "memory": max(gpu["peak"], another) / cluster.gpu.memory,
-        "host memory": max(host.values()) / cluster.host,
-    }
+    """Whether it fits, what limits it, and its share: memory that is short, else what takes most of the time."""
+    filled = {"memory": gpu["peak"] / cluster.gpu.memory, "host memory": max(host.values()) / cluster.host}
     name = max(filled, key=lambda one: filled[one])
     if filled[name] > 1:
         return False, name, filled[name]
@@ -118,8 +100,6 @@ def tree(found: Report) -> dict[str, Any]:
         "gpu_bytes": dict(found.gpu),
         "activation_bytes": dict(found.activations),
         "host_bytes": dict(found.host),
-        "scorer": None if found.scorer is None else asdict(found.scorer),
-        "scoring_bytes": dict(found.scoring),
         "traffic_bytes_per_step": asdict(found.traffic),
         "operations_per_step": found.operations,
         "seconds": asdict(found.seconds),
@@ -155,7 +135,6 @@ def _lines(found: Report) -> Iterator[str]:
     yield ""
     yield f"memory of a node ({_size(cluster.host)}), {cluster.on_node} worker(s)"
     yield from (_row(name, _size(value)) for name, value in found.host.items())
-    yield from _scoring_lines(found)
     yield ""
     yield "an optimizer step, each worker"
     yield _row("gradients summed", _size(found.traffic.gradients))
@@ -172,18 +151,6 @@ def _lines(found: Report) -> Iterator[str]:
     yield "disk"
     yield from (_row(name, _size(found.run.disk[key])) for key, name in DISK_NAMES.items() if key in found.run.disk)
     yield from ("", *(f"note: {note}" for note in found.notes)) if found.notes else ()
-
-
-def _scoring_lines(found: Report) -> Iterator[str]:
-    scorer = found.scorer
-    if scorer is None:
-        return
-    yield from ("", f"scoring beside training (eval.mode=overlap), on {scorer.device}")
-    yield from (_row(name, _size(value)) for name, value in found.scoring.items() if value)
-    yield _row("in all", _size(sum(found.scoring.values())))
-    if scorer.device == "a GPU of its own":
-        wanted = found.cluster.gpus + 1
-        yield f"  {wanted} GPUs in all; launch.gpus_per_worker=0.5 and eval.overlap_gpus=0.5 share a worker's"
 
 
 def _row(name: str, value: str) -> str:

@@ -131,8 +131,6 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> Plan:
         )
     for config in _kinds([config for config, _ in found]):
         checks.check(config)
-    if any(config.eval.mode == "overlap" for config, _ in found):
-        raise checks.no_overlap("a sweep, which decides by each task's scores whether a trial continues")
     keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(found, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples

@@ -1,8 +1,4 @@
-"""What is known of a phase once it is evaluated: its row of the matrix, unseen tasks, the method's summary.
-
-Workers score the phase that they have just trained. With `eval.mode=overlap`, another process does it from the phase's
-last checkpoint.
-"""
+"""What is known of a phase once it is evaluated: its row of the matrix, unseen tasks, the method's summary."""
 
 from __future__ import annotations
 
@@ -21,10 +17,7 @@ from raycl.training.phase.evaluation import (
     tasks_with_data,
 )
 from raycl.training.phase.routing import PublishedRouter, TextAlone
-from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
-from raycl.training.records.journal import read_state
-from raycl.training.records.publish import open_bank
-from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase, Score
 
@@ -39,14 +32,13 @@ class ScoredRow:
         row, unseen: task name -> cell; unseen: of the last phase only.
         other_row: the same as `row`, with or without instructions where that is the other way; of the last phase only.
         summary: the method's and the modifiers', on the first worker.
-        eval_s: seconds that it took. lines: of the log, where another process has scored it.
+        eval_s: seconds that it took.
     """
 
     row: dict[str, Any]
     unseen: dict[str, Any]
     summary: dict[str, Any]
     eval_s: float
-    lines: tuple[str, ...] = ()
     other_row: dict[str, Any] = field(default_factory=dict)
 
     def of_last_phase(self) -> dict[str, Any]:
@@ -103,24 +95,6 @@ def _other_row(
     folder = "chosen" if is_given else "given"
     chosen = alone if is_given else None
     return evaluate_row(context, phase, world, storage, alone.published, Observations(), before, chosen, folder)
-
-
-def score_checkpoint(
-    context: TrainingContext, storage: Storage, name: str, world: DistributedContext, before: Before
-) -> ScoredRow:
-    """Evaluate the end of a phase by its checkpoint; the context is new, and is used up.
-
-    Raises:
-        CheckpointError: it is missing or damaged. RunError: of another version. StorageError: out of reach.
-    """
-    bank = open_bank(context.bank, storage).storage if context.bank.publish or context.bank.start else None
-    manifest = read_state(storage).manifests.get(name, "")
-    done = read_checkpoint(storage, name, TensorObjects(storage, bank), sha256=manifest)
-    assert done.is_phase_end, f"'{name}' is inside a phase"
-    context.method.load_state_dict(done.method, done.frozen_state)
-    context.modifiers.load_state(done.modifiers, done.frozen_state)
-    context.load_learned(done.parameters)
-    return score_phase(context, context.phases[done.phase], world, storage, before, done)
 
 
 def _cells(scores: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.loader import GlobalOrder, Loader
-from raycl.errors import RunError
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import Step, TaskContext
 from raycl.training.control import Control
@@ -21,7 +20,6 @@ from raycl.training.disk_space import growth, plan_of, shortage
 from raycl.training.distributed import DistributedContext, load_parameters, whole
 from raycl.training.engines.engine import Engine, Share, scattered, weights_of
 from raycl.training.engines.optimizers import first_moment
-from raycl.training.pending_row import PendingRow
 from raycl.training.phase.data import PhaseData, nothing, order_of, rows_of
 from raycl.training.phase.gradient_check import GradientMaskCheck
 from raycl.training.phase.preparation import encode_texts
@@ -74,10 +72,9 @@ class TaskTrainer:
         world: DistributedContext,
         recorder: Recorder,
         control: Control,
-        rows: PendingRow,
     ) -> None:
         self.context, self.open_engine, self.world = context, open_engine, world
-        self.recorder, self.control, self.rows = recorder, control, rows
+        self.recorder, self.control = recorder, control
         self._disk_is_checked = False
 
     def train(self, phase: Phase, resume: Checkpoint | None) -> Checkpoint:
@@ -111,8 +108,6 @@ class TaskTrainer:
             return BetweenSteps(phase, engine, step, order.steps, spent | selection.spent, selection.tensors())
 
         for index in range(start, order.steps):
-            if index + 1 == order.steps:
-                self._await_row(between(index), start)
             began = time.perf_counter()
             batches = loader.micro_batches(index)
             seed = stable_seed(self.context.info.seed, "step", phase.index, index)
@@ -126,7 +121,6 @@ class TaskTrainer:
             spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
             self.control.progress("training", step=index + 1, steps=order.steps, loss=result.loss)
             self.recorder.step(phase, index + 1, order.steps, result, seconds)
-            self.rows.poll()
             selection.after_step(index + 1, order.steps)
             self._checkpoint_if_due(between(index + 1))
         spent |= {**selection.spent, "step_bytes": float(engine.step_bytes), "trained_parameters": float(trained)}
@@ -213,20 +207,6 @@ class TaskTrainer:
         if stops:
             now.engine.close()
             raise StopRequested
-
-    def _await_row(self, now: BetweenSteps, start: int) -> None:
-        """Before the last step: what the phase publishes names the rows of all phases before it.
-
-        If the row does not come, the steps that this attempt has made since `start` are kept in a checkpoint.
-        """
-        try:
-            self.rows.wait()
-        except (RunError, StopRequested):
-            self.recorder.finish_saving()
-            if now.step > start and not is_due(now.step, now.steps, self.context.checkpoint.every_steps):
-                self._save_inside(now)
-            now.engine.close()
-            raise
 
     def _save_inside(self, now: BetweenSteps, beside: bool = False) -> None:
         """Write a checkpoint inside the phase."""

@@ -36,7 +36,7 @@ from raycl.training.settings import EXEMPT
 from raycl.training.training_context import RunInfo
 
 FOLDER, OLDER_FOLDER = "journal", "ledger"
-FORMAT = 4
+FORMAT = 5
 LISTINGS = 5
 """Of an attempt's folder, before records that are not there count as lost: a listing may miss what is just written."""
 
@@ -50,8 +50,7 @@ class RunState:
     Attributes:
         checkpoints: names of usable checkpoints, oldest first; the last one is where to continue.
         manifests: SHA-256 of the manifest of each: a checkpoint of the same name that another run wrote is none.
-        phases: one record per phase that is trained **and** evaluated, in order. With `eval.mode=overlap` the newest
-            one may be `pending`: it names the checkpoint that its row of the matrix is scored from, and has none yet.
+        phases: one record per phase that is trained **and** evaluated, in order.
         attempts: number, start time, time of the last record and seconds up to it, host and process of rank 0,
             number of inherited phases, and the rest of the claim, for every attempt so far.
         config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
@@ -66,11 +65,6 @@ class RunState:
     fingerprint: str = ""
     inputs: Inputs = field(default_factory=dict)
     manifests: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def scored(self) -> int:
-        """Phases whose row of the matrix is known: all, or all but the newest."""
-        return sum("pending" not in record for record in self.phases)
 
 
 @dataclass(frozen=True)
@@ -158,25 +152,14 @@ class Journal:
         Args:
             sha256: of its manifest.
         """
-        known = {**self.state.manifests, name: sha256}
-        return self._keep([*self.state.checkpoints, name], keep, self.state.phases, known)
+        names, known = [*self.state.checkpoints, name], {**self.state.manifests, name: sha256}
+        kept = names[-keep:]
+        self._append({"checkpoints": kept, "manifests": {name: known[name] for name in kept}})
+        return names[:-keep]
 
     def phase_done(self, record: dict[str, Any]) -> None:
         """Record a phase that is trained and evaluated."""
         self._append({"phases": [*self.state.phases, record]})
-
-    def row_scored(self, record: dict[str, Any], keep: int) -> list[str]:
-        """Record the newest phase again, with its row; returns the names of checkpoints that are no longer needed."""
-        return self._keep(self.state.checkpoints, keep, [*self.state.phases[:-1], record], self.state.manifests)
-
-    def _keep(self, names: list[str], keep: int, phases: list[dict[str, Any]], known: dict[str, str]) -> list[str]:
-        """Record phases and the newest checkpoints, and those that rows are scored from; returns the other names."""
-        pending = {record.get("pending") for record in phases}
-        kept = [name for name in names if name in names[-keep:] or name in pending]
-        manifests = {name: known[name] for name in kept}
-        more = {"phases": phases} if phases != self.state.phases else {}
-        self._append({"checkpoints": kept, "manifests": manifests, **more})
-        return [name for name in names if name not in kept]
 
     def go_back(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
         """Record that the run continues from an older checkpoint, and that what was recorded after it is ignored."""

@@ -25,7 +25,7 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
     matrix = matrix_of([task.name for task in tasks], [phase.name for phase in phases], state)
     times = [record["times"] for record in state.phases]
     seconds = sum(entry["train_s"] for entry in times)
-    finished = state.scored == len(phases)
+    finished = len(state.phases) == len(phases)
     return {
         "raycl": __version__,
         "fingerprint": info.fingerprint,

@@ -45,7 +45,7 @@ class _Times(TypedDict):
 
 
 class _Phase(TypedDict):
-    """A phase that is trained, and evaluated unless `pending` names the checkpoint that its row is scored from."""
+    """A phase that is trained and evaluated."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -54,7 +54,6 @@ class _Phase(TypedDict):
     times: _Times
     bank: _Published
     summary: dict[str, Any]
-    pending: NotRequired[FolderName]
     ended: NotRequired[float]
 
 

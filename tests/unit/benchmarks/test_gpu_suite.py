@@ -287,14 +287,14 @@ def test_a_run_keeps_to_its_minutes_and_names_what_it_left_out(monkeypatch: pyte
         return found
 
     monkeypatch.setattr("benchmarks.gpu.suite.time.monotonic", lambda: now[0])
-    parts = (taking("limits", 30), taking("serving", 50), taking("overlap", 90, least_s=90))
+    parts = (taking("limits", 30), taking("serving", 50), taking("large", 90, least_s=90))
     monkeypatch.setattr(suite, "PARTS", parts)
-    chosen = options("--only", "limits", "serving", "overlap", "--minutes", "2")
+    chosen = options("--only", "limits", "serving", "large", "--minutes", "2")
     chosen.tiny = False
     monkeypatch.setattr(suite, "_device", lambda options: CPU)
     report = suite.measure(chosen)
     assert given == {"limits": pytest.approx((120 - 12) / 3), "serving": pytest.approx((120 - 12 - 30) / 2)}
-    assert report.notes == ("overlap: left out, since 40 s of the time are left and it takes 90; give more --minutes",)
+    assert report.notes == ("large: left out, since 40 s of the time are left and it takes 90; give more --minutes",)
     assert now[0] < 120 and report.settings["finished"]
 
 

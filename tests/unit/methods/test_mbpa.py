@@ -254,7 +254,6 @@ def test_earlier_examples_join_every_second_step(lab: Lab) -> None:
             r"'mbpa\+\+' adapts weights to each text .* and engine.zero_stage=3 shares them",
         ),
         ({"engine": ENGINES["fsdp"]}, r"'mbpa\+\+' adapts weights to each text .* and engine=fsdp shares them out"),
-        ({"eval": {"mode": "overlap"}}, r"eval\.mode=overlap scores a row beside .* 'mbpa\+\+' trains while it"),
         ({"stream": {"objective": "mlm"}}, r"method 'mbpa\+\+' learns answers, but stream.objective is mlm"),
         ({"bank": {"dir": "elsewhere"}}, r"bank.dir is '.*elsewhere', but method 'mbpa\+\+' publishes nothing"),
     ],
