@@ -27,9 +27,9 @@ from raycl.data.sources.fields import Columns
 from raycl.generation.answers import predict as answer
 from raycl.run.banks import snapshot_at
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.offline import WINDOW, OfflineModel
-from raycl.serve.prediction_files import write_predictions
-from raycl.serve.prediction_input import Input, files_at
+from raycl.serve.offline.model import WINDOW, OfflineModel
+from raycl.serve.offline.prediction_files import write_predictions
+from raycl.serve.offline.prediction_input import Input, files_at
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import adapters_of, router_of
 from raycl.storage import Storage

@@ -12,7 +12,7 @@ from raycl.data.sources.chats import conversation_of
 from raycl.data.sources.fields import half_character
 from raycl.errors import DataError, RunError
 from raycl.run.banks import snapshot_at
-from raycl.serve.offline import OfflineModel, Prediction, settings_here
+from raycl.serve.offline.model import OfflineModel, Prediction, settings_here
 from raycl.serve.settings import ServeConfig
 
 Text = str | Sequence[Mapping[str, str]]

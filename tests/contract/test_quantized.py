@@ -19,7 +19,7 @@ from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, BankError, ConfigError
 from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, mixed
 from raycl.run.checks import check
-from raycl.serve.offline import OfflineModel
+from raycl.serve.offline.model import OfflineModel
 from raycl.serve.snapshots.parts import backbone_of
 from raycl.storage import Storage
 from raycl.types import Mixture

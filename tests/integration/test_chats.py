@@ -17,7 +17,7 @@ from raycl.data.conversation import messages_of
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.run.banks import snapshot_at
 from raycl.run.config import RunConfig
-from raycl.serve.offline import OfflineModel
+from raycl.serve.offline.model import OfflineModel
 from raycl.storage import Storage
 
 TEMPLATE = (

@@ -17,9 +17,9 @@ COMMANDS = {
     "data check": (["data", "check", "{data}"], "raycl.data.check:check_task"),
     "predict": (
         ["predict", "{bank}", "{data}/test.jsonl", "--to", "{out}"],
-        "raycl.serve.offline:OfflineModel.open",
+        "raycl.serve.offline.model:OfflineModel.open",
     ),
-    "evaluate": (["evaluate", "{bank}", "{data}/test.jsonl"], "raycl.serve.offline:OfflineModel.open"),
+    "evaluate": (["evaluate", "{bank}", "{data}/test.jsonl"], "raycl.serve.offline.model:OfflineModel.open"),
     "serve": (["serve", "--bank", "{bank}"], STORAGE),
     "bank": (["bank", "--bank", "{bank}", "verify"], "raycl.operations.banks.maintenance:numbered_folders"),
     "status": (["status", "{bank}/.."], STORAGE),

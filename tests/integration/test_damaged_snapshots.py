@@ -17,9 +17,9 @@ from raycl.bank.activations import Activations
 from raycl.errors import BankError
 from raycl.operations.banks.maintenance import verify
 from raycl.serve.deployment.endpoint import activate
+from raycl.serve.gate.judge import judge
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import decide_first
-from raycl.serve.snapshots.gate import judge
 
 FOLLOW = {"follow": {"enabled": True, "poll_s": 0.01}}
 

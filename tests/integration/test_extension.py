@@ -19,7 +19,7 @@ from raycl.run.checks import check
 from raycl.run.config import RunConfig
 from raycl.run.extension import with_tasks
 from raycl.run.folder import CONFIG
-from raycl.serve.offline import OfflineModel
+from raycl.serve.offline.model import OfflineModel
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import read_checkpoint
 from raycl.training.records.journal import read_state

@@ -14,7 +14,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
 from raycl.errors import BankError
 from raycl.serve.deployment.endpoint import activate
-from raycl.serve.offline import OfflineModel
+from raycl.serve.offline.model import OfflineModel
 from raycl.serve.settings import ServeConfig
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

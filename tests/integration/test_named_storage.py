@@ -20,8 +20,8 @@ from raycl.errors import ConfigError, DamagedError, RayclError
 from raycl.operations.banks.unlearning import forget
 from raycl.run.banks import find_bank
 from raycl.run.config import from_tree
+from raycl.serve.gate.judge import judge
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.gate import judge
 from raycl.storage import Storage
 from raycl.storage.records import seal
 from raycl.training.records.fork_points import FORK_POINT, FORMAT, read_fork_point

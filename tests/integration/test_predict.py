@@ -21,7 +21,7 @@ from raycl.cli import main
 from raycl.errors import ConfigError
 from raycl.run.banks import snapshot_at
 from raycl.run.checks import check
-from raycl.serve.offline import WINDOW, OfflineModel
+from raycl.serve.offline.model import WINDOW, OfflineModel
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import router_of
 from raycl.storage import Storage

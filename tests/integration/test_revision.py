@@ -22,8 +22,8 @@ from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import forget
 from raycl.operations.report.tables import matrix_table
 from raycl.run import config as run_config
+from raycl.serve.gate.judge import judge
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.gate import judge
 from raycl.storage import Storage
 
 SAMPLE = ("slm", "inclora", "olora", "sapt text", "separate tasks")

@@ -26,7 +26,7 @@ from raycl.operations.banks.unlearning import evaluate, forget
 from raycl.operations.report.routing import Routing
 from raycl.routing.memory_slots.slots import SlotRouter
 from raycl.run.assembly import build
-from raycl.serve.offline import OfflineModel
+from raycl.serve.offline.model import OfflineModel
 from raycl.storage import Storage
 from raycl.testing.tiny_models import tiny_model
 from raycl.training.distributed import DistributedContext

@@ -25,9 +25,9 @@ from raycl.operations.sweep.comparison import load_comparison
 from raycl.operations.sweep.config import load_sweep
 from raycl.run import checks
 from raycl.run import config as run_config
-from raycl.serve.deployment.factory import close_service, open_service
+from raycl.serve.gate.judge import judge
+from raycl.serve.service.opening import close_service, open_service
 from raycl.serve.settings import ServeConfig, load_serve_config
-from raycl.serve.snapshots.gate import judge
 from raycl.serve.snapshots.parts import backbone_of
 from raycl.storage import Storage
 

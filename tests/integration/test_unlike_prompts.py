@@ -12,8 +12,8 @@ from tiny import TASKS, Taught, on_main, opened
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
+from raycl.serve.gate.judge import judge
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.gate import judge
 
 CHAT, TEXT = "/v1/chat/completions", "the barks runs much"
 UNLIKE = {"colour": ("red blue : ", " Output :"), "animal": ("cat dog : ", " Output :")}

@@ -16,10 +16,10 @@ from typing import Any
 import uvicorn
 
 from raycl import config as configs
-from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.http.access import Keys
 from raycl.serve.http.web import make_web
-from raycl.serve.service import Service
+from raycl.serve.service.opening import close_service, open_service
+from raycl.serve.service.service import Service
 from raycl.serve.settings import ServeConfig
 
 

@@ -18,11 +18,11 @@ from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
 from raycl.generation.answers import predict
 from raycl.generation.requests import Event, Failed, LabelScores, Sampling, Started, TextDelta
-from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import AdapterSelection, EngineRequest
-from raycl.serve.service import Service
+from raycl.serve.service.opening import close_service, open_service
+from raycl.serve.service.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.types import Mixture
 

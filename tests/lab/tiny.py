@@ -29,7 +29,8 @@ from raycl.routing.memory_slots import key_maps
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.snapshots.parts import adapters_of, backbone_of, heads_of, router_of
+from raycl.serve.engine.routing import heads_of
+from raycl.serve.snapshots.parts import adapters_of, backbone_of, router_of
 from raycl.storage import Storage
 from raycl.testing import tiny_models as models
 from raycl.tracking import MetricsSink

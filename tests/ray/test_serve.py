@@ -24,7 +24,7 @@ from raycl.bank.branches import Branch
 from raycl.run.assembly import build
 from raycl.serve.deployment.app import build_from
 from raycl.serve.deployment.application import start
-from raycl.serve.metrics import metrics_urls
+from raycl.serve.service.metrics import metrics_urls
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext

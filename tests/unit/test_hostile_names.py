@@ -16,7 +16,7 @@ from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
 from raycl.errors import printable
 from raycl.launch.console import PlainFormatter
 from raycl.operations.report.tables import render
-from raycl.serve.prediction_tables import _csv
+from raycl.serve.offline.prediction_tables import _csv
 
 TITLE, CSI, BACK, TURNED = "\x1b]0;owned\x07", "\x9b2J", "ok\rerror", "\u202efdp.exe"
 HOSTILE = (TITLE, CSI, BACK, TURNED, "\x1b[2K", "\x08" * 9, "\x7f", "a\u2028b", "\ud83d")

@@ -19,8 +19,8 @@ from raycl.cli.terminal import echo, log_to_stderr
 
 if TYPE_CHECKING:
     from raycl.bank import Bank, Snapshot
-    from raycl.serve.offline import OfflineModel
-    from raycl.serve.prediction_input import Input
+    from raycl.serve.offline.model import OfflineModel
+    from raycl.serve.offline.prediction_input import Input
     from raycl.serve.settings import ServeConfig
     from raycl.storage import Storage
 
@@ -79,7 +79,7 @@ def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfi
     from raycl.run.banks import snapshot_at
 
     bank, snapshot = snapshot_at(options.bank)
-    from raycl.serve.offline import settings_here
+    from raycl.serve.offline.model import settings_here
     from raycl.serve.settings import load_serve_config
 
     here = [f"{name}={value}" for name, value in settings_here(bank).items()]
@@ -92,7 +92,7 @@ def open_model(options: argparse.Namespace) -> OfflineModel:
     """The snapshot, ready to answer."""
     chosen = snapshot_of(options)
     echo(f"loading snapshot {chosen[1].number} of {chosen[0].storage.uri}", file=sys.stderr, flush=True)
-    from raycl.serve.offline import OfflineModel
+    from raycl.serve.offline.model import OfflineModel
 
     return OfflineModel.open(*chosen)
 
@@ -102,7 +102,7 @@ def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
     from raycl import config as configs
     from raycl.data.sources.fields import TEXT_NAMES, Columns
     from raycl.data.sources.limits import ReadLimits
-    from raycl.serve.prediction_input import Input, files_at
+    from raycl.serve.offline.prediction_input import Input, files_at
 
     given = {name: getattr(options, name) for name in ReadLimits.model_fields}
     limits = configs.validate(ReadLimits, {name: value for name, value in given.items() if value is not None})
@@ -117,8 +117,8 @@ def run(options: argparse.Namespace) -> int:
     from tempfile import TemporaryDirectory
 
     from raycl.errors import counted
-    from raycl.serve.prediction_files import answered, records_of
-    from raycl.serve.prediction_tables import check_output, write_table
+    from raycl.serve.offline.prediction_files import answered, records_of
+    from raycl.serve.offline.prediction_tables import check_output, write_table
     from raycl.storage import Storage
 
     log_to_stderr()
@@ -149,10 +149,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _write_parts(options: argparse.Namespace, given: Input, to: Storage, settings: dict[str, Any]) -> dict[str, Any]:
     """Answer here or on workers; returns the summary."""
-    from raycl.serve.prediction_files import write_predictions
+    from raycl.serve.offline.prediction_files import write_predictions
 
     if options.workers:
-        from raycl.serve.prediction_workers import write_on_workers
+        from raycl.serve.offline.prediction_workers import write_on_workers
 
         bank, snapshot, config = snapshot_of(options)
         sizes = {"workers": options.workers, "part_rows": options.part_rows}

@@ -24,10 +24,10 @@ from raycl.methods.registry import method_class
 from raycl.metrics.settings import EvalConfig
 from raycl.routing.routers import without
 from raycl.run.start import settings_by_task
-from raycl.serve.offline import OfflineModel, settings_here
+from raycl.serve.offline.model import OfflineModel, settings_here
+from raycl.serve.offline.snapshot_scores import score_snapshot
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.recorded_data import recorded_data
-from raycl.serve.snapshots.scores import score_snapshot
 from raycl.training.records.bank_start import PARAMETERS, adapters_of_task, without_task
 from raycl.types import Score
 

@@ -22,17 +22,17 @@ from raycl.errors import RayclError
 from raycl.generation.requests import Event, Failed
 from raycl.launch import cluster
 from raycl.pretrained import present_folder
-from raycl.serve.deployment.factory import close_service, open_front, open_service
-from raycl.serve.deployment.resources import gate_device, gate_takes, replica_takes, settled_device
 from raycl.serve.engine.disaggregated import RemoteRequest
+from raycl.serve.gate.gate_actor import GateActor, poll_gate
 from raycl.serve.http.access import Keys, check_access
 from raycl.serve.http.server import Listener
 from raycl.serve.http.web import make_web
-from raycl.serve.metrics import Metrics
-from raycl.serve.service import Answer, finished_text, labelled, routed, take
+from raycl.serve.resources import gate_device, gate_takes, replica_takes, settled_device
+from raycl.serve.service.metrics import Metrics
+from raycl.serve.service.opening import close_service, open_front, open_service
+from raycl.serve.service.service import Answer, finished_text, labelled, routed, take
 from raycl.serve.settings import ServeConfig, at_bank
 from raycl.serve.snapshots.decisions import decide_first
-from raycl.serve.snapshots.gate_actor import GateActor, poll_gate
 from raycl.serve.snapshots.parts import backbone_of
 from raycl.serve.upstream.choice import open_choice
 from raycl.serve.upstream.export import read_record

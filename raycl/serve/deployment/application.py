@@ -19,8 +19,8 @@ from ray.serve.schema import ServeInstanceDetails
 from raycl.errors import LaunchError
 from raycl.launch import cluster
 from raycl.pages.address import bound
-from raycl.serve.deployment.resources import gate_takes, total_resources
 from raycl.serve.http.proxy import PROXY_HOOK, limit_proxy
+from raycl.serve.resources import gate_takes, total_resources
 from raycl.serve.settings import ServeConfig
 
 log = logging.getLogger("raycl")

@@ -23,10 +23,10 @@ from raycl.launch import cluster
 from raycl.pages.address import url_of
 from raycl.serve.deployment.app import build_from
 from raycl.serve.deployment.application import Watch, connect, end, name_of, reserved, start
+from raycl.serve.gate.judge import GateResult, judge
 from raycl.serve.http.server import claimed
-from raycl.serve.metrics import metrics_urls
+from raycl.serve.service.metrics import metrics_urls
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.gate import GateResult, judge
 
 log = logging.getLogger("raycl")
 

@@ -8,10 +8,10 @@ from functools import cache
 
 import torch
 
+from raycl.errors import BankError
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import EngineRequest
 from raycl.serve.errors import InvalidRequestError
-from raycl.serve.snapshots.parts import heads_of
 from raycl.types import Mixture
 
 RoutePrompts = Callable[[LoadedSnapshot, Sequence[EngineRequest], Sequence[str]], Mixture]
@@ -114,3 +114,18 @@ def head_of(request: EngineRequest) -> str:
         BankError: the request gives no task id.
     """
     return heads_of(request.loaded, [request.selection.task] if request.selection.task else None)[0]
+
+
+def heads_of(loaded: LoadedSnapshot, tasks: Sequence[str] | None) -> list[str]:
+    """Rule `label_count`: whose head answers each example.
+
+    Raises:
+        BankError: no tasks are given, or one is unknown.
+    """
+    unknown = sorted(set(tasks or ()) - loaded.heads.keys())
+    if tasks is None or unknown:
+        raise BankError(
+            f"the snapshot's label heads go by the task of each text (head_rule=label_count): got "
+            f"{', '.join(unknown) or 'none'}, expected some of {', '.join(loaded.heads)}"
+        )
+    return [loaded.heads[task] for task in tasks]

@@ -15,10 +15,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from raycl.errors import RayclError
 from raycl.generation.requests import Sampling, Started, TextDelta
-from raycl.serve.errors import InvalidRequestError, error_response
+from raycl.serve.errors import InvalidRequestError
 from raycl.serve.http.answers import ChatAnswer, TextAnswer
+from raycl.serve.http.error_responses import error_response
 from raycl.serve.http.schema import ChatRequest, CompletionRequest, Generation
-from raycl.serve.service import Answer, Service, details_of, finished_text, take
+from raycl.serve.http.selection import details_of, sampling_of, select
+from raycl.serve.service.service import Answer, Service, finished_text, take
 
 EVENT = {
     "type": "object",
@@ -101,7 +103,7 @@ def _options(
 ) -> GenerationOptions:
     if service.capabilities.answers == "label":
         raise InvalidRequestError("this endpoint's backbone gives labels, not texts: use POST /v1/classify")
-    one = service.sampling(request, max_tokens)
+    one = sampling_of(service.config.limits, request, max_tokens)
     service.check(prompts, request.answers)
     seeds = [(one.seed + number) % 2**63 for number in range(request.answers)]
     return GenerationOptions(
@@ -121,7 +123,7 @@ async def _answered(service: Service, options: GenerationOptions) -> Response:
 async def _complete(service: Service, options: GenerationOptions) -> Response:
     deadline = service.deadline
     async with (
-        service.select(options.request) as (loaded, choice),
+        select(service, options.request) as (loaded, choice),
         service.submit(loaded, choice, options.texts, **options.settings) as queues,
     ):
         answers = [await service.complete(queue, finished_text, deadline) for queue in queues]
@@ -142,7 +144,7 @@ async def _pieces(service: Service, options: GenerationOptions) -> AsyncGenerato
     deadline, head = service.deadline, options.head()
     answers: list[Answer] = []
     async with (
-        service.select(options.request) as (loaded, choice),
+        select(service, options.request) as (loaded, choice),
         service.submit(loaded, choice, options.texts, **options.settings) as queues,
     ):
         for number, queue in enumerate(queues):

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from raycl import __version__
 from raycl.errors import BankError, RayclError
-from raycl.serve.errors import RETRYABLE, InvalidRequestError, NotFoundError, body_of, error_response
+from raycl.serve.errors import InvalidRequestError, NotFoundError
 from raycl.serve.http.access import AccessMiddleware, Keys
 from raycl.serve.http.answers import (
     ActivateAnswer,
@@ -26,10 +26,12 @@ from raycl.serve.http.answers import (
     RouteAnswer,
     SnapshotsAnswer,
 )
+from raycl.serve.http.error_responses import RETRYABLE, body_of, error_response
 from raycl.serve.http.playground import add_playground
 from raycl.serve.http.schema import ActivateRequest, ClassifyRequest
+from raycl.serve.http.selection import details_of, select
 from raycl.serve.http.texts import add_texts, usage
-from raycl.serve.service import Answer, Service, details_of, labelled, routed
+from raycl.serve.service.service import Answer, Service, labelled, routed
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer} for code in (400, 401, 403, 404, 408, 413, 422, 429, 500, 503, 504)
@@ -154,7 +156,7 @@ async def _each(
     deadline, texts = service.deadline, request.texts
     service.check(texts)
     async with (
-        service.select(request) as (loaded, selection),
+        select(service, request) as (loaded, selection),
         service.submit(loaded, selection, texts, route_only=route_only) as queues,
     ):
         answers = [await service.complete(queue, until, deadline) for queue in queues]

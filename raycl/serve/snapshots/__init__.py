@@ -1,1 +1,1 @@
-"""Snapshots of an endpoint: loaded, activated, evaluated by the gate."""
+"""Snapshots of an endpoint: read from the bank, loaded, activated."""

@@ -1,4 +1,4 @@
-"""What a snapshot is opened with: its backbone, its router, its adapters, and whose label head answers."""
+"""What a snapshot is opened with: its backbone, its router and its adapters."""
 
 from __future__ import annotations
 
@@ -16,22 +16,6 @@ from raycl.errors import BankError
 from raycl.routing.encoder import SentenceEncoder
 from raycl.routing.router import Router
 from raycl.routing.routers import make_router
-from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-
-
-def heads_of(loaded: LoadedSnapshot, tasks: Sequence[str] | None) -> list[str]:
-    """Rule `label_count`: whose head answers each example.
-
-    Raises:
-        BankError: no tasks are given, or one is unknown.
-    """
-    unknown = sorted(set(tasks or ()) - loaded.heads.keys())
-    if tasks is None or unknown:
-        raise BankError(
-            f"the snapshot's label heads go by the task of each text (head_rule=label_count): got "
-            f"{', '.join(unknown) or 'none'}, expected some of {', '.join(loaded.heads)}"
-        )
-    return [loaded.heads[task] for task in tasks]
 
 
 def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permissions = NONE_GIVEN) -> BackboneConfig:

@@ -15,9 +15,9 @@ from damage import KINDS, damaged, flips
 
 from raycl.data.sources.fields import Columns
 from raycl.errors import ConfigError, DamagedError, FormatError, RayclError
-from raycl.serve.offline import OfflineModel, Prediction
-from raycl.serve.prediction_files import MANIFEST, part_name, records_of, write_predictions
-from raycl.serve.prediction_input import Input, files_at
+from raycl.serve.offline.model import OfflineModel, Prediction
+from raycl.serve.offline.prediction_files import MANIFEST, part_name, records_of, write_predictions
+from raycl.serve.offline.prediction_input import Input, files_at
 from raycl.storage import Storage
 from raycl.storage.records import seal
 

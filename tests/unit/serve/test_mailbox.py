@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raycl.generation.requests import Event, TextDelta
-from raycl.serve.service import EventQueues
+from raycl.serve.service.service import EventQueues
 
 
 def test_a_burst_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:

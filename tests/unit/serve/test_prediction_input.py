@@ -10,7 +10,7 @@ import pytest
 from raycl.data.sources.fields import Columns
 from raycl.data.sources.formats import read_rows
 from raycl.data.sources.source import SourceFile
-from raycl.serve.prediction_input import Input, files_at
+from raycl.serve.offline.prediction_input import Input, files_at
 
 FILES: dict[str, tuple[bytes, str]] = {
     "quotes.tsv": (b'text\tlabel\n"so it is\ta\nb\tc\nstop"\td\n', "quotes that are not around whole cells"),

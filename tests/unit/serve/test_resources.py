@@ -11,7 +11,7 @@ from ray import serve
 from raycl import config as configs
 from raycl.errors import LaunchError
 from raycl.serve.deployment import application
-from raycl.serve.deployment.resources import gate_takes, replica_takes, total_resources
+from raycl.serve.resources import gate_takes, replica_takes, total_resources
 from raycl.serve.settings import ServeConfig
 
 GATED = {"follow": {"gated": True}}

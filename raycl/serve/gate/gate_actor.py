@@ -23,10 +23,10 @@ from raycl.bank.activations import Activation, Activations
 from raycl.bank.branches import is_ancestor
 from raycl.errors import counted
 from raycl.serve.engine.requests import FAILURES
-from raycl.serve.metrics import GateMetrics
-from raycl.serve.service import Service
+from raycl.serve.gate.judge import GateResult, judge
+from raycl.serve.service.metrics import GateMetrics
+from raycl.serve.service.service import Service
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.gate import GateResult, judge
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Answers for files on a Ray cluster: Ray Data deals parts to workers, each of which has the snapshot as a model.
 
 One process answers as fast as its device; parts do not depend on each other. The folder is that of
-`raycl.serve.prediction_files`, so that either way continues what the other began.
+`raycl.serve.offline.prediction_files`, so that either way continues what the other began.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from raycl.config import Tree
 from raycl.data.sources.fields import Row
 from raycl.errors import LaunchError, RayclError
 from raycl.launch import cluster
-from raycl.serve.deployment.resources import replica_takes, settled_device
-from raycl.serve.offline import OfflineModel
-from raycl.serve.prediction_files import Progress, claim, done_parts, parts_of, plain, summarise, write_part
-from raycl.serve.prediction_input import Input, InputRow
+from raycl.serve.offline.model import OfflineModel
+from raycl.serve.offline.prediction_files import Progress, claim, done_parts, parts_of, plain, summarise, write_part
+from raycl.serve.offline.prediction_input import Input, InputRow
+from raycl.serve.resources import replica_takes, settled_device
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
 
@@ -122,7 +122,7 @@ def write_on_workers(
     part_rows: int,
     **settings: Any,
 ) -> Tree:
-    """As `raycl.serve.prediction_files.write_predictions`, on workers of the cluster that RAY_ADDRESS names, or here.
+    """As `prediction_files.write_predictions`, on workers of the cluster that RAY_ADDRESS names, or here.
 
     Files, bank and folder must be within reach of every node.
 

@@ -18,8 +18,8 @@ from raycl.config import Tree
 from raycl.data.sources.source import SourceFile
 from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
 from raycl.errors import ConfigError
-from raycl.serve.prediction_files import OWN, PLACE
-from raycl.serve.prediction_input import Input
+from raycl.serve.offline.prediction_files import OWN, PLACE
+from raycl.serve.offline.prediction_input import Input
 
 BATCH = 1024
 """Rows that are written at once."""

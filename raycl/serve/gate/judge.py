@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from raycl.data.stream import Stream
 from raycl.errors import BankError
 from raycl.metrics.settings import EvalConfig
-from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-from raycl.serve.offline import OfflineModel
+from raycl.serve.gate.earlier_rows import earlier_rows, stream_of
+from raycl.serve.offline.model import OfflineModel
+from raycl.serve.offline.snapshot_scores import score_snapshot
+from raycl.serve.service.opening import close_service, open_service
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.earlier_rows import earlier_rows, stream_of
-from raycl.serve.snapshots.scores import score_snapshot
 from raycl.types import Score, Task
 
 log = logging.getLogger("raycl")

@@ -17,8 +17,8 @@ from raycl.errors import DataError
 from raycl.metrics.per_example import NEED_SOURCES, check_metric, taken_for_same
 from raycl.metrics.settings import EvalConfig
 from raycl.scoring.scored_task import score_answers
-from raycl.serve.offline import OfflineModel, Text
-from raycl.serve.prediction_input import Input
+from raycl.serve.offline.model import OfflineModel, Text
+from raycl.serve.offline.prediction_input import Input
 from raycl.types import Score
 
 

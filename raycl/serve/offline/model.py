@@ -21,12 +21,12 @@ from raycl.data.conversation import Message, messages_of, text_of
 from raycl.errors import AdapterError, ConfigError, ConversationError, RetrievalError
 from raycl.generation.requests import Event, Failed, Sampling
 from raycl.scoring.scored_task import ScoredTask
-from raycl.serve.deployment.factory import open_engine
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.errors import InternalError
-from raycl.serve.service import Answer, take
+from raycl.serve.service.opening import open_engine
+from raycl.serve.service.service import Answer, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import adapters_of, router_of
 

@@ -9,7 +9,7 @@ from raycl.data.stream import Stream
 from raycl.errors import BankError
 from raycl.metrics.settings import EvalConfig
 from raycl.scoring.scored_task import ScoredTask, line_of
-from raycl.serve.offline import OfflineModel
+from raycl.serve.offline.model import OfflineModel
 from raycl.types import Score, Task
 
 log = logging.getLogger("raycl")

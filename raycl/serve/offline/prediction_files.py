@@ -24,13 +24,13 @@ from raycl.config import Tree
 from raycl.data.conversation import messages_of
 from raycl.data.sources.cache import key_of
 from raycl.errors import ConfigError, DamagedError, DataError, FormatError, counted
-from raycl.serve.prediction_input import Input, InputRow
+from raycl.serve.offline.prediction_input import Input, InputRow
 from raycl.storage import Storage
 from raycl.storage.records import read_record, seal
 from raycl.storage.sealed import read_sealed, write_sealed
 
 if TYPE_CHECKING:
-    from raycl.serve.offline import OfflineModel, Prediction, Text
+    from raycl.serve.offline.model import OfflineModel, Prediction, Text
 
 log = logging.getLogger("raycl")
 

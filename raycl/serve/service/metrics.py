@@ -9,7 +9,7 @@ import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from raycl.serve.engine.engine import Engine
-from raycl.serve.service import Answer, Service
+from raycl.serve.service.service import Answer, Service
 
 
 def metrics_urls(node_id: str | None = None) -> list[str]:

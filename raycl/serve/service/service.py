@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from raycl.errors import BankError, counted
-from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Sampling, Started, TextDelta
+from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started, TextDelta
 from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.multi_snapshot_model import MARK, LoadedSnapshot
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import AdapterSelection, EngineRequest
 from raycl.serve.errors import BusyError, DeadlineExceededError, LimitExceededError, NotFoundError
-from raycl.serve.http.answers import ResponseDetails
-from raycl.serve.http.schema import MAX_NUMBER, Generation, Request
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.manager import SnapshotManager
 
@@ -102,20 +99,7 @@ class Service:
         """Why the newest snapshot does not answer although it should, or might; "" where nothing is wrong."""
         return self.snapshot_manager.problem or self.gate_problem or self.snapshot_manager.rejection
 
-    # ---- selection -------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def select(self, request: Request) -> AsyncIterator[tuple[LoadedSnapshot, AdapterSelection]]:
-        """The snapshot, which stays while this is open, and the choice that a request names.
-
-        Raises:
-            NotFoundError: no such model, adapter or snapshot. BusyError: too many snapshots are being loaded.
-        """
-        number = request.pins.snapshot
-        if request.model.startswith("snapshot:") and number is None:
-            number = _number(request.model)
-        async with self.use_snapshot(number) as loaded:
-            yield loaded, _choice(loaded, request)
+    # ---- snapshots -------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def use_snapshot(self, number: int | None) -> AsyncIterator[LoadedSnapshot]:
@@ -173,21 +157,6 @@ class Service:
             raise LimitExceededError(
                 f"a text has {longest} characters: this endpoint reads at most {limits.text_chars}"
             )
-
-    def sampling(self, request: Generation, max_tokens: int | None) -> Sampling:
-        """Settings of its answers.
-
-        Raises:
-            LimitExceededError: more than the limits.
-        """
-        limits = self.config.limits
-        for name, given, most in (("max_tokens", max_tokens or 0, limits.max_tokens), ("n", request.answers, limits.n)):
-            if given > most:
-                raise LimitExceededError(f"{name} is {given}: this endpoint allows at most {most}")
-        seed = request.seed if request.seed is not None else secrets.randbits(62)
-        tokens = max_tokens or limits.max_tokens
-        top_p = 1.0 if request.top_p is None else request.top_p
-        return Sampling(tokens, request.temperature or 0.0, top_p, seed, request.stops, max_tokens is None)
 
     @property
     def deadline(self) -> float:
@@ -310,67 +279,3 @@ def labelled(event: Event) -> bool:
 def routed(event: Event) -> bool:
     """Whether the mixture is known."""
     return isinstance(event, Started)
-
-
-def details_of(loaded: LoadedSnapshot, metadata: ResponseMetadata) -> ResponseDetails:
-    """How an answer was made, for the wire."""
-    tasks = loaded.shares({loaded.keys[name]: weight for name, weight in metadata.weights.items()})
-    return ResponseDetails(
-        snapshot=metadata.snapshot,
-        adapters=_rounded(metadata.weights),
-        tasks=_rounded(tasks),
-        template=metadata.template,
-        cut_tokens=metadata.cut_tokens,
-        ood_score=None if metadata.ood_score is None else round(metadata.ood_score, 3),
-        queue_ms=round(metadata.queue_ms, 3),
-        retrieval_ms=round(metadata.retrieval_ms, 3),
-        batch=metadata.batch,
-    )
-
-
-def _rounded(weights: Mapping[str, float]) -> dict[str, float]:
-    """Without weights that round to zero."""
-    return {name: near for name, weight in weights.items() if (near := round(weight, 6))}
-
-
-def _number(model: str) -> int:
-    text = model.partition(":")[2]
-    if not (text.isdecimal() and 1 <= int(text) <= MAX_NUMBER):
-        raise NotFoundError(f"model '{model}': expected snapshot:NUMBER")
-    return int(text)
-
-
-def _choice(loaded: LoadedSnapshot, request: Request) -> AdapterSelection:
-    pins, model, number = request.pins, request.model, loaded.snapshot.number
-    if pins.task is not None and pins.task not in loaded.prompts:
-        raise NotFoundError(f"snapshot {number} has no task '{pins.task}': expected one of {_some(loaded.prompts)}")
-    if pins.adapters is not None:
-        unknown = sorted(pins.adapters.keys() - loaded.keys.keys())
-        if unknown:
-            raise NotFoundError(
-                f"snapshot {number} has no adapter {_some(unknown)}: expected some of {_some(loaded.keys)}"
-            )
-        return AdapterSelection({name: weight for name, weight in pins.adapters.items() if weight != 0}, pins.task)
-    if model == "auto" or model.startswith("snapshot:"):
-        return AdapterSelection(None, pins.task, not pins.mix)
-    if model == "base":
-        return AdapterSelection({}, pins.task)
-    name, _, version = model.partition("@")
-    held = loaded.keys.get(name, "").partition(MARK)[0]
-    if name in loaded.keys and held == f"{name}@{version or held.rpartition('@')[2]}":
-        return AdapterSelection({name: 1.0}, pins.task)
-    if model in loaded.prompts:
-        mine = [adapter for adapter, key in loaded.keys.items() if loaded.owners[key] == (model,)]
-        if mine:
-            return AdapterSelection(dict.fromkeys(mine, 1.0 / len(mine)), model)
-        if not loaded.router.chooses:  # no adapter is this task's alone: the mixture that all texts get
-            return AdapterSelection(None, model)
-    raise NotFoundError(
-        f"model '{model}' does not exist: expected auto, base, snapshot:NUMBER, or an adapter of snapshot {number} "
-        f"({_some(loaded.keys)})"
-    )
-
-
-def _some(names: Any) -> str:
-    listed = list(names)
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")

@@ -19,7 +19,7 @@ from raycl.serve.engine.disaggregated import RemoteEngine, Stream
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
-from raycl.serve.service import Service
+from raycl.serve.service.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import readable_snapshot, wanted_snapshots
 from raycl.serve.snapshots.manager import SnapshotManager

@@ -1,0 +1,1 @@
+"""The evaluation gate: a candidate is scored against the active snapshot before it answers."""

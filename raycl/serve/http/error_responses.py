@@ -1,0 +1,53 @@
+"""Errors on the wire: the status, type and code of each, in the shape of OpenAI's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raycl.errors import AdapterError, BankError, ConversationError, RayclError, RetrievalError
+from raycl.serve.errors import (
+    BusyError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    PromptTooLongError,
+    UnavailableError,
+)
+
+ErrorStatus = tuple[int, str, str | None]
+"""Status, OpenAI's type of the error, and its code."""
+
+RETRYABLE = (429, 503)
+"""Statuses that a client may meet with the same request a second later: they come with Retry-After."""
+
+_STATUSES: tuple[tuple[type[RayclError], ErrorStatus], ...] = (
+    (PromptTooLongError, (400, "invalid_request_error", "context_length_exceeded")),
+    (NotFoundError, (404, "not_found_error", None)),
+    (InvalidRequestError, (400, "invalid_request_error", None)),
+    (BusyError, (429, "rate_limit_error", None)),
+    (DeadlineExceededError, (504, "timeout_error", None)),
+    (UnavailableError, (503, "server_error", None)),
+    (InternalError, (500, "server_error", None)),
+    (BankError, (400, "invalid_request_error", None)),
+    (AdapterError, (400, "invalid_request_error", None)),
+    (ConversationError, (400, "invalid_request_error", None)),
+    (RetrievalError, (400, "invalid_request_error", None)),
+    (RayclError, (503, "server_error", None)),
+)
+
+
+def status_of(error: RayclError) -> ErrorStatus:
+    """What an error becomes on the wire; the first line that fits."""
+    return next(status for kind, status in _STATUSES if isinstance(error, kind))
+
+
+def body_of(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's shape of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: RayclError) -> tuple[int, dict[str, Any]]:
+    """Status and body of an error's answer."""
+    status, kind, code = status_of(error)
+    return status, body_of(str(error), kind, code=code)

@@ -1,0 +1,1 @@
+"""The service of one replica: what opens it, answers and reports its metrics, without HTTP."""
