@@ -15,6 +15,7 @@ from raycl.errors import ConfigError
 from raycl.methods.base import Method
 from raycl.methods.registry import method_class
 from raycl.run.config import RunConfig
+from raycl.training.optimizers.registry import optimizer_class, optimizer_names
 from raycl.training.settings import DeepSpeedConfig, FSDPConfig
 from raycl.types import Task
 
@@ -32,10 +33,11 @@ def check_engine(config: RunConfig) -> None:
         ConfigError: one of these combinations.
     """
     engine = config.engine
-    if isinstance(engine, DeepSpeedConfig) and config.train.optimizer != "adamw":
+    if isinstance(engine, DeepSpeedConfig | FSDPConfig) and not optimizer_class(config.train.optimizer).elementwise:
+        able = " or ".join(name for name in optimizer_names() if optimizer_class(name).elementwise)
         raise ConfigError(
-            f"train.optimizer={config.train.optimizer} runs in plain PyTorch: expected adamw with engine=deepspeed, or "
-            "engine=torch"
+            f"train.optimizer={config.train.optimizer} needs whole matrices, which engine={engine.name} shares out: "
+            f"expected {able}, or engine=torch"
         )
     sharded = "engine=fsdp" if isinstance(engine, FSDPConfig) else ""
     if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3:
@@ -53,11 +55,6 @@ def check_engine(config: RunConfig) -> None:
             f"method '{config.method.name}' generates pseudo-samples, for which each worker runs as many passes as its "
             "texts need, and with engine=fsdp all workers must run equally many: use engine=torch, or a source of "
             "pseudo-samples other than generated"
-        )
-    if sharded == "engine=fsdp" and config.train.optimizer == "adafactor":
-        raise ConfigError(
-            "train.optimizer=adafactor needs whole matrices, which engine=fsdp shares out: expected adamw or sgd, or "
-            "engine=torch"
         )
     if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 0 and config.backbone.dtype == "bfloat16":
         raise ConfigError(

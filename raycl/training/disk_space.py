@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 
 from raycl.bank.tensor_groups import ROUTERS
-from raycl.methods.base import trained_names
 from raycl.storage import Storage
+from raycl.training.optimizers.groups import specs_of
+from raycl.training.optimizers.registry import optimizer_kind
+from raycl.training.optimizers.state import state_bytes
 from raycl.training.phase.evaluation import evaluated_tasks
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
-
-MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
-"""Tensors as large as a parameter that an optimizer keeps for it, at most."""
 
 SAMPLE = 64
 """Rows whose text is measured."""
@@ -119,10 +118,10 @@ def plan_of(context: TrainingContext, phase: Phase, steps: Sequence[int]) -> Pla
     Args:
         steps: optimizer steps of each phase.
     """
-    parameters = dict(context.backbone.named_parameters())
-    trained = 4 * sum(parameters[name].numel() for name in trained_names(context.backbone))
+    specs = specs_of(context.backbone, context.train, {}).values()
+    trained, state = 4 * sum(spec.shape.numel() for spec in specs), state_bytes(optimizer_kind(context.train), specs)
     kept = {name: tensor.nbytes for name, tensor in context.method.state_dict()[1].items()}
-    return plan_from(context, phase, steps, trained, kept, answers_of(context, phase))
+    return plan_from(context, phase, steps, trained, state, kept, answers_of(context, phase))
 
 
 def plan_from(
@@ -130,13 +129,15 @@ def plan_from(
     phase: Phase,
     steps: Sequence[int],
     trained: int,
+    state: int,
     kept: Mapping[str, int],
     answers: Sequence[int],
 ) -> Plan:
     """The same from sizes, for a backbone without weights.
 
     Args:
-        trained: bytes of the phase's trained parameters. kept: those of the method's state, by name.
+        trained: bytes of the phase's trained parameters. state: those of the optimizer's state for them. kept: those
+            of the method's state, by name.
         answers: of `predictions/`, for each phase.
     """
     method, count = context.method, len(context.phases)
@@ -161,7 +162,7 @@ def plan_from(
         steps=steps,
         every=context.checkpoint.every_steps,
         keep=context.checkpoint.keep,
-        inside=(1 + MOMENTS[context.train.optimizer] + selects) * trained + modifiers,
+        inside=(1 + selects) * trained + state + modifiers,
         end=end,
         published=published if publishes else [0] * count,
         stays=[stored + answers[number] + model * (number in exports) for number in range(count)],

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from raycl.bank.branches import MAIN, BranchName
 from raycl.config import PathOrUri, Section
+from raycl.training.optimizers.registry import optimizer_class
 
 EXEMPT = (
     *("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days", "bank.copies"),
@@ -19,6 +20,10 @@ EXEMPT = (
 
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
 """Learning-rate schedules by their Hugging Face names (those that need no further arguments)."""
+
+
+OPTIMIZER_SETTINGS = ("momentum", "betas", "epsilon")
+"""Settings that only some optimizers read (`OptimizerKind.settings`)."""
 
 
 class TrainConfig(Section):
@@ -46,10 +51,10 @@ class TrainConfig(Section):
         description="steps of examples with prompts of similar length, from windows of 50 shuffled steps: less "
         "padding, but rows are less well mixed. Within a step micro-batches always are of similar lengths",
     )
-    optimizer: Literal["adamw", "adafactor", "sgd"] = Field(
+    optimizer: str = Field(
         "adamw",
         description="adamw; adafactor: at the configured rate, without relative steps or scaling by the parameter, as "
-        "in the Hugging Face trainer; sgd: with momentum; engine=deepspeed has adamw",
+        "in the Hugging Face trainer; sgd: with momentum. engine=deepspeed and engine=fsdp have adamw and sgd",
     )
     learning_rate: float = Field(1e-3, gt=0, description="learning rate at its highest")
     learning_rate_by_task: dict[str, PositiveFloat] = Field(
@@ -88,6 +93,12 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0: no clipping")
     log_every_s: float = Field(5.0, gt=0, description="seconds between progress lines")
 
+    @field_validator("optimizer")
+    @classmethod
+    def _known_optimizer(cls, value: str) -> str:
+        optimizer_class(value)
+        return value
+
     @field_validator("lr_scheduler")
     @classmethod
     def _known_scheduler(cls, value: str) -> str:
@@ -106,11 +117,8 @@ class TrainConfig(Section):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """A share of the steps beside their number, and what belongs to another optimizer."""
-        reason = f"optimizer={self.optimizer}"
-        others = {"adamw": ("momentum",), "sgd": ("betas", "epsilon")}.get(
-            self.optimizer, ("momentum", "betas", "epsilon")
-        )
-        yield from ((name, reason) for name in others)
+        reads = optimizer_class(self.optimizer).settings
+        yield from ((name, f"optimizer={self.optimizer}") for name in OPTIMIZER_SETTINGS if name not in reads)
         if self.warmup_steps:
             yield "warmup_ratio", f"warmup_steps={self.warmup_steps}"
 

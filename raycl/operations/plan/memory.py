@@ -24,7 +24,7 @@ def gpu_memory(model: Model, step: Step, engine: Engine, run: Run) -> dict[str, 
     held = model.compute_bytes if engine.separate_masters else MASTER
     copies = model.compute_bytes if held > model.compute_bytes else 0  # autocast's, of what is trained
     masters = 0 if engine.on_host or not engine.separate_masters else MASTER
-    optimizer = 0 if engine.on_host else MASTER * run.moments
+    optimizer = 0 if engine.on_host else run.optimizer_bytes
     frozen_layers = model.in_layers - layers
     weights = engine.share(
         frozen_layers * model.weight_bytes + layers * held,
@@ -105,7 +105,7 @@ def logits(model: Model, step: Step) -> float:
 def host_memory(model: Model, engine: Engine, run: Run, on_node: int) -> dict[str, float]:
     """What a node's memory holds: while weights are loaded, in training, and of that for writing a checkpoint."""
     trained = model.most_trained
-    offloaded = MASTER * (1 + run.moments) * trained / engine.optimizer if engine.on_host else 0.0
+    offloaded = (MASTER + run.optimizer_bytes) * trained / engine.optimizer if engine.on_host else 0.0
     checkpoint = writing(model, on_node)
     copies = 1 if model.mapped else on_node
     return {

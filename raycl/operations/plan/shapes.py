@@ -18,8 +18,11 @@ from raycl.methods.context import TaskContext
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.operations.plan.opening import Opened
 from raycl.operations.plan.workload import MASTER, Engine, Linear, Model, Run, Step
-from raycl.training.disk_space import MOMENTS, answers_of, growth, plan_from
+from raycl.training.disk_space import answers_of, growth, plan_from
 from raycl.training.engines.compilation import layers
+from raycl.training.optimizers.groups import specs_of
+from raycl.training.optimizers.registry import optimizer_kind
+from raycl.training.optimizers.state import state_bytes
 from raycl.training.seeds import micro_batch_size
 from raycl.training.settings import DeepSpeedConfig, EngineConfig, FSDPConfig
 from raycl.training.training_context import TrainingContext
@@ -38,7 +41,7 @@ def numbers(opened: Opened) -> tuple[Model, Step, Engine, Run]:
         model,
         _step(opened),
         engine_of(opened.config.engine, model, opened.config.launch.workers),
-        _run(opened, model.most_trained),
+        _run(opened, max(phases, key=lambda phase: phase.count)),
     )
 
 
@@ -56,6 +59,7 @@ class Trained:
     Attributes:
         base: the backbone's own. linears: adapters of linears. shared: parts of the router. ranks: of its adapters.
         adapters: parameters of the adapters in training, frozen ones among them too; without label heads.
+        state: bytes that the optimizer keeps for all.
     """
 
     count: int
@@ -64,6 +68,7 @@ class Trained:
     shared: int
     ranks: int
     adapters: int
+    state: int
 
 
 def phases_of(context: TrainingContext) -> Iterator[Trained]:
@@ -81,6 +86,7 @@ def phases_of(context: TrainingContext) -> Iterator[Trained]:
             shared=sum(count for name, count in trained.items() if name in SHARED),
             ranks=sum(stack.trainable.values()) if stack is not None and stack.layers else 0,
             adapters=sum(p.numel() for name, p in context.backbone.named_parameters() if is_adapter(name)),
+            state=state_bytes(optimizer_kind(context.train), specs_of(context.backbone, context.train, {}).values()),
         )
 
 
@@ -289,13 +295,13 @@ def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
     )
 
 
-def _run(opened: Opened, trained: int) -> Run:
+def _run(opened: Opened, most: Trained) -> Run:
     """Steps, and what `raycl.training.disk_space` says, without what a method keeps beside adapters (keys, texts)."""
     context = opened.context
     phase = context.phases[-1]
     steps = opened.steps or (1,) * len(context.phases)
     answers = answers_of(context, phase) if opened.lengths else [0] * len(steps)
-    written = plan_from(context, phase, steps, MASTER * trained, {}, answers)
+    written = plan_from(context, phase, steps, MASTER * most.count, most.state, {}, answers)
     disk = {
         "checkpoint": written.inside,
         "task_end": written.end,
@@ -304,4 +310,4 @@ def _run(opened: Opened, trained: int) -> Run:
         "growth": growth(written).both,
     }
     extra = opened.config.method.extra_passes(context.train.epochs)
-    return Run(opened.steps, MOMENTS[context.train.optimizer], disk, extra)
+    return Run(opened.steps, most.state / most.count, disk, extra)

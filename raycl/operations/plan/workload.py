@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MASTER = 4
-"""Bytes of a trained parameter, its gradient and each of its moments: float32."""
+"""Bytes of a trained parameter and of its gradient: float32."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ class Run:
 
     Attributes:
         steps: optimizer steps of each phase; empty: not known without the data.
-        moments: tensors that the optimizer keeps for a parameter.
+        optimizer_bytes: what the optimizer keeps for a trained parameter, on average.
         disk: name -> bytes (`raycl.training.disk_space`).
         extra: passes beside those of the steps, as a share of these (`MethodConfig.extra_passes`).
     """
 
     steps: tuple[int, ...]
-    moments: int
+    optimizer_bytes: float
     disk: Mapping[str, int] = field(default_factory=dict)
     extra: float = 0.0

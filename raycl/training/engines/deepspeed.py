@@ -26,11 +26,12 @@ from raycl.backbone import Backbone, Output
 from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
 from raycl.training.distributed import DistributedContext, ensure_process_group
-from raycl.training.engines.engine import NONE, Share, Transform, advance, names_of, schedule
+from raycl.training.engines.engine import NO_RATES, NONE, Share, Transform, advance, names_of, schedule
 from raycl.training.engines.module_traces import hooks_of, put_parameters, remove_traces
-from raycl.training.engines.optimizers import MOMENTS, optimizer_of
 from raycl.training.engines.zero_config import zero_config
 from raycl.training.memory import MappedFiles, return_freed_memory
+from raycl.training.optimizers.groups import groups_of, specs_of
+from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.settings import DeepSpeedConfig, TrainConfig
 from raycl.types import Batch
 
@@ -62,6 +63,7 @@ class DeepSpeedEngine:
         accumulation: int,
         steps: int,
         world: DistributedContext,
+        rates: Mapping[str, float] = NO_RATES,
     ) -> None:
         self.backbone = backbone
         self.world = world
@@ -70,7 +72,9 @@ class DeepSpeedEngine:
         self.library = _library(world)
         self.trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
         assert self.trained, "the method left no parameter to train"
-        self.optimizer = optimizer_of(self.trained, train)
+        self.kind, specs = optimizer_kind(train), specs_of(backbone, train, rates)
+        self.optimizer = self.kind.build(groups_of(self.trained, specs, self.kind.separates_matrices))
+        self.moments = {name: tuple(self.kind.state(specs[name])) for name in self.trained}
         self._hooks, self._linear = hooks_of(backbone), functional.linear
         self._mapped = _mapped_weights(backbone)
         wanted = zero_config(train, config, accumulation, backbone, world.size)
@@ -201,7 +205,7 @@ class DeepSpeedEngine:
         if mask is None:
             return []
         value = self._whole(parameter)
-        moments = {moment: self._moment(parameter, moment) for moment in MOMENTS}
+        moments = {moment: self._moment(parameter, moment) for moment in self.moments[name]}
         return [(name, part, mask, old.to(mask.device)) for part, old in {"": value, **moments}.items()]
 
     def _restore_held(self, name: str, part: str, mask: Tensor, old: Tensor) -> None:
@@ -245,11 +249,11 @@ class DeepSpeedEngine:
         )
 
     def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Adam's moments, whole, on the CPU."""
+        """The optimizer's state, whole, on the CPU."""
         return {
             f"{name}/{moment}": self._moment(self.trained[name], moment).detach().cpu().clone()
             for name in (self.trained if names is None else names)
-            for moment in MOMENTS
+            for moment in self.moments[name]
         }
 
     def share(self, names: Iterable[str]) -> Share:
@@ -258,7 +262,11 @@ class DeepSpeedEngine:
         if self._is_plain:
             if not self.world.is_first:
                 return Share()
-            state = {f"{name}/{moment}": self._moment(own[name], moment) for name in self.trained for moment in MOMENTS}
+            state = {
+                f"{name}/{moment}": self._moment(own[name], moment)
+                for name, moments in self.moments.items()
+                for moment in moments
+            }
             return Share({name: own[name].detach() for name in names}, state)
         parameters, optimizer, places = {}, {}, {}
         for name in names:
@@ -268,7 +276,7 @@ class DeepSpeedEngine:
                 continue
             places[name] = first, list(_shape(parameter))
             parameters[name] = self._part(parameter)[:count]
-            for moment in MOMENTS:
+            for moment in self.moments[name]:
                 part = torch.zeros(count) if self._fresh else self._part(parameter, moment)[:count]
                 optimizer[f"{name}/{moment}"] = part
         return Share(parameters, optimizer, places, is_part=True)
@@ -308,16 +316,16 @@ class DeepSpeedEngine:
             self.library.utils.safe_set_full_optimizer_state(parameter, value, moment)
 
     def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
-        """Fill parameters and Adam's state, which one step with a zero gradient has brought into being."""
+        """Fill parameters and the optimizer's state, which one step with a zero gradient has brought into being."""
         self._create_state()
         own = dict(self.backbone.named_parameters())
         for name, value in parameters.items():
             self._fill(own[name], value.to(self.world.device))
         for name, parameter in self.trained.items():
-            for moment in MOMENTS:
+            for moment in self.moments[name]:
                 self._set_moment(parameter, moment, optimizer[f"{name}/{moment}"].to(self.world.device))
-        for state in self.optimizer.state.values():
-            state["step"].fill_(float(steps))
+        for updated, state in self.optimizer.state.items():
+            state |= self.kind.counters(updated, steps)
         advance(self.schedule, steps)
 
     def _create_state(self) -> None:

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from raycl.backbone import Backbone, Output
-from raycl.kernels.row_gradient import adamw_rows
 from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
 from raycl.training.distributed import DistributedContext, Scattered, load_parameters, own_rows, rows_of, whole
 from raycl.training.engines.buckets import GradientBuckets
-from raycl.training.engines.optimizers import MOMENTS, hold, optimizer_of, release, set_state, state_names, state_of
+from raycl.training.optimizers.groups import groups_of, specs_of
+from raycl.training.optimizers.registry import optimizer_kind
+from raycl.training.optimizers.state import hold, release, set_state, state_of
 from raycl.training.settings import TrainConfig
 from raycl.types import Batch
 
 NONE = Modifiers()
+
+NO_RATES: Mapping[str, float] = MappingProxyType({})
+"""No parameter has a learning rate of its own."""
 
 Transform = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """Whole gradients by parameter name -> those that the optimizer uses."""
@@ -131,8 +136,20 @@ class TorchEngine:
     """
 
     def __init__(
-        self, backbone: Backbone, train: TrainConfig, steps: int, world: DistributedContext, accumulation: int = 1
+        self,
+        backbone: Backbone,
+        train: TrainConfig,
+        steps: int,
+        world: DistributedContext,
+        accumulation: int = 1,
+        rates: Mapping[str, float] = NO_RATES,
     ) -> None:
+        """Build the optimizer.
+
+        Args:
+            train: settings of the phase. steps: its optimizer steps. accumulation: micro-batches of a step.
+            rates: parameters with learning rates of their own (`MethodConfig.learning_rates`).
+        """
         self.backbone = backbone
         self.world = world
         self.max_grad_norm = train.max_grad_norm
@@ -141,7 +158,10 @@ class TorchEngine:
         self.parts = {name: self._part_of(parameter) for name, parameter in self.trained.items()}
         copied = [self.parts[name] for name in self.trained if not self._is_shared(name)]
         self.buckets = GradientBuckets(copied, world, accumulation)
-        self.optimizer = optimizer_of(self.parts, train)
+        self.kind = optimizer_kind(train)
+        specs = specs_of(backbone, train, rates)
+        self.specs = {name: replace(specs[name], shape=part.shape) for name, part in self.parts.items()}
+        self.optimizer = self.kind.build(groups_of(self.parts, self.specs, self.kind.separates_matrices))
         self.schedule = schedule(self.optimizer, train, steps)
 
     @property
@@ -211,11 +231,11 @@ class TorchEngine:
         nn.utils.clip_grads_with_norm_(self.parts.values(), self.max_grad_norm or float("inf"), norm)
         kept = []
         for name in modifiers.names if modifiers.holds else ():
-            if isinstance(self.optimizer, AdamW) and not self._is_shared(name):
+            if self.kind.updates_rows and not self._is_shared(name):
                 self._step_rows(modifiers, name)
             elif (held := modifiers.held(name)) is not None:
                 held = self._own(name, held.expand(self.trained[name].shape))
-                kept += hold(self.optimizer, self.parts[name], held)
+                kept += hold(self.kind, self.optimizer, self.parts[name], self.specs[name], held)
         before = {name: self._whole(name, self.parts[name].detach()).clone() for name in names_of(constraint)}
         self.optimizer.step()
         release(kept)
@@ -246,14 +266,8 @@ class TorchEngine:
             return
         axis = max(range(held.dim()), key=lambda axis: held.shape[axis])
         assert held.numel() == held.shape[axis], "only whole rows can be held"
-        state = self.optimizer.state[parameter]
-        if not state:  # as Adam itself begins
-            state["step"] = torch.tensor(0.0)
-            state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        state["step"] += 1
-        group = next(group for group in self.optimizer.param_groups if any(p is parameter for p in group["params"]))
         rows = (~held).flatten().nonzero().squeeze(1)
-        adamw_rows(parameter, (state["exp_avg"], state["exp_avg_sq"]), rows, axis, int(state["step"]), group)
+        self.kind.step_rows(self.optimizer, parameter, rows, axis)
         parameter.grad = None
 
     @property
@@ -266,21 +280,25 @@ class TorchEngine:
         own = dict(self.backbone.named_parameters())
         return {name: whole(own[name].detach()).cpu().clone() for name in names}
 
+    def _state(self, name: str) -> dict[str, Tensor]:
+        """The state of a part; zeros before the first step."""
+        return state_of(self.kind, self.optimizer, self.parts[name], self.specs[name])
+
     def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The optimizer's state on the CPU; zeros before the first step."""
         return {
             f"{name}/{moment}": self._whole(name, value.detach()).cpu().clone()
             for name in (self.trained if names is None else names)
-            for moment, value in state_of(self.optimizer, self.parts[name]).items()
+            for moment, value in self._state(name).items()
         }
 
     def share(self, names: Iterable[str]) -> Share:
         """Everything on the first worker, and elsewhere this worker's rows of what is shared out; nothing is copied."""
         optimizer = {
             f"{name}/{moment}": value.detach()
-            for name, part in self.parts.items()
+            for name in self.parts
             if self.world.is_first or self._is_shared(name)
-            for moment, value in state_of(self.optimizer, part).items()
+            for moment, value in self._state(name).items()
         }
         return replace(weights_of(self.backbone, names, self.world), optimizer=optimizer)
 
@@ -288,9 +306,9 @@ class TorchEngine:
         """Fill parameters and the optimizer's state, and move the schedule on."""
         load_parameters(self.backbone, parameters)
         for name, part in self.parts.items():
-            wanted = state_names(self.optimizer, part)
+            wanted = self.kind.state(self.specs[name])
             found = {moment: self._own(name, optimizer[f"{name}/{moment}"]) for moment in wanted}
-            set_state(self.optimizer, part, found, steps)
+            set_state(self.kind, self.optimizer, part, found, steps)
         advance(self.schedule, steps)
 
     def close(self) -> None:

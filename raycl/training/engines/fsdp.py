@@ -12,6 +12,7 @@ gradients are averaged unless their divisor is set; a unit's parameters must not
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from raycl.backbone import Backbone, Output
 from raycl.training.distributed import DistributedContext, ensure_process_group, own_part
 from raycl.training.engines.compilation import layers
-from raycl.training.engines.engine import TorchEngine
+from raycl.training.engines.engine import NO_RATES, TorchEngine
 from raycl.training.settings import TrainConfig
 from raycl.types import Batch
 
@@ -78,11 +79,17 @@ class FSDPEngine(TorchEngine):
     """One task's optimizer around a backbone whose layers are shared out."""
 
     def __init__(
-        self, root: Root, train: TrainConfig, steps: int, world: DistributedContext, accumulation: int = 1
+        self,
+        root: Root,
+        train: TrainConfig,
+        steps: int,
+        world: DistributedContext,
+        accumulation: int = 1,
+        rates: Mapping[str, float] = NO_RATES,
     ) -> None:
         self.root = root
         self.accumulation = accumulation
-        super().__init__(root.backbone, train, steps, world, accumulation)
+        super().__init__(root.backbone, train, steps, world, accumulation, rates)
 
     @property
     def step_bytes(self) -> int:

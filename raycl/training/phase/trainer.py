@@ -19,7 +19,7 @@ from raycl.training.control import Control
 from raycl.training.disk_space import growth, plan_of, shortage
 from raycl.training.distributed import DistributedContext, load_parameters, whole
 from raycl.training.engines.engine import Engine, Share, scattered, weights_of
-from raycl.training.engines.optimizers import first_moment
+from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.phase.data import PhaseData, nothing, order_of, rows_of
 from raycl.training.phase.gradient_check import GradientMaskCheck
 from raycl.training.phase.preparation import encode_texts
@@ -102,7 +102,9 @@ class TaskTrainer:
         selection = Selection(self.context, phase, self.world, order.steps_per_epoch, engine, resume)
         if resume is not None:  # each has a whole copy
             resume.parameters, resume.optimizer = {}, {}
-        mask_check = GradientMaskCheck(engine, self.context.modifiers, first_moment(self.context.train))
+        mask_check = GradientMaskCheck(
+            engine, self.context.modifiers, optimizer_kind(self.context.train).first_moment()
+        )
 
         def between(step: int) -> BetweenSteps:
             return BetweenSteps(phase, engine, step, order.steps, spent | selection.spent, selection.tensors())

@@ -23,7 +23,7 @@ from raycl.run.banks import snapshot_at
 from raycl.run.checks import check
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
-from raycl.training.engines.optimizers import optimizer_of
+from raycl.training.engines.engine import TorchEngine
 from raycl.training.phase.data import PhaseData
 from raycl.training.training_context import TrainingContext
 from raycl.types import IGNORE, Batch
@@ -200,10 +200,11 @@ def test_a_new_label_changes_no_old_score_and_a_new_model_begins_as_the_first(la
 
 def test_the_task_head_has_a_rate_of_its_own(lab: Lab) -> None:
     rates = {"learning_rate": 3e-5, "task_learning_rate": 5e-4}
-    context, _ = build(lab.config("bert", "idbr", train=rates), WORLD)
+    context, open_engine = build(lab.config("bert", "idbr", train=rates), WORLD)
     begin_phase(context, 0)
-    trained = {name: p for name, p in context.backbone.named_parameters() if p.requires_grad}
-    groups = optimizer_of(trained, context.train).param_groups
+    engine = open_engine(1, 4)
+    assert isinstance(engine, TorchEngine)
+    trained, groups = engine.trained, engine.optimizer.param_groups
     found = {id(p): group["lr"] for group in groups for p in group["params"]}
     own = {name: found[id(p)] for name, p in trained.items()}
     assert {name for name, rate in own.items() if rate == 5e-4} == {"task_head.weight", "task_head.bias"}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from built import built
 from phases import begin_phase
 from tiny import ENGINES, Lab, run, trace
 from torch import Tensor, nn
@@ -21,8 +22,7 @@ from raycl.methods.base import activate_trainable, trained_names
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext, whole
-from raycl.training.engines.engine import advance, schedule
-from raycl.training.engines.optimizers import optimizer_of
+from raycl.training.engines.engine import TorchEngine, advance, schedule
 from raycl.training.phase.step import train_step
 from raycl.training.settings import SCHEDULERS, TrainConfig
 from raycl.types import AdapterState, Mixture
@@ -37,21 +37,23 @@ WORLD, LINEAR = DistributedContext.alone(torch.device("cpu")), nn.functional.lin
         ({"attention_learning_rate": 0.3}, {"attention.down": 0.3, "attention.up": 0.3}),
         (
             {"attention_learning_rate": 0.3, "head_learning_rate": 0.5},
-            {"head.bias": 0.5, "attention.down": 0.3, "attention.up": 0.3},
+            {"head.weight": 0.5, "head.bias": 0.5, "attention.down": 0.3, "attention.up": 0.3},
         ),
     ],
     ids=["one", "attention", "both"],
 )
 def test_label_head_and_projection_learn_at_rates_of_their_own(
-    settings: dict[str, float], rates: dict[str, float]
+    lab: Lab, settings: dict[str, float], rates: dict[str, float]
 ) -> None:
     """Keys and layer norm of SAPT's attention learn at the main rate, as in its released code."""
-    names = ("body", "head.bias", "attention.down", "attention.up", "attention.key", "attention.norm_weight")
-    rates = {name: rates.get(name, 0.1) for name in names}
-    trained = {name: nn.Parameter(torch.zeros(2)) for name in rates}
-    groups = optimizer_of(trained, TrainConfig(learning_rate=0.1, **settings)).param_groups
-    found = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
-    assert {name: found[id(parameter)] for name, parameter in trained.items()} == rates
+    context, open_engine = build(lab.config("bert", "sapt", train={"learning_rate": 0.1, **settings}), WORLD)
+    begin_phase(context)
+    engine = open_engine(1, 4)
+    assert isinstance(engine, TorchEngine) and engine.learning_rate == 0.1
+    found = {id(parameter): group["lr"] for group in engine.optimizer.param_groups for parameter in group["params"]}
+    own = {name: found[id(parameter)] for name, parameter in engine.trained.items()}
+    assert {"attention.key", "attention.norm_weight", *rates} < own.keys()
+    assert {name: rate for name, rate in own.items() if rate != 0.1} == rates
 
 
 @pytest.mark.parametrize("engine", ["torch", "fsdp", "zero2"])
@@ -63,10 +65,10 @@ def test_each_phase_learns_at_the_rate_of_its_task(lab: Lab, tmp_path: Path, eng
 
 @pytest.mark.parametrize(("head", "expected"), [(None, 0.3), (0.5, 0.5)])
 def test_a_label_head_without_a_rate_of_its_own_follows_that_of_the_task(head: float | None, expected: float) -> None:
-    train = TrainConfig(learning_rate=0.1, learning_rate_by_task={"sky": 0.3}, head_learning_rate=head)
+    train = TrainConfig(learning_rate=0.1, learning_rate_by_task={"sky": 0.3})
     trained = {name: nn.Parameter(torch.zeros(2)) for name in ("body", "head.bias")}
     for task, rates in (("sky", [0.3, expected]), ("sea", [0.1, head or 0.1])):
-        groups = optimizer_of(trained, train.of_task(task)).param_groups
+        groups = built(trained, train.of_task(task), {"head.bias": head})[1].param_groups
         found = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
         assert [found[id(parameter)] for parameter in trained.values()] == rates
     with pytest.raises(ValueError, match="greater than 0"):
@@ -76,12 +78,11 @@ def test_a_label_head_without_a_rate_of_its_own_follows_that_of_the_task(head: f
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("done", [0, 1, 4, 9])
 def test_advance_equals_stepping(name: str, done: int) -> None:
-    train = TrainConfig(lr_scheduler=name, warmup_steps=0 if name == "constant" else 3, head_learning_rate=0.5)
+    train = TrainConfig(lr_scheduler=name, warmup_steps=0 if name == "constant" else 3)
 
     def fresh() -> tuple[Optimizer, Any]:
-        optimizer = optimizer_of(
-            {"body": nn.Parameter(torch.zeros(2)), "head.bias": nn.Parameter(torch.zeros(2))}, train
-        )
+        trained = {name: nn.Parameter(torch.zeros(2)) for name in ("body", "head.bias")}
+        optimizer = built(trained, train, {"head.bias": 0.5})[1]
         return optimizer, schedule(optimizer, train, 10)
 
     (slow, stepped), (fast, jumped) = fresh(), fresh()

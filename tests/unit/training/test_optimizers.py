@@ -7,19 +7,67 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Lab, Stop, run, trace
+from built import built
+from phases import begin_phase
+from tiny import ENGINES, Lab, Stop, run, trace
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from transformers import Trainer, TrainingArguments
 
 from raycl.config import as_tree, validate
 from raycl.config.unused import unused_in
 from raycl.errors import ConfigError
+from raycl.methods.base import trained_names
+from raycl.operations.plan.opening import opened
+from raycl.operations.plan.shapes import numbers
+from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.run.method_checks import check_engine
 from raycl.storage import Storage
-from raycl.training.engines.optimizers import hold, optimizer_of, release, set_state, state_of
+from raycl.training.disk_space import plan_of
+from raycl.training.distributed import DistributedContext
+from raycl.training.optimizers.base import Group, OptimizerKind, ParameterSpec, StateTensor
+from raycl.training.optimizers.registry import OPTIMIZERS, register_optimizer
+from raycl.training.optimizers.state import hold, release, set_state, state_of
 from raycl.training.settings import TrainConfig
+
+WORLD = DistributedContext.alone(torch.device("cpu"))
+
+
+class Toy(Optimizer):
+    """Moves against the sign of a mean of gradients, at a rate that halves with every step."""
+
+    def __init__(self, groups: list[Group], lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state |= {"done": 0, "mean": torch.zeros_like(parameter, dtype=torch.float16)}
+                state["mean"].lerp_(parameter.grad.half(), 0.5)
+                state["done"] += 1
+                parameter.sub_(state["mean"].float().sign(), alpha=group["lr"] / 2 ** state["done"])
+
+
+class ToyKind(OptimizerKind):
+    """Its entry in the table."""
+
+    def build(self, groups: list[Group]) -> Optimizer:
+        return Toy(groups, self.train.learning_rate)
+
+    def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:
+        return {"mean": StateTensor(tuple(parameter.shape), torch.float16)}
+
+    def counters(self, parameter: torch.Tensor, steps: int) -> dict[str, Any]:
+        return {"done": steps}
+
+
+register_optimizer("toy", ToyKind)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {"weight_decay": 0.1},
@@ -27,6 +75,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1},
     "plain sgd": {"optimizer": "sgd"},
 }
+
+OWN: dict[str, dict[str, Any]] = {**SETTINGS, "toy": {"optimizer": "toy"}}
+"""Also one that is registered here."""
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -49,14 +100,14 @@ def theirs(trained: list[nn.Parameter], name: str, train: TrainConfig) -> torch.
 def test_steps_are_those_of_the_library_and_go_on_from_their_state(name: str) -> None:
     train = TrainConfig(learning_rate=0.05, **SETTINGS[name])
     mine, other, later = parameters(), parameters(), parameters()
-    ours, reference, resumed = optimizer_of(mine, train), theirs([*other.values()], name, train), None
+    (kind, ours, specs), reference, resumed = built(mine, train), theirs([*other.values()], name, train), None
     for step in range(6):
         if step == 3:
-            resumed = optimizer_of(later, train)
+            resumed = built(later, train)[1]
             for key, parameter in later.items():
                 parameter.data.copy_(mine[key].data)
-                copies = {part: tensor.clone() for part, tensor in state_of(ours, mine[key]).items()}
-                set_state(resumed, parameter, copies, steps=3)
+                copies = {part: tensor.clone() for part, tensor in state_of(kind, ours, mine[key], specs[key]).items()}
+                set_state(kind, resumed, parameter, copies, steps=3)
         for group in (mine, other, later):
             draw = torch.Generator().manual_seed(step)
             for parameter in group.values():
@@ -69,9 +120,9 @@ def test_steps_are_those_of_the_library_and_go_on_from_their_state(name: str) ->
     assert all(torch.equal(mine[key], later[key]) for key in mine)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", OWN)
 def test_a_run_resumes_bit_for_bit(lab: Lab, tmp_path: Path, name: str) -> None:
-    config = lab.config("t5", "lora", train=SETTINGS[name])
+    config = lab.config("t5", "lora", train=OWN[name])
     whole, parts = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "parts")
     run(config, whole)
     with pytest.raises(Stop):
@@ -80,15 +131,71 @@ def test_a_run_resumes_bit_for_bit(lab: Lab, tmp_path: Path, name: str) -> None:
     assert trace(parts) == trace(whole) and len(trace(whole)) == 8
 
 
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "torch"])
+@pytest.mark.parametrize("name", ["sgd", "plain sgd"])
+def test_engines_that_share_out_parameters_run_what_is_elementwise(
+    lab: Lab, tmp_path: Path, engine: str, name: str
+) -> None:
+    config = lab.config("bert", "lora", ENGINES[engine], train=SETTINGS[name])
+    check_engine(config)
+    whole, parts, alone = (Storage.at(tmp_path / part) for part in ("whole", "parts", "alone"))
+    run(config, whole)
+    with pytest.raises(Stop):
+        run(config, parts, after=3)
+    run(config, parts)
+    run(lab.config("bert", "lora", train=SETTINGS[name]), alone)
+    assert trace(parts) == trace(whole)
+    losses = [[step[2] for step in trace(storage)] for storage in (whole, alone)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_plan_and_disk_space_count_what_is_kept(lab: Lab, tmp_path: Path, name: str) -> None:
+    """A checkpoint inside a task holds weights and state, and nothing was estimated otherwise."""
+    config = lab.config("t5", "lora", train={**OWN[name], "learning_rate": 0.001}, checkpoint={"every_steps": 1})
+    context, open_engine = build(config, WORLD)
+    begin_phase(context)
+    engine = open_engine(1, 4)
+    written = engine.share(trained_names(context.backbone))
+    weights, state = (sum(t.nbytes for t in part.values()) for part in (written.parameters, written.optimizer))
+    estimate = plan_of(context, context.phases[0], (4, 4)).inside
+    numbers_of_run = numbers(opened(config))[3]
+    assert estimate == weights + state == numbers_of_run.disk["checkpoint"]
+    assert numbers_of_run.optimizer_bytes == 4 * state / weights
+    assert {"adamw": 8, "sgd": 4, "plain sgd": 0, "toy": 2}.get(name, 4 * state / weights) == 4 * state / weights
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"train\.optimizer is 'adamv': did you mean 'adamw'\?"):
+        TrainConfig(optimizer="adamv")
+    with pytest.raises(ValueError, match="optimizer 'sgd' is in the table already"):
+        register_optimizer("sgd", ToyKind)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_entries_of_the_table_know_all_their_library_keeps(name: str) -> None:
+    """State and counters are what the optimizer has after a step, no more and no less."""
+    trained, train = parameters(), TrainConfig(optimizer=name, momentum=0.9)
+    kind, optimizer, specs = built(trained, train)
+    for parameter in trained.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for key, parameter in trained.items():
+        kept = optimizer.state[parameter]
+        assert kept.keys() == {*kind.state(specs[key]), *kind.counters(parameter, 1)}
+        for part, tensor in kind.state(specs[key]).items():
+            assert (tuple(kept[part].shape), kept[part].dtype) == (tensor.shape, tensor.dtype)
+
+
 @pytest.mark.parametrize("name", ["adafactor", "sgd"])
 def test_held_rows_do_not_move(name: str) -> None:
     trained, train = parameters(), TrainConfig(learning_rate=0.1, **SETTINGS[name])
-    optimizer = optimizer_of(trained, train)
+    kind, optimizer, specs = built(trained, train)
     held = torch.tensor([True, False, True, False])[:, None]
     before = trained["a"].detach().clone()
     for _ in range(2):
         trained["a"].grad = torch.ones(4, 3)
-        kept = hold(optimizer, trained["a"], held)
+        kept = hold(kind, optimizer, trained["a"], specs["a"], held)
         optimizer.step()
         release(kept)
     moved = (trained["a"] != before).all(1)
@@ -104,11 +211,11 @@ def test_a_run_with_masked_rows_trains_with_each(lab: Lab, tmp_path: Path) -> No
 
 
 def test_settings_of_another_optimizer_and_engine_are_named(lab: Lab) -> None:
-    unused = {name: unused_in(TrainConfig(optimizer=name)) for name in ("adamw", "adafactor", "sgd")}  # type: ignore[arg-type]
+    unused = {name: unused_in(TrainConfig(optimizer=name)) for name in ("adamw", "adafactor", "sgd")}
     assert "momentum" in unused["adamw"] and "betas" not in unused["adamw"]
     assert {"betas", "epsilon", "momentum"} <= set(unused["adafactor"]) and "momentum" not in unused["sgd"]
-    config = lab.config("bert", "lora", {"name": "deepspeed"}, train={"optimizer": "sgd"})
+    config = lab.config("bert", "lora", {"name": "deepspeed"}, train={"optimizer": "adafactor"})
     with pytest.raises(
-        ConfigError, match=r"train.optimizer=sgd runs in plain PyTorch: expected adamw with engine=deepspeed"
+        ConfigError, match=r"adafactor needs whole matrices, which engine=deepspeed shares out: expected"
     ):
         check_engine(validate(RunConfig, as_tree(config)))

@@ -1,0 +1,1 @@
+"""Optimizers: one file each, found by name in `registry.OPTIMIZERS`."""

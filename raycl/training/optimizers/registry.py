@@ -1,0 +1,85 @@
+"""The table of optimizers by name. Checkpoints, plans and engines ask it; nothing else branches on an optimizer.
+
+Why literal: the same on every worker, no import side effects, and a name that is missing is visible in a diff.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from raycl.errors import meant
+
+if TYPE_CHECKING:
+    from raycl.training.optimizers.base import OptimizerKind
+    from raycl.training.settings import TrainConfig
+
+OPTIMIZERS: dict[str, str] = {
+    "adamw": "raycl.training.optimizers.adamw:AdamWKind",
+    "adafactor": "raycl.training.optimizers.adafactor:AdafactorKind",
+    "sgd": "raycl.training.optimizers.sgd:SGDKind",
+}
+"""Optimizer name -> class."""
+
+
+class Registered:
+    """Optimizers that this process has been given beside those of the table."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, type[OptimizerKind]] = {}
+
+    def add(self, name: str, kind: type[OptimizerKind]) -> None:
+        """See `register_optimizer`."""
+        self._kinds[name] = kind
+
+    def names(self) -> tuple[str, ...]:
+        """Their names, in the order of registration."""
+        return tuple(self._kinds)
+
+    def kind(self, name: str) -> type[OptimizerKind] | None:
+        """The class behind a name, or None."""
+        return self._kinds.get(name)
+
+
+REGISTERED = Registered()
+
+
+def register_optimizer(name: str, kind: type[OptimizerKind]) -> None:
+    """Make `train.optimizer=name` work in this process.
+
+    Workers that are other processes do not see it.
+
+    Raises:
+        ValueError: an optimizer has that name already.
+    """
+    if name in OPTIMIZERS:
+        raise ValueError(f"optimizer '{name}' is in the table already: choose another name")
+    REGISTERED.add(name, kind)
+
+
+def optimizer_names() -> tuple[str, ...]:
+    """All names that `train.optimizer` may have."""
+    return (*OPTIMIZERS, *REGISTERED.names())
+
+
+def optimizer_class(name: str) -> type[OptimizerKind]:
+    """The class behind a name.
+
+    Raises:
+        ValueError: there is none; one sentence with the nearest name.
+    """
+    from raycl.training.optimizers.base import OptimizerKind  # brings torch, which settings do without
+
+    if (registered := REGISTERED.kind(name)) is not None:
+        return registered
+    if name not in OPTIMIZERS:
+        raise ValueError(f"train.optimizer is '{name}': {meant(name, optimizer_names())}")
+    module, _, attribute = OPTIMIZERS[name].partition(":")
+    kind = getattr(importlib.import_module(module), attribute)
+    assert isinstance(kind, type) and issubclass(kind, OptimizerKind), f"OPTIMIZERS['{name}'] is no OptimizerKind"
+    return kind
+
+
+def optimizer_kind(train: TrainConfig) -> OptimizerKind:
+    """The configured optimizer's entry of the table, with its settings."""
+    return optimizer_class(train.optimizer)(train)
