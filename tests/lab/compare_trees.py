@@ -168,6 +168,7 @@ class Routed:
 def work(tree: Path, folder: Path, listed: Mapping[str, dict[str, Any]]) -> None:
     """Train the runs that `folder` does not hold, in this process, which runs the code in `tree`."""
     import raycl
+    from raycl.errors import RayclError
 
     assert tree in Path(raycl.__file__).parents, f"raycl is imported from {raycl.__file__}, not from {tree}"
     in_process = "in_process" in inspect.signature(raycl.train).parameters
@@ -185,7 +186,7 @@ def work(tree: Path, folder: Path, listed: Mapping[str, dict[str, Any]]) -> None
         begun, end = time.time(), {"trained": True}
         try:
             _train(raycl, sections, folder / name, options)
-        except raycl.RayclError as error:
+        except RayclError as error:
             end = {"refused": str(error)}
         except FAULTS:
             end = {"failed": traceback.format_exc()}
@@ -203,12 +204,14 @@ def _train(raycl: Any, sections: dict[str, Any], folder: Path, options: Mapping[
 
 def _served(raycl: Any, run: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What the last snapshot answers to every test text; where there is none, or it needs a task's id, the error."""
+    from raycl.errors import RayclError
+
     rows = [Path(task["path"], "test.jsonl").read_text().splitlines() for task in config["stream"]["tasks"]]
     texts = [json.loads(line)["text"] for lines in rows for line in lines]
     try:
         with raycl.load(str(run / "bank")) as model:
             return [asdict(answer) for text in texts for answer in model.predict(text)]
-    except (raycl.RayclError, *FAULTS) as error:
+    except (RayclError, *FAULTS) as error:
         return [{"refused": type(error).__name__}]
 
 
