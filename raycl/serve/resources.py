@@ -28,8 +28,8 @@ def gate_device(config: ServeConfig) -> str:
 
 
 def replica_takes(config: ServeConfig) -> dict[str, float]:
-    """Ray's options of a replica that holds the model, or that routes for another engine."""
-    return _takes(config, "cpu" if config.forwards else settled_device(config.device), config.gpus)
+    """Ray's options of a replica that holds the model."""
+    return _takes(config, settled_device(config.device), config.gpus)
 
 
 def gate_takes(config: ServeConfig) -> dict[str, float]:
@@ -45,9 +45,7 @@ def _takes(config: ServeConfig, device: str, gpus: float) -> dict[str, float]:
 def total_resources(config: ServeConfig) -> dict[str, float]:
     """CPUs and GPUs of everything, at least."""
     replica, gate = replica_takes(config), gate_takes(config)
-    routers = config.router_replicas if config.layout == "disaggregated" and not config.forwards else 0
     found = {}
     for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
         found[name] = config.replicas * replica[key] + config.gates * gate[key]
-    found["CPU"] += routers * config.reserved
     return found

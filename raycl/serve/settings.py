@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -81,48 +80,6 @@ class GateConfig(Section):
     )
 
 
-class UpstreamConfig(Section):
-    """Another engine that answers, with the adapters of `raycl bank export --engine vllm`; what is here routes.
-
-    A request for `auto` gets the name of the adapter that the router gives the largest weight.
-    """
-
-    url: str | None = Field(
-        None,
-        pattern=r"^https?://[^/\s]",
-        description="address of an OpenAI-compatible engine, http://127.0.0.1:8001; null: raycl answers itself",
-    )
-    export: PathOrUri = Field(
-        None, description="folder or URI of the export; its snapshot routes, whatever is published later"
-    )
-    key_env: str = Field(
-        "RAYCL_UPSTREAM_KEY", description="environment variable with the engine's API key; clients' keys stay here"
-    )
-
-    @model_validator(mode="after")
-    def _url_is_no_secret(self) -> UpstreamConfig:
-        parts = urlsplit(self.url or "")
-        if parts.username or parts.password or parts.query:
-            raise ValueError(
-                "url holds a user, a password or a query, which would end up in logs: expected http://HOST:PORT, and "
-                "the engine's key in the environment variable that key_env names"
-            )
-        return self
-
-    def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """All but the address, without one."""
-        if self.url is None:
-            yield from ((name, "url=null") for name in ("export", "key_env"))
-
-
-OF_A_MODEL = (
-    *("branch", "snapshot", "backbone", "device", "dtype", "layout", "gpus", "max_batch", "decoding"),
-    *("max_loaded_rows", "loaded_snapshots", "trust_remote_code", "follow", "gate"),
-    *(f"limits.{name}" for name in ("prompt_tokens", "inputs", "max_tokens", "n")),
-)
-"""Settings without effect where another engine answers."""
-
-
 class ServeConfig(Section):
     """The endpoint of one bank."""
 
@@ -159,12 +116,8 @@ class ServeConfig(Section):
         pattern=r"^/([\w.-]+(/[\w.-]+)*)?$",
         description="path of the endpoint behind Ray Serve's proxy, for several endpoints of one cluster: /news",
     )
-    layout: Literal["colocated", "disaggregated"] = Field(
-        "colocated", description="disaggregated: replicas that route texts (CPU) in front of replicas with the model"
-    )
     replicas: int = Field(1, ge=1, description="replicas of the model; with max_replicas: the least number")
     max_replicas: int | None = Field(None, ge=1, description="largest number of replicas; null: as many as replicas")
-    router_replicas: int = Field(1, ge=1, description="replicas that route texts (layout=disaggregated)")
     threads: int = Field(1, ge=1, description="torch threads of a replica on CPU")
     cpus: float | None = Field(None, ge=0, description="CPUs that a replica reserves in the cluster; null: its threads")
     gpus: float = Field(
@@ -198,7 +151,6 @@ class ServeConfig(Section):
     auth: AuthConfig = AuthConfig()
     follow: FollowConfig = FollowConfig()
     gate: GateConfig = GateConfig()
-    upstream: UpstreamConfig = UpstreamConfig()
 
     @property
     def permissions(self) -> Permissions:
@@ -218,38 +170,20 @@ class ServeConfig(Section):
     @property
     def gates(self) -> int:
         """Of following with a gate: 1 or 0."""
-        return int(self.follow.enabled and self.follow.gated and not self.forwards)
-
-    @property
-    def forwards(self) -> bool:
-        """Whether another engine answers."""
-        return self.upstream.url is not None
+        return int(self.follow.enabled and self.follow.gated)
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """What belongs to a layout or a way of following that is not chosen."""
+        """What belongs to an ingress or a way of following that is not chosen."""
         if self.ingress == "direct":
             yield "route_prefix", "ingress=direct"
-        if self.layout != "disaggregated":
-            yield "router_replicas", f"layout={self.layout}"
-        if self.forwards:
-            yield from ((name, "upstream.url") for name in OF_A_MODEL)
-        elif not self.follow.enabled:
+        if not self.follow.enabled:
             yield "follow.gated", "follow.enabled=false"
-
-    @model_validator(mode="after")
-    def _export_is_named(self) -> ServeConfig:
-        if self.forwards and self.upstream.export is None:
-            raise ValueError(
-                "upstream.url is set and upstream.export is not: name the folder that "
-                "`raycl bank export --engine vllm` wrote"
-            )
-        return self
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> ServeConfig:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is below replicas={self.replicas}: raise it")
-        if self.ingress == "direct" and self.scales and self.layout == "colocated":
+        if self.ingress == "direct" and self.scales:
             raise ValueError(
                 "ingress=direct hides requests from Ray Serve, which scales by them: drop max_replicas, set replicas, "
                 "or use ingress=proxy"

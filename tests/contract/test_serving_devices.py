@@ -29,19 +29,18 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(
     ("device", "sees", "uses"),
     [("auto", True, "cuda"), ("auto", False, "cpu"), ("cpu", True, "cpu"), ("cuda", False, "cuda")],
 )
-@pytest.mark.parametrize("layout", ["colocated", "disaggregated"])
 def test_replicas_use_what_is_reserved_for_them(
-    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, sees: bool, uses: str, layout: str
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, sees: bool, uses: str
 ) -> None:
     """Ray hides no GPU from an actor that asked for none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
     bank = bank_of(taught("bert", "slm"), tmp_path)
-    tree = {"bank": bank.storage.uri, "device": device, "layout": layout, "follow": {"enabled": True, "gated": True}}
+    tree = {"bank": bank.storage.uri, "device": device, "follow": {"enabled": True, "gated": True}}
     first = build_from(ServeConfig(**tree))._bound_deployment
     bound = {one.name: one for one in (first, *(given._bound_deployment for given in first.init_args[1:]))}
     takes = {name: one.ray_actor_options for name, one in bound.items()}
     takes["gate"] = bound["gate"].init_args[1]  # what it reserves during an evaluation
     reserved = {name: options.get("num_gpus", 0.0) > 0 for name, options in takes.items()}
-    used = {name: one.init_args[0]["device"] == "cuda" for name, one in bound.items() if name != "front"}
+    used = {name: one.init_args[0]["device"] == "cuda" for name, one in bound.items()}
     assert used == dict.fromkeys(("endpoint", "gate"), uses == "cuda")
-    assert {name: reserved[name] for name in used} == used and not reserved.get("front")
+    assert {name: reserved[name] for name in used} == used

@@ -101,7 +101,6 @@ def test_a_second_endpoint_is_refused_before_the_first_listens_and_after() -> No
         ({"replicas": 2, "ingress": "direct"}, "direct"),
         ({"max_replicas": 3}, "proxy"),
         ({"ingress": "proxy"}, "proxy"),
-        ({"layout": "disaggregated", "ingress": "direct", "max_replicas": 3}, "direct"),
     ],
 )
 def test_the_ingress_follows_from_the_settings(changed: dict[str, Any], expected: str) -> None:

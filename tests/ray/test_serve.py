@@ -146,15 +146,15 @@ def test_a_task_is_learned_under_load(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_layouts_answer_the_same_and_survive_a_killed_replica(lab: Lab, tmp_path: Path) -> None:
-    """Router and model apart, and replicas that listen themselves: these share a port, and free it."""
+def test_ingresses_answer_the_same_and_survive_a_killed_replica(lab: Lab, tmp_path: Path) -> None:
+    """Replicas behind the proxy, and replicas that listen themselves: these share a port, and free it."""
     learner = Learner(lab, "llama", tmp_path)
     learner.learn_one()
     bank = learner.learn_one()
     path = "/v1/chat/completions"
     bodies = [{"messages": [{"role": "user", "content": text}], "max_tokens": 4} for text in TEXTS]
-    client = served(bank, layout="disaggregated", replicas=2)
-    apart = [client.post(path, json=body).json() for body in bodies]
+    client = served(bank, replicas=2)
+    behind = [client.post(path, json=body).json() for body in bodies]
     with client.stream("POST", path, json={**bodies[0], "stream": True}) as found:
         lines = [line for line in found.iter_lines() if line]
     assert lines[-1] == "data: [DONE]" and len(lines) >= 3
@@ -167,9 +167,9 @@ def test_layouts_answer_the_same_and_survive_a_killed_replica(lab: Lab, tmp_path
     assert good >= 15, "the other replica continues"
     until(lambda: serve.status().applications[NAME].deployments["endpoint"].status == "HEALTHY")
 
-    client = served(bank, layout="colocated", ingress="direct", replicas=2, port=PORT + 1)
+    client = served(bank, ingress="direct", replicas=2, port=PORT + 1)
     together = [client.post(path, json=body).json() for body in bodies]
-    for one, two in zip(together, apart, strict=True):
+    for one, two in zip(together, behind, strict=True):
         assert one["choices"][0]["message"] == two["choices"][0]["message"]
         assert one["raycl"]["adapters"] == pytest.approx(two["raycl"]["adapters"], abs=1e-5)
     kill_one_of_two()

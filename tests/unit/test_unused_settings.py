@@ -230,11 +230,11 @@ def test_what_raycl_wrote_loads_unchanged(tmp_path: Path) -> None:
 
 
 def test_the_endpoints_settings() -> None:
-    with pytest.raises(ConfigError, match=r"the config: router_replicas=2 acts on nothing beside layout=colocated"):
-        load_serve_config(None, ["bank=b", "router_replicas=2"])
+    with pytest.raises(ConfigError, match=r"the config: route_prefix=/a acts on nothing beside ingress=direct"):
+        load_serve_config(None, ["bank=b", "ingress=direct", "route_prefix=/a"])
     with pytest.raises(ConfigError, match=r"follow\.gated=true acts on nothing beside follow\.enabled=false"):
         load_serve_config(None, ["bank=b", "follow.enabled=false", "follow.gated=true"])
-    load_serve_config(None, ["bank=b", "layout=disaggregated", "router_replicas=2", "follow.gated=true"])
+    load_serve_config(None, ["bank=b", "follow.gated=true"])
 
 
 BASE = {"method": "sapt", "stream": {"name": "builtin"}}

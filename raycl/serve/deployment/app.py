@@ -8,9 +8,7 @@ The one place where the service meets Ray Serve.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -18,56 +16,20 @@ from ray.serve.handle import DeploymentHandle
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.errors import RayclError
-from raycl.generation.requests import Event, Failed
 from raycl.launch import cluster
 from raycl.pretrained import present_folder
-from raycl.serve.engine.disaggregated import RemoteRequest
 from raycl.serve.gate.gate_actor import GateActor, poll_gate
-from raycl.serve.http.access import Keys, check_access
+from raycl.serve.http.access import check_access
 from raycl.serve.http.server import Listener
 from raycl.serve.http.web import make_web
 from raycl.serve.resources import gate_device, gate_takes, replica_takes, settled_device
 from raycl.serve.service.metrics import Metrics
-from raycl.serve.service.opening import close_service, open_front, open_service
-from raycl.serve.service.service import Answer, finished_text, labelled, routed, take
+from raycl.serve.service.opening import close_service, open_service
 from raycl.serve.settings import ServeConfig, at_bank
 from raycl.serve.snapshots.decisions import decide_first
 from raycl.serve.snapshots.parts import backbone_of
-from raycl.serve.upstream.choice import open_choice
-from raycl.serve.upstream.export import read_record
-from raycl.serve.upstream.web import make_front_web
 
 log = logging.getLogger(__name__)
-
-
-class Ingress:
-    """A service's wire.
-
-    Attributes:
-        web: the ASGI application, for Serve's proxy.
-    """
-
-    def __init__(self, make: Callable[[Keys], Any], config: ServeConfig) -> None:
-        """Listen, if it is not the proxy that does.
-
-        Args:
-            make: the application with these API keys.
-
-        Raises:
-            ConfigError: no keys are set in this process, and it would be reachable from the network.
-        """
-        self.web = make(check_access(config))
-        self.listener = Listener(self.web, config) if config.ingress == "direct" else None
-
-    def check_health(self) -> None:
-        """See `Endpoint.check_health`."""
-        assert self.listener is None or self.listener.alive, "the HTTP server has ended"
-
-    def close(self) -> None:
-        """Answer what has begun."""
-        if self.listener is not None:
-            self.listener.close()
 
 
 class Endpoint:
@@ -81,112 +43,22 @@ class Endpoint:
         if gate_actor is not None:
             poll_gate(gate_actor, self.service)
         self.metrics = Metrics(self.service)
-        self.ingress = Ingress(partial(make_web, self.service), self.config)
+        self.web = make_web(self.service, check_access(self.config))
+        self.listener = Listener(self.web, self.config) if self.config.ingress == "direct" else None
 
     def __serve_build_asgi_app__(self) -> Any:
-        return self.ingress.web
+        return self.web
 
     def check_health(self) -> None:
-        """Called by Serve every few seconds; a replica whose model thread has ended is replaced."""
+        """Called by Serve every few seconds; a replica whose model thread or HTTP server has ended is replaced."""
         assert self.service.engine.alive, "the model's thread has ended"
-        self.ingress.check_health()
+        assert self.listener is None or self.listener.alive, "the HTTP server has ended"
 
     def __del__(self) -> None:
-        if hasattr(self, "ingress"):
-            self.ingress.close()
+        if hasattr(self, "listener") and self.listener is not None:
+            self.listener.close()
         if hasattr(self, "service"):
             close_service(self.service)
-
-
-class Model:
-    """The model behind replicas that route: answers texts whose mixture is known."""
-
-    def __init__(self, tree: dict[str, Any]) -> None:
-        """Load the backbone and the first snapshot."""
-        logging.getLogger("raycl").setLevel(logging.INFO)
-        self.service = open_service(configs.validate(ServeConfig, tree), object_store_cache=True, routes=False)
-        self.metrics = Metrics(self.service)
-
-    async def answer(self, request: RemoteRequest) -> AsyncGenerator[Event, None]:
-        """Events of one answer, up to its last."""
-        service = self.service
-        settings = {
-            "templated": request.templated,
-            "route_only": request.route_only,
-            "sampling": request.sampling,
-            "is_chat": request.is_chat,
-        }
-        until = routed if request.route_only else labelled if request.sampling is None else finished_text
-        answer, began = Answer(), time.perf_counter()
-        try:
-            async with (
-                service.use_snapshot(request.snapshot) as loaded,
-                service.submit(loaded, request.selection, [request.text], **settings) as queues,
-            ):
-                async for event in service.events(queues[0], until):
-                    take(answer, event, began)
-                    yield event
-            service.observe(answer)
-        except RayclError as error:
-            yield Failed(error)
-
-    def check_health(self) -> None:
-        """See `Endpoint.check_health`."""
-        assert self.service.engine.alive, "the model's thread has ended"
-
-
-class Front:
-    """Ingress and router in front of replicas with the model."""
-
-    def __init__(
-        self, tree: dict[str, Any], model: DeploymentHandle, gate_actor: DeploymentHandle | None = None
-    ) -> None:
-        """Load the first snapshot's router."""
-        logging.getLogger("raycl").setLevel(logging.INFO)
-        self.config = configs.validate(ServeConfig, tree)
-        answers = model.options(method_name="answer", stream=True)
-
-        async def stream(request: RemoteRequest) -> AsyncGenerator[Event, None]:
-            async for event in answers.remote(request):
-                yield event
-
-        self.service = open_front(self.config, stream, object_store_cache=True)
-        if gate_actor is not None:
-            poll_gate(gate_actor, self.service)
-        self.ingress = Ingress(partial(make_web, self.service), self.config)
-
-    def __serve_build_asgi_app__(self) -> Any:
-        return self.ingress.web
-
-    def check_health(self) -> None:
-        """See `Endpoint.check_health`."""
-        assert self.service.engine.alive, "a thread has ended"
-        self.ingress.check_health()
-
-    def __del__(self) -> None:
-        if hasattr(self, "ingress"):
-            self.ingress.close()
-
-
-class Forward:
-    """Ingress and router in front of an engine that is not raycl's."""
-
-    def __init__(self, tree: dict[str, Any]) -> None:
-        """Load the router of the exported snapshot."""
-        logging.getLogger("raycl").setLevel(logging.INFO)
-        config = configs.validate(ServeConfig, tree)
-        self.ingress = Ingress(partial(make_front_web, open_choice(config), config), config)
-
-    def __serve_build_asgi_app__(self) -> Any:
-        return self.ingress.web
-
-    def check_health(self) -> None:
-        """See `Endpoint.check_health`."""
-        self.ingress.check_health()
-
-    def __del__(self) -> None:
-        if hasattr(self, "ingress"):
-            self.ingress.close()
 
 
 def build(args: Mapping[str, Any]) -> Any:
@@ -214,9 +86,6 @@ def build_from(config: ServeConfig) -> Any:
         ConfigError, BankError: see `build`. BackboneError: `backbone` names none.
     """
     check_access(config)
-    if config.forwards:
-        read_record(config.upstream.export or "")  # a wrong folder is an error before anything starts
-        return serve.deployment(serve.ingress()(Forward), **options_of(config)).bind(configs.as_tree(config))
     bank = Bank.at(config.bank)
     first = decide_first(bank, config)
     if config.backbone and (present_folder(config.backbone) or cluster.named() is None):
@@ -227,19 +96,7 @@ def build_from(config: ServeConfig) -> Any:
         gate_tree = {**tree, "device": gate_device(config)}
         gate_actor = serve.deployment(GateActor, name="gate", ray_actor_options={"num_cpus": 0})
         others = [gate_actor.bind(gate_tree, gate_takes(config))]
-    if config.layout == "colocated":
-        return serve.deployment(serve.ingress()(Endpoint), **options_of(config)).bind(tree, *others)
-    model = serve.deployment(Model, **options_of(config)).bind(tree)
-    front = serve.deployment(
-        serve.ingress()(Front),
-        name="front",
-        num_replicas=config.router_replicas,
-        max_ongoing_requests=2 * config.limits.queue,
-        **_drain(config),
-        logging_config={"enable_access_log": config.access_log},
-        ray_actor_options={"num_cpus": config.reserved},
-    )
-    return front.bind(tree, model, *others)
+    return serve.deployment(serve.ingress()(Endpoint), **options_of(config)).bind(tree, *others)
 
 
 def _drain(config: ServeConfig) -> dict[str, float]:

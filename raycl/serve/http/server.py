@@ -43,7 +43,7 @@ class Listener:
                 web,
                 http=LimitedProtocol,
                 ws="none",
-                lifespan="on" if config.forwards else "off",
+                lifespan="off",
                 log_config=None,
                 log_level="error",  # no line for each request that is none
                 access_log=config.access_log,
@@ -85,8 +85,7 @@ def claimed(config: ServeConfig) -> Iterator[ServeConfig]:
         port = int(found.getsockname()[1])
     ingress = config.ingress
     if ingress == "auto":  # the kernel does not know which of several replicas is busy
-        several = config.scales or max(config.replicas, config.router_replicas) > 1
-        ingress = "proxy" if several else "direct"
+        ingress = "proxy" if config.scales or config.replicas > 1 else "direct"
     with socket.socket(family_of(config.host)) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if held.family == socket.AF_INET6:

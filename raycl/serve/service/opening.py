@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-from contextlib import suppress
 
 import torch
 
@@ -12,10 +11,9 @@ from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
 from raycl.bank.object_store import ObjectStoreCache
-from raycl.errors import ConfigError, RayclError
+from raycl.errors import ConfigError
 from raycl.generation.requests import Event, Failed, Sampling
 from raycl.generation.static_cache import MODELS, supports_static_cache
-from raycl.serve.engine.disaggregated import RemoteEngine, Stream
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
@@ -33,12 +31,11 @@ SOURCE_TOKENS, TARGET_TOKENS = 256, 64
 WARMING = "a warm-up text"
 
 
-def open_service(config: ServeConfig, object_store_cache: bool = False, routes: bool = True) -> Service:
+def open_service(config: ServeConfig, object_store_cache: bool = False) -> Service:
     """Load everything; blocks for as long as that takes.
 
     Args:
         object_store_cache: adapters come through the cluster's object store, once per node.
-        routes: texts are routed here; else whatever the router reads texts with is loaded when first needed.
 
     Raises:
         BankError: no snapshot, or damaged. BackboneError: the backbone cannot be loaded, or is another one.
@@ -50,7 +47,7 @@ def open_service(config: ServeConfig, object_store_cache: bool = False, routes: 
     snapshot_manager = SnapshotManager(
         bank, engine, config, snapshot.backbone.sha256, ObjectStoreCache(bank) if object_store_cache else None
     )
-    _warm(engine, snapshot_manager.active, routes)
+    _warm(engine, snapshot_manager.active)
     return Service(config, engine, snapshot_manager)
 
 
@@ -90,35 +87,13 @@ def uses_static_cache(config: ServeConfig, backbone: Backbone) -> bool:
     return config.decoding == "static" or (config.decoding == "auto" and on_gpu and supports_static_cache(backbone))
 
 
-def open_front(config: ServeConfig, stream: Stream, object_store_cache: bool = False) -> Service:
-    """Routing alone: what is answered, `stream` makes elsewhere.
-
-    Args:
-        object_store_cache: the cluster's cache actor checks whether a snapshot is complete, for all replicas.
-
-    Raises:
-        BankError: no snapshot, or damaged. RetrievalError: another sentence encoder.
-    """
-    bank = Bank.at(config.bank)
-    snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank, config.branch), config))
-    torch.set_num_threads(config.threads)
-    engine = RemoteEngine(stream, snapshot.backbone.kind, config.max_batch)
-    snapshot_manager = SnapshotManager(
-        bank, engine, config, snapshot.backbone.sha256, ObjectStoreCache(bank) if object_store_cache else None
-    )
-    with suppress(RayclError):  # a router that needs the task id has nothing to load
-        snapshot_manager.active.mixture([WARMING])
-    return Service(config, engine, snapshot_manager)
-
-
-def _warm(engine: Engine, loaded: LoadedSnapshot, routes: bool) -> None:
+def _warm(engine: Engine, loaded: LoadedSnapshot) -> None:
     """Answer a warm-up text, so that encoder, adapters and kernels are loaded before the first request."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     task = loaded.snapshot.tasks[0].name if loaded.snapshot.tasks else None
-    weights = None if routes else dict.fromkeys(list(loaded.keys)[:1], 1.0)
     sampling = None if engine.capabilities.answers == "label" else Sampling(2)
-    request = EngineRequest(WARMING, events.put, sampling, loaded=loaded, selection=AdapterSelection(weights, task))
+    request = EngineRequest(WARMING, events.put, sampling, loaded=loaded, selection=AdapterSelection(None, task))
     engine.submit(request)
     event = events.get()
     while not is_last(request, event):

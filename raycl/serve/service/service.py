@@ -14,7 +14,6 @@ from typing import Any
 
 from raycl.errors import BankError, counted
 from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started, TextDelta
-from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import AdapterSelection, EngineRequest
@@ -85,7 +84,7 @@ class Service:
         metrics_url: where Prometheus reads this replica's metrics; None: nothing collects them.
     """
 
-    def __init__(self, config: ServeConfig, engine: Engine | RemoteEngine, snapshot_manager: SnapshotManager) -> None:
+    def __init__(self, config: ServeConfig, engine: Engine, snapshot_manager: SnapshotManager) -> None:
         self.config, self.engine, self.snapshot_manager = config, engine, snapshot_manager
         self.kind, self.capabilities = engine.kind, engine.capabilities
         self.observe: Observe = lambda answer: None

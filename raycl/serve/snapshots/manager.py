@@ -20,7 +20,6 @@ from raycl.bank.integrity import IntegrityCheck
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import BankError, RayclError
 from raycl.routing.router import Router
-from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, mark_of
 from raycl.serve.engine.requests import FAILURES
@@ -62,7 +61,7 @@ class SnapshotManager:
     def __init__(
         self,
         bank: Bank,
-        engine: Engine | RemoteEngine,
+        engine: Engine,
         config: ServeConfig,
         identity: str,
         object_store_cache: ObjectStoreCache | None,

@@ -40,10 +40,10 @@ def test_each_reserves_the_device_that_it_uses(
 
 
 def test_everything_together() -> None:
-    split = {"layout": "disaggregated", "router_replicas": 3, "cpus": 0.5, "replicas": 2}
-    assert total_resources(config(device="cuda", **split)) == {"CPU": 1.5, "GPU": 2}
-    assert total_resources(config(device="cuda", **split, **GATED)) == {"CPU": 1.5, "GPU": 3}
-    assert total_resources(config(device="cpu", **split, **GATED)) == {"CPU": 3, "GPU": 0}
+    two = {"cpus": 0.5, "replicas": 2}
+    assert total_resources(config(device="cuda", **two)) == {"CPU": 0, "GPU": 2}
+    assert total_resources(config(device="cuda", **two, **GATED)) == {"CPU": 0, "GPU": 3}
+    assert total_resources(config(device="cpu", **two, **GATED)) == {"CPU": 1.5, "GPU": 0}
 
 
 def test_a_cluster_without_a_gpu_for_the_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
