@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from benchmarks.figures import Figure, Report, machine
-from benchmarks.gpu.models import shared_copy
+from benchmarks.model_copies import shared_copy
 from raycl.adapters import AdapterStack
 from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig, load_backbone, load_codec

@@ -20,13 +20,14 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.figures import Figure, Report, machine
-from benchmarks.gpu.models import shared_copy
+from benchmarks.model_copies import shared_copy
 from benchmarks.phases import bare_context
 from raycl.backbone import Backbone, BackboneConfig, Output, load_backbone, load_codec
 from raycl.backbone.base import checkpoint_activations, summed_cross_entropy
 from raycl.backbone.causal import join
 from raycl.backbone.load import wrap_model
-from raycl.methods.lora.lora import Lora, LoraConfig
+from raycl.methods.lora.lora import Lora
+from raycl.methods.lora_settings import LoraConfig
 from raycl.testing.tiny_models import word_tokenizer
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.compilation import compile_layers

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.figures import Figure, Report, machine
 from raycl import config as configs
 from raycl.launch import driver
-from raycl.operations.sweep.config import SweepConfig
+from raycl.operations.sweep.definition.config import SweepConfig
 from raycl.operations.sweep.drive import run_sweep
 from raycl.operations.sweep.outcome import Outcome
 from raycl.run.config import RunConfig

@@ -35,7 +35,7 @@ from raycl.config.reference import Group, groups
 from raycl.operations.banks.commands import COMMANDS
 from raycl.operations.plan.methods_table import BACKBONES, methods_table
 from raycl.operations.sweep.comparison import ComparisonConfig
-from raycl.operations.sweep.config import SweepConfig
+from raycl.operations.sweep.definition.config import SweepConfig
 from raycl.run.config import RunConfig
 from raycl.serve.settings import ServeConfig
 

@@ -21,6 +21,8 @@ Activation = Literal["", "relu", "softmax"]
 """What stands between A and B of an adapter: nothing (a weight increment, LoRA), a non-linearity (a bottleneck), or the
 softmax of attention, for which A holds keys and B values of learned positions (a prefix)."""
 
+PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "chat", "plain"]
+"""The prompt around the texts of a task: the wording of a paper, a chat template, or none."""
 
 Objective = Literal["answer", "mlm", "clm"]
 """What is learned from a text: its answer, or the text itself, by guessing hidden words (encoder-only backbones) or

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from benchmarks.gpu.setup import Setup
+from benchmarks.model_copies import shared_copy
 from raycl.backbone import Backbone
 from raycl.backbone.load import wrap_model
 from raycl.testing.tiny_models import word_tokenizer
 from raycl.types import IGNORE, Batch
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
 POSITIONS = 8192
 FIRST_WORD = 3
 """Ids below are special tokens, in every tokenizer made here."""
@@ -100,17 +98,6 @@ def _new_model(setup: Setup, kind: Any, config: Any) -> Any:
             return kind(config).eval()
     finally:
         torch.set_default_dtype(before)
-
-
-def shared_copy(model: ModelT, own: Iterable[Tensor] = ()) -> ModelT:
-    """Modules of its own over the same weights, so that adapters and modes of one do not touch the other.
-
-    Args:
-        own: weights that are copied.
-    """
-    copied = {id(tensor) for tensor in own}
-    held = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in copied]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in held})
 
 
 def twin(backbone: Backbone) -> Any:

@@ -15,10 +15,10 @@ from raycl.bank import Bank
 from raycl.bank.branches import Branch
 from raycl.bank.manifest import ModelInfo, TaskInfo
 from raycl.bank.routers import put_router
-from raycl.routing.discriminant import Statistics
 from raycl.routing.encoder import EncoderConfig, SentenceEncoder
 from raycl.routing.memory_slots.slots import SlotRouter
 from raycl.routing.memory_slots.weights import RetrievalConfig
+from raycl.routing.statistics.discriminant import Statistics
 from raycl.types import AdapterState, RouterState
 
 PLAIN = "plain"

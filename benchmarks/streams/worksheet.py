@@ -14,7 +14,7 @@ from raycl.data.loader import GlobalOrder, Loader, eval_batches
 from raycl.data.stream import Stream, open_stream
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
-from raycl.methods.lora.lora import LoraConfig
+from raycl.methods.lora_settings import LoraConfig
 from raycl.run.config import RunConfig, phases
 from raycl.training.seeds import micro_batch_size, stable_seed
 from raycl.types import Batch, Phase, TextCodec

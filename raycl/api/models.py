@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from raycl import config as configs
-from raycl.data.conversation import text_of
 from raycl.data.sources.chats import conversation_of
+from raycl.data.sources.conversation import text_of
 from raycl.data.sources.fields import half_character
 from raycl.errors import DataError, RunError
 from raycl.run.banks import snapshot_at

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.data.language import TextObjective
-from raycl.data.selection import Indices
+from raycl.data.sources.chunks import Indices
 from raycl.data.tokens import Rows
 from raycl.errors import ConfigError
 from raycl.types import IGNORE, Batch

@@ -16,9 +16,8 @@ import pyarrow as pa
 
 from raycl.data.language import check_objective, whole_texts
 from raycl.data.prompts import Prompt
-from raycl.data.selection import Indices
 from raycl.data.sources.cache import Info, entry, key_of
-from raycl.data.sources.chunks import ChunkedRows
+from raycl.data.sources.chunks import ChunkedRows, Indices
 from raycl.data.sources.ingest import RawRows
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import ConfigError, ConversationError, DataError

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from raycl.data.conversation import Message, messages_of, text_of
+from raycl.data.sources.conversation import Message, messages_of, text_of
 from raycl.types import TextCodec
-
-PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "chat", "plain"]
 
 
 class PromptRecord(Protocol):
@@ -35,8 +33,8 @@ class Prompt:
     """What is put around an input text.
 
     Attributes:
-        chat_template: Jinja source, as tokenizers have it: the text is a conversation (`raycl.data.conversation`) that
-            it renders, and prefix and suffix are empty; "": none.
+        chat_template: Jinja source, as tokenizers have it: the text is a conversation that it renders
+            (`raycl.data.sources.conversation`), and prefix and suffix are empty; "": none.
         system: system message of conversations that have none of their own.
         definition: the task's instruction as the prefix has it; "" where there is none.
     """

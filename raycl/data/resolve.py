@@ -17,7 +17,6 @@ from raycl.data.benchmarks.knowledge import OLORA_INSTRUCTIONS, TASKS, TaskInfo,
 from raycl.data.benchmarks.layout import LABELS_FILE, SPLITS, TaskFolder, check_name, locate, task_folder
 from raycl.data.benchmarks.orders import Benchmark, find, require
 from raycl.data.language import TOKEN_ACCURACY
-from raycl.data.prompts import PromptName
 from raycl.data.settings import ColumnNames, RecordedTask, SplitNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.fields import LABEL_NAMES, TEXT_NAMES, Columns
@@ -28,6 +27,7 @@ from raycl.data.sources.json_values import JsonStream
 from raycl.data.sources.source import SourceFile
 from raycl.errors import ConfigError, DataError
 from raycl.storage import Storage
+from raycl.types import PromptName
 
 _UNKNOWN = TaskInfo(labels="auto")
 

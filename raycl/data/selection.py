@@ -11,9 +11,8 @@ import hashlib
 import json
 
 import numpy as np
-from numpy.typing import NDArray
 
-Indices = NDArray[np.int64]
+from raycl.data.sources.chunks import Indices
 
 
 def generator(seed: int, *words: str) -> np.random.Generator:

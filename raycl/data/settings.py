@@ -7,12 +7,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from raycl.config import PathOrUri, Section
-from raycl.data.prompts import PromptName
 from raycl.data.sources.chats import Turns
 from raycl.data.sources.findings import OnBadRow
 from raycl.data.sources.formats import Format
 from raycl.data.sources.limits import ReadLimits
-from raycl.types import Objective
+from raycl.types import Objective, PromptName
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from raycl.backbone.markup.chat_templates import check
 from raycl.bank.manifest import Snapshot
-from raycl.data.conversation import messages_of, plain_text, text_of
 from raycl.data.loader import batch_of
 from raycl.data.prepare import fit_prompts
 from raycl.data.prompts import Prompt
+from raycl.data.sources.conversation import messages_of, plain_text, text_of
 from raycl.errors import BankError
 from raycl.routing.router import Router
 from raycl.routing.routers import router_class
@@ -32,7 +32,7 @@ class Reading(NamedTuple):
     Attributes:
         text: for the model. routed: what the router sees of it.
         tasks: one of them gives the prompt; None: any task.
-        is_chat: both texts stand for conversations (`raycl.data.conversation`).
+        is_chat: both texts stand for conversations (`raycl.data.sources.conversation`).
     """
 
     text: str
@@ -99,7 +99,7 @@ class TaskPrompts:
         """How a text is read.
 
         Args:
-            is_chat: it stands for a conversation (`raycl.data.conversation`).
+            is_chat: it stands for a conversation (`raycl.data.sources.conversation`).
             task: the text's, where it is given: then the router sees all that it saw in training.
         """
         tasks = None if task is None else (task,)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raycl.data.prepare import fit_sources, leaves_room
-from raycl.data.selection import Indices
+from raycl.data.sources.chunks import Indices
 from raycl.data.stream import Stream
 from raycl.data.tokens import HeldRows, Rows, Split, TokenTable
 from raycl.types import Batch, Phase, Task, TextCodec

@@ -13,7 +13,7 @@ from raycl.config import Tree, named
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State
 from raycl.methods.context import TaskContext
-from raycl.methods.lora.lora import LoraConfig
+from raycl.methods.lora_settings import LoraConfig
 from raycl.methods.registry import LearnerChoice, method_class
 from raycl.types import Batch, Mixture, Phase, Task
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from raycl.errors import RetrievalError
 from raycl.routing.encoder import SentenceEncoder
-from raycl.routing.out_of_distribution import OodCalibrator
 from raycl.routing.prompt_pool import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.routing.statistics.out_of_distribution import OodCalibrator
 from raycl.types import Mixture, RouterState
 
 MEANS, COVARIANCE, SAMPLE = "means", "covariance", "sample"

@@ -19,7 +19,7 @@ from raycl.config.names import problem_of, shown
 from raycl.config.unused import refuse, unused_written
 from raycl.data.stream import Stream, StreamConfig
 from raycl.errors import ConfigError
-from raycl.methods.lora.lora import LoraConfig
+from raycl.methods.lora_settings import LoraConfig
 from raycl.methods.registry import MODIFIERS, WRAPPERS, MethodChoice, ModifierChoice, method_class
 from raycl.metrics.settings import EvalConfig
 from raycl.run.settings import LaunchConfig, OutputConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from raycl.bank.manifest import TaskInfo
-from raycl.data.conversation import last_contents
+from raycl.data.sources.conversation import last_contents
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import counted

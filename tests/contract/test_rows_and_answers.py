@@ -16,7 +16,7 @@ from http_client import Wire, listening
 from service_client import bank_of
 from tiny import NOT_SERVED, RUNS_BY_KIND, Complete, Lab, last_checkpoint, on_main
 
-from raycl.data.conversation import messages_of
+from raycl.data.sources.conversation import messages_of
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import ConfigError
 from raycl.run.checks import check

@@ -13,7 +13,7 @@ from tiny import Lab, run
 
 from raycl.backbone import load_codec
 from raycl.cli import main
-from raycl.data.conversation import messages_of
+from raycl.data.sources.conversation import messages_of
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.run.banks import snapshot_at
 from raycl.run.config import RunConfig

@@ -29,7 +29,7 @@ from raycl.methods.sapt.sapt import Sapt
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import evaluate, forget
 from raycl.routing.attention import Attention, AttentionRouter, max_pooled
-from raycl.routing.discriminant import KINDS_OF_OUTLINES
+from raycl.routing.statistics.discriminant import KINDS_OF_OUTLINES
 from raycl.run.assembly import build
 from raycl.run.checks import check
 from raycl.serve.snapshots.parts import router_of

@@ -7,9 +7,9 @@ one module to findings; `test_architecture.py` applies them and gives each one c
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 LAYERS = (
     ("errors", "types"),
@@ -162,6 +162,40 @@ def _name(node: ast.expr | None) -> str:
 
 def _strings(nodes: list[ast.expr]) -> list[str]:
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def loops(modules: Sequence[Module]) -> list[str]:
+    """Folders that import one another in a circle, each with an import that closes it.
+
+    A folder is its own modules as one group; each of its subfolders is another. Modules at the root of raycl are
+    ordered by LAYERS.
+    """
+    imports: dict[str, dict[str, str]] = {}
+    known = {_dotted(module.path): module.path.rpartition("/")[0] for module in modules if module.ours}
+    for module in modules:
+        here = module.path.rpartition("/")[0]
+        if not module.ours or here == "raycl":
+            continue
+        for line, name in module.imports():
+            there = known.get(name) or known.get(name.rpartition(".")[0])
+            if there is not None and there not in (here, "raycl"):
+                imports.setdefault(here, {}).setdefault(there, f"{module.path}:{line} imports {name}")
+
+    @cache
+    def reached(folder: str) -> frozenset[str]:
+        seen, left = set[str](), [folder]
+        while left:
+            new = imports.get(left.pop(), {}).keys() - seen
+            seen |= new
+            left += new
+        return frozenset(seen)
+
+    return [
+        f"{why}, and {there} imports {here} again: move what one of them needs below both"
+        for here, targets in sorted(imports.items())
+        for there, why in sorted(targets.items())
+        if here in reached(there)
+    ]
 
 
 # ---- the rules: each takes a module and yields `line, what is wrong and what to do` -------------------------------

@@ -23,9 +23,9 @@ from tiny import Lab, matrix, run, trace
 from raycl import config as configs
 from raycl.errors import ResumeError, RunError
 from raycl.launch.status import status_of
-from raycl.operations.sweep.config import load_sweep
+from raycl.operations.sweep.definition.config import load_sweep
+from raycl.operations.sweep.definition.folder import SweepFolder
 from raycl.operations.sweep.drive import run_sweep
-from raycl.operations.sweep.folder import SweepFolder
 from raycl.run.config import RunConfig, load_config
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from benchmarks.figures import Figure
 from benchmarks.gpu.adapters import dense, drawn_adapters, loaded
-from benchmarks.gpu.models import decoder, shared_copy, sizes_of, token_ids, twin
+from benchmarks.gpu.models import decoder, sizes_of, token_ids, twin
 from benchmarks.gpu.parts.limits import limits_of
 from benchmarks.gpu.setup import DENSE, LIMITS, RANK, TARGETS, TOLERANCE, Case, Setup, check_equal, ratio
 from benchmarks.gpu.timing import Contender, Times, quartiles
+from benchmarks.model_copies import shared_copy
 from raycl.adapters.state import combine, fold
 from raycl.backbone import Backbone
 from raycl.errors import WrongResultError

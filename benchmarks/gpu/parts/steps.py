@@ -29,7 +29,8 @@ from raycl.backbone.roles import is_linear
 from raycl.data.tokens import Split
 from raycl.methods.base import Method
 from raycl.methods.context import Step
-from raycl.methods.lora.lora import Lora, LoraConfig
+from raycl.methods.lora.lora import Lora
+from raycl.methods.lora_settings import LoraConfig
 from raycl.methods.pseudo_samples.samples import PseudoSamples
 from raycl.methods.sapt.reflection import ReplayEntry
 from raycl.methods.sapt.sapt import Sapt

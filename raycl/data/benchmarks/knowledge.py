@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from raycl.data.prompts import PromptName
 from raycl.data.sources.fields import CHOICES_HEADER, Columns
+from raycl.types import PromptName
 
 _GRADES = ("very negative", "negative", "neutral", "positive", "very positive")
 _TRUTH = ("True", "False")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
-from raycl.data.conversation import Message, Role, text_of
+from raycl.data.sources.conversation import Message, Role, text_of
 from raycl.errors import DataError
 
 if TYPE_CHECKING:

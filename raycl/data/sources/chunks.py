@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-RowIndices = Sequence[int] | NDArray[np.int64]
+Indices = NDArray[np.int64]
+RowIndices = Sequence[int] | Indices
 
 
 class ChunkedRows:

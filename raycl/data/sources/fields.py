@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from raycl.data.conversation import Message, text_of
 from raycl.data.sources.chats import (
     BESIDE,
     CHAT_NAMES,
@@ -22,6 +21,7 @@ from raycl.data.sources.chats import (
     system_of,
     turns_of,
 )
+from raycl.data.sources.conversation import Message, text_of
 from raycl.data.sources.findings import BadRow, Findings
 
 TEXT_NAMES = ("text", "input", "sentence", "prompt")
@@ -46,7 +46,7 @@ class Row(NamedTuple):
         number: 1-based place in its file: the line for JSON lines, the row below the header for CSV.
         text: the input.
         references: acceptable answers, at least one; an empty text where no answers are read.
-        is_chat: the text stands for the messages of a conversation (`raycl.data.conversation`).
+        is_chat: the text stands for the messages of a conversation (`raycl.data.sources.conversation`).
         group: what it shares with the rows that belong to it, by `Columns.group`; "" without one.
         others: the item's other fields, where `Columns.others` keeps them; else None.
     """

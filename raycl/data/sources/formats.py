@@ -18,9 +18,9 @@ from raycl.data.sources.fields import INSTRUCTION, QUESTION, Columns, Row, usabl
 from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.hub import HubSplit
 from raycl.data.sources.json_values import JsonStream, json_line
+from raycl.data.sources.parquet import parquet_items
 from raycl.data.sources.source import SourceFile, SourceFiles
-from raycl.data.sources.tables.cells import table_items
-from raycl.data.sources.tables.parquet import parquet_items
+from raycl.data.sources.table_cells import table_items
 from raycl.errors import DataError
 
 Format = Literal["auto", "natural_instructions", "olora", "object", "jsonl", "csv", "parquet", "text", "phrasebank"]

@@ -21,8 +21,8 @@ from raycl.data.sources.compressed import check_compressed
 from raycl.data.sources.fields import Columns, Row, usable_rows
 from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits
+from raycl.data.sources.parquet import BATCH, check_parquet
 from raycl.data.sources.source import SourceFile
-from raycl.data.sources.tables.parquet import BATCH, check_parquet
 from raycl.errors import DataError
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from typing import Literal, NoReturn
 import numpy as np
 import pyarrow as pa
 
-from raycl.data.selection import Indices
 from raycl.data.sources.cache import Entry, Info, entry, key_of
-from raycl.data.sources.chunks import ChunkedRows
+from raycl.data.sources.chunks import ChunkedRows, Indices
 from raycl.data.sources.fields import Columns, Refuse, Row
 from raycl.data.sources.findings import BadRow, Findings, OnBadRow
 from raycl.data.sources.formats import Format, Source, detect, read_definition, read_rows

@@ -30,7 +30,7 @@ from raycl.config import Tree
 from raycl.methods.adapters.chosen_by_task import ByTaskConfig, ChosenByTask
 from raycl.methods.base import MethodConfig, State, phase_labels
 from raycl.methods.context import TaskContext
-from raycl.methods.lora.lora import as_peft_draws
+from raycl.methods.lora_settings import as_peft_draws
 from raycl.types import Batch, Mixture, Phase
 
 

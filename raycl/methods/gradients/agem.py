@@ -21,7 +21,8 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from raycl.data.selection import Indices, generator
+from raycl.data.selection import generator
+from raycl.data.sources.chunks import Indices
 from raycl.methods.context import TaskContext
 from raycl.methods.gradients.products import plus, product
 from raycl.methods.gradients.stored_rows import StoredRows, StoredRowsConfig

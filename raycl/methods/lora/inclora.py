@@ -21,7 +21,7 @@ from torch import Tensor
 from raycl.adapters.head import MixedHead
 from raycl.backbone import Backbone
 from raycl.methods.base import MethodConfig, in_head
-from raycl.methods.lora.lora import LoraSettings, as_peft_draws
+from raycl.methods.lora_settings import LoraSettings, as_peft_draws
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.types import Batch, Mixture, RouterState
 

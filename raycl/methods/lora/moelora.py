@@ -31,8 +31,8 @@ from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.methods.base import Learned, Method, check_prompts, in_head, phase_labels
 from raycl.methods.context import TaskContext
-from raycl.methods.lora.lora import LoraSettings, as_peft_draws
-from raycl.methods.prompts.queries import Queries
+from raycl.methods.lora_settings import LoraSettings, as_peft_draws
+from raycl.methods.queries import Queries
 from raycl.methods.trained_adapters import head_adapter
 from raycl.routing.experts import ExpertGate, router_state
 from raycl.types import Batch, Mixture, Phase, Task

@@ -28,7 +28,7 @@ from raycl.backbone import Backbone, Output
 from raycl.methods.adapters.chosen_by_task import ByTaskConfig, ChosenByTask
 from raycl.methods.base import MethodConfig, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora.lora import as_peft_draws
+from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, Bounds, HardAttention, Key, annealed, freedom
 from raycl.methods.trained_adapters import end_training
 from raycl.types import AdapterState, Batch, Phase

@@ -28,11 +28,11 @@ from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora.lora import as_peft_draws
+from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.per_task_adapter import PerTaskAdapter
-from raycl.methods.prompts.queries import Queries
+from raycl.methods.queries import Queries
 from raycl.routing.class_gaussians import COVARIANCE, MEANS, SAMPLE, ClassGaussians, ClassStatistics
-from raycl.routing.out_of_distribution import sample_rows
+from raycl.routing.statistics.out_of_distribution import sample_rows
 from raycl.types import Batch, Mixture, RouterState, Task
 
 TARGETS: dict[str, tuple[str, ...]] = {

@@ -34,7 +34,7 @@ from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone, Output
 from raycl.methods.base import Learned, Method, MethodConfig, in_head, phase_labels
 from raycl.methods.context import TaskContext
-from raycl.methods.prompts.queries import Queries, mean_by_positions
+from raycl.methods.queries import Queries, mean_by_positions
 from raycl.methods.trained_adapters import head_adapter
 from raycl.routing.prompt_pool import PromptPool, router_state
 from raycl.types import AdapterState, Batch, Mixture, Phase

@@ -36,9 +36,9 @@ from raycl.adapters.head import Rule as HeadRule
 from raycl.backbone import Backbone, Output
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora.lora import as_peft_draws
+from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.per_task_adapter import PerTaskAdapter
-from raycl.methods.prompts.queries import Queries, mean_by_positions
+from raycl.methods.queries import Queries, mean_by_positions
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.task_keys import TaskKeys, Weighting
 from raycl.types import Batch, Mixture, RouterState

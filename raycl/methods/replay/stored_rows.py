@@ -19,7 +19,7 @@ from torch import Tensor
 from raycl.backbone import Backbone
 from raycl.data.language import Ids, TextObjective
 from raycl.data.loader import Collate
-from raycl.data.selection import Indices
+from raycl.data.sources.chunks import Indices
 from raycl.methods.context import TaskContext
 from raycl.types import IGNORE, Batch, Task
 

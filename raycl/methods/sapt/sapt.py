@@ -29,7 +29,7 @@ from raycl.errors import ConfigError, RunError
 from raycl.generation.task_prompts import TaskPrompts
 from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora.lora import as_peft_draws
+from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.pseudo_samples.samples import (
     PseudoSamples,
@@ -46,9 +46,9 @@ from raycl.methods.sapt.reflection import Reflection, ReplayEntry
 from raycl.methods.sapt.settings import SaptConfig
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.attention import LEAST_WEIGHT, Attention, AttentionRouter, max_pooled, mixture_of
-from raycl.routing.discriminant import KINDS_OF_OUTLINES, BareTexts
 from raycl.routing.prompt_pool import mean_pooled
 from raycl.routing.selector import learn_selector
+from raycl.routing.statistics.discriminant import KINDS_OF_OUTLINES, BareTexts
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
 
 Pool = Callable[[Tensor, Tensor], Tensor]

@@ -39,7 +39,7 @@ from raycl.metrics.run_results import (
 )
 from raycl.operations.report.attention import AttentionWeights, has_attention
 from raycl.operations.report.compare import Line, Spread, compare, grouped, has_published, points_of
-from raycl.operations.report.output_rows.training import OutputRows, has_output_rows
+from raycl.operations.report.output_rows import OutputRows, has_output_rows
 from raycl.operations.report.routing import KINDS, Routing, has_routing, mean_of
 
 NOTHING = "–"

@@ -23,11 +23,11 @@ from raycl.launch import cluster as clusters
 from raycl.launch import driver
 from raycl.launch.termination import StopOnSignal, stopped_by
 from raycl.launch.trainer import scaling_of
-from raycl.operations.sweep.config import SweepConfig, examples
-from raycl.operations.sweep.folder import SWEEP, SweepFolder, plain
+from raycl.operations.sweep.definition.config import SweepConfig, examples
+from raycl.operations.sweep.definition.folder import SWEEP, SweepFolder, plain
+from raycl.operations.sweep.definition.space import Settings
 from raycl.operations.sweep.outcome import Outcome, collect
 from raycl.operations.sweep.search.searchers import Planned, RecordingSearcher, TpeSearcher
-from raycl.operations.sweep.search.space import Settings
 from raycl.operations.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.operations.sweep.trials.prefix import prefix_keys, shared_keys
 from raycl.operations.sweep.trials.trial import Work, as_trainable

@@ -10,10 +10,10 @@ from typing import Any
 
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.operations.sweep.config import SweepConfig
-from raycl.operations.sweep.folder import State, SweepFolder
-from raycl.operations.sweep.search.measure import measured
-from raycl.operations.sweep.search.space import Settings
+from raycl.operations.sweep.definition.config import SweepConfig
+from raycl.operations.sweep.definition.folder import State, SweepFolder
+from raycl.operations.sweep.definition.measure import measured
+from raycl.operations.sweep.definition.space import Settings
 from raycl.run.config import RunConfig
 from raycl.training.records.results import wall_seconds
 

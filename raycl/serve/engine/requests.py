@@ -44,7 +44,7 @@ class EngineRequest(GenerationRequest):
         selection: which adapters are active.
         route_only: with `sampling` None, answer with nothing but the mixture; else a label.
         templated: the text is an input, and gets the prompt that its task was trained with.
-        is_chat: the text stands for the messages of a conversation (`raycl.data.conversation`).
+        is_chat: the text stands for the messages of a conversation (`raycl.data.sources.conversation`).
         template: set by routing: task whose prompt the text gets; "": not known yet, or none.
     """
 

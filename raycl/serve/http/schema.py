@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from raycl.data.conversation import Message as Turn
-from raycl.data.conversation import text_of
+from raycl.data.sources.conversation import Message as Turn
+from raycl.data.sources.conversation import text_of
 from raycl.errors import meant
 
 MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER, MAX_PINNED = 16, 256, 200, 1000.0, 10**9, 1000
@@ -190,7 +190,7 @@ class Message(Wire):
 
 
 def conversation(messages: Sequence[Message]) -> str:
-    """Messages as one text (`raycl.data.conversation`); "" where they say nothing."""
+    """Messages as one text (`raycl.data.sources.conversation`); "" where they say nothing."""
     turns = [message.turn for message in messages]
     return text_of(turns) if any(turn.content.strip() for turn in turns) else ""
 
@@ -206,7 +206,7 @@ class ChatRequest(Generation):
 
     @property
     def prompt(self) -> str:
-        """The conversation as one text (`raycl.data.conversation`)."""
+        """The conversation as one text (`raycl.data.sources.conversation`)."""
         return conversation(self.messages)
 
 

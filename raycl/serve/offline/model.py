@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from raycl.bank import Bank, Snapshot
-from raycl.data.conversation import Message, messages_of, text_of
+from raycl.data.sources.conversation import Message, messages_of, text_of
 from raycl.errors import AdapterError, ConfigError, ConversationError, RetrievalError
 from raycl.generation.requests import Event, Failed, Sampling
 from raycl.scoring.scored_task import ScoredTask

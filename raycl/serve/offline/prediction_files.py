@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from raycl.bank import Snapshot
 from raycl.config import Tree
-from raycl.data.conversation import messages_of
 from raycl.data.sources.cache import key_of
+from raycl.data.sources.conversation import messages_of
 from raycl.errors import ConfigError, DamagedError, DataError, FormatError, counted
 from raycl.serve.offline.prediction_input import Input, InputRow
 from raycl.storage import Storage

@@ -10,7 +10,7 @@ from typing import Any
 from raycl import config as configs
 from raycl.bank import Snapshot
 from raycl.bank.manifest import TaskInfo
-from raycl.data.conversation import last_contents, messages_of
+from raycl.data.sources.conversation import last_contents, messages_of
 from raycl.data.sources.fields import Row
 from raycl.data.sources.ingest import MAX_AUTO_LABELS
 from raycl.errors import DataError

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from raycl.backbone.base import loss_count
 from raycl.data.language import TextObjective
 from raycl.data.loader import Collate, GlobalOrder, Loader
-from raycl.data.selection import Indices
+from raycl.data.sources.chunks import Indices
 from raycl.data.tokens import Rows
 from raycl.methods.base import activate_batch
 from raycl.methods.context import Quantity, TaskContext

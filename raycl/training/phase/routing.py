@@ -17,7 +17,7 @@ from torch import Tensor
 from raycl.adapters.head import MixedHead
 from raycl.bank.manifest import Snapshot
 from raycl.bank.tensor_groups import PUBLISHED
-from raycl.data.conversation import messages_of
+from raycl.data.sources.conversation import messages_of
 from raycl.errors import RetrievalError
 from raycl.generation.routing import route_batch
 from raycl.generation.task_prompts import Reading, TaskPrompts, task_prompts

@@ -12,9 +12,9 @@ from tiny import WORDS
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.load import BackboneConfig
 from raycl.backbone.markup.chat_templates import CHATML, template_source, with_template_files
-from raycl.data.conversation import Message, messages_of, text_of
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
+from raycl.data.sources.conversation import Message, messages_of, text_of
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.errors import BackboneError, ConfigError, DataError
 from raycl.run.config import from_tree

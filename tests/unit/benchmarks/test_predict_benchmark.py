@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import predict
+from benchmarks.serving import predict
 
 
 def test_figures_are_measured() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycl.data.conversation import Message, messages_of, plain_text, text_of
+from raycl.data.sources.conversation import Message, messages_of, plain_text, text_of
 from raycl.data.sources.fields import Columns, Row
 from raycl.data.sources.formats import read_rows
 from raycl.data.sources.source import SourceFile

@@ -6,7 +6,7 @@ import pytest
 
 from raycl.config import as_tree, validate
 from raycl.errors import ConfigError
-from raycl.methods.lora.lora import LoraConfig
+from raycl.methods.lora_settings import LoraConfig
 from raycl.methods.migu.migu import MiguConfig
 from raycl.methods.registry import METHODS, MODIFIERS, method_class, modifier_class
 from raycl.methods.replay.replay import ReplayConfig

@@ -42,7 +42,8 @@ from torch.nn.functional import cross_entropy
 from raycl.backbone import Backbone, Output
 from raycl.backbone.base import loss_count
 from raycl.config import Tree
-from raycl.data.selection import Indices, generator
+from raycl.data.selection import generator
+from raycl.data.sources.chunks import Indices
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State, phase_labels, under
 from raycl.methods.context import TaskContext

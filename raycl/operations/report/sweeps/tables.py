@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from raycl.config import Tree
-from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
+from raycl.data.sources.spreadsheets import SpreadsheetWriter
 from raycl.operations.report.tables import render
 
 

@@ -1,1 +1,1 @@
-"""What a sweep searches: spaces, metrics, search algorithms, early stopping."""
+"""How a sweep searches: search algorithms, early stopping."""

@@ -16,9 +16,9 @@ from typing import Any
 from ray.tune.search import Searcher
 
 from raycl import config as configs
-from raycl.operations.sweep.config import SweepConfig
-from raycl.operations.sweep.folder import SweepFolder, plain
-from raycl.operations.sweep.search.space import Draw, Settings, in_order, key_of, step_value
+from raycl.operations.sweep.definition.config import SweepConfig
+from raycl.operations.sweep.definition.folder import SweepFolder, plain
+from raycl.operations.sweep.definition.space import Draw, Settings, in_order, key_of, step_value
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
 from raycl.training.records.stops.request import HostStop
 from raycl.training.records.stops.signal import is_stopped

@@ -24,9 +24,9 @@ from raycl.config import Tree
 from raycl.errors import ConfigError, DamagedError, DataError, RayclError, RunError, StoppedError
 from raycl.launch import driver
 from raycl.launch.driver import Prepared, RunOptions
-from raycl.operations.sweep.config import SweepConfig
-from raycl.operations.sweep.folder import SWEEP, SweepFolder
-from raycl.operations.sweep.search.measure import measured
+from raycl.operations.sweep.definition.config import SweepConfig
+from raycl.operations.sweep.definition.folder import SWEEP, SweepFolder
+from raycl.operations.sweep.definition.measure import measured
 from raycl.operations.sweep.trials.prefix import fork_records, prefix_keys
 from raycl.operations.sweep.trials.single_tasks import singles_of
 from raycl.run import config as run_config

@@ -17,10 +17,10 @@ from raycl import config as configs
 from raycl.operations.report.plots import new_figure
 from raycl.operations.report.sweeps.plots import draw_setting, kinds_of, parallel_coordinates, pareto_front, sensitivity
 from raycl.operations.report.sweeps.tables import group_table, sweep_csv, sweep_table, text
-from raycl.operations.sweep.config import SweepConfig
-from raycl.operations.sweep.folder import SweepFolder
+from raycl.operations.sweep.definition.config import SweepConfig
+from raycl.operations.sweep.definition.folder import SweepFolder
+from raycl.operations.sweep.definition.space import Settings
 from raycl.operations.sweep.outcome import Outcome, Row, collect, pareto
-from raycl.operations.sweep.search.space import Settings
 from raycl.operations.sweep.write import write_outcome
 from raycl.run.config import RunConfig
 from raycl.storage.records import hashed

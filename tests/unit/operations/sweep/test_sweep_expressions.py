@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycl.errors import ConfigError
-from raycl.operations.sweep.search.expressions import parse
+from raycl.operations.sweep.definition.expressions import parse
 
 NAMES = {"ap": 70.0, "f_ra": 5.0, "train.learning_rate": 1e-3, "method": "lora", "tasks": ["a", "b"]}
 

@@ -22,9 +22,9 @@ from raycl.config import Section, Tree, trust
 from raycl.config.names import FolderName
 from raycl.config.unused import covering, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError
-from raycl.operations.sweep.search.expressions import Expression, parse
-from raycl.operations.sweep.search.measure import read_metric
-from raycl.operations.sweep.search.space import Draw, Settings, crossed, in_order, key_of, planned
+from raycl.operations.sweep.definition.expressions import Expression, parse
+from raycl.operations.sweep.definition.measure import read_metric
+from raycl.operations.sweep.definition.space import Draw, Settings, crossed, in_order, key_of, planned
 from raycl.run.config import RunConfig, from_tree
 
 Mode = Literal["max", "min"]

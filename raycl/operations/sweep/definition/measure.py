@@ -8,7 +8,7 @@ from typing import Any
 
 from raycl.errors import ConfigError
 from raycl.metrics.matrix import AccuracyMatrix, summary
-from raycl.operations.sweep.search.expressions import Expression, parse
+from raycl.operations.sweep.definition.expressions import Expression, parse
 from raycl.types import Score
 
 NAMES = ("ap", "f_ra", "fwt", "bwt", "bwt_m", "average_accuracy")

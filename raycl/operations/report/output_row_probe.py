@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from raycl.config import Tree
-from raycl.data.sources.tables.spreadsheets import SpreadsheetWriter
+from raycl.data.sources.spreadsheets import SpreadsheetWriter
 from raycl.errors import RunError
 from raycl.metrics.run_results import backbone_of, method_of, stream_of
 from raycl.operations.report.compare import Spread, grouped
-from raycl.operations.report.output_rows.task_rows import TaskRows, unpacked_rows
+from raycl.operations.report.output_rows_by_task import TaskRows, unpacked_rows
 from raycl.operations.report.tables import NOTHING, render
 
 UNTRAINED, ALL = "untrained", "all layers"

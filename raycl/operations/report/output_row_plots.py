@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from raycl.errors import RunError
-from raycl.operations.report.output_rows.probe import ALL, Probes
+from raycl.operations.report.output_row_probe import ALL, Probes
 from raycl.operations.report.plots import (
     CELL_HEIGHT,
     CELL_WIDTH,

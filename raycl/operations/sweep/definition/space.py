@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 
 from raycl.config import Section
 from raycl.errors import ConfigError
-from raycl.operations.sweep.search.expressions import parse
+from raycl.operations.sweep.definition.expressions import parse
 
 Settings = dict[str, Any]
 """Dotted path -> value, of one trial."""

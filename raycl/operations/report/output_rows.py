@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from raycl.config import Tree
 from raycl.errors import RunError
 from raycl.metrics.run_results import title_of
-from raycl.operations.report.output_rows.task_rows import TaskRows, unpacked_rows
+from raycl.operations.report.output_rows_by_task import TaskRows, unpacked_rows
 
 
 @dataclass(frozen=True)

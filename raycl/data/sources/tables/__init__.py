@@ -1,1 +1,0 @@
-"""Readers of tables: CSV and TSV, Parquet."""

@@ -1,1 +1,0 @@
-"""Rows of weights that tasks share: those that training updated, and those with large outputs in a finished model."""
