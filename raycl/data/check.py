@@ -1,6 +1,6 @@
-"""What a task's data is understood as: rows, labels, lengths, what would be cut, mistakes, examples.
+"""How a task's data is understood: rows, labels, lengths, what would be cut, mistakes, examples.
 
-Most mistakes with data are seen at once when somebody looks at it before training.
+Most mistakes in data are obvious as soon as somebody looks at it before training.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Lengths:
 
 @dataclass(frozen=True)
 class SplitCheck:
-    """What a split is.
+    """Counts of a split's rows, labels and lengths.
 
     Attributes:
-        uri: where its rows are; that of train for a dev split that is carved from it.
-        rows: that are used. left_out: that the settings leave out. unlabelled: that were dropped for having no label.
+        uri: address of its rows; that of train for a dev split that is carved from it.
+        rows: rows that are used. left_out: rows that the settings leave out. unlabelled: rows dropped without a label.
         labels: label -> rows, the most frequent first; {} for free text.
         answers: different answers. repeated: rows whose text came before in the split.
         unusable: rows that are left out and that a run refuses; of a carved split those of train count there.
@@ -87,7 +87,7 @@ class Example:
 
 @dataclass
 class TaskCheck:
-    """What a task is understood as.
+    """How a task is understood.
 
     Attributes:
         kind: `labels`, `free text`, `conversations`, or `texts` (without answers).
@@ -120,28 +120,32 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
         raws["test"] = None
     is_chat = any(raw is not None and raw.is_chat for raw in raws.values())
     kind = "conversations" if is_chat else "free text" if task.labels is None else "labels"
-    found = TaskCheck(task.name, "texts" if task.objective != "answer" else kind, task.metric, task.labels)
+    check = TaskCheck(task.name, "texts" if task.objective != "answer" else kind, task.metric, task.labels)
     for split, raw in raws.items():
         rows = stream.rows(task, split)
         if raw is not None and len(rows):
-            others = [one for one in SPLITS if one != split and raw is raws[one]] if split == "train" else []
-            taken = sum(len(stream.rows(task, one)) for one in others)
+            others = (
+                [other_split for other_split in SPLITS if other_split != split and raw is raws[other_split]]
+                if split == "train"
+                else []
+            )
+            taken = sum(len(stream.rows(task, other_split)) for other_split in others)
             unused = 0 if split != "train" and raw is train else raw.count - len(rows) - taken
             unusable = 0 if split != "train" and raw is train else raw.left_out + raw.blank
-            found.splits[split] = replace(_split(raw, rows, task, unused), unusable=unusable)
-            found.notes += [note for note in raw.notes if note not in found.notes]
-    found.mistakes = mistakes_of(stream, task)
+            check.splits[split] = replace(_split(raw, rows, task, unused), unusable=unusable)
+            check.notes += [note for note in raw.notes if note not in check.notes]
+    check.mistakes = mistakes_of(stream, task)
     try:
         stream.check(codec)
-        _lengths(found, stream, task, codec, seed)
-        found.examples = _examples(stream, task, codec, seed, examples)
+        _lengths(check, stream, task, codec, seed)
+        check.examples = _examples(stream, task, codec, seed, examples)
     except RayclError as error:
-        found.problem = str(error)
-    found.mistakes += [*_cut(found), *_few(found)]
+        check.problem = str(error)
+    check.mistakes += [*_cut(check), *_few(check)]
     if test is not raws["test"]:
         rows = stream.rows(task, "test")
-        found.mistakes.append(Mistake("test rows that are train's", len(rows), "one file", "name other rows for test"))
-    return found
+        check.mistakes.append(Mistake("test rows that are train's", len(rows), "one file", "name other rows for test"))
+    return check
 
 
 def _split(raw: RawRows, rows: Indices, task: Task, unused: int) -> SplitCheck:
@@ -163,10 +167,10 @@ def _batches(raw: RawRows, rows: Indices) -> Iterator[tuple[list[str], list[list
         yield columns.values("text", part), columns.values("references", part), columns.values("row", part)
 
 
-def _lengths(found: TaskCheck, stream: Stream, task: Task, codec: TextCodec, seed: int) -> None:
+def _lengths(check: TaskCheck, stream: Stream, task: Task, codec: TextCodec, seed: int) -> None:
     prompt, limits = stream.prompt(task, codec), stream.limits(task, codec)
-    for name in tuple(found.splits):
-        split: Split = next(one for one in SPLITS if one == name)
+    for name in tuple(check.splits):
+        split: Split = next(known for known in SPLITS if known == name)
         raw = stream.source(task, split)
         assert raw is not None, "a split that was counted has rows"
         rows = sample(seed, task.name, f"{split} lengths", stream.rows(task, split), MOST_MEASURED)
@@ -178,7 +182,7 @@ def _lengths(found: TaskCheck, stream: Stream, task: Task, codec: TextCodec, see
                 if not codec.needs_labels and task.objective == "answer":
                     targets += map(len, prompt.encode_answers(texts, [names[0] for names in references], codec))
         measured = _of(sources, limits.source), _of(targets, limits.target)
-        found.splits[name] = replace(found.splits[name], sources=measured[0], targets=measured[1])
+        check.splits[name] = replace(check.splits[name], sources=measured[0], targets=measured[1])
 
 
 def _of(lengths: Sequence[int], limit: int) -> Lengths | None:
@@ -195,18 +199,18 @@ def _examples(stream: Stream, task: Task, codec: TextCodec, seed: int, count: in
     rows = sample(seed, task.name, "examples", np.arange(len(table)), count)
     columns, numbers = table.columns(rows), table.row_numbers(rows)
     references = table.references(rows)
-    found = []
-    for place, row in enumerate(numbers.tolist()):
-        source, target = columns.source_ids[place].tolist(), columns.target_ids[place].tolist()
-        answer = codec.shown(target) if target else references[place][0]
-        found.append(Example(row, codec.shown(source), answer, codec.pieces(source), codec.pieces(target)))
-    return found
+    examples = []
+    for index, row in enumerate(numbers.tolist()):
+        source, target = columns.source_ids[index].tolist(), columns.target_ids[index].tolist()
+        answer = codec.shown(target) if target else references[index][0]
+        examples.append(Example(row, codec.shown(source), answer, codec.pieces(source), codec.pieces(target)))
+    return examples
 
 
-def _cut(found: TaskCheck) -> Iterator[Mistake]:
+def _cut(check: TaskCheck) -> Iterator[Mistake]:
     """Texts and answers that are longer than the limits."""
     for side, setting in (("sources", "stream.max_source_tokens"), ("targets", "stream.max_target_tokens")):
-        for name, split in found.splits.items():
+        for name, split in check.splits.items():
             lengths: Lengths | None = getattr(split, side)
             if lengths is not None and lengths.cut > MANY_CUT and name != "dev":
                 which = f"{lengths.cut:.0%} of those measured are longer than {lengths.limit} tokens"
@@ -214,8 +218,8 @@ def _cut(found: TaskCheck) -> Iterator[Mistake]:
                 yield Mistake(f"{side} in {name} that are cut", round(lengths.cut * split.rows), which, mend)
 
 
-def _few(found: TaskCheck) -> Iterator[Mistake]:
-    test = found.splits.get("test")
+def _few(check: TaskCheck) -> Iterator[Mistake]:
+    test = check.splits.get("test")
     if test is not None and test.rows < FEW_TEST_ROWS:
         which = f"a score moves by {100 / test.rows:.1f} with each"
         yield Mistake("few test rows", test.rows, which, f"give test at least {FEW_TEST_ROWS}")

@@ -1,4 +1,4 @@
-"""Texts as something to learn from without answers: hidden words to guess, or each next word.
+"""Objectives for texts without answers: hidden words to guess, or each next word.
 
 Which words are hidden must differ from epoch to epoch and yet follow from (seed, epoch, row) alone, so that a run can
 stop and continue anywhere and N workers equal one.
@@ -24,8 +24,8 @@ TOKEN_ACCURACY = "token_accuracy"
 """Percent of the tokens to be guessed that the model's first choice gets right, given all that it may read."""
 
 MASKED, REPLACED = 0.8, 0.1
-"""Of the tokens to be guessed, shown as the mask and as another word; the rest are shown as they are (Devlin et al.
-2019, section 3.1)."""
+"""Shares of the tokens to be guessed that are shown as the mask and as another word; the rest stay as they are (Devlin
+et al. 2019, section 3.1)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class HiddenWords:
     seed: int
 
     def __call__(self, ids: Ids, row: int, epoch: int) -> tuple[Ids, Ids]:
-        """Source with hidden words, and a target as long that is IGNORE elsewhere."""
+        """Return a source with hidden words, and a target of the same length that is IGNORE elsewhere."""
         draw = np.random.Generator(np.random.PCG64([self.seed, epoch, row]))
         places = np.flatnonzero(~np.isin(ids, list(self.special_ids)))
         count = min(len(places), max(1, round(self.share * len(places))))
@@ -63,7 +63,7 @@ def next_words(ids: Ids, row: int, epoch: int) -> tuple[Ids, Ids]:
 
 
 def text_objective(objective: Objective, codec: TextCodec, share: float, seed: int) -> TextObjective | None:
-    """What makes batches of texts; None where answers are learned."""
+    """Return the objective that turns texts into batches; None where answers are learned."""
     if objective == "answer":
         return None
     if objective == "clm":
@@ -76,7 +76,7 @@ def check_objective(objective: Objective, codec: TextCodec) -> None:
     """Refuse an objective that the backbone cannot learn.
 
     Raises:
-        ConfigError: another kind of backbone, or one without a mask token.
+        ConfigError: the backbone is of another kind, or has no mask token.
     """
     if objective == "answer":
         return
@@ -98,4 +98,4 @@ def whole_texts(texts: Sequence[str], codec: TextCodec, limit: int) -> tuple[lis
     (end,) = codec.encode_target([""])
     (start,) = codec.encode_source([""])
     ids = [[*(start or end), *text] for text in codec.encode_target(texts)]
-    return [found[:limit] for found in ids], sum(len(found) > limit for found in ids)
+    return [text_ids[:limit] for text_ids in ids], sum(len(text_ids) > limit for text_ids in ids)

@@ -23,7 +23,7 @@ from raycl.errors import ConfigError
 from raycl.types import IGNORE, Batch
 
 WINDOW = 50
-"""Steps from whose rows batches of similar length are made: the more, the less padding, and the less well mixed."""
+"""Batches of similar length are made from the rows of this many steps: more steps, less padding, less mixing."""
 
 
 def check_batch(batch_size: int, micro_batch_size: int, world_size: int) -> int:
@@ -48,7 +48,7 @@ class GlobalOrder:
 
     Attributes:
         max_steps: stop after this many steps even inside an epoch; None: after all epochs.
-        lengths: of each row, where steps are made of rows of similar length.
+        lengths: length of each row, where steps are made of rows of similar length.
     """
 
     count: int
@@ -60,27 +60,27 @@ class GlobalOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in one pass; the last may have fewer rows."""
+        """Number of optimizer steps in one pass; the last may have fewer rows."""
         return -(-self.count // self.batch_size)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in all."""
+        """Total number of optimizer steps."""
         steps = self.steps_per_epoch * self.epochs
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def epoch(self, step: int) -> int:
-        """Pass over the rows that optimizer step `step` belongs to, from 0."""
+        """Return the pass over the rows that optimizer step `step` belongs to, from 0."""
         return step // self.steps_per_epoch
 
     def rows(self, step: int) -> Indices:
-        """Rows of optimizer step `step` (from 0), at most `batch_size`, without repetition."""
+        """Return the rows of optimizer step `step` (from 0), at most `batch_size`, without repetition."""
         assert 0 <= step < self.steps, f"step {step} is outside 0..{self.steps - 1}"
-        epoch, place = divmod(step, self.steps_per_epoch)
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         order = _permutation(self.count, self.seed, epoch)
         if self.lengths is not None:
             order = _grouped(self, epoch)
-        return order[place * self.batch_size : (place + 1) * self.batch_size].copy()
+        return order[step_in_epoch * self.batch_size : (step_in_epoch + 1) * self.batch_size].copy()
 
 
 @lru_cache(maxsize=2)
@@ -97,9 +97,10 @@ def _grouped(order: GlobalOrder, epoch: int) -> Indices:
     """
     assert order.lengths is not None and len(order.lengths) == order.count, "every row has a length"
     rows, size, window = _permutation(order.count, order.seed, epoch), order.batch_size, WINDOW * order.batch_size
-    whole, rest = np.split(rows, [len(rows) // size * size])
+    full_batches, rest = np.split(rows, [len(rows) // size * size])
     windows = [
-        part[np.lexsort((part, order.lengths[part]))] for part in np.split(whole, range(window, len(whole), window))
+        part[np.lexsort((part, order.lengths[part]))]
+        for part in np.split(full_batches, range(window, len(full_batches), window))
     ]
     draw = np.random.Generator(np.random.PCG64([order.seed, epoch, 1]))
     batches = draw.permutation(np.concatenate(windows).reshape(-1, size))
@@ -122,7 +123,7 @@ class Loader:
         texts: bool = False,
         text_objective: TextObjective | None = None,
     ) -> None:
-        """Take a worker's seat.
+        """Create the loader of a worker.
 
         Args:
             label_ids: label text -> row of the label head; None where there is no head.
@@ -196,7 +197,7 @@ class Collate:
 
     @property
     def count(self) -> int:
-        """Rows in all tables together."""
+        """The number of rows in all tables together."""
         return int(self._starts[-1])
 
     def by_length(self, rows: Indices) -> Indices:
@@ -234,19 +235,19 @@ class Collate:
     def _words(self, rows: Indices, blanks: int) -> dict[str, tuple[str, ...]]:
         if not self._with_texts:
             return {}
-        places = [(self._tables[number], row - int(self._starts[number])) for row, number in self._places(rows)]
+        places = [(self._tables[number], row - int(self._starts[number])) for row, number in self._positions(rows)]
         texts = [table.texts([row])[0] for table, row in places]
         tasks = [table.task.name for table, _ in places]
         return {"texts": (*texts, *[""] * blanks), "tasks": (*tasks, *[""] * blanks)}
 
-    def _places(self, rows: Indices) -> list[tuple[int, int]]:
-        """(row, number of its table)."""
+    def _positions(self, rows: Indices) -> list[tuple[int, int]]:
+        """Return each row with the number of its table."""
         return [(row, self._table_of(row)) for row in rows.tolist()]
 
     def named(self, rows: Sequence[int]) -> list[str]:
         """See `Loader.named`."""
         places = [
-            (self._tables[number], row - int(self._starts[number])) for row, number in self._places(np.array(rows))
+            (self._tables[number], row - int(self._starts[number])) for row, number in self._positions(np.array(rows))
         ]
         numbered = [(int(table.row_numbers([row])[0]), table.task.name) for table, row in places]
         return [f"{f'row {number}' if number else 'a sample'} of task '{task}'" for number, task in numbered]
@@ -269,7 +270,7 @@ class Collate:
 
 
 def batch_of(sources: Sequence[Sequence[int]], pad_id: int) -> Batch:
-    """A batch of prompts alone, as ids with their special tokens: nothing to learn from, something to answer."""
+    """Return a batch of prompts without answers, as ids with their special tokens."""
     rows = [np.array(source, dtype=np.int32) for source in sources]
     return Batch(
         source_ids=_pad(rows, pad_id, 1),
@@ -285,6 +286,6 @@ def _pad(rows: Sequence[NDArray[np.int32]], value: int, least: int) -> Tensor:
     """`[len(rows), longest]` int64, at least `least` wide, padded on the right with `value`."""
     width = max([least, *(len(row) for row in rows)])
     padded = np.full((len(rows), width), value, dtype=np.int64)
-    for place, row in enumerate(rows):
-        padded[place, : len(row)] = row
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
     return torch.from_numpy(padded)

@@ -39,7 +39,7 @@ class Mistake:
 
     Attributes:
         kind: what was found. count: how many.
-        which: some of them. mend: what to do about it.
+        which: examples. mend: what to do about it.
     """
 
     kind: str
@@ -55,7 +55,8 @@ class SeenRow(NamedTuple):
     """A row of a split.
 
     Attributes:
-        text: hash of the text, whatever its white space. answer: the first one. number: in its file.
+        text: hash of the text, whatever its white space. answer: the first answer. number: the row's number in its
+            file.
         belongs: hash of the group that it names, or of the first question and answer of its conversation.
     """
 
@@ -70,8 +71,8 @@ class SeenRows:
     """What is kept of the rows of train and dev.
 
     Attributes:
-        labels: first answer -> rows of train. texts: text -> its first row. groups: that rows belong to.
-        answers: text -> its first answer in train. several: texts with others.
+        labels: first answer -> rows of train. texts: text -> its first row. groups: groups that rows belong to.
+        answers: text -> its first answer in train. several: texts with several answers.
     """
 
     labels: Counter[str] = field(default_factory=Counter)
@@ -81,7 +82,7 @@ class SeenRows:
     several: set[int] = field(default_factory=set)
 
     def add(self, row: SeenRow, split: Split) -> None:
-        """One more."""
+        """Add a row."""
         self.texts.setdefault(row.text, row.number)
         self.groups.add(row.belongs)
         if split == "train":
@@ -95,28 +96,28 @@ def mistakes_of(stream: Stream, task: Task, most: int | None = None) -> list[Mis
     """What is probably wrong with the data of a task.
 
     Args:
-        most: texts are compared where the task has at most so many rows; None: always.
+        most: texts are compared where the task has at most this many rows; None: always.
     """
     sources = {split: raw for split in SPLITS if (raw := stream.source(task, split)) is not None}
     rows = {split: stream.rows(task, split) for split in sources}
     train, test = sources.get("train"), sources.get("test")
     if train is not None and test is not None and train.where == test.where and not stream.carves_test(task):
         test = None  # a file that is checked alone stands for both
-    found = list(_of_reading(sources))
+    mistakes = list(_of_reading(sources))
     if most is not None and sum(map(len, rows.values())) > most:
-        return found
+        return mistakes
     seen = SeenRows()
     for split in SPLITS[:2]:
         for row in seen_rows(sources[split], rows[split]) if split in sources else ():
             seen.add(row, split)
     tested = [] if test is None else list(seen_rows(test, rows["test"]))
     if task.objective == "answer":
-        found += _of_labels(task, seen.labels, Counter(row.answer for row in tested))
+        mistakes += _of_labels(task, seen.labels, Counter(row.answer for row in tested))
         if seen.several:
             mend = "at most one of them can be learned, remove the others"
-            found.append(Mistake("texts of train with several answers", len(seen.several), "", mend))
-    found += _of_test(seen, tested, any(raw.names_groups for raw in sources.values()))
-    return found
+            mistakes.append(Mistake("texts of train with several answers", len(seen.several), "", mend))
+    mistakes += _of_test(seen, tested, any(raw.names_groups for raw in sources.values()))
+    return mistakes
 
 
 def seen_rows(raw: RawRows, rows: Indices) -> Iterator[SeenRow]:
@@ -148,7 +149,7 @@ def _beginning(text: str, answer: str) -> int:
 
 
 def _of_reading(sources: Mapping[Split, RawRows]) -> Iterator[Mistake]:
-    """Rows that are not read."""
+    """Find rows that are not read."""
     for split, raw in sources.items():
         if raw is sources.get("train") and split != "train":
             continue
@@ -205,15 +206,15 @@ def _of_labels(task: Task, train: Mapping[str, int], test: Mapping[str, int]) ->
 
 
 def _written_alike(labels: Mapping[str, int]) -> Iterator[list[str]]:
-    """Labels that differ in case, white space and Unicode's forms alone, the most frequent first."""
-    found: dict[str, list[str]] = {}
+    """Find labels that differ only in case, white space and Unicode's forms, the most frequent first."""
+    spellings: dict[str, list[str]] = {}
     for label in sorted(labels, key=lambda label: -labels[label]):
-        found.setdefault(" ".join(unicodedata.normalize("NFKC", label).casefold().split()), []).append(label)
-    yield from found.values()
+        spellings.setdefault(" ".join(unicodedata.normalize("NFKC", label).casefold().split()), []).append(label)
+    yield from spellings.values()
 
 
 def _of_test(train: SeenRows, tested: Collection[SeenRow], by_group: bool) -> Iterator[Mistake]:
-    """Test rows that train has, and those of which it has another turn."""
+    """Find test rows that train has, and those of whose conversations it has another turn."""
     shared = [row for row in tested if row.text in train.texts]
     if shared:
         which = ", ".join(f"test {row.number} = train {train.texts[row.text]}" for row in shared[:_SHOWN])

@@ -114,7 +114,7 @@ def prepare(
 
 
 def leaves_room(prompt: Prompt, codec: TextCodec, limit: int) -> bool:
-    """Whether a prompt leaves room for text in so many tokens."""
+    """Return whether a prompt leaves room for text in this many tokens."""
     return len(prompt.encode([""], codec)[0]) + MIN_TEXT_TOKENS <= limit
 
 
@@ -158,10 +158,10 @@ def _tokenise(
 
 @contextmanager
 def naming_rows(raw: RawRows, numbers: Sequence[int]) -> Iterator[None]:
-    """Errors about a conversation name its file and row.
+    """Add the file and row to errors about a conversation.
 
     Args:
-        numbers: of the rows whose texts are encoded inside.
+        numbers: numbers of the rows whose texts are encoded inside.
 
     Raises:
         DataError: the chat template cannot render one.
@@ -188,11 +188,11 @@ def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: i
     """Prompt ids of `texts`, at most `limit` each, and how many texts were cut.
 
     Only the input text is shortened (`Prompt.shortened`). A tokenizer may split the joint of text and suffix otherwise
-    than it split the parts, so what still does not fit is shortened again by what it exceeds.
+    than it split the parts, so a text that still does not fit is shortened again by its excess.
     """
     ids = prompt.encode(texts, codec)
     template = len(prompt.encode([""], codec)[0])
-    room = dict.fromkeys((row for row, found in enumerate(ids) if len(found) > limit), limit - template)
+    room = dict.fromkeys((row for row, row_ids in enumerate(ids) if len(row_ids) > limit), limit - template)
     cut = len(room)
     while room:
         rows = list(room)
@@ -200,13 +200,13 @@ def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: i
             shorter = prompt.encode([prompt.shortened(texts[row], room[row], codec) for row in rows], codec)
         except ConversationError as error:
             raise ConversationError(error.problem, rows[error.place]) from error
-        for row, found in zip(rows, shorter, strict=True):
-            if len(found) <= limit:
-                ids[row] = found
+        for row, row_ids in zip(rows, shorter, strict=True):
+            if len(row_ids) <= limit:
+                ids[row] = row_ids
                 del room[row]
             else:
                 assert room[row] > 0, "check_codec leaves room for text"
-                room[row] = max(0, room[row] - (len(found) - limit))
+                room[row] = max(0, room[row] - (len(row_ids) - limit))
     return ids, cut
 
 
@@ -214,11 +214,11 @@ def fit_prompts(
     texts: Sequence[str], prompts: Sequence[Prompt], codec: TextCodec, limits: Sequence[int]
 ) -> list[list[int]]:
     """Ids of texts in prompts and with limits of their own, as `fit_sources` gives them."""
-    found: dict[int, list[int]] = {}
+    ids: dict[int, list[int]] = {}
     for prompt, limit in dict.fromkeys(zip(prompts, limits, strict=True)):
-        rows = [row for row, own in enumerate(prompts) if own == prompt and limits[row] == limit]
-        found |= zip(rows, fit_sources([texts[row] for row in rows], prompt, codec, limit)[0], strict=True)
-    return [found[row] for row in range(len(texts))]
+        rows = [row for row, row_prompt in enumerate(prompts) if row_prompt == prompt and limits[row] == limit]
+        ids |= zip(rows, fit_sources([texts[row] for row in rows], prompt, codec, limit)[0], strict=True)
+    return [ids[row] for row in range(len(texts))]
 
 
 def fit_targets(
@@ -226,5 +226,7 @@ def fit_targets(
 ) -> tuple[list[list[int]], int]:
     """Ids of the answers to `texts`, at most `limit` each, end-of-sequence id kept, and how many were cut."""
     ids = prompt.encode_answers(texts, answers, codec)
-    cut = sum(len(found) > limit for found in ids)
-    return [found if len(found) <= limit else [*found[: limit - 1], found[-1]] for found in ids], cut
+    cut = sum(len(answer_ids) > limit for answer_ids in ids)
+    return [
+        answer_ids if len(answer_ids) <= limit else [*answer_ids[: limit - 1], answer_ids[-1]] for answer_ids in ids
+    ], cut

@@ -1,4 +1,4 @@
-"""Prompt templates: what stands before and behind an input text.
+"""Prompt templates: the text before and after an input text.
 
 Each paper wraps its inputs differently (methods' published prompts), and truncation must cut only the input, so a
 template is a pair (prefix, suffix) and never a format string: braces in data stay braces. Inputs that are conversations
@@ -66,10 +66,10 @@ class Prompt:
 
     def messages(self, text: str) -> tuple[Message, ...]:
         """The messages that the chat template renders."""
-        found = messages_of(text)
-        if self.system and found[0].role != "system":
-            return (Message("system", self.system), *found)
-        return found
+        messages = messages_of(text)
+        if self.system and messages[0].role != "system":
+            return (Message("system", self.system), *messages)
+        return messages
 
     def encode(self, texts: Sequence[str], codec: TextCodec) -> list[list[int]]:
         """Ids of whole prompts, not truncated."""
@@ -94,15 +94,15 @@ class Prompt:
         system, turns = (messages[:1], messages[1:]) if messages[0].role == "system" else ([], messages)
         last = turns[-1]._replace(content=codec.clip(turns[-1].content, tokens))
         left = tokens - _tokens(last, codec)
-        system = [one._replace(content=codec.clip(one.content, left)) for one in system]
-        left -= sum(_tokens(one, codec) for one in system)
-        kept = [last]
+        system = [message._replace(content=codec.clip(message.content, left)) for message in system]
+        left -= sum(_tokens(message, codec) for message in system)
+        recent = [last]
         for user, assistant in reversed(list(zip(turns[:-1:2], turns[1:-1:2], strict=True))):
             left -= _tokens(user, codec) + _tokens(assistant, codec)
             if left < 0:
                 break
-            kept = [user, assistant, *kept]
-        return text_of([*system, *kept])
+            recent = [user, assistant, *recent]
+        return text_of([*system, *recent])
 
 
 def _tokens(message: Message, codec: TextCodec) -> int:

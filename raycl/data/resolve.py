@@ -43,7 +43,7 @@ class TaskPlan:
         group, dataset: what `prompt_names` writes.
         prompt: what `prompt: auto` means for a text backbone.
         recorded: the task has no data; this is what is known of it.
-        type: of what kind the task is.
+        type: the task's kind.
     """
 
     name: str
@@ -84,11 +84,11 @@ def resolve(config: StreamConfig) -> StreamPlan:
     _refuse_twice(wanted, "stream.tasks")
     _refuse_twice(unseen, "stream.unseen")
     _refuse_trained(wanted, unseen)
-    kept, dropped = _plans(config, wanted, _needed(config, benchmark))
+    plans, dropped = _plans(config, wanted, _needed(config, benchmark))
     tested, absent = _plans(config, unseen, ("test",)) if unseen else ((), [])
     missing = [*dropped, *absent]
     notes = (f"tasks left out because they are missing on disk: {', '.join(missing)}",) if missing else ()
-    return StreamPlan(benchmark.name if benchmark else _free_name(config, kept), kept, tested, notes)
+    return StreamPlan(benchmark.name if benchmark else _free_name(config, plans), plans, tested, notes)
 
 
 def missing_files(config: StreamConfig) -> str:
@@ -117,14 +117,14 @@ def _plans(
         folders = locate(Storage.at(config.root), names, needed, config.allow_missing, _one_file(config))
         named = {name: _known(name, folder, config) for name, folder in folders.items()}
     plans = [_custom(task, config, needed) if isinstance(task, TaskSpec) else named.get(task) for task in wanted]
-    kept = tuple(_read_as_set(plan, config) for plan in plans if plan is not None)
+    plans_kept = tuple(_read_as_set(plan, config) for plan in plans if plan is not None)
     if config.objective != "answer":
-        kept = tuple(map(_texts_alone, kept))
-    return kept, [name for name in names if name not in named]
+        plans_kept = tuple(map(_texts_alone, plans_kept))
+    return plans_kept, [name for name in names if name not in named]
 
 
 def _read_as_set(plan: TaskPlan, config: StreamConfig) -> TaskPlan:
-    """The task, read as the settings of the whole stream say."""
+    """Return the task with the reading settings of the whole stream."""
     columns = replace(plan.reading.columns, group=config.group or "")
     files = {split: file.within(config.limits) for split, file in plan.files.items()}
     return replace(plan, files=files, reading=replace(plan.reading, columns=columns, on_bad_row=config.on_bad_row))
@@ -157,11 +157,11 @@ def _wanted(config: StreamConfig, benchmark: Benchmark | None) -> list[str | Tas
 
 def _unseen(config: StreamConfig) -> list[str | TaskSpec]:
     """Tasks that are evaluated only; the name of a benchmark order stands for its tasks."""
-    found: list[str | TaskSpec] = []
+    tasks: list[str | TaskSpec] = []
     for task in config.unseen or ():
         benchmark = find(task) if isinstance(task, str) else None
-        found += benchmark.tasks if benchmark else [canonical(task) if isinstance(task, str) else task]
-    return found
+        tasks += benchmark.tasks if benchmark else [canonical(task) if isinstance(task, str) else task]
+    return tasks
 
 
 def _names(tasks: Sequence[str | TaskSpec]) -> list[str]:
@@ -209,18 +209,18 @@ def _builtin(name: str, config: StreamConfig) -> TaskPlan:
     )
 
 
-def _known(name: str, place: TaskFolder, config: StreamConfig) -> TaskPlan:
+def _known(name: str, located: TaskFolder, config: StreamConfig) -> TaskPlan:
     """A task found by name below the root."""
     info = TASKS.get(name, _UNKNOWN)
-    files = _without_unused_dev(place.files, config)
+    files = _without_unused_dev(located.files, config)
     labels, prompt, definition = info.labels, info.prompt, info.instruction
     if info.prompt != "llama2_chat" and _is_olora(files):
-        labels, prompt = _labels_file(place.folder) or labels, "olora"
+        labels, prompt = _labels_file(located.folder) or labels, "olora"
         definition = OLORA_INSTRUCTIONS.get(info.group, "")
     keep = config.unlabelled == "keep"
     reading = Reading("auto", info.columns, labels, info.unlabelled, keep, words=_words(info.words, config))
     metric = _metric(info.metric if name in TASKS else None, labels, config)
-    folder = place.folder.uri.rpartition("/")[2]
+    folder = located.folder.uri.rpartition("/")[2]
     return TaskPlan(name, files, reading, metric, definition, info.group, folder, prompt, type=info.type)
 
 
@@ -272,7 +272,7 @@ def _words(words: Mapping[str, str], config: StreamConfig) -> tuple[tuple[str, s
 
 
 def _metric(metric: str | None, labels: Labels, config: StreamConfig) -> str | None:
-    """Of a task with labels the first word is scored where answers are one word."""
+    """Return the task's metric; where answers are one word, tasks with labels are scored by the first word."""
     if config.answers == "words" and labels is not None and metric in (None, "exact_match", "accuracy"):
         return "first_word"
     return metric
@@ -293,8 +293,8 @@ def _task_files(
             f"task '{spec.name}' names a config or splits of '{spec.path}': datasets in the hub's layout are read from "
             f"local folders and {HUB} names, copy it to one"
         )
-    found = {} if named else task_folder(folder, _one_file(config)).files
-    files: dict[str, Source] = dict(_without_unused_dev(found, config))
+    folder_files = {} if named else task_folder(folder, _one_file(config)).files
+    files: dict[str, Source] = dict(_without_unused_dev(folder_files, config))
     absent = [split for split in needed if split not in files and getattr(spec, split) is None]
     if named or (absent and folder.is_local and is_dataset_folder(Path(spec.path))):
         return _hub_files(spec, config), None

@@ -46,7 +46,7 @@ def draw_groups(seed: int, task: str, split: str, groups: Indices, limit: int) -
 
 
 def _parted(random: np.random.Generator, groups: Indices, size: int) -> tuple[Indices, Indices]:
-    """Positions of all other groups, and of the first ones of a permutation that hold at most `size` rows together.
+    """Return positions of the other groups, and of the first groups of a permutation with at most `size` rows together.
 
     Where one row is wanted, one group is taken, whatever its size. Groups of one row each are rows.
     """
@@ -69,7 +69,7 @@ def per_class(seed: int, task: str, rows: Indices, labels: Indices, limit: int, 
 
     Args:
         labels: class of each of `rows`, same length.
-        words: of the draw, where a task has several.
+        words: names of the draw, where a task has several.
     """
     order = generator(seed, task, "per_class", *words).permutation(len(rows))
     chosen = [order[labels[order] == label][:limit] for label in np.unique(labels)]

@@ -96,9 +96,9 @@ class TaskSpec(Section):
     @field_validator("labels", "words", mode="before")
     @classmethod
     def _texts(cls, value: Any) -> Any:
-        """YAML reads some words and all digits as something else than text."""
+        """Refuse labels that are not text: YAML reads some words and all digits as other types."""
         given = [*value, *value.values()] if isinstance(value, dict) else value
-        others = [one for one in given if not isinstance(one, str)] if isinstance(given, list | tuple) else []
+        others = [item for item in given if not isinstance(item, str)] if isinstance(given, list | tuple) else []
         if others:
             raise ValueError(
                 f"{others[0]!r} is no text: write labels in quotes, ['yes', 'no', '1'], for YAML reads yes, no, on and "
@@ -228,7 +228,7 @@ class StreamConfig(Section):
     @field_validator("unseen", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """A single name is a list of one, and an empty list is None."""
+        """Turn a single name into a list, and an empty list into None."""
         return [value] if isinstance(value, str) else value or None
 
     @model_validator(mode="after")
@@ -247,16 +247,16 @@ class StreamConfig(Section):
         return self
 
     def limits_of(self, task: str) -> tuple[int, int]:
-        """Most tokens of a source and of a target of this task."""
+        """Return the most tokens of a source and of a target of this task."""
         source = self.max_source_tokens_by_task.get(task, self.max_source_tokens)
         return source, self.max_target_tokens_by_task.get(task, self.max_target_tokens)
 
     @property
     def token_limits(self) -> tuple[int, int]:
-        """Most tokens of a source and of a target of any task."""
+        """Return the most tokens of a source and of a target of any task."""
         source = max((self.max_source_tokens, *self.max_source_tokens_by_task.values()))
         return source, max((self.max_target_tokens, *self.max_target_tokens_by_task.values()))
 
     def train_rows_of(self, task: str) -> int | None:
-        """Upper limit of the train rows of this task; None: all."""
+        """Return the largest number of train rows of this task; None: all."""
         return self.train_rows_by_task.get(task, self.train_rows)

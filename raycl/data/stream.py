@@ -1,7 +1,7 @@
 """A stream: the ordered tasks of a run, checked, cached, and given out as token tables.
 
-Everything that can be wrong with data is found here, in the driver, before any worker starts; and workers that open the
-same config again find the same rows in the node's cache.
+All errors in data are found here, in the driver, before any worker starts. Workers that open the same config again read
+the same rows from the node's cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 BUILTIN_TRAIN_ROWS = 320
 BUILTIN_TEST_ROWS = 150
-"""Rows of a builtin task unless the config sets them."""
+"""The number of test rows of a builtin task unless the config sets it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class OpenTask:
 
     @property
     def definition(self) -> str:
-        """Instruction of the prompt, maybe empty."""
+        """The instruction of the prompt, which may be empty."""
         if self.plan.definition is not None:
             return self.plan.definition
         return next(iter(self.raws.values())).definition
@@ -65,8 +65,8 @@ class Stream:
     """An ordered list of tasks with their rows.
 
     Attributes:
-        name: of the benchmark, or as configured.
-        tasks: in the order in which they arrive.
+        name: name of the benchmark, or the configured one.
+        tasks: the tasks in the order in which they arrive.
         unseen: tasks that are never trained, evaluated once after the last of `tasks`.
         notes: differences from the configuration, and row counts, as text.
     """
@@ -139,7 +139,7 @@ class Stream:
         Rows that belong together are kept together: one group at least, then at most that many rows.
 
         Args:
-            limit: so many rows at most.
+            limit: the most rows.
         """
         rows = self.rows(task, "train")
         wanted = max(1, int(round(share * len(rows), 9)))
@@ -171,17 +171,17 @@ class Stream:
         """The template around the inputs of `task`.
 
         Args:
-            instruction: in the place of the task's own.
+            instruction: replaces the task's own.
         """
         if self.learns_texts:
             return Prompt()
-        found = self._open[task.name]
-        if found.plan.recorded is not None:
-            return Prompt.of(found.plan.recorded)
+        opened = self._open[task.name]
+        if opened.plan.recorded is not None:
+            return Prompt.of(opened.plan.recorded)
         name = self._config.prompt
         if name == "auto":
-            name = "plain" if codec.needs_labels else "chat" if found.is_chat else found.plan.prompt
-        definition = found.definition if instruction is None else instruction
+            name = "plain" if codec.needs_labels else "chat" if opened.is_chat else opened.plan.prompt
+        definition = opened.definition if instruction is None else instruction
         if name == "chat":
             return _chat(task, definition, codec)
         if name == "superni":
@@ -191,15 +191,15 @@ class Stream:
         if name == "llama2_chat":
             return prompts.llama2_chat(definition)
         if name == "olora":
-            plan = found.plan
+            plan = opened.plan
             return prompts.olora(definition, task.labels, plan.group, plan.dataset, self._config.prompt_names)
         return Prompt()
 
     def scored(self, task: Task, split: Split, codec: TextCodec, subsample: int | None) -> TokenTable:
-        """The rows that evaluation scores: all of the split, or so many of them, drawn by the seed.
+        """Return the rows that evaluation scores: all of the split, or a sample drawn by the seed.
 
         Raises:
-            DataError: as `table`.
+            DataError: see `table`.
         """
         table = self.table(task, split, codec)
         rows = np.arange(len(table))
@@ -274,7 +274,7 @@ def open_stream(config: StreamConfig, seed: int) -> Stream:
     """Read and check every row of every split once; later calls on the same node find them in its cache.
 
     Args:
-        seed: of dev split, sampling and generated rows.
+        seed: seed of the dev split, sampling and generated rows.
 
     Raises:
         ConfigError: settings that name no stream or contradict each other.
@@ -284,29 +284,29 @@ def open_stream(config: StreamConfig, seed: int) -> Stream:
     plan = resolve(config)
     tasks = {task.name: _open_task(task, config, seed, cache) for task in plan.tasks}
     unseen = {task.name: _open_task(task, config, seed, cache) for task in plan.unseen}
-    for found in tasks.values():
+    for open_task in tasks.values():
         for key, other in (("per_class", "train_rows"), ("dev_per_class", "dev_rows")):
-            if getattr(config, key) is not None and found.task.labels is None:
+            if getattr(config, key) is not None and open_task.task.labels is None:
                 raise ConfigError(
-                    f"{key} is {getattr(config, key)}, but the answers of task '{found.task.name}' are free text: "
+                    f"{key} is {getattr(config, key)}, but the answers of task '{open_task.task.name}' are free text: "
                     f"use {other}"
                 )
     _check_groups(config, [*tasks.values(), *unseen.values()])
-    ordered, never = (tuple(found.task for found in opened.values()) for opened in (tasks, unseen))
+    ordered, never = (tuple(open_task.task for open_task in opened.values()) for opened in (tasks, unseen))
     stream = Stream(plan.name, ordered, never, [], config, seed, tasks | unseen, cache)
     stream.notes.extend(_notes(stream, plan, config))
     return stream
 
 
 def _check_groups(config: StreamConfig, opened: Sequence[OpenTask]) -> None:
-    """Refuse a group that no row names, for rows that belong together would be trained and tested on.
+    """Refuse a group that no row names, since rows that belong together would be both trained on and tested.
 
     Raises:
         ConfigError: no task has such a column.
     """
-    if config.group and not any(raw.names_groups for found in opened for raw in found.raws.values()):
+    if config.group and not any(raw.names_groups for task in opened for raw in task.raws.values()):
         raise ConfigError(
-            f"stream.group is '{config.group}', which no row of {', '.join(found.task.name for found in opened)} has: "
+            f"stream.group is '{config.group}', which no row of {', '.join(task.task.name for task in opened)} has: "
             "expected a column of at least one task, correct the name or leave it out"
         )
 
@@ -369,28 +369,28 @@ def _generate(plan: TaskPlan, split: str, config: StreamConfig, seed: int, cache
 
 def _notes(stream: Stream, plan: StreamPlan, config: StreamConfig) -> list[str]:
     notes = list(plan.notes)
-    unreachable = [name for name, found in stream._open.items() if found.plan.recorded is not None]
+    unreachable = [name for name, task in stream._open.items() if task.plan.recorded is not None]
     if unreachable:
         notes.append(f"learned earlier and not evaluated, since their data is out of reach: {', '.join(unreachable)}")
     if config.dev == "file":
         notes.append("dev comes from files; where they equal the test files, results chosen by dev are test-selected")
-    for found in stream._open.values():
-        if stream.carves_test(found.task):
-            count, rows = len(stream._parted(found.task)[1]), found.raws["train"].count
-            notes.append(f"{found.task.name}: comes as one file, {count:,} of its {rows:,} rows are set aside as test")
-        for split, raw in found.raws.items():
-            notes += [f"{found.task.name}: {note}" for note in raw.notes]
+    for task in stream._open.values():
+        if stream.carves_test(task.task):
+            count, rows = len(stream._parted(task.task)[1]), task.raws["train"].count
+            notes.append(f"{task.task.name}: comes as one file, {count:,} of its {rows:,} rows are set aside as test")
+        for split, raw in task.raws.items():
+            notes += [f"{task.task.name}: {note}" for note in raw.notes]
             if raw.left_out:
                 notes.append(
-                    f"{found.task.name}: {counted(raw.left_out, 'row')} of {split} cannot be used and are left out, "
+                    f"{task.task.name}: {counted(raw.left_out, 'row')} of {split} cannot be used and are left out, "
                     f"for example {raw.problems[0]}"
                 )
             if config.group and not raw.names_groups:
-                notes.append(f"{found.task.name}: no {split} row names a group '{config.group}' (stream.group)")
-        dropped = {split: raw.dropped for split, raw in found.raws.items() if raw.dropped}
+                notes.append(f"{task.task.name}: no {split} row names a group '{config.group}' (stream.group)")
+        dropped = {split: raw.dropped for split, raw in task.raws.items() if raw.dropped}
         if dropped:
             listing = ", ".join(f"{count} {split}" for split, count in dropped.items())
-            notes.append(f"{found.task.name}: rows without a label dropped: {listing}")
+            notes.append(f"{task.task.name}: rows without a label dropped: {listing}")
     for note in notes:
         log.info("%s: %s", stream.name, note)
     return notes

@@ -19,7 +19,7 @@ Split = Literal["train", "dev", "test"]
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """What a batch is made of, for n rows.
+    """The ids and labels of n rows, from which batches are made.
 
     Attributes:
         source_ids: n arrays of prompt ids, with the model's special tokens.
@@ -33,7 +33,7 @@ class TokenColumns:
 
 
 class Rows(Protocol):
-    """What a loader reads: tokenised rows of one task, numbered from 0."""
+    """Tokenised rows of one task, numbered from 0, as a loader reads them."""
 
     task: Task
 
@@ -54,10 +54,10 @@ class TokenTable:
     """
 
     def __init__(self, task: Task, split: Split, entry: Entry, part: NDArray[np.int64] | None = None) -> None:
-        """Open it.
+        """Open the table.
 
         Args:
-            part: rows of the entry that the table has; None: all.
+            part: rows of the entry that the table holds; None: all.
         """
         self.task = task
         self.split: Split = split
@@ -71,13 +71,13 @@ class TokenTable:
         return int(self._entry.info["count"]) if self._part is None else len(self._part)
 
     def part(self, rows: NDArray[np.int64]) -> TokenTable:
-        """A table of these rows alone; the counts of cut texts are still those of the whole."""
-        return TokenTable(self.task, self.split, self._entry, self._places(rows))
+        """Return a table of these rows alone; its counts of cut texts are still those of the full table."""
+        return TokenTable(self.task, self.split, self._entry, self._positions(rows))
 
-    def _places(self, rows: RowIndices) -> NDArray[np.int64]:
-        """Where rows of the table are in the entry."""
-        found = np.asarray(rows, dtype=np.int64)
-        return found if self._part is None else self._part[found]
+    def _positions(self, rows: RowIndices) -> NDArray[np.int64]:
+        """Return the positions of the table's rows in the entry."""
+        positions = np.asarray(rows, dtype=np.int64)
+        return positions if self._part is None else self._part[positions]
 
     @property
     def truncated_sources(self) -> int:
@@ -106,46 +106,46 @@ class TokenTable:
 
     def columns(self, rows: RowIndices) -> TokenColumns:
         """Ids and labels of `rows`, in their order."""
-        places = self._places(rows)
+        positions = self._positions(rows)
         return TokenColumns(
-            self._rows.lists("source_ids", places), self._rows.lists("target_ids", places), self.labels(rows)
+            self._rows.lists("source_ids", positions), self._rows.lists("target_ids", positions), self.labels(rows)
         )
 
     def common_start(self) -> list[int]:
-        """Ids that all prompts begin with, at least one short of the shortest: the task's definition, if it has one."""
-        sources = self._rows.lists("source_ids", self._places(np.arange(len(self))))
+        """The ids that all prompts begin with, at least one short of the shortest: the task's definition, if any."""
+        sources = self._rows.lists("source_ids", self._positions(np.arange(len(self))))
         shortest = min(map(len, sources), default=0)
         if shortest < 2:
             return []
         heads = np.stack([ids[: shortest - 1] for ids in sources])
         unlike = (heads != heads[0]).any(axis=0)
-        found: list[int] = heads[0, : int(unlike.argmax()) if unlike.any() else None].tolist()
-        return found
+        prefix: list[int] = heads[0, : int(unlike.argmax()) if unlike.any() else None].tolist()
+        return prefix
 
     def labels(self, rows: RowIndices) -> NDArray[np.int32]:
         """`[len(rows)]` index in `task.labels`, -1 for free text."""
-        return self._rows.numbers("label", self._places(rows))
+        return self._rows.numbers("label", self._positions(rows))
 
     def texts(self, rows: RowIndices) -> list[str]:
         """Input texts without the prompt, whole."""
-        return self._rows.values("text", self._places(rows))
+        return self._rows.values("text", self._positions(rows))
 
     def references(self, rows: RowIndices) -> list[tuple[str, ...]]:
         """Acceptable answers of each row; the first is the one that was tokenised."""
-        return [tuple(names) for names in self._rows.values("references", self._places(rows))]
+        return [tuple(names) for names in self._rows.values("references", self._positions(rows))]
 
     def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:
         """`[len(rows)]` 1-based number of each row in its source file."""
-        return self._rows.numbers("row", self._places(rows))
+        return self._rows.numbers("row", self._positions(rows))
 
 
 class HeldRows:
-    """Rows that are in no file, held in memory: samples of an earlier task, of which no text is kept."""
+    """Rows held in memory that are in no file: samples of an earlier task whose texts are not kept."""
 
     def __init__(
         self, task: Task, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], labels: Sequence[int]
     ) -> None:
-        """Hold them.
+        """Hold the rows.
 
         Args:
             sources: prompt ids. targets: answer ids; empty lists where there is a label head.
@@ -176,9 +176,9 @@ class HeldRows:
         return TokenColumns([self._sources[n] for n in pick], [self._targets[n] for n in pick], self._labels[places])
 
     def texts(self, rows: RowIndices) -> list[str]:
-        """Blanks."""
+        """Return empty texts."""
         return [""] * len(rows)
 
     def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:
-        """Zeros: they are in no file."""
+        """Return zeros, since the rows are in no file."""
         return np.zeros(len(rows), dtype=np.int64)

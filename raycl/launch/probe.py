@@ -1,4 +1,4 @@
-"""The large outputs of a finished run's model for each task's texts, measured in this process, kept in the run's folder."""
+"""The large outputs of a finished run's model for each task's texts, measured in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config of a run that starts from a snapshot of a bank (`bank.start`): the snapshot's own with more tasks at its end."""
+"""The config of a run that starts from a snapshot of a bank (`bank.start`): the snapshot's own, with more tasks."""
 
 from __future__ import annotations
 

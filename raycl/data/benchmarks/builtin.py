@@ -1,6 +1,6 @@
-"""Five small English text tasks made on the spot, so that `make demo` shows forgetting offline.
+"""Five small English text tasks, generated when they are needed, so that `make demo` shows forgetting offline.
 
-A newcomer must see a stream, a matrix and a forgetting figure before downloading anything; real
+A new user must see a stream, a matrix and a forgetting figure before downloading anything; real
 benchmarks are neither small nor redistributable.  Each task is a small grammar (`builtin_words`)
 and each row is one seeded walk through it.  One alternative in four of every list is kept from the
 training split, so the test split holds words and phrasings that training never showed.
@@ -11,8 +11,8 @@ the same ones on every machine for the same `(task, split, seed)`.
 Grammar, one list per symbol: `symbol = alternative | alternative`, continued on indented lines.
 An alternative may hold references in braces:
 
-    {place}     one alternative of `place`, the same each time it is named within one text
-    {place2}    another one, different from those the text already took from `place`
+    {city}      one alternative of `city`, the same each time it is named within one text
+    {city2}     another one, different from those the text already took from `city`
     {state.1}   field 1 of an alternative whose fields are separated by `~`
     {@act}      `act` of the label being written (symbol `<label>:act`)
     {!act}      `act` of one other label, drawn once per text
@@ -156,7 +156,7 @@ def _parse(source: str) -> dict[str, tuple[str, ...]]:
 
 
 def _kept_for_training(options: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(option for place, option in enumerate(options, 1) if place % _HELD_OUT_EVERY)
+    return tuple(option for number, option in enumerate(options, 1) if number % _HELD_OUT_EVERY)
 
 
 def _generator(task: str, split: str, seed: int) -> np.random.Generator:

@@ -32,8 +32,8 @@ class TaskInfo:
         unlabelled: label texts that mark a row without a label.
         instruction: what the paper writes before every input; None: what the file has, if it has one.
         columns: where its published files have text and answer.
-        type: of what kind it is, in SAPT's table 3.
-        words: label -> the one word that stands for it where answers are one word each.
+        type: its kind, in SAPT's table 3.
+        words: label -> the single word that stands for it where answers are one word each.
     """
 
     labels: tuple[str, ...] | Literal["auto"] | None
@@ -218,7 +218,7 @@ TASKS: Mapping[str, TaskInfo] = MappingProxyType({**_LONG, **_SUPERNI, **_LLAMA,
 
 
 def fold(name: str) -> str:
-    """A name without what writers disagree about: case, `-`, `_` and spaces."""
+    """Return a name without case, `-`, `_` and spaces, about which files and papers differ."""
     return re.sub(r"[-_ ]", "", name.lower())
 
 

@@ -50,7 +50,7 @@ def task_folder(folder: Storage, one_file: bool = False) -> TaskFolder:
     """The split files `{train,dev,test}.*` directly in `folder`, else folders of CSV files for each split.
 
     Args:
-        one_file: without any, a single data file is train.
+        one_file: where there are no split files, a single data file is train.
     """
     names = _list(folder)
     files: dict[str, SourceFile | SourceFiles] = {
@@ -67,15 +67,17 @@ def task_folder(folder: Storage, one_file: bool = False) -> TaskFolder:
 
 
 def _split_folders(folder: Storage, names: Sequence[str]) -> dict[str, SourceFile | SourceFiles]:
-    """Split -> the CSV files in its folder, by name, as MMLU is published: a file for each subject."""
-    found: dict[str, SourceFile | SourceFiles] = {}
+    """Return the CSV files in each split's folder, sorted by name; MMLU is published as a file for each subject."""
+    by_split: dict[str, SourceFile | SourceFiles] = {}
     for split, candidates in _SPLIT_FOLDERS.items():
-        for name in (name for name in candidates if name in names and split not in found):
+        for name in (name for name in candidates if name in names and split not in by_split):
             inside = folder.sub(name)
-            files = tuple(SourceFile(inside, one) for one in sorted(_list(inside)) if one.endswith(".csv"))
+            files = tuple(
+                SourceFile(inside, file_name) for file_name in sorted(_list(inside)) if file_name.endswith(".csv")
+            )
             if files:
-                found[split] = SourceFiles(inside, files)
-    return found
+                by_split[split] = SourceFiles(inside, files)
+    return by_split
 
 
 def locate(
@@ -94,8 +96,8 @@ def locate(
     for name in tasks:
         check_name(name)
     candidates = _candidates(root)
-    found = {name: _best(candidates, name, needed, one_file) for name in tasks}
-    missing = {name: lack for name, lack in found.items() if isinstance(lack, str)}
+    folders = {name: _best(candidates, name, needed, one_file) for name in tasks}
+    missing = {name: lack for name, lack in folders.items() if isinstance(lack, str)}
     if missing:
         listing = ", ".join(f"{name} ({lack})" for name, lack in missing.items())
         if not allow_missing or len(missing) == len(tasks):
@@ -105,7 +107,7 @@ def locate(
                 "check 'root' or set 'allow_missing: true' to continue without them"
             )
         log.warning("continuing without %s missing under '%s': %s", counted(len(missing), "task"), root.uri, listing)
-    return {name: place for name, place in found.items() if isinstance(place, TaskFolder)}
+    return {name: folder for name, folder in folders.items() if isinstance(folder, TaskFolder)}
 
 
 def _best(
@@ -121,17 +123,17 @@ def _best(
                     return TaskFolder(file.folder, {"train": file})
                 lack = "one file, from which stream.test_fraction takes test rows"
                 continue
-            place = task_folder(folder, one_file)
-            absent = [split for split in needed if split not in place.files]
+            task_files = task_folder(folder, one_file)
+            absent = [split for split in needed if split not in task_files.files]
             if not absent:
-                return place
-            if place.files:
+                return task_files
+            if task_files.files:
                 lack = f"no {' and no '.join(absent)} file"
     return lack
 
 
 def _candidates(root: Storage) -> dict[str, list[Storage]]:
-    """Folded name -> folders of that name, nearest to the root first."""
+    """Return the folders of each folded name, nearest to the root first."""
     result: dict[str, list[Storage]] = {}
     for folder, name in _walk(root, depth=2):
         stem = next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)), name)

@@ -1,4 +1,4 @@
-"""A node-local cache of Arrow files: built once per node, whole or absent, read by memory map.
+"""A node-local cache of Arrow files: built once per node, complete or absent, read by memory map.
 
 Several workers of a node need the same rows; one of them converts, the others wait on a file lock and then map the same
 pages. An entry is `<key>.arrow` with the sealed record `<key>.json`, written last: it means committed. An entry that is
@@ -35,7 +35,7 @@ class Entry:
     """A committed cache entry.
 
     Attributes:
-        sha256: of the file.
+        sha256: hash of the file.
     """
 
     path: Path
@@ -78,7 +78,7 @@ def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordB
         folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{key}.lock"):
         try:
-            return _whole(storage, name, key)  # of the process that had the lock
+            return _whole(storage, name, key)  # left by the process that had the lock
         except StorageError as error:
             if storage.exists(record_of(name)):
                 log.warning("an entry of the cache is made anew: %s", error)
@@ -86,14 +86,14 @@ def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordB
 
 
 def _whole(storage: Storage, name: str, key: str) -> Entry:
-    """The entry, hash checked.
+    """Return the entry after checking its hash.
 
     Raises:
         StorageError: there is none, or it is damaged, of another key or of another version.
     """
-    found, path = read_seal(storage, name, key), Path(storage.path(name))
-    check_sealed(path, found.sha256)
-    return Entry(path, found.info, found.sha256)
+    seal, path = read_seal(storage, name, key), Path(storage.path(name))
+    check_sealed(path, seal.sha256)
+    return Entry(path, seal.info, seal.sha256)
 
 
 def _build(

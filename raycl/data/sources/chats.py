@@ -32,10 +32,10 @@ ROLES: dict[str, Role] = {
 
 
 SYSTEM, HISTORY = "system", "history"
-"""Fields beside a conversation or an instruction: its system message, and the turns before it as pairs of texts."""
+"""Fields next to a conversation or an instruction: its system message, and the turns before it as pairs of texts."""
 
 UNREAD = ("tools", "functions", "image", "images", "videos", "audios")
-"""Fields beside a conversation or an instruction of which nothing is learned."""
+"""Fields next to a conversation or an instruction of which nothing is learned."""
 
 BESIDE = (SYSTEM, HISTORY, *UNREAD)
 
@@ -69,26 +69,26 @@ def turns_of(
     if system:
         given = _with_system(given, system, number, refuse)
     messages = _messages(given, number, refuse)
-    users = [place for place, message in enumerate(messages) if message.role == "user"]
+    users = [index for index, message in enumerate(messages) if message.role == "user"]
     if not users or (answered and messages[-1].role == "user" and len(users) == 1):
         wanted = "answer of the assistant" if users else "user message"
         refuse(f"the conversation has no {wanted}: expected user and assistant in turn, complete or remove it", number)
     if not answered:
         yield text_of(messages[: users[-1] + 1]), ""
         return
-    answers = [place + 1 for place in users if place + 1 < len(messages)]
-    learned = [place for place in answers if _weight(given[place], number, refuse)]
+    answers = [index + 1 for index in users if index + 1 < len(messages)]
+    learned = [index for index in answers if _weight(given[index], number, refuse)]
     if not learned:
         refuse("each answer of the conversation has weight 0: expected one to learn, remove the row", number)
-    for place in learned if turns == "all" else learned[-1:]:
-        yield text_of(messages[:place]), messages[place].content
+    for index in learned if turns == "all" else learned[-1:]:
+        yield text_of(messages[:index]), messages[index].content
 
 
 def system_of(item: Mapping[str, Any], number: int, refuse: Refuse) -> str:
-    """The system message beside a conversation or an instruction.
+    """Return the system message of a conversation or an instruction.
 
     Raises:
-        DataError: there is something else beside it, of which nothing would be learned.
+        DataError: the row has other fields of which nothing would be learned.
     """
     for name in UNREAD:
         if item.get(name) not in _NOTHING:
@@ -110,7 +110,7 @@ def earlier_turns(value: Any, number: int, refuse: Refuse) -> list[Message]:
             f"the {HISTORY} is no list of pairs: expected [question, answer] for each turn before, repair it", number
         )
     texts = [_text(text, HISTORY, number, refuse) for pair in pairs for text in pair]
-    return [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
+    return [Message("assistant" if index % 2 else "user", text) for index, text in enumerate(texts)]
 
 
 def _text(value: Any, name: str, number: int, refuse: Refuse) -> str:
@@ -129,7 +129,7 @@ def _with_system(given: list[Any], system: str, number: int, refuse: Refuse) -> 
 
 
 def _weight(message: Mapping[str, Any], number: int, refuse: Refuse) -> bool:
-    """Whether an answer is learned."""
+    """Return whether an answer is learned."""
     weight = message.get("weight", 1)
     if weight not in (None, 0, 1):
         refuse(f"a message has weight {weight}: expected 0 (not learned) or 1", number)
@@ -140,7 +140,7 @@ def conversation_of(value: Any, where: str) -> list[Message]:
     """The messages of a conversation in memory, in any of the forms that files have.
 
     Args:
-        where: what error messages call it.
+        where: its name in error messages.
 
     Raises:
         DataError: roles that are not known or do not alternate, contents that are no texts.
@@ -153,8 +153,8 @@ def conversation_of(value: Any, where: str) -> list[Message]:
 
 
 def _parsed(value: Any, number: int, refuse: Refuse) -> list[Any]:
-    found = _loaded(value, "conversation", number, refuse) if isinstance(value, str) else value
-    return list(found)
+    messages = _loaded(value, "conversation", number, refuse) if isinstance(value, str) else value
+    return list(messages)
 
 
 def _loaded(text: str, name: str, number: int, refuse: Refuse) -> Any:
@@ -165,29 +165,29 @@ def _loaded(text: str, name: str, number: int, refuse: Refuse) -> Any:
 
 
 def _messages(given: Sequence[Any], number: int, refuse: Refuse) -> list[Message]:
-    found = [_message(one, number, refuse) for one in given]
-    turns = [message.role for message in found]
+    messages = [_message(item, number, refuse) for item in given]
+    turns = [message.role for message in messages]
     if turns[:1] == ["system"]:
         turns = turns[1:]
-    for place, role in enumerate(turns):
-        wanted = "assistant" if place % 2 else "user"
+    for index, role in enumerate(turns):
+        wanted = "assistant" if index % 2 else "user"
         if role != wanted:
             refuse(
-                f"message {place + 1 + len(found) - len(turns)} of the conversation is of {role}: expected {wanted}, "
+                f"message {index + 1 + len(messages) - len(turns)} of the conversation is of {role}: expected {wanted}, "
                 "since user and assistant alternate, behind at most one system message; repair or remove it",
                 number,
             )
-    return found
+    return messages
 
 
-def _message(one: Any, number: int, refuse: Refuse) -> Message:
-    if not isinstance(one, dict):
-        refuse(f"a message is a {type(one).__name__}: expected an object with role and content", number)
-    name, content = one.get("role", one.get("from")), one.get("content", one.get("value"))
+def _message(item: Any, number: int, refuse: Refuse) -> Message:
+    if not isinstance(item, dict):
+        refuse(f"a message is a {type(item).__name__}: expected an object with role and content", number)
+    name, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
     role = ROLES.get(str(name))
     if role is None:
         refuse(f"a message is of '{name}': expected one of {', '.join(ROLES)}; remove the row or the message", number)
-    unread = next((key for key in _UNREAD_OF_MESSAGE if one.get(key) not in _NOTHING), None)
+    unread = next((key for key in _UNREAD_OF_MESSAGE if item.get(key) not in _NOTHING), None)
     if unread is not None:
         refuse(f"a message has {unread}, which are not learned: remove the row or the message", number)
     if isinstance(content, list):

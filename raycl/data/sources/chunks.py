@@ -29,9 +29,9 @@ class ChunkedRows:
         return int(self._table.num_rows)
 
     def values(self, column: str, rows: RowIndices) -> list[Any]:
-        """Python values of `rows`, in their order."""
+        """Return the Python values of `rows`, in their order."""
         chunks = self._table.column(column).chunks
-        return [chunks[chunk][offset].as_py() for chunk, offset in self._places(rows)]
+        return [chunks[chunk][offset].as_py() for chunk, offset in self._positions(rows)]
 
     def numbers(self, column: str, rows: RowIndices) -> NDArray[Any]:
         """Values of a number column, `[len(rows)]`; the column stays in memory."""
@@ -42,18 +42,18 @@ class ChunkedRows:
     def lists(self, column: str, rows: RowIndices) -> list[NDArray[np.int32]]:
         """Views of a list<int32> column's rows into the mapped file."""
         chunks = self._table.column(column).chunks
-        found = []
-        for chunk, offset in self._places(rows):
-            start, end = (chunks[chunk].offsets[place].as_py() for place in (offset, offset + 1))
-            found.append(chunks[chunk].values.slice(start, end - start).to_numpy())
-        return found
+        views = []
+        for chunk, offset in self._positions(rows):
+            start, end = (chunks[chunk].offsets[index].as_py() for index in (offset, offset + 1))
+            views.append(chunks[chunk].values.slice(start, end - start).to_numpy())
+        return views
 
     def list_lengths(self, column: str) -> NDArray[np.int64]:
         """Length of every row of a list column, `[rows]`; touches the offsets alone."""
         chunks = [np.diff(chunk.offsets.to_numpy()) for chunk in self._table.column(column).chunks]
         return np.concatenate([*chunks, np.zeros(0)]).astype(np.int64)
 
-    def _places(self, rows: RowIndices) -> Iterator[tuple[int, int]]:
+    def _positions(self, rows: RowIndices) -> Iterator[tuple[int, int]]:
         wanted = np.asarray(rows, dtype=np.int64)
         assert not len(wanted) or (wanted.min() >= 0 and wanted.max() < len(self)), "row outside its table"
         chunks = np.searchsorted(self._starts, wanted, side="right") - 1

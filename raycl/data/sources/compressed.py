@@ -15,12 +15,12 @@ _SHORT = {".tgz": "gzip", ".tbz2": "bz2", ".txz": "xz"}
 
 
 def check_compressed(path: Path, limits: ReadLimits, refuse: Refuse) -> None:
-    """Look how far a file expands; one that is not compressed does not.
+    """Check how far a compressed file expands.
 
     Raises:
         DataError: it is damaged, or expands further than the limits allow.
     """
-    import fsspec  # read by datasets alone
+    import fsspec  # only `datasets` reads these
     from fsspec.utils import infer_compression
 
     kind = _SHORT.get(path.suffix.lower()) or infer_compression(path.name)
@@ -29,7 +29,7 @@ def check_compressed(path: Path, limits: ReadLimits, refuse: Refuse) -> None:
     size, expanded = path.stat().st_size, 0
     try:
         if kind == "zip":
-            expanded = sum(one.file_size for one in zipfile.ZipFile(path).infolist())
+            expanded = sum(member.file_size for member in zipfile.ZipFile(path).infolist())
         else:
             with fsspec.open(str(path), "rb", compression=kind) as stream:
                 while expanded <= limits.expanded_bytes(size) and (chunk := stream.read(_CHUNK)):

@@ -28,27 +28,27 @@ class Message(NamedTuple):
 def text_of(messages: Sequence[Message]) -> str:
     """The text that stands for `messages`: the content of a single user message, else all below their roles.
 
-    A system message that says nothing is none.
+    An empty system message is left out.
     """
-    messages = [one for one in messages if one.role != "system" or one.content]
+    messages = [message for message in messages if message.role != "system" or message.content]
     if len(messages) == 1 and messages[0].role == "user" and not _LIKE_ROLE_LINE.search(messages[0].content):
         return messages[0].content
     return "\n".join(f"<|{role}|>\n{_LIKE_ROLE_LINE.sub(_escape, content)}" for role, content in messages)
 
 
 def messages_of(text: str) -> tuple[Message, ...]:
-    """Back from `text_of`; a text without a role in its first line is one user message."""
+    """Invert `text_of`; a text without a role in its first line is one user message."""
     lines = text.split("\n")
     if not ROLE_LINE.match(lines[0]):
         return (Message("user", text),)
-    found: list[tuple[Role, list[str]]] = []
+    turns: list[tuple[Role, list[str]]] = []
     for line in lines:
         role = ROLE_LINE.match(line)
         if role:
-            found.append((cast(Role, role[1]), []))
+            turns.append((cast(Role, role[1]), []))
         else:
-            found[-1][1].append(line)
-    return tuple(Message(role, _ESCAPED.sub(r"\1", "\n".join(content))) for role, content in found)
+            turns[-1][1].append(line)
+    return tuple(Message(role, _ESCAPED.sub(r"\1", "\n".join(content))) for role, content in turns)
 
 
 def plain_text(messages: Sequence[Message]) -> str:
@@ -57,7 +57,7 @@ def plain_text(messages: Sequence[Message]) -> str:
 
 
 def last_contents(texts: Sequence[str]) -> list[str]:
-    """Of conversations what their last message says; other texts as they are."""
+    """Return the content of each conversation's last message, and other texts unchanged."""
     return [messages_of(text)[-1].content for text in texts]
 
 

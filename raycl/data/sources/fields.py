@@ -43,7 +43,7 @@ class Row(NamedTuple):
     """One example as it is on disk.
 
     Attributes:
-        number: 1-based place in its file: the line for JSON lines, the row below the header for CSV.
+        number: 1-based position in its file: the line for JSON lines, the row below the header for CSV.
         text: the input.
         references: acceptable answers, at least one; an empty text where no answers are read.
         is_chat: the text stands for the messages of a conversation (`raycl.data.sources.conversation`).
@@ -86,19 +86,19 @@ class Columns:
         return self.text == TEXT_NAMES and not self.parts
 
     def needed(self, names: Sequence[str], refuse: Refuse) -> list[str]:
-        """Those of a table's columns that rows are made of.
+        """Return those of a table's columns that rows are made of.
 
         Raises:
             DataError: the text or the label has no column, or the table holds preferences.
         """
-        found = self._needed(names, refuse)
-        twice = [name for name in dict.fromkeys(found) if found.count(name) > 1]
+        columns = self._needed(names, refuse)
+        twice = [name for name in dict.fromkeys(columns) if columns.count(name) > 1]
         if twice:
             refuse(f"several columns have the name '{twice[0]}': expected one, rename or remove the others")
         if self.others:
             return list(names)
         group = _column(self.group, names) if self.group else None
-        return found if group is None or group in found else [*found, group]
+        return columns if group is None or group in columns else [*columns, group]
 
     def _needed(self, names: Sequence[str], refuse: Refuse) -> list[str]:
         refuse_preferences(names, self, refuse)
@@ -134,7 +134,7 @@ def _column(name: str, names: Sequence[str]) -> str | None:
 
 
 def refuse_preferences(names: Sequence[str], columns: Columns, refuse: Refuse, row: int | None = None) -> None:
-    """Pairs of a chosen and a rejected answer are for preference optimisation, which no method here does.
+    """Refuse pairs of a chosen and a rejected answer; they are for preference optimisation, which no method here does.
 
     Raises:
         DataError: they are such pairs, and the columns that shall be read are not named.
@@ -169,7 +169,7 @@ def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> list[Ro
     """The row of an item; of a conversation, one for each of the assistant's turns.
 
     Raises:
-        DataError: no object, or text or answer is missing or of another type.
+        DataError: the item is no object, or text or answer is missing or of another type.
     """
     rows = list(_rows_of(item, number, columns, refuse))
     for row in rows:
@@ -187,7 +187,7 @@ def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> list[Ro
 
 
 def other_fields(item: Any, columns: Columns) -> dict[str, Any]:
-    """The fields of an item that are not its text; none of what is no object."""
+    """Return the fields of an item that are not its text; an item that is no object has none."""
     if not isinstance(item, Mapping):
         return {}
     names = (*CHAT_NAMES, *columns.text) if columns.is_default else columns.text
@@ -196,7 +196,7 @@ def other_fields(item: Any, columns: Columns) -> dict[str, Any]:
 
 
 def half_character(text: str) -> str:
-    """What is wrong with a text that was cut inside an emoji, so that half of a surrogate pair is left; or ""."""
+    """Describe what is wrong with a text that was cut inside an emoji and ends in half a surrogate pair; or ""."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -240,12 +240,12 @@ def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: 
     if not answered:
         return Row(number, text, ("",))
     letters, answer = LETTERS[: len(texts)], item[ANSWER]
-    found = str(answer).strip()
-    if found.isdigit() and int(found) < len(letters):
-        found = letters[int(found)]
-    if isinstance(answer, bool) or len(found) != 1 or found not in letters:
+    answer_letter = str(answer).strip()
+    if answer_letter.isdigit() and int(answer_letter) < len(letters):
+        answer_letter = letters[int(answer_letter)]
+    if isinstance(answer, bool) or len(answer_letter) != 1 or answer_letter not in letters:
         refuse(f"the answer is '{answer}': expected a letter from A to {letters[-1]} or a number from 0", number)
-    return Row(number, text, (found,))
+    return Row(number, text, (answer_letter,))
 
 
 def _conversation(item: Mapping[str, Any], number: int, columns: Columns, refuse: Refuse) -> Any:
@@ -316,5 +316,5 @@ def _references(value: Any, name: str, number: int, refuse: Refuse) -> tuple[str
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for messages."""
+    """Describe the type of a value, for messages."""
     return "missing value" if value is None else type(value).__name__

@@ -1,6 +1,6 @@
 """What is noticed while a source is read: how it was read, and rows that cannot be used.
 
-A file that is read otherwise than it looks, or with fewer rows than it has, must say so once.
+The user is told once where a file is read differently than it looks, or with fewer rows than it has.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class BadRow(DataError):
     """A row that cannot be used; the other rows of its source can.
 
     Attributes:
-        row: 1-based. problem: the message without the place.
-        item: what was read of it; None: nothing.
+        row: 1-based number. problem: the message without file and row.
+        item: the part that was read; None: nothing.
     """
 
     def __init__(self, message: str, row: int = 0, problem: str = "") -> None:
@@ -32,7 +32,7 @@ class BadRow(DataError):
 
 @dataclass
 class Findings:
-    """Of one source.
+    """Notes and bad rows of one source.
 
     Attributes:
         on_bad_row: refuse: the first bad row is an error; skip: bad rows are left out and counted.

@@ -1,8 +1,7 @@
 """Readers: a file of one of eight formats becomes a stream of rows, one at a time.
 
-Data comes as NaturalInstructions objects, lists of sentences, JSON lines, CSV, Parquet or plain text, and everything
-behind the reader should see one thing. Every error names file and row, what was found, what was expected and what to
-do.
+Data comes as NaturalInstructions objects, lists of sentences, JSON lines, CSV, Parquet or plain text, and the code
+after the reader sees one type, `Row`. Every error names file and row, the value, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _PEEK = 1 << 16
 def read_rows(
     file: Source, format: Format = "auto", columns: Columns | None = None, findings: Findings | None = None
 ) -> Iterator[Row]:
-    """The rows of `file` in order, streaming; `format` is of files alone.
+    """Yield the rows of `file` in order, streaming; `format` applies to files only.
 
     Args:
-        findings: what is noticed is written there; None: bad rows are refused.
+        findings: notes and bad rows are written here; None: bad rows are refused.
 
     Raises:
         DataError: the file or a row cannot be used.
@@ -66,7 +65,7 @@ def _joined(source: SourceFiles, format: Format, columns: Columns, findings: Fin
 
 
 def detect(file: SourceFile) -> Format:
-    """The format of `file` by its suffix, and for `.json` by how it begins.
+    """Detect the format of `file` by its suffix, and for `.json` by how it begins.
 
     Raises:
         DataError: neither is of a known format.
@@ -85,7 +84,7 @@ def detect(file: SourceFile) -> Format:
 
 
 def is_list(file: SourceFile) -> bool:
-    """Whether a JSON file begins as a list, of which O-LoRA's is one."""
+    """Return whether a JSON file begins as a list, as O-LoRA's files do."""
     return _head(file).startswith(b"[")
 
 
@@ -95,14 +94,15 @@ def _head(file: SourceFile) -> bytes:
 
 
 def _is_phrasebank(file: SourceFile) -> bool:
-    """Whether the first line ends like one of the Financial PhraseBank."""
+    """Return whether the first line ends like one of the Financial PhraseBank."""
     with file.open() as stream:
         first = stream.read(_PEEK).partition(b"\n")[0].decode("latin-1").strip()
     return first.rpartition("@")[2] in _SENTIMENTS and "@" in first
 
 
 def _format_of_object(file: SourceFile) -> Format:
-    """Of a JSON file that begins with an object: NaturalInstructions, one that holds rows, or a row on each line."""
+    """Detect the format of a JSON file that begins with an object: NaturalInstructions, rows in a field, or JSON
+    lines."""
     head = _head(file)
     first, _, more = head.partition(b"\n")
     if more.strip() and _is_json(first):
@@ -125,7 +125,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _fields(file: SourceFile) -> tuple[set[str], list[str], bool]:
-    """Of a file's first object the names of its fields, up to `Instances`, those that are lists of objects, and whether
+    """Return the field names of a file's first object, up to `Instances`, those that are lists of objects, and whether
     another value follows."""
     names, lists = set[str](), list[str]()
     with file.open() as stream:
@@ -136,13 +136,13 @@ def _fields(file: SourceFile) -> tuple[set[str], list[str], bool]:
                 if name == "Instances":
                     return names, lists, False
                 if text.next() == "[":
-                    for place, one in enumerate(text.elements()):
-                        lists += [name] if place == 0 and isinstance(one, dict) else []
+                    for index, element in enumerate(text.elements()):
+                        lists += [name] if index == 0 and isinstance(element, dict) else []
                 else:
                     text.skip()
             return names, lists, bool(text.next())
         except DataError:
-            return names, lists, False  # the reader says where it breaks
+            return names, lists, False  # the reader reports where it breaks
 
 
 def read_definition(file: SourceFile) -> str:
@@ -155,8 +155,8 @@ def read_definition(file: SourceFile) -> str:
         text = JsonStream(file, stream)
         for name in text.names():
             if name == "Definition":
-                found = text.value()
-                parts = found if isinstance(found, list) else [found]
+                definition = text.value()
+                parts = definition if isinstance(definition, list) else [definition]
                 return "\n".join(part for part in parts if isinstance(part, str)).strip()
             text.skip()
     return ""
@@ -172,12 +172,12 @@ def _olora(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[R
 
 
 def _object(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
-    """The rows are a list in a field of one object."""
+    """Yield the rows, which are a list in a field of one object."""
     _, names, _ = _fields(file)
     if len(names) != 1:
         deque(_items_of(file, ""), maxlen=0)  # where the file is cut or damaged, that is what is wrong
-        found = f"{len(names)} lists of objects ({', '.join(names)})" if names else "no list of objects"
-        file.refuse(f"the object has {found}: expected rows in one of its fields, or save the rows as JSON lines")
+        problem = f"{len(names)} lists of objects ({', '.join(names)})" if names else "no list of objects"
+        file.refuse(f"the object has {problem}: expected rows in one of its fields, or save the rows as JSON lines")
     findings.note(f"{file.name}: its rows are the list '{names[0]}'")
     return usable_rows(_items_of(file, names[0]), columns, file.refuse, findings)
 

@@ -1,4 +1,4 @@
-"""Datasets as the hub has them: by name, as a local folder in the hub's layout, or saved with `save_to_disk`.
+"""Datasets of the hub: by name, as a local folder in the hub's layout, or saved with `save_to_disk`.
 
 The library `datasets` knows the layouts (shards, configurations, class names, split slices); here its splits become
 sources of rows like files.
@@ -32,9 +32,9 @@ HUB = "hf://"
 CARDS = ("README.md", ".huggingface.yaml")
 """Files of a dataset that may say which files hold its splits."""
 NO_LABEL = "-1"
-"""What the hub's datasets have where a label is not known, as in public test sets."""
+"""The hub's datasets have this value where a label is not known, as in public test sets."""
 SAVED = ("dataset_dict.json", "state.json")
-"""Files of a folder that `save_to_disk` wrote: of several splits, and of one."""
+"""Files of a folder that `save_to_disk` wrote, with several splits and with one."""
 MOST_DESCRIBED = 1_000_000
 """Entries of a card or another file that describes a dataset."""
 _BATCH = 1024
@@ -49,8 +49,8 @@ class HubSplit:
         split: its name, or a slice as `datasets` writes it (`train[:90%]`); "" for a folder that is one split.
         config: name of the dataset's configuration; None: its only or default one.
         revision: commit, branch or tag on the hub.
-        cache: folder for what is converted; None: that of `datasets`.
-        limits: beyond which its files and rows are refused.
+        cache: folder for converted files; None: that of `datasets`.
+        limits: files and rows beyond these are refused.
     """
 
     path: str
@@ -62,12 +62,12 @@ class HubSplit:
 
     @property
     def name(self) -> str:
-        """The split."""
+        """The name of the split."""
         return self.split
 
     @property
     def uri(self) -> str:
-        """What error messages call it."""
+        """The split's name in error messages."""
         return " ".join(filter(None, (self.path, self.config, self.split and f"split '{self.split}'")))
 
     def refuse(self, problem: str, row: int | None = None) -> NoReturn:
@@ -77,24 +77,24 @@ class HubSplit:
         raise BadRow(f"{self.uri}, row {row}: {problem}", row, problem)
 
     def within(self, limits: ReadLimits) -> HubSplit:
-        """The same with these limits."""
+        """Return the same split with these limits."""
         return replace(self, limits=limits)
 
     def exists(self) -> bool:
-        """Whether it can be read; raises what `require` does where it cannot."""
+        """Return whether it can be read; raises what `require` does where it cannot."""
         self.require()
         return True
 
     def require(self) -> None:
-        """Make sure that it can be read; what is not on this machine is downloaded.
+        """Make sure that the split can be read; files that are not on this machine are downloaded.
 
         Raises:
-            DataError: it cannot.
+            DataError: the split cannot be read.
         """
         self.open()
 
     def open(self) -> OpenSplit:
-        """The split, memory-mapped.
+        """Open the split, memory-mapped.
 
         Raises:
             DataError: no such dataset, configuration or split, or it is damaged or out of reach.
@@ -102,7 +102,7 @@ class HubSplit:
         return OpenSplit(self, _open(self))
 
     def content_hash(self, cache: Path) -> str:
-        """As `OpenSplit.content_hash`."""
+        """Return `OpenSplit.content_hash` of the opened split."""
         return self.open().content_hash(cache)
 
 
@@ -138,7 +138,7 @@ class OpenSplit:
         from datasets.features.features import require_decoding
 
         for name in names:
-            if require_decoding(self.dataset.features[name]):  # would open what the rows name
+            if require_decoding(self.dataset.features[name]):  # would open the files that the rows name
                 self.source.refuse(f"column '{name}' holds pictures or sound: expected text or classes")
         classes = {name: class_names(self.dataset.features[name]) for name in names}
         for batch in self.dataset.select_columns(names).iter(batch_size=_BATCH):
@@ -147,7 +147,7 @@ class OpenSplit:
 
 
 def is_dataset_folder(folder: Path) -> bool:
-    """Whether `datasets` would find something in a local folder: files of data, a card, or what it saved."""
+    """Return whether `datasets` would find data in a local folder: data files, a card, or a saved dataset."""
     if not folder.is_dir():
         return False
     marks = (*SAVED, "dataset_infos.json", "README.md", "data")
@@ -170,7 +170,7 @@ def named(value: Any, names: list[str] | None) -> Any:
     if names is None or value is None:
         return value
     if isinstance(value, list):
-        return [names[one] if one >= 0 else NO_LABEL for one in value]
+        return [names[number] if number >= 0 else NO_LABEL for number in value]
     return names[value] if value >= 0 else NO_LABEL
 
 
@@ -188,7 +188,7 @@ def _open(split: HubSplit) -> Dataset:
         _require_inside(split, [folder / card for card in CARDS] if folder.is_dir() else _cards(name, split.revision))
         config = split.config or _only_config(split, datasets.get_dataset_config_names(name, revision=split.revision))
         batch_rows = _checked(split, name, config) if folder.is_dir() else None
-        found: Dataset = datasets.load_dataset(
+        dataset: Dataset = datasets.load_dataset(
             name,
             config,
             split=split.split,
@@ -196,16 +196,16 @@ def _open(split: HubSplit) -> Dataset:
             cache_dir=split.cache,
             **({} if batch_rows is None else {"batch_size": batch_rows}),
         )
-        return found
+        return dataset
 
 
 def _checked(split: HubSplit, name: str, config: str | None) -> int | None:
-    """Rows that `datasets` may read at once of a folder's Parquet files, whose sizes are checked like those of other
-    compressed files; None: it has no Parquet files, or as many as usual."""
+    """Return how many rows `datasets` may read at once of a folder's Parquet files; None: there are none, or as many as
+    usual. Their sizes are checked like those of other compressed files."""
     import datasets
 
-    found = datasets.load_dataset_builder(name, config, cache_dir=split.cache).config.data_files or {}
-    paths = {Path(path) for files in found.values() for path in files if Path(path).is_file()}
+    data_files = datasets.load_dataset_builder(name, config, cache_dir=split.cache).config.data_files or {}
+    paths = {Path(path) for files in data_files.values() for path in files if Path(path).is_file()}
     for path in paths:
         check_compressed(path, split.limits, split.refuse)
     rows = [check_parquet(SourceFile.at(path).within(split.limits)) for path in paths if path.suffix == ".parquet"]
@@ -213,14 +213,14 @@ def _checked(split: HubSplit, name: str, config: str | None) -> int | None:
 
 
 def _cards(name: str, revision: str | None) -> list[Path]:
-    """What describes a dataset of the hub."""
+    """Return the files that describe a dataset of the hub."""
     from huggingface_hub import hf_hub_download
 
-    found = []
+    cards = []
     for card in CARDS:
-        with suppress(OSError, ValueError):  # there is none, or the hub does not answer, which loading says
-            found.append(Path(hf_hub_download(name, card, repo_type="dataset", revision=revision)))
-    return found
+        with suppress(OSError, ValueError):  # there is none, or the hub does not answer, which loading reports
+            cards.append(Path(hf_hub_download(name, card, repo_type="dataset", revision=revision)))
+    return cards
 
 
 def _require_inside(split: HubSplit, files: Sequence[Path]) -> None:
@@ -232,7 +232,7 @@ def _require_inside(split: HubSplit, files: Sequence[Path]) -> None:
 
 
 def _described(file: Path) -> Any:
-    """What a file says where data is."""
+    """Return what a file says about where data is."""
     from huggingface_hub import DatasetCard
 
     if file.suffix == ".md":
@@ -244,33 +244,33 @@ def _described(file: Path) -> Any:
 
 
 def _outside(tree: Any) -> Iterator[str]:
-    """The texts in it that are addresses, absolute paths, or paths that lead up.
+    """Yield the texts in a tree that are addresses, absolute paths, or paths that lead up.
 
     Raises:
-        ValueError: there is more in it than in any description; aliases of YAML double it with each line.
+        ValueError: the tree has more entries than any description; aliases of YAML can double them with each line.
     """
-    found = [tree]
-    for one in found:
-        if isinstance(one, dict | list):
-            found += one.values() if isinstance(one, dict) else one
-        elif isinstance(one, str) and ("://" in one or Path(one).is_absolute() or ".." in Path(one).parts):
-            yield one
-        if len(found) > MOST_DESCRIBED:
+    nodes = [tree]
+    for node in nodes:
+        if isinstance(node, dict | list):
+            nodes += node.values() if isinstance(node, dict) else node
+        elif isinstance(node, str) and ("://" in node or Path(node).is_absolute() or ".." in Path(node).parts):
+            yield node
+        if len(nodes) > MOST_DESCRIBED:
             raise ValueError(f"its description has more than {MOST_DESCRIBED:,} entries")
 
 
-def _saved(split: HubSplit, found: Any) -> Dataset:
-    """The split of what `save_to_disk` wrote."""
-    if not hasattr(found, "keys"):
+def _saved(split: HubSplit, loaded: Any) -> Dataset:
+    """Return the split of a dataset that `save_to_disk` wrote."""
+    if not hasattr(loaded, "keys"):
         if split.split:
             split.refuse("the folder is one split: expected a folder of several (DatasetDict), or name it as a file")
-        return found
+        return loaded
     name, bracket, part = split.split.partition("[")
     if bracket:
         split.refuse(f"slices are not read from folders that save_to_disk wrote: expected '{name}' without '[{part}'")
-    if name not in found:
-        raise ValueError(f'Unknown split "{name}". Should be one of {list(found)}.')
-    chosen: Dataset = found[name]
+    if name not in loaded:
+        raise ValueError(f'Unknown split "{name}". Should be one of {list(loaded)}.')
+    chosen: Dataset = loaded[name]
     return chosen
 
 

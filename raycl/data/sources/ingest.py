@@ -29,7 +29,7 @@ from raycl.errors import counted
 Labels = tuple[str, ...] | Literal["auto"] | None
 
 MAX_AUTO_LABELS = 64
-"""More distinct answers than this in a train file are free text, not a label set."""
+"""Train files with more distinct answers than this have free text, not a label set."""
 
 _VERSION = 8
 _BATCH = 1024
@@ -72,8 +72,8 @@ class RawRows:
     """Rows of one split as they are on disk.
 
     Attributes:
-        key: changes with content and reading.
-        where: what error messages call it.
+        key: a key that changes with content and reading.
+        where: its name in error messages.
     """
 
     key: str
@@ -87,7 +87,7 @@ class RawRows:
 
     @property
     def sha256(self) -> str:
-        """Of texts and references, wherever and however they are stored."""
+        """The hash of texts and references, which does not depend on how they are stored."""
         return str(self.entry.info["sha256"])
 
     @property
@@ -97,7 +97,7 @@ class RawRows:
 
     @property
     def blank(self) -> int:
-        """How many of the dropped have an empty label."""
+        """The number of dropped rows with an empty label."""
         return int(self.entry.info["blank"])
 
     @property
@@ -107,12 +107,12 @@ class RawRows:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with the first rows that are left out."""
+        """The problems of the first rows that are left out."""
         return tuple(self.entry.info["problems"])
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How the source was read, where that is not the usual way."""
+        """Notes on how the source was read, where that is not the usual way."""
         return tuple(self.entry.info["notes"])
 
     @property
@@ -150,11 +150,11 @@ class RawRows:
         return str(self.entry.info["definition"])
 
     def open(self) -> ChunkedRows:
-        """Columns `text`, `references`, `row` (1-based number in the file), `group` (None: its own)."""
+        """Open the columns `text`, `references`, `row` (1-based number in the file) and `group` (None: its own)."""
         return ChunkedRows(self.entry.table())
 
     def label_codes(self, rows: Indices) -> Indices:
-        """Index in `labels` of each row's first reference, -1 if it is none of them."""
+        """Return the index in `labels` of each row's first reference, -1 if it is not a label."""
         codes = {label: code for code, label in enumerate(self.labels or ())}
         references = self.open().values("references", rows)
         return np.array([codes.get(names[0], -1) for names in references], dtype=np.int64)
@@ -173,36 +173,36 @@ def ingest(file: Source, reading: Reading, cache: Path) -> RawRows:
         findings = Findings(reading.on_bad_row)
         if isinstance(opened, OpenSplit):
             rows = opened.rows(reading.columns, findings)
-            found = write_rows(rows, _with_classes(reading, opened), writer, file.refuse, findings)
-            return {**found, "definition": ""}
+            counts = write_rows(rows, _with_classes(reading, opened), writer, file.refuse, findings)
+            return {**counts, "definition": ""}
         first = opened.files[0] if isinstance(opened, SourceFiles) else opened
         format = detect(first) if reading.format == "auto" else reading.format
         rows = read_rows(opened, format, reading.columns, findings)
         definition = read_definition(first) if format == "natural_instructions" else ""
         return {**write_rows(rows, reading, writer, file.refuse, findings), "definition": definition}
 
-    found = RawRows(key, file.uri, entry(cache / "raw", key, _SCHEMA, build))
-    blank = tuple(label for label in found.labels or () if not label.strip())
+    raw = RawRows(key, file.uri, entry(cache / "raw", key, _SCHEMA, build))
+    blank = tuple(label for label in raw.labels or () if not label.strip())
     if reading.labels != "auto" or not blank:
-        return found
+        return raw
     if reading.on_bad_row == "refuse":
-        _refuse_blank(found, blank, file.refuse)
+        _refuse_blank(raw, blank, file.refuse)
     return ingest(file, replace(reading, unlabelled=(*reading.unlabelled, *blank)), cache)
 
 
-def _refuse_blank(found: RawRows, blank: tuple[str, ...], refuse: Refuse) -> NoReturn:
-    """A label of nothing is a cell that was left out, not a class."""
-    columns, rows = found.open(), np.arange(found.count)
+def _refuse_blank(raw: RawRows, blank: tuple[str, ...], refuse: Refuse) -> NoReturn:
+    """Refuse empty labels; an empty cell is a missing label, not a class."""
+    columns, rows = raw.open(), np.arange(raw.count)
     empty = [row for row, names in enumerate(columns.values("references", rows)) if names[0] in blank]
     (number,) = columns.values("row", empty[:1])
     refuse(
-        f"{counted(len(empty), 'row')} of {found.count:,} with an empty label, the first is row {number}: expected a "
+        f"{counted(len(empty), 'row')} of {raw.count:,} with an empty label, the first is row {number}: expected a "
         "label, complete or remove them, or leave them out with stream.on_bad_row=skip"
     )
 
 
 def _with_classes(reading: Reading, split: OpenSplit) -> Reading:
-    """With the class names that the dataset declares, which rows without a label are not of."""
+    """Return the settings with the class names that the dataset declares; rows without a label have none of them."""
     names = split.labels(reading.columns)
     if names is None:
         return reading
@@ -231,8 +231,8 @@ def write_rows(
 ) -> Info:
     """Check rows and write them in batches; memory holds one batch at a time."""
     check, digest = _Check(reading, refuse), hashlib.sha256()
-    kept = _kept(rows, check, findings)
-    while batch := list(islice(kept, _BATCH)):
+    usable = _kept(rows, check, findings)
+    while batch := list(islice(usable, _BATCH)):
         digest.update(json.dumps([(row.text, row.references) for row in batch]).encode())
         texts, references, numbers = zip(*((row.text, row.references, row.number) for row in batch), strict=True)
         writer.write_batch(
@@ -244,9 +244,9 @@ def write_rows(
         refuse(f"none of its {findings.left_out:,} rows can be used, for example: {findings.problems[0]}")
     if not check.count:
         refuse("the split is empty: expected at least one row, fill the file or leave the task out")
-    found = {"count": check.count, "dropped": check.dropped, "labels": check.labels(), "sha256": digest.hexdigest()}
+    summary = {"count": check.count, "dropped": check.dropped, "labels": check.labels(), "sha256": digest.hexdigest()}
     return {
-        **found,
+        **summary,
         **findings.tree(),
         "blank": check.blank,
         "is_chat": bool(check.is_chat),
@@ -255,7 +255,7 @@ def write_rows(
 
 
 def _kept(rows: Iterator[Row], check: _Check, findings: Findings) -> Iterator[Row]:
-    """Rows that can be used and have a label."""
+    """Yield the rows that can be used and have a label."""
     for row in rows:
         try:
             checked = check(row)
@@ -267,12 +267,12 @@ def _kept(rows: Iterator[Row], check: _Check, findings: Findings) -> Iterator[Ro
 
 
 def _group(row: Row) -> str | None:
-    """What the row shares with others: the turns of a conversation have the number of its row."""
+    """Return the row's group; the turns of a conversation share the number of its row."""
     return row.group or (f"row {row.number}" if row.is_chat else None)
 
 
 class _Check:
-    """Counts rows, gathers labels, refuses what is outside the label set; None means: drop this row."""
+    """Counts rows, gathers labels and refuses answers outside the label set; None means that the row is dropped."""
 
     def __init__(self, reading: Reading, refuse: Refuse) -> None:
         self.count = self.dropped = self.blank = 0
@@ -301,7 +301,7 @@ class _Check:
         return row
 
     def _check_kind(self, row: Row) -> None:
-        """Conversations and texts have different prompts; answers of conversations are no label set."""
+        """Refuse a mixture of conversations and texts, whose prompts differ, and label sets for conversations."""
         if self.is_chat is None:
             self.is_chat = row.is_chat
             if row.is_chat:
@@ -311,7 +311,7 @@ class _Check:
             self._refuse(f"found {kinds[0]}: expected {kinds[1]} as in the first row, split the file", row.number)
 
     def _named(self, row: Row) -> Row:
-        """Class numbers replaced by the labels they stand for."""
+        """Replace class numbers by their labels."""
         labels, first = self._reading.labels, self._reading.first_label
         if first is None or not isinstance(labels, tuple):
             return row

@@ -1,7 +1,7 @@
 """JSON files read value by value: the elements of a list, the fields of an object, never the whole file.
 
-Files are larger than memory, and a damaged or hostile one must end in a sentence with its place. Python's decoder is
-used, which limits depth and digits; parsers that call back at every bracket do not.
+Files may be larger than memory, and a damaged or hostile one must end in an error that names the position. Python's
+decoder is used, which limits depth and digits; parsers that call back at every bracket do not.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _CHUNK = 1 << 20
 _BLANK = re.compile(r"[ \t\n\r]*")
 _BEHIND = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
 _UNFINISHED_NUMBER = 4
-"""Characters behind a number that may still belong to it: `1` may go on as `1.5` or `1e+5`."""
+"""This many characters after a number may still belong to it: `1` may go on as `1.5` or `1e+5`."""
 
 LONG_NUMBER = "a number of more than 4,300 digits: expected less, repair it or write it in quotes"
-"""What is wrong with JSON that Python's decoder refuses, since the time to read a number grows with its square."""
+"""The error for JSON that Python's decoder refuses, since the time to read a number grows with its square."""
 
 _decode = json.JSONDecoder().raw_decode
 
@@ -36,7 +36,7 @@ def json_line(line: str, number: int, file: SourceFile) -> Any:
     try:
         item, end = _decode(text)
         if end != len(text):
-            json.loads(line)  # says where the value should have ended
+            json.loads(line)  # names the position where the value should have ended
     except (ValueError, RecursionError) as error:
         file.refuse(_line_problem(error, file), number)
     if file.limits.is_too_deep(item, text, 0, end):
@@ -56,15 +56,15 @@ class JsonStream:
     """The text of a JSON file from the front."""
 
     def __init__(self, file: SourceFile, stream: IO[bytes]) -> None:
-        self._row = 0  # what is read is no row
+        self._row = 0  # this is not a row
         self._file, self._stream = file, stream
         self._limits, self._row_bytes = file.limits, file.limits.row_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._text, self._at, self._ended = "", 0, False
-        self._lines, self._column = 0, 0  # of what was dropped in front of the text
+        self._lines, self._column = 0, 0  # length of the text that was dropped from the front
 
     def next(self) -> str:
-        """The next character that is not blank; "" at the end of the file."""
+        """Return the next character that is not blank; "" at the end of the file."""
         while True:
             blank = _BLANK.match(self._text, self._at)
             assert blank is not None, "the pattern matches nothing too"
@@ -75,20 +75,20 @@ class JsonStream:
                 return ""
 
     def take(self, expected: str) -> str:
-        """Go past the next character, which is one of these.
+        """Skip the next character, which must be one of these.
 
         Raises:
             DataError: it is another.
         """
-        found = self.next()
-        if not found or found not in expected:
-            wanted = " or ".join(f"'{one}'" for one in expected)
+        next_character = self.next()
+        if not next_character or next_character not in expected:
+            wanted = " or ".join(f"'{character}'" for character in expected)
             self._fail(json.JSONDecodeError(f"Expecting {wanted}", self._text, self._at))
         self._at += 1
-        return found
+        return next_character
 
     def value(self) -> Any:
-        """The next value.
+        """Read the next value.
 
         Raises:
             DataError: it is not JSON, too large or nested too deeply.
@@ -116,7 +116,7 @@ class JsonStream:
             return item
 
     def elements(self) -> Iterator[Any]:
-        """The values of a list, one at a time."""
+        """Yield the values of a list, one at a time."""
         self._row = 1
         self.take("[")
         if self.next() == "]":
@@ -131,8 +131,10 @@ class JsonStream:
             self.next()
 
     def _elements_here(self) -> Iterator[Any]:
-        """The next elements that are whole in the text, with a comma behind each, and within the limits: the fast way
-        through most of a list. What stops it is for `value` to read or to refuse."""
+        """Yield the next elements that are complete in the text, followed by a comma, and within the limits.
+
+        This is the fast way through most of a list; `value` reads or refuses the element at which it stops.
+        """
         text, at, decode, match = self._text, self._at, _decode, _BEHIND.match
         is_too_deep, row_bytes = self._limits.is_too_deep, self._row_bytes
         while True:
@@ -148,7 +150,8 @@ class JsonStream:
             yield item
 
     def names(self) -> Iterator[str]:
-        """The names of an object's fields; each is read before the next name, with `value`, `elements` or `skip`."""
+        """Yield the names of an object's fields; read each field by `value`, `elements` or `skip` before the next
+        name."""
         self.take("{")
         if self.next() == "}":
             self.take("}")
@@ -163,7 +166,7 @@ class JsonStream:
                 return
 
     def skip(self) -> None:
-        """Go past the next value; a list is not kept in memory."""
+        """Skip the next value; a list is not kept in memory."""
         if self.next() != "[":
             self.value()
             return
@@ -171,7 +174,7 @@ class JsonStream:
             pass
 
     def end(self) -> None:
-        """Nothing follows.
+        """Check that nothing follows.
 
         Raises:
             DataError: something does.
@@ -180,7 +183,7 @@ class JsonStream:
             self._fail(json.JSONDecodeError("Extra data", self._text, self._at))
 
     def _more(self) -> bool:
-        """Read on; twice as much each time, so that a long value is not parsed for every megabyte of it."""
+        """Read more, twice as much each time, so that a long value is not parsed again for every megabyte."""
         if self._ended:
             return False
         dropped, self._text = self._text[: self._at], self._text[self._at :]
@@ -200,7 +203,7 @@ class JsonStream:
         return True
 
     def _fail(self, error: json.JSONDecodeError) -> NoReturn:
-        """Refuse the file at the place of an error in the text."""
+        """Refuse the file at the position of an error in the text."""
         line, column = self._lines + error.lineno, error.colno + (self._column if error.lineno == 1 else 0)
         self._refuse(
             f"malformed JSON at line {line}, column {column} ({error.msg}): expected one complete JSON value, repair "

@@ -1,6 +1,6 @@
 """How large a row may be, how deep its JSON, and how far a compressed file may expand.
 
-A file of a few kilobytes must not fill memory or disk, and what is meant to be that large can be allowed.
+A file of a few kilobytes must not fill memory or disk; larger limits can be set for files that need them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from raycl.config import Section
 from raycl.storage.records import is_deeper
 
 FREE_BYTES = 256 << 20
-"""Rows of a compressed file that are read however small the file is."""
+"""This many bytes of rows are read from a compressed file however small it is."""
 
 MAX_DEPTH = 300
 """Python's own limit of nested calls is near 1,000, and every reader and writer of JSON takes one for each level."""
 
 
 class ReadLimits(Section):
-    """What files of rows may not exceed, so that a small one cannot fill memory or disk."""
+    """Limits on files of rows, so that a small file cannot fill memory or disk."""
 
     depth: int = Field(
         64, ge=2, le=MAX_DEPTH, description="levels of lists and objects inside each other that a row may have"
@@ -44,7 +44,7 @@ class ReadLimits(Section):
 
     @property
     def too_deep(self) -> str:
-        """What is wrong with JSON beyond `depth`."""
+        """The error for JSON beyond `depth`."""
         remedy = f", or raise {_setting('depth')}" if self.depth < MAX_DEPTH else ""
         return (
             f"JSON that is nested more than {self.depth} levels deep: expected less, repair or remove the row{remedy}"
@@ -52,21 +52,21 @@ class ReadLimits(Section):
 
     @property
     def too_large(self) -> str:
-        """What is wrong with a row beyond `row_mb`."""
+        """The error for a row beyond `row_mb`."""
         return (
             f"a row is larger than {self.row_mb:,} MiB: expected less, split or remove it (where a quote or bracket is "
             f"never closed, close it), or raise {_setting('row_mb')}"
         )
 
     def too_expanded(self, size: int) -> str:
-        """What is wrong with a compressed file of this size beyond `expansion`."""
+        """Return the error for a compressed file of this size beyond `expansion`."""
         return (
             f"its rows take more than {self.expanded_bytes(size) >> 20:,} MiB, and the file {size:,} bytes: expected "
             f"less, check where it comes from, or raise {_setting('expansion')}"
         )
 
     def is_too_deep(self, item: Any, text: str, start: int, end: int) -> bool:
-        """Whether the value that was read from this part of a text is nested too deeply; flat ones cost little."""
+        """Return whether the value read from this part of a text is nested too deeply; flat values cost little."""
         if text.find("[", start, end) < 0 and text.find("{", start + 1, end) < 0:
             return False
         if text.count("[", start, end) + text.count("{", start, end) <= self.depth:

@@ -20,17 +20,17 @@ from raycl.data.sources.source import SourceFile
 
 BATCH = 1024
 _MOST_VALUE = 3 << 19
-"""A dictionary of more bytes than writers usually make makes batches smaller, ..."""
+"""A dictionary of more bytes than this, more than writers usually make, makes batches smaller."""
 _BATCH_BYTES = 256 << 20
-"""... which then take no more than this, whatever the lengths of its values."""
+"""Batches with a large dictionary take no more bytes than this, whatever the lengths of its values."""
 _VALUE_BYTES = 8
-"""What a value takes at least, however its page is encoded."""
+"""The least bytes that a value takes, however its page is encoded."""
 _HEADER_BYTES = 1 << 16
 _DICTIONARY_PAGE = 2
 
 
 def parquet_items(file: SourceFile, columns: Columns) -> Iterator[tuple[int, Any]]:
-    """The rows of a Parquet file as dictionaries, numbered from 1.
+    """Yield the rows of a Parquet file as dictionaries, numbered from 1.
 
     Raises:
         DataError: it is damaged, expands further or has larger rows than its limits allow, or has no such columns.
@@ -57,7 +57,7 @@ def parquet_items(file: SourceFile, columns: Columns) -> Iterator[tuple[int, Any
 
 
 def check_parquet(file: SourceFile) -> int:
-    """Rows that may be read at once of a file that a library reads.
+    """Return how many rows may be read at once of a file that a library reads.
 
     Raises:
         DataError: it is damaged, or expands further than its limits allow.
@@ -79,7 +79,7 @@ def _batch_rows(parquet: pq.ParquetFile, columns: Sequence[str], stream: IO[byte
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type whose values take the bytes that they have, where Arrow would share them between rows."""
+    """Return the type that copies values where Arrow would share them between rows."""
     if pa.types.is_dictionary(kind):
         return _plain(kind.value_type)
     if pa.types.is_string_view(kind):
@@ -92,11 +92,11 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _one_by_one(batch: pa.RecordBatch, number: int, file: SourceFile) -> Iterator[Any]:
-    """The rows of a large batch, of which one may be too large."""
-    for place in range(batch.num_rows):
-        row = batch.slice(place, 1)
+    """Yield the rows of a large batch one by one, since one of them may be too large."""
+    for offset in range(batch.num_rows):
+        row = batch.slice(offset, 1)
         if row.nbytes > file.limits.row_bytes:
-            file.refuse(file.limits.too_large, number + place)
+            file.refuse(file.limits.too_large, number + offset)
         yield from row.to_pylist()
 
 
@@ -105,10 +105,10 @@ def _one_by_one(batch: pa.RecordBatch, number: int, file: SourceFile) -> Iterato
 
 @dataclass
 class _Expansion:
-    """What pages expand to.
+    """The sizes to which pages expand.
 
     Attributes:
-        total: bytes of all of them. largest: what a row may take on the average of any page.
+        total: bytes of all pages. largest: the largest mean bytes of a row in any page.
     """
 
     total: int = 0
@@ -117,17 +117,17 @@ class _Expansion:
 
 def _expansion(parquet: pq.ParquetFile, columns: Sequence[str], stream: IO[bytes], every_page: bool) -> _Expansion:
     """Size the pages of these columns; of remote files the first page of each is read, since each read is a request."""
-    found = _Expansion()
+    expansion = _Expansion()
     meta = parquet.metadata
     for group in range(meta.num_row_groups):
-        for place in range(meta.num_columns):
-            chunk = meta.row_group(group).column(place)
+        for column in range(meta.num_columns):
+            chunk = meta.row_group(group).column(column)
             if chunk.path_in_schema.partition(".")[0] in columns or chunk.path_in_schema in columns:
-                _add_chunk(found, chunk, stream, every_page)
-    return found
+                _add_chunk(expansion, chunk, stream, every_page)
+    return expansion
 
 
-def _add_chunk(found: _Expansion, chunk: Any, stream: IO[bytes], every_page: bool) -> None:
+def _add_chunk(expansion: _Expansion, chunk: Any, stream: IO[bytes], every_page: bool) -> None:
     """Add a column's pages of one row group."""
     start = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
@@ -139,26 +139,26 @@ def _add_chunk(found: _Expansion, chunk: Any, stream: IO[bytes], every_page: boo
         size = _number(header, 2)
         expanded += size
         if _number(header, 1) == _DICTIONARY_PAGE:
-            found.largest = max(found.largest, size)  # every row may be its longest value
+            expansion.largest = max(expansion.largest, size)  # every row may be its longest value
             mean = max(mean, size // max(1, _number(header.get(7) or {}, 1)))
         else:
             data = header.get(5) or header.get(8) or {}
             count = _number(data, 1)
             values += count
-            found.largest = max(found.largest, size // max(1, count))
+            expansion.largest = max(expansion.largest, size // max(1, count))
         start += length + _number(header, 3)
         if not every_page:
             expanded = max(expanded, chunk.total_uncompressed_size)
             values = max(values, chunk.num_values)
             break
-    found.total += max(expanded, values * mean)
+    expansion.total += max(expanded, values * mean)
 
 
 def _number(header: Mapping[int, Any], field: int) -> int:
-    found = header.get(field)
-    if not isinstance(found, int) or found < 0:
+    value = header.get(field)
+    if not isinstance(value, int) or value < 0:
         raise _BadPageError(f"a page's header has no field {field}")
-    return found
+    return value
 
 
 class _BadPageError(Exception):
@@ -166,7 +166,7 @@ class _BadPageError(Exception):
 
 
 def _page_header(data: bytes) -> tuple[dict[int, Any], int]:
-    """The fields of a page's header (parquet.thrift, PageHeader) and its length."""
+    """Return the fields of a page's header (parquet.thrift, PageHeader) and its length."""
     reader = _Compact(data)
     try:
         return reader.struct(), reader.at
@@ -175,22 +175,22 @@ def _page_header(data: bytes) -> tuple[dict[int, Any], int]:
 
 
 class _Compact:
-    """Thrift's compact protocol, as far as headers of pages use it; texts and lists are gone past."""
+    """Reader of Thrift's compact protocol, as far as headers of pages use it; texts and lists are skipped."""
 
     def __init__(self, data: bytes) -> None:
         self.at, self._data = 0, data
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """Field number -> number, truth value, struct, or None."""
-        found: dict[int, Any] = {}
+        """Return the fields by number: numbers, truth values, structs, or None."""
+        fields: dict[int, Any] = {}
         number = 0
         if depth > 8:
             raise _BadPageError("a page's header is nested too deeply")
         while kind := self._byte():
             step = kind >> 4
             number = number + step if step else self._signed()
-            found[number] = self._value(kind & 15, depth)
-        return found
+            fields[number] = self._value(kind & 15, depth)
+        return fields
 
     def _value(self, kind: int, depth: int) -> Any:
         match kind:
@@ -203,7 +203,7 @@ class _Compact:
             case 7:
                 self.at += 8
             case 8:
-                length = self._varint()  # first, since it moves the place
+                length = self._varint()  # first, since it moves the position
                 self.at += length
             case 12:
                 return self.struct(depth + 1)
@@ -212,19 +212,19 @@ class _Compact:
         return None
 
     def _byte(self) -> int:
-        found = self._data[self.at]
+        byte = self._data[self.at]
         self.at += 1
-        return found
+        return byte
 
     def _varint(self) -> int:
-        found = shift = 0
+        value = shift = 0
         while True:
             part = self._byte()
-            found |= (part & 127) << shift
+            value |= (part & 127) << shift
             if part < 128:
-                return found
+                return value
             shift += 7
 
     def _signed(self) -> int:
-        found = self._varint()
-        return (found >> 1) ^ -(found & 1)
+        value = self._varint()
+        return (value >> 1) ^ -(value & 1)

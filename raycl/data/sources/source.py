@@ -45,7 +45,7 @@ _MARKS = (
 
 @dataclass(frozen=True)
 class _Hashed:
-    """A hash in the cache, with what its file was called then, its size and its time."""
+    """A hash in the cache, with its file's name, size and time when it was computed."""
 
     stamp: str
     sha256: str
@@ -64,14 +64,14 @@ class SourceFile:
 
     @staticmethod
     def at(uri: str | Path) -> SourceFile:
-        """The file at a path or URI; nothing is read.
+        """Return the file at a path or URI; nothing is read.
 
         Raises:
             StorageError: an unknown scheme.
         """
-        whole = Storage.at(uri)
-        parent, _, name = whole.root.rpartition("/")
-        return SourceFile(replace(whole, uri=whole.uri.rpartition("/")[0], root=parent), name)
+        location = Storage.at(uri)
+        parent, _, name = location.root.rpartition("/")
+        return SourceFile(replace(location, uri=location.uri.rpartition("/")[0], root=parent), name)
 
     @property
     def uri(self) -> str:
@@ -93,21 +93,21 @@ class SourceFile:
         return self.folder.exists(self.name)
 
     def require(self) -> None:
-        """Make sure that the file is there.
+        """Make sure that the file exists.
 
         Raises:
-            DataError: it is not, or its file system does not answer.
+            DataError: the file does not exist, or its file system does not answer.
         """
         try:
-            found = self.folder.exists(self.name)
+            exists = self.folder.exists(self.name)
         except OSError as error:
             raise DataError(f"cannot look for '{self.uri}': {error}") from error
-        if not found:
+        if not exists:
             self.refuse("the file does not exist: expected a data file there, check the path")
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """A seekable binary stream, behind a byte order mark if there is one; text in UTF-16 and UTF-32 comes as UTF-8.
+        """Open a seekable binary stream after the byte order mark, if there is one; UTF-16 and UTF-32 come as UTF-8.
 
         Raises:
             DataError: the file cannot be read.
@@ -126,14 +126,14 @@ class SourceFile:
             raise DataError(f"cannot read '{self.uri}': {error}") from error
 
     def _as_utf8(self, stream: IO[bytes], encoding: str) -> IO[bytes]:
-        """The whole text in memory: such files are exports of office programs, not corpora."""
+        """Convert the text in memory; such files are exports of office programs, not corpora."""
         try:
             return io.BytesIO(stream.read().decode(encoding).encode())
         except UnicodeDecodeError as error:
             self.refuse(f"invalid {encoding} ({error.reason} at byte {error.start}): expected text, export it again")
 
     def encoding(self) -> str:
-        """That of a text file, by its byte order mark; UTF-8 without one.
+        """Return the encoding of a text file by its byte order mark; UTF-8 without one.
 
         Raises:
             DataError: the file begins with zero bytes, as UTF-16 without a byte order mark does.
@@ -150,7 +150,7 @@ class SourceFile:
         return f"convert it, for example: iconv -f {encoding} -t UTF-8 {shlex.quote(self.name)} > converted"
 
     def lines(self, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
-        """Numbered lines (1-based, without line end), decoded one by one.
+        """Yield numbered lines (1-based, without line end), decoded one by one.
 
         Raises:
             DataError: a line is not UTF-8, or larger than a row may be.
@@ -170,21 +170,21 @@ class SourceFile:
         rest: list[bytes] = []
         number = 1
         while chunk := stream.read(_CHUNK):
-            first, *whole = chunk.split(b"\n")
+            first, *lines = chunk.split(b"\n")
             rest.append(first)
             if sum(map(len, rest)) > self.limits.row_bytes:
                 self.refuse(self.limits.too_large, number)
-            if not whole:
+            if not lines:
                 continue
             yield b"".join(rest).removesuffix(b"\r")
-            rest = [whole.pop()]
-            yield from (line.removesuffix(b"\r") for line in whole)
-            number += 1 + len(whole)
+            rest = [lines.pop()]
+            yield from (line.removesuffix(b"\r") for line in lines)
+            number += 1 + len(lines)
         if last := b"".join(rest):
             yield last.removesuffix(b"\r")
 
     def content_hash(self, cache: Path) -> str:
-        """SHA-256 of the bytes in hex, remembered in `cache` under size and time of change.
+        """Return the SHA-256 of the bytes in hex, remembered in `cache` under size and time of change.
 
         Raises:
             DataError: the file cannot be read.
@@ -213,7 +213,7 @@ class SourceFiles:
 
     @property
     def name(self) -> str:
-        """Of the first file."""
+        """The name of the first file."""
         return self.files[0].name
 
     @property
@@ -229,7 +229,7 @@ class SourceFiles:
 
     @property
     def limits(self) -> ReadLimits:
-        """Those of each file."""
+        """The limits of each file."""
         return self.files[0].limits
 
     def within(self, limits: ReadLimits) -> SourceFiles:
@@ -237,32 +237,32 @@ class SourceFiles:
         return replace(self, files=tuple(file.within(limits) for file in self.files))
 
     def exists(self) -> bool:
-        """Whether all files are there."""
+        """Return whether all files exist."""
         return all(file.exists() for file in self.files)
 
     def require(self) -> None:
-        """As `SourceFile.require`, for each."""
+        """Make sure that all files exist; see `SourceFile.require`."""
         for file in self.files:
             file.require()
 
     def content_hash(self, cache: Path) -> str:
-        """SHA-256 in hex of the files' names and hashes."""
+        """Return the SHA-256 in hex of the files' names and hashes."""
         parts = [(file.name, file.content_hash(cache)) for file in self.files]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _known(hashes: Storage, memo: str, stamp: str) -> str | None:
-    """The hash that the cache has of a file; None: there is none, or its record is damaged."""
+    """Return the hash that the cache has of a file; None: there is none, or its record is damaged."""
     try:
-        found = read_fields(hashes, memo, _FORMAT, _HASHED) if hashes.exists(memo) else None
-        if found is not None and found.stamp != stamp:
+        record = read_fields(hashes, memo, _FORMAT, _HASHED) if hashes.exists(memo) else None
+        if record is not None and record.stamp != stamp:
             raise DamagedError(f"'{hashes.uri}/{memo}' is of another file: it was moved")
     except StorageError as error:
         log.warning("a file is hashed again: %s", error)
         return None
-    return None if found is None else found.sha256
+    return None if record is None else record.sha256
 
 
 def _encoding(head: bytes) -> tuple[str, bytes]:
-    """Encoding of a file with this beginning, and its byte order mark."""
+    """Return the encoding of a file with this beginning, and its byte order mark."""
     return next(((name, mark) for mark, name in _MARKS if head.startswith(mark)), ("UTF-8", b""))

@@ -1,7 +1,7 @@
 """CSV files that people open with spreadsheet programs, which run a cell that begins like a formula.
 
-Names and texts may come from a stranger, and `=HYPERLINK(...)` or `=cmd|...` in a cell sends or starts something. What
-begins so gets an apostrophe in front, by which Excel, LibreOffice and Google Sheets know a text.
+Names and texts may come from a stranger, and `=HYPERLINK(...)` or `=cmd|...` in a cell sends requests or starts
+programs. Such cells get an apostrophe in front, which marks text in Excel, LibreOffice and Google Sheets.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SpreadsheetWriter:
         self._rows.writerow([text_cell(cell) if isinstance(cell, str) else cell for cell in cells])
 
     def writerows(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Write several."""
+        """Write several rows."""
         for cells in rows:
             self.writerow(cells)
 
 
 def text_cell(text: str) -> str:
-    """A text that no program takes for a formula, and no terminal obeys; numbers stay as they are."""
+    """Return a text that no program takes for a formula and no terminal obeys; numbers stay as they are."""
     plain = "\r".join(map(printable, text.split("\r"))) if not text.isprintable() else text
     return f"'{plain}" if _FORMULA.match(plain) and not _NUMBER.fullmatch(plain) else plain

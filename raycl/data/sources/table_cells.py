@@ -1,7 +1,7 @@
-"""CSV and TSV files as items: what stands between cells, the header, quotes, blank lines.
+"""CSV and TSV files as items: separators, header, quotes, blank lines.
 
-Such files come out of many programs, and a wrong guess about quotes or separators loses rows. Python's reader is used,
-not Arrow's: it goes row by row, so an error names the broken row.
+Such files are written by many programs, and a wrong guess about quotes or separators loses rows. Python's reader is
+used, not Arrow's: it goes row by row, so an error names the broken row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raycl.data.sources.source import SourceFile
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 _SWALLOWED = 3
-"""Lines inside one quoted cell that each look like a row before a quote is taken for one that is never closed."""
+"""A quote is taken for one that is never closed when this many lines in its cell look like rows."""
 
 csv.field_size_limit((1 << 31) - 1)  # the reader's limit of 131,072 characters is shorter than some articles
 
@@ -64,7 +64,7 @@ def _refuse_cells(
 
 
 def _header(cells: Sequence[str], columns: Columns, file: SourceFile, findings: Findings) -> list[str]:
-    """Names of the columns, without the spaces around them, unless they are set with these."""
+    """Return the names of the columns, without surrounding spaces unless the settings name them with spaces."""
     wanted = {*columns.text, *columns.label, *columns.parts, columns.group}
     names = [cell if cell in wanted else cell.strip() for cell in cells]
     if names != list(cells):
@@ -73,7 +73,7 @@ def _header(cells: Sequence[str], columns: Columns, file: SourceFile, findings: 
 
 
 def _rows(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[list[str]]:
-    """The cells of each row that has any."""
+    """Yield the cells of each row that has any."""
     first = next((line for _, line in file.lines() if line.strip()), "")
     usual = "\t" if file.name.lower().endswith(".tsv") else ","
     try:
@@ -91,7 +91,7 @@ def _rows(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[li
 
 
 def _separator(first: str, usual: str, columns: Columns) -> str:
-    """What separates cells: the usual, unless the first line has it nowhere and another everywhere."""
+    """Return the separator: the usual one, unless the first line lacks it and another one fits."""
     counts = {mark: len(next(csv.reader([first], delimiter=mark), [])) for mark in (usual, *SEPARATORS)}
     if columns.header is not None:
         return next((mark for mark, count in counts.items() if count == len(columns.header)), usual)
@@ -99,7 +99,7 @@ def _separator(first: str, usual: str, columns: Columns) -> str:
 
 
 def _quoted_rows(file: SourceFile, lines: Iterator[str], separator: str, findings: Findings) -> Iterator[list[str]]:
-    """Cells in quotes may hold separators and line breaks (RFC 4180)."""
+    """Yield rows whose cells in quotes may hold separators and line breaks (RFC 4180)."""
     number, before, size, row_bytes = -1, 0, 0, file.limits.row_bytes
 
     def ended() -> Iterator[str]:
@@ -128,7 +128,7 @@ def _quoted_rows(file: SourceFile, lines: Iterator[str], separator: str, finding
 
 
 def _note_swallowed(cells: list[str], number: int, separator: str, file: SourceFile, findings: Findings) -> None:
-    """A cell whose every line has as many cells as its row is more likely a quote that is never closed."""
+    """Note a cell whose lines all have as many cells as its row; its quote was probably never closed."""
     for cell in cells:
         inside = cell.split("\n")[1:-1]
         if len(inside) >= _SWALLOWED and all(line.count(separator) == len(cells) - 1 for line in inside):
@@ -139,7 +139,7 @@ def _note_swallowed(cells: list[str], number: int, separator: str, file: SourceF
 
 
 def _tab_rows(file: SourceFile, findings: Findings) -> Iterator[list[str]]:
-    """A row is a line, unless cells in quotes hold tabs or line breaks.
+    """Yield a row for each line, unless cells in quotes hold tabs or line breaks.
 
     Tables separated by tabs are written with quotes by some programs and without by others. Where each line has as
     many cells as the first, lines are rows, and a quote that is not around a whole cell is part of its text.
@@ -152,7 +152,7 @@ def _tab_rows(file: SourceFile, findings: Findings) -> Iterator[list[str]]:
             if by_line is None:
                 by_line = _each_line_is_a_row(file)
             if not by_line:
-                yield from _quoted_rows(file, chain([line], (one for _, one in lines)), "\t", findings)
+                yield from _quoted_rows(file, chain([line], (following for _, following in lines)), "\t", findings)
                 return
             if not all(_QUOTED.fullmatch(cell) for cell in cells if cell.startswith('"')):
                 findings.note(f"{file.name}: quotes that are not around whole cells are read as text, a row a line")

@@ -1,4 +1,4 @@
-"""The outcome of a sweep: a row for each trial, means over seeds or orders, the best, the Pareto front, and their files."""
+"""The outcome of a sweep: a row for each trial, means over seeds or orders, the best trials, and their files."""
 
 from __future__ import annotations
 
