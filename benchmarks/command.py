@@ -52,7 +52,7 @@ gives a text to print where the flags ask for no figures."""
 
 
 def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The command's parser.
+    """Return the command's parser.
 
     Args:
         words: the command line: only the benchmark that it names is imported, with its heavy libraries, for its flags.

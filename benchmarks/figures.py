@@ -132,7 +132,7 @@ def table(report: Report) -> str:
 
 
 def cells(figure: Figure) -> tuple[str, str, str, str]:
-    """The cells of a figure in a table: measured, target, whether the target is kept, what it was made from."""
+    """Return the cells of a figure in a table: measured, target, whether the target is kept, what it was made from."""
     target = "" if figure.target is None else f"{figure.direction} {number(figure.target)} {figure.unit}".rstrip()
     kept = {None: "", True: "ok", False: "MISSED"}[figure.ok]
     spread = "" if figure.spread is None else f"quartiles {' to '.join(map(number, figure.spread))}"

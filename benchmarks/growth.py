@@ -148,7 +148,7 @@ class Grown:
         return self.method.stack
 
     def slot(self, rank: int, scale: float) -> AdapterState:
-        """A block of an earlier task."""
+        """Return a block of an earlier task."""
 
         def small(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=self.draw) * 0.01
@@ -158,11 +158,11 @@ class Grown:
         return AdapterState(pairs, scale, None, ("yes", "no"), small(2, 384), small(2))
 
     def recorded(self) -> float:
-        """Mean number of adapters in a batch's mixture, between tasks."""
+        """Return the mean number of adapters in a batch's mixture, between tasks."""
         return mean(len(self.method.route(batch).names) for batch in self.batches)
 
     def batch(self, number: int) -> Batch:
-        """The batch of a round."""
+        """Return the batch of a round."""
         return self.batches[number % len(self.batches)]
 
     def answer(self, number: int) -> None:

@@ -160,7 +160,7 @@ class Twin:
         return train_step(self.engine, self.method, [batch], self.world, seed, self.modifiers).grad_norm
 
     def gradients(self, batch: Batch, seed: int) -> dict[str, Tensor]:
-        """The modified gradients of a step that is not taken, by parameter."""
+        """Return the modified gradients of a step that is not taken, by parameter."""
         kept = GradientsOnly(self.engine)
         train_step(kept, self.method, [batch], self.world, seed, self.modifiers)
         return kept.found

@@ -131,7 +131,7 @@ class _Bench:
         self.peft = self._peft()
 
     def _source(self, name: str) -> AdapterState:
-        """A bank of any size: adapter number i is one of the states that were drawn."""
+        """Return a bank of any size: adapter number i is one of the states that were drawn."""
         return self.states[f"n{int(name[1:]) % self.most}"]
 
     def _peft(self) -> Any:

@@ -12,7 +12,7 @@ from raycl.types import Phase
 
 
 def bare_context(phase: Phase, queries: dict[Split, Tensor] | None = None) -> TaskContext:
-    """The context of a phase without rows, for methods that read none.
+    """Return the context of a phase without rows, for methods that read none.
 
     Args:
         queries: of the phase's texts, for methods with an encoder.

@@ -61,7 +61,8 @@ class Reader:
         self.width, self.config = width, IncLoraConfig(rank=rank)
 
     def restore(self, checkpoint: str, number: int, shared: bool, trial: bool) -> tuple[float, int, int, int]:
-        """Seconds to restore; private bytes after reading a few adapters, after reading all, after loading a few."""
+        """Return seconds to restore; private bytes after reading a few adapters, after reading all, after loading a
+        few."""
         method = IncLora(self.config, make_backbone(self.width), 0)
         objects = TensorObjects(self.run, self.bank.storage, self.readers if shared else None)
         before = private_bytes()
@@ -96,7 +97,7 @@ def read_weights(states: Iterable[AdapterState]) -> None:
 
 
 def make_backbone(width: int) -> Backbone:
-    """An encoder with the linears of `PATHS`, and little else."""
+    """Return an encoder with the linears of `PATHS`, and little else."""
     tokenizer = word_tokenizer("bert", [])
     config = BertConfig(
         vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=LAYERS, num_attention_heads=2,
@@ -108,7 +109,7 @@ def make_backbone(width: int) -> Backbone:
 def make_snapshot(
     bank: Bank, run: Storage, states: dict[str, AdapterState], manifests: list[AdapterManifest]
 ) -> Snapshot:
-    """A snapshot with a training state, and checkpoints that name its adapters: `one`, or `all`."""
+    """Return a snapshot with a training state, and checkpoints that name its adapters: `one`, or `all`."""
     groups = packed(states).groups
     infos = {group: info_of(tensors) for group, tensors in groups.items()}
     method = {"labels": [], "task": "", "trainable_labels": [], "learned": [[name, []] for name in states]}
@@ -152,7 +153,7 @@ def figures(bank: Bank, run: Storage, snapshot: Snapshot) -> Iterator[Figure]:
 
 
 def _open(address: str, number: int) -> float:
-    """Seconds to read the snapshot's record and to map its adapters."""
+    """Return seconds to read the snapshot's record and to map its adapters."""
     reader = ObjectStoreCache(Bank.at(address))
     began = time.perf_counter()
     snapshot = reader.bank.open(number)

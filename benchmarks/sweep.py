@@ -85,12 +85,12 @@ def tree(options: argparse.Namespace, tasks: tuple[str, ...]) -> dict[str, Any]:
 
 
 def base(options: argparse.Namespace) -> RunConfig:
-    """The run alone, of two tasks."""
+    """Return the run alone, of two tasks."""
     return configs.validate(RunConfig, tree(options, TASKS[:2]))
 
 
 def overhead(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
-    """Runs alone and trials alternate, so that a machine that slows down slows both."""
+    """Yield runs alone and trials alternate, so that a machine that slows down slows both."""
     alone, trials = [], []
     for number in range(options.repeats):
         log.info("run alone, then as a trial: %d of %d", number + 1, options.repeats)
@@ -109,7 +109,7 @@ def overhead(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
 
 
 def against_grid(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
-    """The same twenty trials: all of them to the end, and with ASHA in several orders."""
+    """Yield the same twenty trials: all of them to the end, and with ASHA in several orders."""
     whole, whole_s = _swept("grid", "none", 0, options, folder)
     halved = [_swept(f"asha{order}", "asha", order, options, folder) for order in range(options.orders)]
     spent = [f"{seconds:.0f} s, {_learned(outcome)} tasks" for outcome, seconds in halved]

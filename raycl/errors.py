@@ -175,6 +175,6 @@ _UNPRINTED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\
 
 
 def printable(text: str) -> str:
-    """A text for a terminal: what would move its cursor, change its title or turn the line around is written as JSON
-    writes it, `\\u001b`, since names and texts may come from a stranger."""
+    """Return a text for a terminal: what would move its cursor, change its title or turn the line around is written as
+    JSON writes it, `\\u001b`, since names and texts may come from a stranger."""
     return _UNPRINTED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

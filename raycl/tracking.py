@@ -57,7 +57,7 @@ class TrackingConfig(Section):
     directory: PathOrUri = Field(None, description="folder of the backend's files; null: below the run's folder")
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Names for a tracker, where there is none; TensorBoard has no projects."""
+        """Yield names for a tracker, where there is none; TensorBoard has no projects."""
         if self.backend == "none":
             yield from ((name, "backend=none") for name in ("project", "group", "directory"))
         elif self.backend == "tensorboard":
@@ -215,7 +215,7 @@ def _cell(value: Cell) -> str:
 
 
 def wandb_run_id(project: str, run_name: str) -> str:
-    """The wandb id of a run: the same name in the same project is the same run, on every attempt."""
+    """Return the wandb id of a run: the same name in the same project is the same run, on every attempt."""
     return hashlib.sha256(f"{project}/{run_name}".encode()).hexdigest()[:16]
 
 
@@ -226,7 +226,7 @@ def _choose() -> Literal["none", "wandb", "tensorboard"]:
 
 
 def _installed(package: str) -> bool:
-    """Whether a package is installed; a mere folder of that name (wandb makes one) does not count."""
+    """Return whether a package is installed; a mere folder of that name (wandb makes one) does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -240,7 +240,7 @@ def _import_wandb() -> Any:
 
 
 def _wandb_mode(settings: Any) -> str:
-    """The mode that environment and wandb's settings files ask for; `offline` if it would need a key we lack.
+    """Return the mode that environment and wandb's settings files ask for; `offline` if it would need a key we lack.
 
     Decided before `wandb.init`, which would wait for an answer and then fail.
 
@@ -260,7 +260,7 @@ def _has_key(settings: Any) -> bool:
 
 
 def _in_netrc(base_url: str) -> bool:
-    """Whether the netrc file that `wandb login` writes has an entry for the server."""
+    """Return whether the netrc file that `wandb login` writes has an entry for the server."""
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
         entries = netrc.netrc(str(path))

@@ -108,7 +108,7 @@ class Batch:
     tasks: tuple[str, ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on `device`."""
+        """Return the same batch on `device`."""
         moved: dict[str, Any] = {
             name: tensor.to(device, non_blocking=True) for name, tensor in zip(TENSORS, self.tensors(), strict=True)
         }
@@ -120,7 +120,7 @@ class Batch:
         return replace(self, **cut, texts=self.texts[:count], tasks=self.tasks[:count])
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors in field order."""
+        """Return all tensors in field order."""
         return (
             self.source_ids,
             self.source_mask,
@@ -158,25 +158,26 @@ class TextCodec(Protocol):
     """Jinja source that renders conversations; "" where the tokenizer has none."""
 
     def encode_source(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of whole prompts with the model's special tokens, **not** truncated."""
+        """Return ids of whole prompts with the model's special tokens, **not** truncated."""
         ...
 
     def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of answers, ending in the end-of-sequence id, not truncated; empty lists if `needs_labels`."""
+        """Return ids of answers, ending in the end-of-sequence id, not truncated; empty lists if `needs_labels`."""
         ...
 
     def encode_chat(self, conversations: Sequence[Sequence[tuple[str, str]]], template: str) -> list[list[int]]:
-        """Ids of conversations of (role, content) up to where the assistant answers, **not** truncated."""
+        """Return ids of conversations of (role, content) up to where the assistant answers, **not** truncated."""
         ...
 
     def encode_chat_answers(
         self, conversations: Sequence[Sequence[tuple[str, str]]], answers: Sequence[str], template: str
     ) -> list[list[int]]:
-        """Ids of answers with what the template puts behind them, ending in the end-of-sequence id, not truncated."""
+        """Return ids of answers with what the template puts behind them, ending in the end-of-sequence id, not
+        truncated."""
         ...
 
     def clip(self, text: str, tokens: int) -> str:
-        """The longest prefix of `text` that has at most `tokens` tokens (no special tokens counted)."""
+        """Return the longest prefix of `text` that has at most `tokens` tokens (no special tokens counted)."""
         ...
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -184,7 +185,7 @@ class TextCodec(Protocol):
         ...
 
     def shown(self, ids: Sequence[int]) -> str:
-        """The text of ids with special tokens, for people to read."""
+        """Return the text of ids with special tokens, for people to read."""
         ...
 
 
@@ -231,25 +232,25 @@ class Mixture:
         assert len(set(self.names)) == len(self.names), f"an adapter stands twice in {self.names}"
 
     def over(self, names: Collection[str]) -> Mixture:
-        """The same without adapters that have none of these names."""
+        """Return the same without adapters that have none of these names."""
         kept = [column for column, name in enumerate(self.names) if name in names]
         if len(kept) == len(self.names):
             return self
         return replace(self, names=tuple(self.names[column] for column in kept), weights=self.weights[:, kept])
 
     def on(self, device: torch.device) -> Mixture:
-        """The same with its weights on `device`."""
+        """Return the same with its weights on `device`."""
         return replace(self, weights=self.weights.to(device))
 
     @staticmethod
     def same(weights: Mapping[str, float], examples: int) -> Mixture:
-        """The same mixture for each of `examples` examples."""
+        """Return the same mixture for each of `examples` examples."""
         row = torch.tensor([list(weights.values())], dtype=torch.float32).reshape(1, len(weights))
         return Mixture(tuple(weights), row.expand(examples, -1))
 
     @staticmethod
     def stacked(mixtures: Sequence[Mixture]) -> Mixture:
-        """The examples of several mixtures below each other, over the adapters of all."""
+        """Return the examples of several mixtures below each other, over the adapters of all."""
         names = tuple(dict.fromkeys(name for mixture in mixtures for name in mixture.names))
         column = {name: number for number, name in enumerate(names)}
         rows: list[list[float]] = []  # numbers: tensors of one row each cost more than what is in them
@@ -291,7 +292,7 @@ class AdapterState:
         return max((int(a.shape[0]) for a, _ in self.linears.values()), default=0)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Everything it holds by name: `<path>.lora_A`, `<path>.lora_B`, `prompt`, `head.weight`, `head.bias`."""
+        """Return everything that it holds by name: `<path>.lora_A`, `<path>.lora_B`, `prompt`, `head.weight`, `head.bias`."""
         found: dict[str, Tensor] = {}
         for path, (low, high) in self.linears.items():
             found[f"{path}.lora_A"], found[f"{path}.lora_B"] = low, high

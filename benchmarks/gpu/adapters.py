@@ -35,7 +35,8 @@ def drawn_adapters(model: nn.Module, targets: Sequence[str], count: int, rank: i
 
 
 def loaded(adapters: dict[str, AdapterState], number: int = 1) -> LoadedSnapshot:
-    """A snapshot of these adapters that a `raycl.serve.engine.multi_snapshot_model.MultiSnapshotModel` can load."""
+    """Return a snapshot of these adapters that a `raycl.serve.engine.multi_snapshot_model.MultiSnapshotModel` can
+    load."""
     model = ModelInfo(name="drawn", sha256="0" * 64, kind="drawn")
     linears = next(iter(adapters.values())).linears
     layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in linears.items()}

@@ -79,7 +79,7 @@ class Battery:
         self._runs = 0
 
     def model(self, kind: str) -> str:
-        """Folder of the saved model."""
+        """Return the folder of the saved model."""
         folder = self.folder / "models" / kind
         return str(folder if folder.is_dir() else save_model(kind, folder, self.words, POSITIONS))
 
@@ -137,7 +137,8 @@ def cache_in(folder: Path) -> Iterator[None]:
 
 
 def compare(battery: Battery, kind: str, family: str, dtype: str, device: torch.device) -> Figure:
-    """The largest difference to the CPU, as a share of its tolerance; and, in float32, to a run that was resumed."""
+    """Return the largest difference to the CPU, as a share of its tolerance; and, in float32, to a run that was
+    resumed."""
     config, allowed = battery.config(kind, family, dtype), TOLERANCES[dtype]
     expected, found = battery.run(config, CPU), battery.run(config, device)
     context = _differences(found, expected, allowed)
@@ -150,7 +151,7 @@ def compare(battery: Battery, kind: str, family: str, dtype: str, device: torch.
 
 
 def _differences(found: Outcome, expected: Outcome, allowed: Tolerances) -> dict[str, tuple[float, float]]:
-    """Name -> difference and its tolerance."""
+    """Return name -> difference and its tolerance."""
     assert len(found.steps) == len(expected.steps), f"{len(found.steps)} steps, expected {len(expected.steps)}"
     pairs = list(zip(found.steps, expected.steps, strict=True))
     return {

@@ -54,7 +54,7 @@ def sizes_of(setup: Setup, name: str) -> LlamaSizes:
 
 
 def decoder(setup: Setup, name: str, targets: int = 64) -> Backbone:
-    """A LLaMA in evaluation mode whose answers do not end by themselves: the end token always has logit 0.
+    """Return a LLaMA in evaluation mode whose answers do not end by themselves: the end token always has logit 0.
 
     Args:
         targets: tokens of an answer at most.
@@ -81,7 +81,7 @@ def decoder(setup: Setup, name: str, targets: int = 64) -> Backbone:
 
 
 def encoder_decoder(setup: Setup, name: str = "large", targets: int = 64) -> Backbone:
-    """A T5 v1.1 in evaluation mode."""
+    """Return a T5 v1.1 in evaluation mode."""
     sizes = T5S["tiny" if setup.tiny else name]
     config = T5Config(**sizes, feed_forward_proj="gated-gelu", dropout_rate=0.0, decoder_start_token_id=0)
     model = _new_model(setup, T5ForConditionalGeneration, config)
@@ -101,18 +101,18 @@ def _new_model(setup: Setup, kind: Any, config: Any) -> Any:
 
 
 def twin(backbone: Backbone) -> Any:
-    """A backbone of its own over the same weights."""
+    """Return a backbone of its own over the same weights."""
     return type(backbone)(shared_copy(backbone.model), backbone.codec)
 
 
 def token_ids(setup: Setup, rows: int, tokens: int, vocabulary: int, seed: int = 0) -> Tensor:
-    """`[rows, tokens]` of ordinary words, on the device."""
+    """Return `[rows, tokens]` of ordinary words, on the device."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(FIRST_WORD, vocabulary, (rows, tokens), generator=draw).to(setup.device)
 
 
 def batch_to_learn(setup: Setup, rows: int, tokens: int, targets: int, vocabulary: int, seed: int = 0) -> Batch:
-    """Prompts with answers, so long in all; every row has a text `row <n>`, and is of no task."""
+    """Return prompts with answers, so long in all; every row has a text `row <n>`, and is of no task."""
     ids = token_ids(setup, rows, tokens, vocabulary, seed).cpu()
     return Batch(
         source_ids=ids[:, : tokens - targets],

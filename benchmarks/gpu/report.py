@@ -23,7 +23,7 @@ Until then its targets are estimates.
 
 
 def markdown(tree: Mapping[str, Any] | None) -> str:
-    """The page; with a note where there are no figures yet.
+    """Return the page; with a note where there are no figures yet.
 
     Args:
         tree: as `--json` writes it (`benchmarks.figures.Report.tree`).

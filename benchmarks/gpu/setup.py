@@ -93,7 +93,7 @@ class Setup:
             torch.cuda.synchronize(self.device)
 
     def is_alive(self) -> bool:
-        """Whether the device still answers: after an illegal access it does not, until the process ends."""
+        """Return whether the device still answers: after an illegal access it does not, until the process ends."""
         try:
             self.synchronize()
         except RuntimeError:
@@ -116,7 +116,7 @@ class Case:
 
 
 def ratio(name: str, mine: Times, base: Times, target: float | None = None, detail: str = "") -> Figure:
-    """A figure of how much longer one contender takes than the other: the median over rounds."""
+    """Return a figure of how much longer one contender takes than the other: the median over rounds."""
     over = mine.over(base)
     times = f"{mine.median * 1e3:.3g} ms against {base.median * 1e3:.3g} ms"
     words = "; ".join(filter(None, (times, detail)))

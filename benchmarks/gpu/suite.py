@@ -91,7 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def without_measuring(options: argparse.Namespace) -> str | None:
-    """The text of `--list` and `--report`; None: figures are wanted.
+    """Return the text of `--list` and `--report`; None: figures are wanted.
 
     Raises:
         ConfigError: the figures to report are no JSON of this benchmark.
@@ -148,7 +148,7 @@ class Progress:
         self.keep()
 
     def report(self) -> Report:
-        """All of them."""
+        """Return all of them."""
         settings = {key: getattr(self.options, key) for key in ("minutes", "only", "device", "tiny")}
         settings["finished"] = self.finished
         where = {"measured on": _device_name(self.setup.device), **machine(self.load_before)}
@@ -211,7 +211,7 @@ def _run_case(part: Part, case: Case, setup: Setup, seconds: float, add: Callabl
 
 
 def _failure(what: str, error: Exception) -> Figure:
-    """Counts as a figure that falls short."""
+    """Return counts as a figure that falls short."""
     if not isinstance(error, WrongResultError):
         log.error("%s failed", what, exc_info=error)
     words = " ".join(str(error).split())[:400]

@@ -54,7 +54,7 @@ class Times:
         return statistics.median(self.seconds)
 
     def over(self, other: Times) -> tuple[float, ...]:
-        """The ratio of each round."""
+        """Return the ratio of each round."""
         return tuple(mine / its for mine, its in zip(self.seconds, other.seconds, strict=True))
 
 
@@ -94,7 +94,7 @@ def take_turns(
 
 
 def _timed(contender: Contender, calls: int, device: torch.device) -> float:
-    """Seconds of one call."""
+    """Return seconds of one call."""
     if contender.prepare is not None:
         contender.prepare()
     if device.type != "cuda":

@@ -36,7 +36,7 @@ LIMITS_MS = {1: 2.0, 32: 1.0}
 
 
 def drawn_router(tasks: int, slots: int, groups: int, top_k: int) -> tuple[SlotRouter, Tensor, Tensor]:
-    """A router over drawn tasks, its keys `[T, m, c]`, and the queries of 1,024 texts near them."""
+    """Return a router over drawn tasks, its keys `[T, m, c]`, and the queries of 1,024 texts near them."""
     draw = torch.Generator().manual_seed(tasks)
     centres = torch.randn(tasks, WIDTH, generator=draw)
     keys = centres[:, None] + 0.5 * torch.randn(tasks, slots, WIDTH, generator=draw)
@@ -61,7 +61,7 @@ def texts_of(count: int) -> list[str]:
 
 
 def drawn(shapes: dict[str, tuple[int, int]], rank: int, draw: torch.Generator, labels: bool = True) -> AdapterState:
-    """An adapter of small random weights, with or without a label head."""
+    """Return an adapter of small random weights, with or without a label head."""
 
     def small(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw) * 0.01

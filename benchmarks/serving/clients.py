@@ -48,7 +48,7 @@ class Seen:
         return len(self.ms) / self.seconds
 
     def at(self, percent: float) -> float:
-        """Percentile of the latency in ms."""
+        """Return the percentile of the latency in ms."""
         return float(np.percentile(self.ms, percent)) if self.ms else float("nan")
 
 

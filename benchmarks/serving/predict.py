@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Rows per second of both, in turn; memory after the first tenth of the rows and at the end."""
+    """Return rows per second of both, in turn; memory after the first tenth of the rows and at the end."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         figures = _figures(Path(folder), options)
@@ -90,7 +90,7 @@ def _figures(folder: Path, options: argparse.Namespace) -> list[Figure]:
 
 @torch.no_grad()
 def _loop_s(model: MultiSnapshotModel, loaded: LoadedSnapshot, texts: Sequence[str], size: int) -> float:
-    """Seconds for all texts."""
+    """Return seconds for all texts."""
     codec = model.backbone.codec
     began = time.perf_counter()
     for first in range(0, len(texts), WINDOW * size):

@@ -132,7 +132,7 @@ def _bank(tasks: int, options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def _recall(name: str, index: KeyIndex, texts: Tensor, keys: Tensor, options: argparse.Namespace) -> Figure:
-    """Share of the truly nearest slots that are found, over all groups."""
+    """Return the share of the truly nearest slots that are found, over all groups."""
     queries = split_groups(texts[:256], options.groups)
     found = index.search(queries, options.top_k)[1]
     exact = torch.cat(

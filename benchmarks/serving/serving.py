@@ -237,7 +237,7 @@ class InProcessModel:
             scores.argmax(1).tolist()
 
     def batches(self, texts: Sequence[str], seconds: float) -> tuple[float, float]:
-        """Texts per second in full batches, and CPU seconds of a text."""
+        """Return texts per second in full batches, and CPU seconds of a text."""
         self.answer(texts[: self.batch])
         began, cpu, done = time.perf_counter(), time.process_time(), 0
         while time.perf_counter() - began < seconds:

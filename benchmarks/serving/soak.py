@@ -78,7 +78,7 @@ def soak(start: Callable[[Bank], str], folder: Path, options: argparse.Namespace
 
 
 def _state(root: str) -> dict[str, Any] | None:
-    """A replica's `/v1/snapshots`; None while that replica is gone."""
+    """Return a replica's `/v1/snapshots`; None while that replica is gone."""
     try:
         with urllib.request.urlopen(f"{root}/v1/snapshots", timeout=10) as answer:
             found: dict[str, Any] = json.load(answer)
@@ -88,7 +88,7 @@ def _state(root: str) -> dict[str, Any] | None:
 
 
 def _replicas() -> list[str]:
-    """Names of the endpoint's replicas."""
+    """Return names of the endpoint's replicas."""
     return sorted(actor["name"] for actor in ray.util.list_named_actors(True) if "#endpoint#" in actor["name"])
 
 

@@ -76,7 +76,7 @@ def _figures(engine: str, options: argparse.Namespace, folder: Path, copy: int) 
 
 
 def tree_of(engine: str, steps: int, folder: Path, dtype: str = "float32") -> dict[str, Any]:
-    """The config of a run of full fine-tuning on `folder/model`."""
+    """Return the config of a run of full fine-tuning on `folder/model`."""
     name, *rest = (word.partition("=")[2] for word in ENGINES[engine])
     stream: dict[str, Any] = {"name": "builtin", "tasks": ["topic"], "train_rows": 4 * steps, "test_rows": 2}
     return {
@@ -140,7 +140,7 @@ class Taken:
         self._over: threading.Event | None = None
 
     def engines(self, open_engine: OpenEngine) -> OpenEngine:
-        """The same engines, which tell when a step is done and a forward pass begins."""
+        """Return the same engines, which tell when a step is done and a forward pass begins."""
         return lambda *phase: cast(Engine, WatchedEngine(open_engine(*phase), self))
 
     def begin(self, again: bool = False) -> None:

@@ -123,7 +123,7 @@ def _figures(options: argparse.Namespace, storage: Storage) -> Iterator[Figure]:
 
 
 def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median over rounds."""
+    """Return the median over rounds."""
     return median(one / other for one, other in zip(mine, theirs, strict=True))
 
 
@@ -168,7 +168,7 @@ class _VariedRouter(SingleRouter):
 
 
 def _evaluated(context: TrainingContext, storage: Storage, router: PublishedRouter, way: str) -> list[dict[str, Any]]:
-    """The answers to all test rows of all tasks."""
+    """Return the answers to all test rows of all tasks."""
     update = {"decoding": way.partition(" ")[0], "subsample": None}
     context.evaluation = context.evaluation.model_copy(update=update)
     phase, world = context.phases[-1], DistributedContext.alone(torch.device("cpu"))

@@ -93,7 +93,7 @@ def _engine(
 
 
 def peak_of(words: Sequence[str], imports: Path | None = None) -> tuple[float, float]:
-    """Bytes that a command and its descendants held together at most, and the seconds it took.
+    """Return bytes that a command and its descendants held together at most, and the seconds it took.
 
     Args:
         words: the command.
@@ -128,7 +128,7 @@ def _watch(pid: int, over: threading.Event, peaks: list[float]) -> None:
 
 
 def _proportional(process: psutil.Process) -> int:
-    """Bytes; 0 if it has just ended."""
+    """Return bytes; 0 if it has just ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

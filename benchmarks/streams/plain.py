@@ -77,7 +77,7 @@ class Model:
         return torch.tensor([row + [value] * (width - len(row)) for row in rows], device=self.device)
 
     def sources(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """Ids and mask of the prompts."""
+        """Return ids and mask of the prompts."""
         ids = [row.source for row in rows]
         mask = [[1] * len(source) for source in ids]
         return {"input_ids": self.padded(ids, self.pad), "attention_mask": self.padded(mask, 0)}
@@ -110,7 +110,7 @@ class Encoder(Model):
             self.bias = nn.Parameter(torch.cat([self.bias, self.bias.new_zeros(len(new))]))
 
     def label(self, answer: str) -> int:
-        """Row of the head; of a label that no task has had yet: -1."""
+        """Return the row of the head; of a label that no task has had yet: -1."""
         return self.labels.index(answer) if answer in self.labels else -1
 
     def trained(self) -> list[nn.Parameter]:
@@ -130,7 +130,7 @@ class Encoder(Model):
         return cross_entropy(self.logits(rows).float(), labels, reduction="sum")
 
     def answers(self, rows: Sequence[Row], max_new_tokens: int) -> list[str]:
-        """The label with the largest logit."""
+        """Return the label with the largest logit."""
         return [self.labels[row] for row in self.logits(rows).argmax(-1).tolist()]
 
 
@@ -138,13 +138,13 @@ class Seq2Seq(Model):
     """T5 and its family: the model's own mean loss times the number of target tokens."""
 
     def loss_sum(self, rows: Sequence[Row]) -> Tensor:
-        """All target tokens."""
+        """Return all target tokens."""
         labels = self.padded([row.target for row in rows], -100)
         mean: Tensor = self.model(**self.sources(rows), labels=labels, use_cache=False).loss
         return mean * sum(len(row.target) for row in rows)
 
     def answers(self, rows: Sequence[Row], max_new_tokens: int) -> list[str]:
-        """Greedy generation."""
+        """Return the greedy generation."""
         ids = self.model.generate(**self.sources(rows), max_new_tokens=max_new_tokens, do_sample=False, num_beams=1)
         return [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
@@ -153,7 +153,7 @@ class Causal(Model):
     """LLaMA and the like: prompt and answer in one sequence, loss on the answer, padding on the left to generate."""
 
     def loss_sum(self, rows: Sequence[Row]) -> Tensor:
-        """All answer tokens."""
+        """Return all answer tokens."""
         ids = [row.source + row.target for row in rows]
         labels = self.padded([[-100] * len(row.source) + row.target for row in rows], -100)
         mask = self.padded([[1] * len(row) for row in ids], 0)
@@ -162,7 +162,7 @@ class Causal(Model):
         return mean * sum(len(row.target) for row in rows)
 
     def answers(self, rows: Sequence[Row], max_new_tokens: int) -> list[str]:
-        """Greedy generation; only what follows the prompt."""
+        """Return the greedy generation; only what follows the prompt."""
         width = max(len(row.source) for row in rows)
         blanks = [width - len(row.source) for row in rows]
         ids = [[self.pad] * blank + row.source for blank, row in zip(blanks, rows, strict=True)]
@@ -199,7 +199,7 @@ def work(sheet: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(sheet: dict[str, Any]) -> Model:
-    """The backbone of the worksheet with fresh LoRA weights."""
+    """Return the backbone of the worksheet with fresh LoRA weights."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = BackboneConfig(**sheet["backbone"])
     codec = load_codec(config, *sheet["limits"])
@@ -243,7 +243,7 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(model: Model, rows: Sequence[Row], task: dict[str, Any], sheet: dict[str, Any]) -> list[str]:
-    """Answers of all test rows, in their order."""
+    """Return answers of all test rows, in their order."""
     model.model.eval()
     answers = [""] * len(rows)
     for batch in task["test_batches"]:
@@ -255,7 +255,7 @@ def evaluate(model: Model, rows: Sequence[Row], task: dict[str, Any], sheet: dic
 
 
 def peak_memory_mb() -> float:
-    """The most memory this process held so far, in MiB: of the GPU, or resident."""
+    """Return the most memory this process held so far, in MiB: of the GPU, or resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**20

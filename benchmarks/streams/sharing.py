@@ -40,7 +40,7 @@ def sharing(rows: int, folder: Path) -> list[Figure]:
 
 
 def _table(rows: int, folder: Path) -> TokenTable:
-    """Rows of about a hundred tokens, tokenised into a cache of their own."""
+    """Return rows of about a hundred tokens, tokenised into a cache of their own."""
     words = list(builtin.rows("topic", "train", 500, seed=0))
     with (folder / "rows.jsonl").open("w") as file:
         for number, (text, label) in enumerate(islice(cycle(words), rows)):
@@ -57,7 +57,7 @@ def _table(rows: int, folder: Path) -> TokenTable:
 
 
 def _measure(table: TokenTable) -> tuple[int, int]:
-    """Largest private growth of a reader and the sum of all Pss, in KiB."""
+    """Return the largest private growth of a reader and the sum of all Pss, in KiB."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(READERS)
     ends = []

@@ -92,7 +92,7 @@ class Comparison:
         self.trials.setdefault((engine, workers), []).append(trial)
 
     def typical(self, engine: str, workers: int = 1) -> Typical:
-        """The trials of one kind."""
+        """Return the trials of one kind."""
         return Typical(self.trials[engine, workers])
 
 
@@ -125,7 +125,7 @@ def default_models() -> Path:
 
 
 def backbones(names: list[str], models: Path) -> tuple[dict[str, str], list[str]]:
-    """Name -> what `backbone.name` takes, of those that are there; notes about the others."""
+    """Return name -> what `backbone.name` takes, of those that are there; notes about the others."""
     places = {name: name if name == "minilm" else str(models / name) for name in names}
     absent = [name for name, place in places.items() if name != "minilm" and not Path(place).is_dir()]
     notes = [f"{name} left out: there is no folder {models / name} (see --models)" for name in absent]
@@ -181,7 +181,7 @@ def config_of(where: str, engine: str, workers: int, options: argparse.Namespace
 
 
 def figures_of(comparison: Comparison) -> Iterator[Figure]:
-    """The figures of the trials on one backbone."""
+    """Yield the figures of the trials on one backbone."""
     plain = comparison.typical(PLAIN)
     for engine, workers in comparison.trials:
         if engine != PLAIN:
@@ -195,7 +195,7 @@ def figures_of(comparison: Comparison) -> Iterator[Figure]:
 
 
 def _same_work(title: str, mine: Typical, plain: Typical, strict: bool) -> Iterator[Figure]:
-    """Whether both did the same: worst over all trials.
+    """Yield whether both did the same: worst over all trials.
 
     Args:
         strict: one worker sums in the plain loop's order; several do not, and training lets rounding grow, so there

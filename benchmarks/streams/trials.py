@@ -72,7 +72,7 @@ class Typical:
 
 
 def run_plain(sheet: Sheet, folder: Path) -> Trial:
-    """The plain loop in a process of its own, with the threads and the priority of a worker.
+    """Return the plain loop in a process of its own, with the threads and the priority of a worker.
 
     Raises:
         RunError: it failed; the message ends in its last words.
@@ -108,7 +108,7 @@ def worker_niceness() -> int:
 
 
 def run_raycl(config: RunConfig) -> Trial:
-    """A run through Ray Train, from an empty folder and an empty cache to its results."""
+    """Return a run through Ray Train, from an empty folder and an empty cache to its results."""
     began = time.time()
     prepared = driver.prepare(config)
     called = time.time()

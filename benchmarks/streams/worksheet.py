@@ -86,6 +86,6 @@ def _pairs(table: TokenTable, prefix: str, suffix: str) -> list[tuple[str, str]]
 
 
 def _real(batches: Iterable[Batch]) -> list[list[int]]:
-    """Rows of each batch without the fill-ups; batches of fill-ups alone are left out."""
+    """Return rows of each batch without the fill-ups; batches of fill-ups alone are left out."""
     rows = [[row for row in batch.rows.tolist() if row >= 0] for batch in batches]
     return [batch for batch in rows if batch]

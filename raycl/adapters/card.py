@@ -86,7 +86,7 @@ class CardMetadata:
         return not self.base.startswith(("/", "."))
 
     def tree(self) -> dict[str, Any]:
-        """The same for scripts: the content of `raycl.json`."""
+        """Return the same for scripts: the content of `raycl.json`."""
         found = {**asdict(self), "tasks": [asdict(task) for task in self.tasks]}
         del found["capabilities"]  # follow from the kind
         return found
@@ -223,7 +223,7 @@ def _input_code(metadata: CardMetadata) -> list[str]:
 
 
 def _chat_code(task: CardTask, special_tokens: bool) -> list[str]:
-    """The prompt under a chat template: all that it writes before an answer (`raycl.backbone.markup`)."""
+    """Return the prompt under a chat template: all that it writes before an answer (`raycl.backbone.markup`)."""
     system = ['{"role": "system", "content": task["system"]}'] if task.system else []
     messages = ", ".join([*system, '{"role": "user", "content": text}'])
     return [

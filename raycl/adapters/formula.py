@@ -51,13 +51,13 @@ def add_shared(
 
 
 def spread(gate: Tensor, h: Tensor) -> Tensor:
-    """A gate of each example `[B, R]`, or of each position, shaped to broadcast to h `[B, ..., R]`."""
+    """Return a gate of each example `[B, R]`, or of each position, shaped to broadcast to h `[B, ..., R]`."""
     gate = gate.to(h.dtype)
     return gate if gate.dim() == h.dim() else gate.view(gate.shape[0], *(1,) * (h.dim() - 2), -1)
 
 
 def add_own(y: Tensor, x: Tensor, a_BKD: Tensor, b_BKO: Tensor, gate_BK: Tensor, activation: Activation = "") -> Tensor:
-    """The same with rows of each example's own: `a_BKD` and `b_BKO` are its K rows; x is `[B, T, D]`."""
+    """Return the same with rows of each example's own: `a_BKD` and `b_BKO` are its K rows; x is `[B, T, D]`."""
     gate = gate_BK.to(x.dtype)
     if torch.is_grad_enabled() or y.dtype != x.dtype:
         h = torch.bmm(x, a_BKD.transpose(1, 2))
@@ -95,5 +95,5 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, gate: Tensor, heads: int, sc
 
 
 def _of_heads(rows: Tensor, heads: int) -> Tensor:
-    """`[..., R, D]` to `[..., H, R, D / H]`."""
+    """Return `[..., R, D]` to `[..., H, R, D / H]`."""
     return rows.reshape(*rows.shape[:-1], heads, -1).transpose(-3, -2)

@@ -99,7 +99,7 @@ class MixedHead(nn.Module):
         self._set_trainable(0)
 
     def with_rows(self, states: Mapping[str, AdapterState], weight: Tensor, bias: Tensor) -> dict[str, AdapterState]:
-        """The adapters in training, each with its own head rows cut from `weight` `[M C, D]` and `bias`."""
+        """Return the adapters in training, each with its own head rows cut from `weight` `[M C, D]` and `bias`."""
         return {
             name: replace(
                 state,
@@ -121,7 +121,7 @@ class MixedHead(nn.Module):
         self.bias = nn.Parameter(self.bias.detach().new_zeros(rows), requires_grad=trainable)
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
-        """`[B, C]` scores over all known labels, -inf for labels that no active adapter has."""
+        """Return `[B, C]` scores over all known labels, -inf for labels that no active adapter has."""
         names, weights_BN = self._active_columns(pooled_BD)
         heads = self._head_rows(names)
         if not heads:
@@ -145,7 +145,7 @@ class MixedHead(nn.Module):
         return logsumexp_by(chances + log_weights, label, len(self.labels))
 
     def _active_columns(self, pooled_BD: Tensor) -> tuple[dict[str, int], Tensor]:
-        """Adapters whose heads are used: adapter -> column of the weights `[B, N]`."""
+        """Return adapters whose heads are used: adapter -> column of the weights `[B, N]`."""
         if self.rule == "label_count":
             heads = self._stack.heads
             assert len(heads) == len(pooled_BD), "head rule label_count needs a mixture with each example's head"

@@ -96,7 +96,7 @@ class StackedLora(nn.Module):
         return self.base.bias  # type: ignore[return-value]
 
     def trainable(self) -> tuple[Tensor, Tensor]:
-        """A and B in training with their gradients, whole even where the engine keeps parts (ZeRO 3)."""
+        """Return a and B in training with their gradients, whole even where the engine keeps parts (ZeRO 3)."""
         assert self.lora_A is not None and self.lora_B is not None, "no adapter is in training"
         if self.lora_A.numel() and self.lora_B.numel():
             return self.lora_A, self.lora_B
@@ -104,7 +104,8 @@ class StackedLora(nn.Module):
         return pair
 
     def forward(self, x: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """`[..., D]` to `[..., O]`; the first axis is the example (times beams or samples); None: see `trainable`."""
+        """Return `[..., D]` to `[..., O]`; the first axis is the example (times beams or samples); None: see
+        `trainable`."""
         if x is None:
             assert self.lora_A is not None and self.lora_B is not None
             return self.lora_A.clone(), self.lora_B.clone()
@@ -141,7 +142,7 @@ class StackedLora(nn.Module):
         return y
 
     def _prefixes(self, rows: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Keys, values and gates of the active prefixes; None without any."""
+        """Return keys, values and gates of the active prefixes; None without any."""
         plan, static = self._stack.plan, self._stack.static
         if static is not None:
             return *static.layer(self.path), static.gate
@@ -162,7 +163,7 @@ class StackedLora(nn.Module):
         return torch.cat(keys), torch.cat(values), torch.cat(gates, dim=-1)
 
     def _add_trainable(self, y: Tensor, x: Tensor, gate_BR: Tensor) -> Tensor:
-        """The part in training: exact gradients to A, B, the gate and x."""
+        """Return the part in training: exact gradients to A, B, the gate and x."""
         assert self.lora_A is not None and self.lora_B is not None
         h = linear(dropout(x, self._stack.dropout, self.training), self.lora_A)
         if self.low_observer is not None:
@@ -178,7 +179,7 @@ class StackedLora(nn.Module):
 
 
 def linear_shape(base: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs of a linear; Conv1D keeps its weight the other way round."""
+    """Return inputs and outputs of a linear; Conv1D keeps its weight the other way round."""
     if isinstance(base, nn.Linear):
         return base.in_features, base.out_features
     inputs, outputs = base.weight.shape  # type: ignore[misc]

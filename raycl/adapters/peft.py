@@ -52,7 +52,7 @@ def _ends_in(path: str, key: str) -> bool:
 def to_peft(
     state: AdapterState, base: str, task_type: str, revision: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by PEFT's names and the content of `adapter_config.json`.
+    """Return tensors by PEFT's names and the content of `adapter_config.json`.
 
     Args:
         base: hub id or folder of the backbone, which `AutoPeftModel...` loads. revision: of the hub id.
@@ -90,7 +90,7 @@ def to_peft(
 
 
 def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears: Collection[str]) -> AdapterState:
-    """An adapter that PEFT wrote.
+    """Return an adapter that PEFT wrote.
 
     Args:
         linears: paths of the model's linears. A path that a task head put in front (`bert.`) is dropped.

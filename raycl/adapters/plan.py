@@ -56,7 +56,7 @@ class Plan:
         self.own = None  # a row of the batch has no rows of its own then
 
     def shared_rows(self, path: str) -> tuple[Tensor, Tensor]:
-        """A `[R, D]` and B `[R, O]` of one linear: neighbours as views, others copied once for all linears."""
+        """Return a `[R, D]` and B `[R, O]` of one linear: neighbours as views, others copied once for all linears."""
         if isinstance(self.index, slice):
             a_RD, b_RO = self.pool.layer(path)
             return a_RD[self.index], b_RO[self.index]
@@ -71,7 +71,7 @@ class Plan:
         return self._for_rows("shared", self.gate, rows)
 
     def own_rows(self, path: str, rows: int) -> tuple[Tensor, Tensor]:
-        """A `[rows, K, D]` and B `[rows, K, O]` of one linear."""
+        """Return a `[rows, K, D]` and B `[rows, K, O]` of one linear."""
         assert self.own is not None
         index = self._for_rows("own", self.own[0], rows)
         a_RD, b_RO = self.pool.layer(path)
@@ -90,7 +90,7 @@ class Plan:
         return self._for_rows("trainable", self.trainable_gate, rows)
 
     def weights(self, rows: int) -> Tensor:
-        """The mixture's `[rows, N]`."""
+        """Return the mixture's `[rows, N]`."""
         return self._for_rows("weights", self.mixture.weights, rows)
 
     def _for_rows(self, what: str, tensor: Tensor, rows: int) -> Tensor:

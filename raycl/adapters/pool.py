@@ -62,12 +62,12 @@ class RowPool:
             self.b[shape][:, where] = b.to(shape[3], shape[2])
 
     def layer(self, path: str) -> tuple[Tensor, Tensor]:
-        """All rows of one linear: A `[R, D]`, B `[R, O]`."""
+        """Return all rows of one linear: A `[R, D]`, B `[R, O]`."""
         shape, layer = self.place[path]
         return self.a[shape][layer], self.b[shape][layer]
 
     def picked(self, index: Tensor) -> RowPool:
-        """A smaller pool with copies of the rows `index` only."""
+        """Return a smaller pool with copies of the rows `index` only."""
         small = object.__new__(RowPool)
         small.place, small.members, small.rows = self.place, self.members, len(index)
         small._written = set(range(len(index)))

@@ -115,7 +115,8 @@ class MixedPrompts(nn.Module):
             setattr(self, name, None)
 
     def forward(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Prompt positions `[rows, P, D]` and their mask `[rows, P]`; None if no adapter of the batch has a prompt."""
+        """Return the prompt positions `[rows, P, D]` and their mask `[rows, P]`; None if no adapter of the batch has a
+        prompt."""
         plan = self._stack.plan
         if plan is None:
             return None
@@ -137,7 +138,7 @@ class MixedPrompts(nn.Module):
         return _left_padded(torch.cat([part for part, _ in parts], 1), torch.cat([mask for _, mask in parts], 1))
 
     def _prompts(self, names: tuple[str, ...], device: torch.device) -> dict[int, Tensor]:
-        """Column of the mixture -> prompt `[P, D]`."""
+        """Return the column of the mixture -> prompt `[P, D]`."""
         trainable = list(self._stack.trainable)
         is_trained = self.trainable is not None and not self._stack.trainable.keys().isdisjoint(names)
         formed_MPD = formed(dict(self.named_parameters())) if is_trained else None
@@ -166,7 +167,8 @@ class MixedPrompts(nn.Module):
 
 
 def formed(values: Mapping[str, Tensor]) -> Tensor:
-    """`[M, P, D]` prompts as the model reads them, from what is trained of them (parameters of `MixedPrompts`)."""
+    """Return `[M, P, D]` prompts as the model reads them, from what is trained of them (parameters of
+    `MixedPrompts`)."""
     prompts_MPD = values["trainable"]
     if "gate" in values:
         return prompts_MPD * values["gate"][:, None, None]

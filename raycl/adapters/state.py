@@ -63,7 +63,7 @@ def check_increment(what: str, state: AdapterState) -> None:
 def combine(
     weights: Mapping[str, float], states: Mapping[str, AdapterState], head_rule: str = "probability"
 ) -> AdapterState:
-    """A fixed mixture as one adapter of scale 1.
+    """Return a fixed mixture as one adapter of scale 1.
 
     Args:
         weights: adapter -> weight; zero leaves it out.
@@ -105,7 +105,7 @@ def combine(
 def _summed_heads(
     weights: Mapping[str, float], states: Mapping[str, AdapterState]
 ) -> tuple[tuple[str, ...], Tensor, Tensor]:
-    """Labels, weight `[C, D]` and bias `[C]` of the one head whose logits are the weighted sum of all."""
+    """Return labels, weight `[C, D]` and bias `[C]` of the one head whose logits are the weighted sum of all."""
     with_head = {name: states[name] for name in weights if states[name].labels}
     labels = list(dict.fromkeys(label for state in with_head.values() for label in state.labels))
     width = next(state.head_weight.shape[1] for state in with_head.values() if state.head_weight is not None)

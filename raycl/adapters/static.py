@@ -28,7 +28,7 @@ class StaticRows:
         self.gate = torch.zeros(sequences, rows, dtype=dtype, device=device)
 
     def layer(self, path: str) -> tuple[Tensor, Tensor]:
-        """All rows of one linear: A `[R, D]`, B `[R, O]`."""
+        """Return all rows of one linear: A `[R, D]`, B `[R, O]`."""
         return self.active.layer(path)
 
     def fill(self, pool: RowPool, index: Tensor, gate_BR: Tensor) -> None:

@@ -40,7 +40,7 @@ class Model:
     def predict(
         self, texts: Text | Sequence[Text], task: str | None = None, max_tokens: int | None = None
     ) -> list[Prediction]:
-        """The answer to each text or conversation, with the weights of the tasks that gave it.
+        """Return the answer to each text or conversation, with the weights of the tasks that gave it.
 
         Args:
             texts: one or several; a conversation is a list of messages, `{"role": "user", "content": ...}`.
@@ -56,7 +56,7 @@ class Model:
         return [prediction.text for prediction in self.predict(texts, **settings)]
 
     def route(self, texts: Text | Sequence[Text]) -> list[dict[str, float]]:
-        """Task -> weight for each text, the largest first; nothing is answered."""
+        """Return task -> weight for each text, the largest first; nothing is answered."""
         return self._open.route(_several(texts))
 
     def stream(self, texts: Iterable[Text], **settings: Any) -> Iterable[Prediction]:
@@ -119,7 +119,7 @@ def _refuse_half_characters(text: str, number: int) -> None:
 
 
 def load(bank: str, **settings: Any) -> Model:
-    """A snapshot of a bank as a model.
+    """Return a snapshot of a bank as a model.
 
     Args:
         bank: folder or URI of a bank, or BANK@REFERENCE: a branch, a snapshot's number or hash; default: branch `main`.

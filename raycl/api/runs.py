@@ -154,7 +154,7 @@ class Run:
         return heatmap(self.results, path or f"{folder}matrix.png")
 
     def _repr_png_(self) -> bytes | None:
-        """The matrix as a picture, where a notebook shows the run; None: no task is finished yet."""
+        """Return the matrix as a picture, where a notebook shows the run; None: no task is finished yet."""
         try:
             results = self.results
         except RunError:
@@ -248,7 +248,7 @@ def _spec(one: Task, directory: Storage) -> Any:
 
 
 def _described(value: object) -> str:
-    """A value that is none of those expected, for a message: small ones as they are, others by their class."""
+    """Return a value that is none of those expected, for a message: small ones as they are, others by their class."""
     plain = value is None or isinstance(value, str | int | float) or (isinstance(value, list | tuple) and not value)
     return repr(value) if plain else f"a {type(value).__name__}"
 

@@ -69,7 +69,7 @@ def task(
     group: str = "",
     **settings: Any,
 ) -> InMemoryTask | dict[str, Any]:
-    """A task for `raycl.train`, `Run.add` and `Run.revise`.
+    """Return a task for `raycl.train`, `Run.add` and `Run.revise`.
 
     Args:
         train, test, dev: rows as a list of (text, label) pairs or dicts, a pandas frame or a `datasets.Dataset`; or a
@@ -125,7 +125,7 @@ def _rows(name: str, split: str, rows: Rows, text: str, label: str, group: str) 
 
 
 def _row(where: str, item: Any, text: str, label: str, names: list[str] | None) -> dict[str, Any] | None:
-    """A row as its file has it; None: its class is not known."""
+    """Return a row as its file has it; None: its class is not known."""
     if isinstance(item, Mapping) and is_chat(item.get(CHAT_NAMES[0])):
         conversation_of(item[CHAT_NAMES[0]], where)
         return _whole({key: item[key] for key in (CHAT_NAMES[0], *BESIDE) if key in item}, where)
@@ -152,13 +152,13 @@ def _whole(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _class_names(rows: Rows, label: str) -> list[str] | None:
-    """Names of the classes of a `datasets.Dataset`."""
+    """Return names of the classes of a `datasets.Dataset`."""
     feature = (getattr(rows, "features", None) or {}).get(label)
     return None if feature is None else class_names(feature)
 
 
 def _items(name: str, split: str, rows: Rows, text: str, label: str) -> Iterable[Any]:
-    """Rows one by one; of pandas frames and mappings of columns too."""
+    """Yield rows one by one; of pandas frames and mappings of columns too."""
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
         _require_columns(name, split, map(str, rows.columns), text, label)
         return list(rows.to_dict("records"))
@@ -188,7 +188,7 @@ def _require_columns(name: str, split: str, columns: Iterable[str], text: str, l
 
 
 def _answer(value: Any) -> Any:
-    """A string or a list of accepted answers; numbers of numpy as Python's."""
+    """Return a string or a list of accepted answers; numbers of numpy as Python's."""
     if isinstance(value, list | tuple):
         return [str(one) for one in value]
     return value if isinstance(value, str) else str(value.item() if hasattr(value, "item") else value)

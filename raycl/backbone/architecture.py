@@ -43,7 +43,8 @@ SIZES: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def known_sizes(name: str) -> PretrainedConfig | None:
-    """The config of a model of `SIZES`, with its vocabulary of 32,000 (LLaMA) or 32,128 (T5); None for others."""
+    """Return the config of a model of `SIZES`, with its vocabulary of 32,000 (LLaMA) or 32,128 (T5); None for
+    others."""
     family, sizes = SIZES.get(name, ("", {}))
     if family == "llama":
         positions = 2048 if name.startswith("openlm") else 4096
@@ -63,7 +64,7 @@ def known_sizes(name: str) -> PretrainedConfig | None:
 
 
 def architecture(config: BackboneConfig, source_tokens: int, target_tokens: int) -> Backbone:
-    """The backbone on torch's meta device, as `load_skeleton` gives it.
+    """Return the backbone on torch's meta device, as `load_skeleton` gives it.
 
     Args:
         source_tokens, target_tokens: limits of the codec.
@@ -90,7 +91,7 @@ def architecture(config: BackboneConfig, source_tokens: int, target_tokens: int)
 
 
 def _no_words() -> PreTrainedTokenizerFast:
-    """A tokenizer of special tokens alone."""
+    """Return a tokenizer of special tokens alone."""
     special = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
     ids = {token: number for number, token in enumerate(special.values())}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(ids, unk_token="<unk>")), **special)

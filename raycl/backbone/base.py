@@ -46,7 +46,7 @@ class Output:
     competing: Tensor | None = None
 
     def losses(self) -> Tensor:
-        """`[M]` float32: the cross-entropy of each position, 0 without loss; their sum is `loss_sum`."""
+        """Return `[M]` float32: the cross-entropy of each position, 0 without loss; their sum is `loss_sum`."""
         logits = self.logits if self.competing is None else self.competing
         return nn.functional.cross_entropy(logits.float(), self.labels, ignore_index=IGNORE, reduction="none")
 
@@ -83,7 +83,7 @@ class GenerationInputs:
 
 
 def loss_count(batch: Batch) -> int:
-    """Number of positions that carry loss: target tokens, or examples for encoder-only backbones."""
+    """Return the number of positions that carry loss: target tokens, or examples for encoder-only backbones."""
     labels = batch.target_ids if batch.target_ids.shape[1] else batch.label_ids
     return int((labels != IGNORE).sum())
 
@@ -102,7 +102,7 @@ class Head(Protocol):
         ...
 
     def __call__(self, pooled_BD: Tensor) -> Tensor:
-        """`[B, D]` to scores `[B, C]`; -inf where nothing is known of a label."""
+        """Return `[B, D]` to scores `[B, C]`; -inf where nothing is known of a label."""
         ...
 
 
@@ -244,16 +244,17 @@ class Backbone(nn.Module, ABC):
         return Output(summed_cross_entropy(found.logits, found.labels), found.logits, found.labels, found.rows)
 
     def true_logits(self, batch: Batch) -> Tensor:
-        """The logits of the true tokens, or of the true label, summed over the batch's loss positions: a scalar."""
+        """Return the logits of the true tokens, or of the true label, summed over the batch's loss positions: a
+        scalar."""
         found = self.guesses(batch)
         return summed_at(found.logits, found.labels)
 
     @abstractmethod
     def guesses(self, batch: Batch) -> Guesses:
-        """The language model's outputs at the loss positions, given everything that stands before them."""
+        """Return the language model's outputs at the loss positions, given everything that stands before them."""
 
     def score_labels(self, batch: Batch) -> tuple[Tensor, list[str]]:
-        """Scores `[B, C]` in float32 and the label of each column, where `capabilities.answers` is `label`."""
+        """Return scores `[B, C]` in float32 and the label of each column, where `capabilities.answers` is `label`."""
         raise AssertionError(f"{type(self).__name__} answers with texts: it has no label scores")
 
     def generation_inputs(self, batch: Batch) -> GenerationInputs:
@@ -262,7 +263,7 @@ class Backbone(nn.Module, ABC):
 
     @torch.no_grad()
     def read(self, batch: Batch) -> Tensor:
-        """`[B, 3]` float64 for texts that are learned: tokens guessed right, tokens, cross-entropy in nats."""
+        """Return `[B, 3]` float64 for texts that are learned: tokens guessed right, tokens, cross-entropy in nats."""
         found = self.guesses(batch)
         loss_M = nn.functional.cross_entropy(found.logits.float(), found.labels, ignore_index=IGNORE, reduction="none")
         counted_M = found.labels != IGNORE
@@ -271,7 +272,7 @@ class Backbone(nn.Module, ABC):
         return parts.new_zeros(len(batch), 3).index_add_(0, found.rows, parts)
 
     def exported_name(self, name: str) -> str:
-        """Name of a parameter in the files of a Hugging Face model folder."""
+        """Return the name of a parameter in the files of a Hugging Face model folder."""
         return name.removeprefix("model.")
 
     def side(self, path: str) -> Side:
@@ -322,8 +323,8 @@ class Backbone(nn.Module, ABC):
         return found.float()
 
     def whole_texts(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Ids and mask `[B, L]` of the texts that a batch is made of, with nothing hidden: what is read of each example
-        by the layers whose states `text_states` gives."""
+        """Return ids and mask `[B, L]` of the texts that a batch is made of, with nothing hidden: what is read of each
+        example by the layers whose states `text_states` gives."""
         return batch.source_ids, batch.source_mask
 
     def text_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -371,7 +372,7 @@ class Backbone(nn.Module, ABC):
 
 
 def real_first(mask_BS: Tensor) -> Tensor:
-    """`[B, S]` columns of each row, those of real positions first; their order is kept."""
+    """Return `[B, S]` columns of each row, those of real positions first; their order is kept."""
     return torch.argsort(1 - mask_BS, dim=1, stable=True)
 
 
@@ -383,7 +384,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def summed_at(logits_MC: Tensor, labels_M: Tensor) -> Tensor:
-    """Sum in float32 of each row's entry at its label; rows whose label is IGNORE count nothing."""
+    """Return the sum in float32 of each row's entry at its label; rows whose label is IGNORE count nothing."""
     picked_M = logits_MC.float().gather(1, labels_M.clamp(min=0).unsqueeze(1)).squeeze(1)
     return picked_M.masked_fill(labels_M == IGNORE, 0.0).sum()
 

@@ -82,7 +82,7 @@ class CausalBackbone(Backbone):
         return None if packed is None else packed.examples
 
     def real_tokens(self, batch: Batch) -> dict[Side, Tensor]:
-        """Prompt and answer as `join` puts them into one row, and rows as they are packed."""
+        """Return the prompt and answer as `join` puts them into one row, and rows as they are packed."""
         _, mask_BS, _ = join(batch, self.codec.pad_id)
         real_BS = (mask_BS > 0) & (batch.weight > 0).unsqueeze(1)
         packed = self._packed(mask_BS)
@@ -120,7 +120,7 @@ class CausalBackbone(Backbone):
             )
 
     def _states(self, **inputs: Tensor) -> Tensor:
-        """All last hidden states, `[N, D]` in float32, without dropout."""
+        """Return all last hidden states, `[N, D]` in float32, without dropout."""
         was_training = self.model.training
         self.model.eval()
         try:
@@ -131,7 +131,7 @@ class CausalBackbone(Backbone):
         return found.float().flatten(0, 1)
 
     def whole_texts(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Prompt and answer."""
+        """Return the prompt and answer."""
         ids_BS, mask_BS, _ = join(batch, self.codec.pad_id)
         return ids_BS, mask_BS
 
@@ -141,7 +141,7 @@ class CausalBackbone(Backbone):
         return found
 
     def generation_inputs(self, batch: Batch) -> GenerationInputs:
-        """The prompt, padded on the left; answers follow it, unless the prompt is given as embeddings."""
+        """Return the prompt, padded on the left; answers follow it, unless the prompt is given as embeddings."""
         inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
         padded = pad_left(*inputs.values())
         prompt = 0 if "inputs_embeds" in inputs else batch.source_ids.shape[1]
@@ -150,7 +150,7 @@ class CausalBackbone(Backbone):
 
 
 def join(batch: Batch, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows `source + target` without holes.
+    """Return rows `source + target` without holes.
 
     Returns:
         ids, mask and labels, each `[B, S]` with S = longest source + target of the batch; labels are IGNORE

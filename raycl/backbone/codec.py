@@ -79,7 +79,7 @@ class HFCodec:
             )
 
     def encode_source(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of whole prompts with special tokens, not truncated.
+        """Return ids of whole prompts with special tokens, not truncated.
 
         An end that the tokenizer puts behind every text is none of a decoder-only model's, whose answer comes there.
         """
@@ -87,13 +87,13 @@ class HFCodec:
         return [ids[first : len(ids) - self._end_tokens] for ids in self._encode(texts, special=True)]
 
     def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of answers ending in the end-of-sequence id, not truncated; empty lists for encoder-only."""
+        """Return ids of answers ending in the end-of-sequence id, not truncated; empty lists for encoder-only."""
         if self.needs_labels:
             return [[] for _ in texts]
         return [[*answer, self.eos_id] for answer in self._encode(texts, special=False)]
 
     def encode_chat(self, conversations: Sequence[Conversation], template: str) -> list[list[int]]:
-        """Ids of conversations up to where the assistant answers (`Around.prompt`), not truncated.
+        """Return ids of conversations up to where the assistant answers (`Around.prompt`), not truncated.
 
         A template writes a decoder-only model's special tokens itself; an encoder's are put around as around any text.
 
@@ -106,7 +106,7 @@ class HFCodec:
     def encode_chat_answers(
         self, conversations: Sequence[Conversation], answers: Sequence[str], template: str
     ) -> list[list[int]]:
-        """Ids of answers as the template writes them, with the special tokens behind them and end-of-sequence.
+        """Return ids of answers as the template writes them, with the special tokens behind them and end-of-sequence.
 
         Where prompt and answer are one sequence, they are what stands behind the prompt's among the ids of both.
 
@@ -130,7 +130,8 @@ class HFCodec:
     def _turns(
         self, conversations: Sequence[Conversation], template: str, answers: Sequence[str] | None = None
     ) -> list[tuple[str, str]]:
-        """Prompt and answer of each conversation, for `SpecialStrings.encode`; without answers, empty ones."""
+        """Return the prompt and answer of each conversation, for `SpecialStrings.encode`; without answers, empty
+        ones."""
 
         messages = [
             [(role, self._special.broken(content)) for role, content in conversation] for conversation in conversations
@@ -154,7 +155,7 @@ class HFCodec:
         )
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Ids of texts, in which no string is a control token."""
+        """Return ids of texts, in which no string is a control token."""
         return self._special.encode([self._special.broken(text) for text in texts], special)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -162,30 +163,31 @@ class HFCodec:
         return list(self.tokenizer.convert_ids_to_tokens(list(ids)))
 
     def shown(self, ids: Sequence[int]) -> str:
-        """The text of ids with special tokens."""
+        """Return the text of ids with special tokens."""
         return str(self.tokenizer.decode(list(ids)))
 
     def clip(self, text: str, tokens: int) -> str:
-        """The longest prefix of `text` with at most `tokens` tokens (special tokens not counted)."""
+        """Return the longest prefix of `text` with at most `tokens` tokens (special tokens not counted)."""
         if tokens <= 0:
             return ""
         offsets = self._special.offsets(text)
         return text if len(offsets) <= tokens else text[: offsets[tokens - 1][1]]
 
     def decode(self, ids: Tensor | Sequence[Sequence[int]]) -> list[str]:
-        """Texts of generated ids, `[B, T]` or a list for each, special tokens dropped, outer white space stripped."""
+        """Return texts of generated ids, `[B, T]` or a list for each, special tokens dropped, outer white space
+        stripped."""
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [text.strip() for text in texts]
 
 
 def _template_of(tokenizer: Any) -> str:
-    """The tokenizer's chat template; of several the default one."""
+    """Return the tokenizer's chat template; of several the default one."""
     found = getattr(tokenizer, "chat_template", None)
     return str((found.get("default", "") if isinstance(found, dict) else found) or "")
 
 
 def _end_tokens(tokenizer: Any) -> int:
-    """How many special tokens a tokenizer puts behind a text."""
+    """Return how many special tokens a tokenizer puts behind a text."""
     is_added = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
     return is_added[::-1].index(0) if 0 in is_added else 0
 

@@ -65,7 +65,7 @@ def _on_output(gate: Gate) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
 
 
 def _times(values: Tensor, factor: Tensor) -> Tensor:
-    """Values `[B, ..., O]` times a factor of all positions, of each example's, or of each."""
+    """Return values `[B, ..., O]` times a factor of all positions, of each example's, or of each."""
     factor = factor.to(values.dtype)
     if factor.dim() == 2 and values.dim() > 2:
         factor = factor.view(factor.shape[0], *(1,) * (values.dim() - 2), -1)

@@ -185,7 +185,7 @@ def load_backbone(
     trains: bool = False,
     on_host: bool = False,
 ) -> Backbone:
-    """Weights on `device` in evaluation-ready state; `seed` fixes any weight the checkpoint lacks.
+    """Return weights on `device` in evaluation-ready state; `seed` fixes any weight the checkpoint lacks.
 
     Weights of a checkpoint of the dtype that computes are memory-mapped, as safetensors does it, and on a CPU they stay
     so: all processes of a node have the same pages, but for those that they write to. Moved to a GPU, they leave no
@@ -236,7 +236,7 @@ def load_backbone(
 
 
 def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:
-    """The checkpoint's own, or a new one over the tied embeddings; logs which."""
+    """Return the checkpoint's own, or a new one over the tied embeddings; logs which."""
     from transformers import AutoModelForMaskedLM
 
     whole, loading_info = AutoModelForMaskedLM.from_pretrained(where, output_loading_info=True, **options)
@@ -251,7 +251,7 @@ def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> Lan
 
 
 def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
-    """The architecture without weights (on torch's meta device), to check in a moment what a method wants of it.
+    """Return the architecture without weights (on torch's meta device), to check in a moment what a method wants of it.
 
     Raises:
         BackboneError: the config cannot be loaded, or the codec's texts do not fit the model.
@@ -262,14 +262,14 @@ def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
 
 
 def skeleton_of(config: BackboneConfig, settings: PretrainedConfig, codec: HFCodec) -> Backbone:
-    """The same for a model's config in memory."""
+    """Return the same for a model's config in memory."""
     with ONE_AT_A_TIME, torch.device("meta"):
         model = _loader(codec.kind).from_config(settings, trust_remote_code=config.trust_remote_code)
         return _wrap(codec.kind, model, codec, config)
 
 
 def wrap_model(model: nn.Module, tokenizer: Any, max_source_tokens: int, max_target_tokens: int) -> Backbone:
-    """A backbone around a model in memory; its kind is that of the model's class."""
+    """Return a backbone around a model in memory; its kind is that of the model's class."""
     settings: Any = model.config
     kind = _kind(settings, type(model).__name__)
     return _wrap(kind, model, HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens), BackboneConfig())
@@ -286,7 +286,7 @@ def identity(config: BackboneConfig) -> str:
 
 
 def at_commit(config: BackboneConfig) -> BackboneConfig:
-    """The same with the commit that the hub's name and revision mean now: what all workers of a run load.
+    """Return the same with the commit that the hub's name and revision mean now: what all workers of a run load.
 
     Raises:
         BackboneError: it cannot be found.
@@ -296,12 +296,12 @@ def at_commit(config: BackboneConfig) -> BackboneConfig:
 
 
 def _folder(config: BackboneConfig, weights: bool = True) -> str:
-    """The model's files, of one commit whatever is read."""
+    """Return the model's files, of one commit whatever is read."""
     return str(folder_of(config.name, config.revision, config.allow_pickle, config.trust_remote_code, weights))
 
 
 def _settings(folder: str, trusts: bool) -> PretrainedConfig:
-    """The config of a model of one part, which reads texts.
+    """Return the config of a model of one part, which reads texts.
 
     Raises:
         BackboneError: it has others beside.
@@ -319,7 +319,7 @@ def _settings(folder: str, trusts: bool) -> PretrainedConfig:
 
 
 def _loader(kind: str) -> Any:
-    """The Hugging Face class that loads this kind."""
+    """Return the Hugging Face class that loads this kind."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     return {"encoder": AutoModel, "encoder-decoder": AutoModelForSeq2SeqLM, "decoder": AutoModelForCausalLM}[kind]
@@ -347,7 +347,7 @@ def _drop_habits(model: Any) -> None:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the weights: bfloat16 only where configured or where the GPU computes in it."""
+    """Return the dtype of the weights: bfloat16 only where configured or where the GPU computes in it."""
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bf16 else torch.float32

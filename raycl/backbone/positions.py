@@ -22,7 +22,8 @@ from raycl.types import IGNORE
 
 
 def loss_positions(labels_BS: Tensor) -> Tensor:
-    """`[B, S]` bool: where labels are; the very first position where there are none, since a model must read one."""
+    """Return `[B, S]` bool: where labels are; the very first position where there are none, since a model must read
+    one."""
     chosen_BS = labels_BS != IGNORE
     chosen_BS[0, 0] |= ~chosen_BS.any()
     return chosen_BS
@@ -80,7 +81,7 @@ def logits_at(model: Any, chosen_BS: Tensor, inputs: dict[str, Any], every_posit
 
 
 def _picked(states_BSD: Tensor, index_M: Tensor) -> Tensor:
-    """`[M, D]` of `[B, S, D]`."""
+    """Return `[M, D]` of `[B, S, D]`."""
     return states_BSD.flatten(0, 1).index_select(0, index_M)
 
 
@@ -104,7 +105,8 @@ class PackedRows:
 
 
 def pack(lengths: Sequence[int], device: torch.device, in_one_row: bool = False) -> PackedRows:
-    """Rows for examples of these lengths, each 1 or more: the longest first, each in the first row with room for it.
+    """Return rows for examples of these lengths, each 1 or more: the longest first, each in the first row with room for
+    it.
 
     Args:
         in_one_row: all in a single row, which variable-length attention kernels read without computing padding.

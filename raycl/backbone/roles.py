@@ -94,7 +94,7 @@ def linear_names(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def matching(linears: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """Those of the paths `linears` that `targets` select, in their order; see `linear_names`.
+    """Return those of the paths `linears` that `targets` select, in their order; see `linear_names`.
 
     Raises:
         BackboneError: a target matches nothing.
@@ -114,7 +114,7 @@ def matching(linears: Sequence[str], targets: Sequence[str]) -> list[str]:
 
 
 def query_of(model: nn.Module, path: str) -> str:
-    """Path of the query projection that belongs to an attention's output projection at `path`.
+    """Return the path of the query projection that belongs to an attention's output projection at `path`.
 
     Raises:
         BackboneError: `path` is no output projection, or queries have no linear of their own with as many outputs.
@@ -137,7 +137,7 @@ def query_of(model: nn.Module, path: str) -> str:
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Path of every linear layer -> inputs and outputs."""
+    """Return the path of every linear layer -> inputs and outputs."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -149,7 +149,7 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _shared(one: str, other: str) -> list[str]:
-    """The leading parts that two paths share."""
+    """Return the leading parts that two paths share."""
     pairs = zip(one.split("."), other.split("."), strict=False)
     return [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
@@ -163,11 +163,11 @@ def _patterns(target: str) -> tuple[str, ...]:
 
 
 def last_feed_forward(model: nn.Module) -> nn.Module | None:
-    """The feed-forward block of a decoder's last layer, where it is a module of its own (in OPT it is none)."""
+    """Return the feed-forward block of a decoder's last layer, where it is a module of its own (in OPT it is none)."""
     found = [module for path, module in model.named_modules() if path.endswith(".mlp")]
     return found[-1] if found else None
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is one of the two kinds of linear: torch's, or Hugging Face's `Conv1D`."""
+    """Return whether a module is one of the two kinds of linear: torch's, or Hugging Face's `Conv1D`."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

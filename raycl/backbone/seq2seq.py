@@ -28,7 +28,7 @@ class Seq2SeqBackbone(Backbone):
         return Guesses(logits_MV, labels_BT[chosen_BT], chosen_BT.nonzero()[:, 0])
 
     def side(self, path: str) -> Side:
-        """The encoder and what the decoder makes of its states work on the source, all else on the target."""
+        """Return the encoder and what the decoder makes of its states work on the source, all else on the target."""
         return "source" if re.search(r"(^|\.)encoder\.", path) or READS_SOURCE.search(path) else "target"
 
     def real_tokens(self, batch: Batch) -> dict[Side, Tensor]:
@@ -40,12 +40,12 @@ class Seq2SeqBackbone(Backbone):
         return found
 
     def generation_inputs(self, batch: Batch) -> GenerationInputs:
-        """The source for the encoder; an answer follows the decoder's start token."""
+        """Return the source for the encoder; an answer follows the decoder's start token."""
         inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
         return GenerationInputs(dict(inputs), 1, 0, self.model.generation_config.forced_bos_token_id)
 
 
 def _labels(batch: Batch) -> Tensor:
-    """Targets `[B, T]`; a batch of fill-ups only has none, and the decoder still needs one position."""
+    """Return targets `[B, T]`; a batch of fill-ups only has none, and the decoder still needs one position."""
     labels_BT = batch.target_ids
     return labels_BT if labels_BT.shape[1] else labels_BT.new_full((len(batch), 1), IGNORE)

@@ -67,7 +67,7 @@ class Activations:
         self._known: tuple[Activation, int, Stamp] | None = None
 
     def latest(self) -> Activation | None:
-        """The one that counts; None before the first.
+        """Return the one that counts; None before the first.
 
         Raises:
             BankError: it is damaged or missing.
@@ -143,7 +143,7 @@ def followed(bank: Bank) -> list[str]:
 
 
 def activated(bank: Bank) -> set[int]:
-    """Snapshots that some endpoint answers from now.
+    """Return snapshots that some endpoint answers from now.
 
     Raises:
         BankError: a last decision is damaged.

@@ -53,7 +53,7 @@ class ObjectReader(Protocol):
     """Reads objects of a bank: the bank itself, or the object store of the cluster."""
 
     def read_objects(self, wanted: Sequence[NamedObject]) -> list[Buffer]:
-        """The bytes of each, whose hashes are checked.
+        """Return the bytes of each, whose hashes are checked.
 
         Raises:
             BankError: one is missing or damaged.
@@ -151,7 +151,7 @@ class Bank:
         return False
 
     def names(self) -> list[str]:
-        """All adapters that have a version."""
+        """Return all adapters that have a version."""
         found = (adapter_of(file) for file in self.storage.files("adapters"))
         return sorted({ref.name for ref in found if ref is not None})
 
@@ -172,7 +172,7 @@ class Bank:
         return parse_manifest(read_bytes(self.storage, file), file)
 
     def fetch(self, entry: AdapterManifest | SnapshotAdapter, layout: Layout | None = None) -> AdapterState:
-        """An adapter's tensors, hash and shapes checked. On local disk they are views of the mapped file.
+        """Return an adapter's tensors, hash and shapes checked. On local disk they are views of the mapped file.
 
         Args:
             layout: of a snapshot's entry (`Snapshot.layouts`).
@@ -183,7 +183,7 @@ class Bank:
         return unpack_entry(self.read_object(entry.tensors, str(_ref(entry))), entry, layout)
 
     def read_object(self, info: ObjectInfo, what: str) -> Buffer:
-        """The bytes of an object, whose hash is checked.
+        """Return the bytes of an object, whose hash is checked.
 
         Raises:
             BankError: missing or damaged.
@@ -246,7 +246,7 @@ class Bank:
         again: bool = False,
         training: str | None = None,
     ) -> Snapshot:
-        """A new immutable snapshot; if the newest one has the same content and provenance, that one.
+        """Return a new immutable snapshot; if the newest one has the same content and provenance, that one.
 
         Args:
             adapters: manifests, or entries of an older snapshot with their layouts.
@@ -319,20 +319,21 @@ class Bank:
         return snapshot
 
     def snapshots(self) -> list[int]:
-        """Numbers of all snapshots, ascending."""
+        """Return numbers of all snapshots, ascending."""
         return numbers(self.storage, "snapshots")
 
     def stamps(self) -> dict[int, Stamp]:
-        """Number of each snapshot -> stamp of its record: a number that is used again after a deletion has another."""
+        """Return the number of each snapshot -> stamp of its record: a number that is used again after a deletion has
+        another."""
         return stamps(named_stamps(self.storage, "snapshots"))
 
     def newest(self) -> Snapshot | None:
-        """The snapshot of the highest number, or None."""
+        """Return the snapshot of the highest number, or None."""
         numbers = self.snapshots()
         return self.open(numbers[-1]) if numbers else None
 
     def open(self, number: int) -> Snapshot:
-        """A snapshot; no tensors are read.
+        """Return a snapshot; no tensors are read.
 
         Raises:
             BankError: it does not exist or is damaged.
@@ -345,7 +346,7 @@ class Bank:
 
 
 def unpack_entry(data: Buffer, entry: AdapterManifest | SnapshotAdapter, layout: Layout | None = None) -> AdapterState:
-    """The adapter in bytes whose hash was checked.
+    """Return the adapter in bytes whose hash was checked.
 
     Raises:
         BankError: it differs from its manifest.
@@ -358,7 +359,7 @@ def unpack_entry(data: Buffer, entry: AdapterManifest | SnapshotAdapter, layout:
 
 
 def info_of(tensors: Mapping[str, Tensor]) -> ObjectInfo:
-    """The object that `Bank.put` makes of these tensors; nothing is stored."""
+    """Return the object that `Bank.put` makes of these tensors; nothing is stored."""
     return _object_info(pack(tensors))
 
 

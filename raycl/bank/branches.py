@@ -79,7 +79,7 @@ _REASON = TypeAdapter(_Reason)
 
 
 def check_branch(name: str) -> str:
-    """A branch's name: plain file names separated by slashes.
+    """Return a branch's name: plain file names separated by slashes.
 
     Raises:
         BankError: it is not, or it could be a snapshot's number.
@@ -115,11 +115,11 @@ class Branch:
         self._known: dict[int, tuple[Stamp, Move]] = {}
 
     def numbers(self) -> list[int]:
-        """Numbers of all moves, ascending."""
+        """Return numbers of all moves, ascending."""
         return self.records.numbers()
 
     def last(self) -> Move | None:
-        """The newest move; None: there never was one. It is read again only when its file has changed.
+        """Return the newest move; None: there never was one. It is read again only when its file has changed.
 
         Raises:
             BankError: it is damaged or missing.
@@ -134,13 +134,13 @@ class Branch:
         return self._read(newest, found[newest])
 
     def _read(self, number: int, stamp: Stamp) -> Move:
-        """A move; endpoints look at a branch twice a second, so what has not changed is not read again."""
+        """Return a move; endpoints look at a branch twice a second, so what has not changed is not read again."""
         if number not in self._known or self._known[number][0] != stamp:
             self._known[number] = (stamp, self.move(number))
         return self._known[number][1]
 
     def head(self) -> int | None:
-        """Number of the snapshot that the branch points at; None: there is no such branch.
+        """Return the number of the snapshot that the branch points at; None: there is no such branch.
 
         Raises:
             BankError: its newest move is damaged.
@@ -149,7 +149,7 @@ class Branch:
         return None if last is None else last.snapshot
 
     def move(self, number: int) -> Move:
-        """A move.
+        """Return a move.
 
         Raises:
             BankError: it is damaged.
@@ -166,7 +166,7 @@ class Branch:
         return Move(found.number, found.snapshot, found.sha256, found.why, found.time)
 
     def newest_first(self, after: int = 0) -> Iterator[int]:
-        """Snapshots of the moves after number `after`, newest first, each once; damaged moves are passed over."""
+        """Yield snapshots of the moves after number `after`, newest first, each once; damaged moves are passed over."""
         given: set[int] = set()
         found = self.records.there()
         for number in sorted(found, reverse=True):
@@ -220,7 +220,8 @@ class Branch:
         return self._add(last.number, snapshot.number, snapshot.sha256, why, snapshot)
 
     def left(self, snapshot: int) -> int | None:
-        """The snapshot, or the nearest that it descends from, that the branch had and went back from; None: none is."""
+        """Return the snapshot, or the nearest that it descends from, that the branch had and went back from; None: none
+        is."""
         line, had = set(line_of(self.bank, self.name)), set(self.newest_first())
         number: int | None = snapshot
         while number is not None and number not in line and number not in had:
@@ -256,7 +257,7 @@ class Branch:
         return self._add(self.records.next_number() - 1, None, "", why, None)
 
     def _add(self, last: int, snapshot: int | None, sha256: str, why: str, new: Snapshot | None) -> Move:
-        """The move after number `last`."""
+        """Return the move after number `last`."""
         move = Move(last + 1, snapshot, sha256, why, time.time())
         record = {"format": FORMAT, "branch": self.name, **asdict(move)}
         try:
@@ -277,7 +278,7 @@ class Branch:
 
 
 def is_ancestor(bank: Bank, number: int, snapshot: Snapshot) -> bool:
-    """Whether a snapshot's parents, or theirs, include `number`. Pruned parents end the search."""
+    """Return whether a snapshot's parents, or theirs, include `number`. Pruned parents end the search."""
     parent = snapshot.parent
     while parent is not None and parent > number:  # numbers ascend from parent to child
         try:
@@ -288,7 +289,8 @@ def is_ancestor(bank: Bank, number: int, snapshot: Snapshot) -> bool:
 
 
 def line_of(bank: Bank, name: str) -> Iterator[int]:
-    """Snapshots of a branch: its head, the head's parent, and so on up to the first, or to where parents were pruned.
+    """Yield snapshots of a branch: its head, the head's parent, and so on up to the first, or to where parents were
+    pruned.
 
     Raises:
         BankError: a record is damaged.
@@ -300,7 +302,7 @@ def line_of(bank: Bank, name: str) -> Iterator[int]:
 
 
 def branch_names(bank: Bank) -> list[str]:
-    """Names of all branches that exist.
+    """Return names of all branches that exist.
 
     Raises:
         BankError: a newest move is damaged.
@@ -309,13 +311,13 @@ def branch_names(bank: Bank) -> list[str]:
 
 
 def numbered_folders(bank: Bank, folder: str) -> list[str]:
-    """Names of branches that have records below a folder, deleted branches too."""
+    """Return names of branches that have records below a folder, deleted branches too."""
     found = {branch_of(file, folder) for file in bank.storage.files(folder)}
     return sorted(name for name in found if name is not None)
 
 
 def branch_of(file: str, folder: str) -> str | None:
-    """The branch whose record a file below `folder` is; None: it is none."""
+    """Return the branch whose record a file below `folder` is; None: it is none."""
     start, _, rest = file.partition("/")
     name, _, record = rest.rpartition("/")
     is_ours = number_of(record) is not None or record == NOTE
@@ -323,7 +325,7 @@ def branch_of(file: str, folder: str) -> str | None:
 
 
 def is_branch_name(name: str) -> bool:
-    """Whether `check_branch` takes it."""
+    """Return whether `check_branch` takes it."""
     try:
         check_branch(name)
     except BankError:
@@ -337,7 +339,7 @@ def explain_empty(bank: Bank, reason: str) -> None:
 
 
 def missing_branch(bank: Bank, name: str) -> BankError:
-    """The error for a branch that does not exist, or for a bank that stays empty."""
+    """Return the error for a branch that does not exist, or for a bank that stays empty."""
     if bank.storage.exists(NOT_SERVED) and not bank.snapshots():
         reason = read_fields(bank.storage, NOT_SERVED, FORMAT, _REASON).reason
         return BankError(f"the bank '{bank.storage.uri}' has no snapshot: {reason}")
@@ -346,7 +348,7 @@ def missing_branch(bank: Bank, name: str) -> BankError:
 
 
 def head_of(bank: Bank, name: str = MAIN) -> Snapshot:
-    """The snapshot that a branch points at.
+    """Return the snapshot that a branch points at.
 
     Raises:
         BankError: there is no such branch, its newest move or its snapshot is damaged, or is not the one it names.
@@ -364,7 +366,7 @@ def head_of(bank: Bank, name: str = MAIN) -> Snapshot:
 
 
 def resolve(bank: Bank, reference: str) -> Snapshot:
-    """The snapshot that a reference names: a branch, a number, or the first digits of a snapshot's hash.
+    """Return the snapshot that a reference names: a branch, a number, or the first digits of a snapshot's hash.
 
     Raises:
         BankError: it names none, or more than one.

@@ -54,7 +54,7 @@ class IntegrityCheck:
 
 
 def objects_of(snapshot: Snapshot) -> list[NamedObject]:
-    """All that answering from a snapshot can read."""
+    """Return all that answering from a snapshot can read."""
     adapters = [(str(entry), entry.tensors) for entry in snapshot.adapters]
     router = snapshot.router.tensors
     return adapters + ([(f"the router of snapshot {snapshot.number}", router)] if router else [])

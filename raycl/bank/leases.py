@@ -49,7 +49,7 @@ def release_lease(storage: Storage, run: str) -> None:
 
 
 def leased(storage: Storage, max_age_s: float = LEASE_S) -> dict[int, str]:
-    """Snapshots that unfinished runs may continue from -> the run.
+    """Return snapshots that unfinished runs may continue from -> the run.
 
     Raises:
         BankError: a lease is damaged, so what it protects is unknown.
@@ -85,7 +85,7 @@ def _leases(storage: Storage, max_age_s: float) -> Iterator[_Lease | BankError]:
 
 
 def is_lease(file: str) -> bool:
-    """Whether a file is called as a lease is."""
+    """Return whether a file is called as a lease is."""
     return _FILE.fullmatch(file) is not None
 
 

@@ -189,7 +189,7 @@ class Snapshot(Section):
         return snapshot_file(self.number)
 
     def adapter(self, name: str) -> SnapshotAdapter:
-        """The adapter of that name.
+        """Return the adapter of that name.
 
         Raises:
             BankError: there is none.
@@ -222,13 +222,13 @@ class Snapshot(Section):
         return hashlib.sha256(dump(self)).hexdigest()
 
     def same_content(self, other: Snapshot) -> bool:
-        """Whether both are equal apart from number, parent, provenance, and training state (it names times)."""
+        """Return whether both are equal apart from number, parent, provenance, and training state (it names times)."""
         skip = {"number", "parent", "provenance", "training"}
         return self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
 
 
 def manifest_of(entry: SnapshotAdapter, snapshot: Snapshot) -> AdapterManifest:
-    """The manifest of an adapter's version as it was published with a snapshot that names it first."""
+    """Return the manifest of an adapter's version as it was published with a snapshot that names it first."""
     held = entry.model_dump(exclude={"layout"})
     provenance = {key: snapshot.provenance[key] for key in PUBLISHED_WITH if key in snapshot.provenance}
     whole = {"layout": snapshot.layouts[entry.layout], "backbone": snapshot.backbone, "provenance": provenance}
@@ -246,12 +246,12 @@ def snapshot_file(number: int) -> str:
 
 
 def is_object(file: str) -> bool:
-    """Whether a file is called as a bank's tensors are."""
+    """Return whether a file is called as a bank's tensors are."""
     return OBJECT.fullmatch(file) is not None
 
 
 def adapter_of(file: str) -> AdapterRef | None:
-    """The version whose manifest has this place; None for every other file."""
+    """Return the version whose manifest has this place; None for every other file."""
     folder, _, rest = file.partition("/")
     name, _, record = rest.partition("/")
     number = number_of(record)
@@ -296,7 +296,7 @@ def parse_snapshot(data: bytes, file: str | None) -> Snapshot:
 
 
 def read_bytes(storage: Storage, file: str) -> bytes:
-    """A record's file.
+    """Return a record's file.
 
     Raises:
         BankError: it is larger than any record. StorageError: it cannot be read.

@@ -117,7 +117,7 @@ class CacheActor:
         self._located(kept)
 
     def _located(self, wanted: Sequence[NamedObject]) -> list[Location | None]:
-        """The location of each; those that are not in the object store are read and packed."""
+        """Return the location of each; those that are not in the object store are read and packed."""
         fresh = {info.sha256: (what, info) for what, info in wanted if info.sha256 not in self.locations}
         found = {info.sha256: self.locations.get(info.sha256) for _, info in wanted}
         for group in in_groups(list(fresh.values()), min(PACK_BYTES, self.capacity // 2)):
@@ -149,7 +149,8 @@ class CacheActor:
             self._drop(next(iter(self.packs)))
 
     def _put(self, data: Any) -> Any:
-        """A reference; where there is no room, the less recently used half goes first, and then there may be None."""
+        """Return a reference; where there is no room, the less recently used half goes first, and then there may be
+        None."""
         try:
             return ray.put(data)
         except FULL:
@@ -166,7 +167,7 @@ class CacheActor:
         return data
 
     def held(self) -> tuple[int, int]:
-        """Number of objects and their bytes."""
+        """Return the number of objects and their bytes."""
         return len(self.locations), sum(location.bytes for location in self.locations.values())
 
 
@@ -238,7 +239,7 @@ class ObjectStoreCache:
         )
 
     def fetch(self, snapshot: Snapshot, names: Sequence[str]) -> Mapping[str, AdapterState]:
-        """Adapters of a snapshot, mapped into this process; each becomes tensors when it is looked up.
+        """Return adapters of a snapshot, mapped into this process; each becomes tensors when it is looked up.
 
         The tensors look into the node's shared memory and are read-only; it stays mapped while anything refers to it.
 
@@ -250,7 +251,7 @@ class ObjectStoreCache:
         return _Mapped(snapshot, {entry.name: pair for entry, *pair in zip(entries, entries, buffers, strict=True)})
 
     def source(self, snapshot: Snapshot) -> Callable[[str], AdapterState]:
-        """Name of an adapter -> what it holds.
+        """Return the name of an adapter -> what it holds.
 
         All adapters are requested at once when the first one is needed, if the cache can keep them: what it cannot
         keep, every reader would read into memory of its own. Otherwise each is requested when it is needed.
@@ -277,7 +278,7 @@ class ObjectStoreCache:
         self._with_retries(lambda lost: ray.get(self._actor.check.remote(wanted)), [])
 
     def read_objects(self, wanted: Sequence[NamedObject]) -> list[Buffer]:
-        """The bytes of each object, mapped and read-only; one request to the cache actor.
+        """Return the bytes of each object, mapped and read-only; one request to the cache actor.
 
         Raises:
             BankError: missing or damaged in the bank, or the cache actor keeps failing.
@@ -325,7 +326,7 @@ class ObjectStoreCache:
         return self.bank.read_object(info, what)
 
     def _with_retries(self, read: Callable[[list[str]], T], wanted: list[str]) -> T:
-        """The cache actor's answer, with retries while it or an object is lost.
+        """Return the cache actor's answer, with retries while it or an object is lost.
 
         Args:
             read: is given those of the `wanted` hashes whose objects were found gone.
@@ -356,7 +357,7 @@ class ObjectStoreCache:
         )
 
     def held(self) -> tuple[int, int]:
-        """Number of objects that the cache actor holds, and their bytes."""
+        """Return the number of objects that the cache actor holds, and their bytes."""
         count, size = ray.get(self._actor.held.remote())
         return int(count), int(size)
 

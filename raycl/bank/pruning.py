@@ -63,7 +63,7 @@ def record_removal(
 
 
 def removed_from(storage: Storage) -> Removed:
-    """All that was removed so far."""
+    """Return all that was removed so far."""
     found = Removed()
     for number in numbers(storage, FOLDER):
         try:

@@ -35,7 +35,7 @@ class TensorGroups(Mapping[str, Tensor]):
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> TensorGroups:
-        """Tensors by name in their groups."""
+        """Return tensors by name in their groups."""
         if isinstance(tensors, TensorGroups):
             return tensors
         groups: dict[str, dict[str, Tensor]] = {}
@@ -73,7 +73,7 @@ class TensorGroups(Mapping[str, Tensor]):
         return TensorGroups({**mine, **theirs, **merged})
 
     def under(self, start: str) -> Mapping[str, Tensor]:
-        """The tensors whose names begin with `start`, by the rest of their names."""
+        """Return the tensors whose names begin with `start`, by the rest of their names."""
         if start in self.groups:
             return self.groups[start]
         kind = start.partition("/")[0]
@@ -86,7 +86,7 @@ class TensorGroups(Mapping[str, Tensor]):
         return found
 
     def select(self, keep: Callable[[str], bool]) -> TensorGroups:
-        """The tensors whose names are kept; groups of which all are kept stay what they are."""
+        """Return the tensors whose names are kept; groups of which all are kept stay what they are."""
         found: dict[str, Mapping[str, Tensor]] = {}
         for group, held in self.groups.items():
             inner = [one for one in held if keep(_name(group, one))]
@@ -96,7 +96,7 @@ class TensorGroups(Mapping[str, Tensor]):
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Group of a tensor, and its name there."""
+    """Return the group of a tensor, and its name there."""
     kind, _, rest = name.partition("/")
     first, slash, last = rest.partition("/")
     if not slash:

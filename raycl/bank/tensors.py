@@ -45,14 +45,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def pack(tensors: Mapping[str, Tensor]) -> list[Buffer]:
-    """A safetensors file in parts: the header, then each tensor's own memory, nothing copied."""
+    """Return a safetensors file in parts: the header, then each tensor's own memory, nothing copied."""
     return list(packed(tensors, tensors.__getitem__))
 
 
 def packed(
     tensors: Mapping[str, Tensor], fetch: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[Buffer]:
-    """The same part by part: a tensor is fetched when it is its turn, so one at a time is in host memory.
+    """Yield the same part by part: a tensor is fetched when it is its turn, so one at a time is in host memory.
 
     Args:
         tensors: what tells dtypes and whole shapes, on any device. fetch: name -> the whole tensor with its values.
@@ -77,7 +77,7 @@ def _bytes(tensor: Tensor) -> Buffer:
 
 
 def views(buffer: Buffer, what: str) -> dict[str, Tensor]:
-    """Tensors that look into `buffer` (which must stay unchanged).
+    """Return tensors that look into `buffer` (which must stay unchanged).
 
     Args:
         what: name for error messages.
@@ -183,7 +183,7 @@ class _Header:
 
 
 def _opened(memory: memoryview, what: str) -> tuple[_Header, int]:
-    """The header of a whole file, and where its tensors begin."""
+    """Return the header of a whole file, and where its tensors begin."""
     try:
         start = 8 + int.from_bytes(memory[:8], "little")
         if start > MAX_HEADER_BYTES:
@@ -223,7 +223,7 @@ class _Block:
 
 @lru_cache(maxsize=64)
 def _header(header: bytes) -> _Header:
-    """Adapters of one layout share one header, so a bank of thousands parses it once."""
+    """Return a parsed header; adapters of one layout share it, so a bank of thousands parses it once."""
     tree = json.loads(header)
     tree.pop("__metadata__", None)
     places = {}
@@ -263,7 +263,7 @@ def unpack(
     labels: tuple[str, ...],
     activation: Activation,
 ) -> AdapterState:
-    """The adapter in `buffer`, checked against its manifest.
+    """Return the adapter in `buffer`, checked against its manifest.
 
     Raises:
         BankError: a tensor is missing, unexpected, or has another shape or dtype.
@@ -317,6 +317,6 @@ def _check_dtype(what: str, path: str, tensor: Tensor, dtype: str) -> None:
 
 
 def dtype_of(state: AdapterState) -> str:
-    """The dtype of its linears by torch's name."""
+    """Return the dtype of its linears by torch's name."""
     first = next((a for a, _ in state.linears.values()), state.prompt)
     return "float32" if first is None else str(first.dtype).removeprefix("torch.")

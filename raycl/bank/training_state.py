@@ -75,7 +75,7 @@ def restore_record(
 
 
 def has_state(bank: Bank, snapshot: Snapshot) -> bool:
-    """Whether the record of the snapshot's training state can be read."""
+    """Return whether the record of the snapshot's training state can be read."""
     try:
         _record(bank, snapshot)
     except BankError:
@@ -89,7 +89,7 @@ def _sealed(values: Mapping[str, Any], objects: Mapping[str, ObjectInfo]) -> byt
 
 
 def get_state(bank: Bank, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Values and tensors by group, which are read-only.
+    """Return values and tensors by group, which are read-only.
 
     Raises:
         BankError: the snapshot has no training state, or a part of it is missing or damaged.
@@ -110,7 +110,7 @@ def _without_removed(bank: Bank, objects: Mapping[str, ObjectInfo]) -> dict[str,
 
 
 def get_record(bank: Bank, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, ObjectInfo]]:
-    """Values, and the object of each group of tensors.
+    """Return values, and the object of each group of tensors.
 
     Raises:
         BankError: the snapshot has no training state, or its record is missing or damaged.
@@ -120,7 +120,7 @@ def get_record(bank: Bank, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str
 
 
 def state_objects(bank: Bank, snapshot: Snapshot) -> dict[str, ObjectInfo]:
-    """Group -> object that the snapshot's training state names; none without a training state.
+    """Return group -> object that the snapshot's training state names; none without a training state.
 
     Raises:
         BankError: its record is missing or damaged.
@@ -155,5 +155,5 @@ def state_file(sha256: str) -> str:
 
 
 def is_state(file: str) -> bool:
-    """Whether a file is called as a training state is."""
+    """Return whether a file is called as a training state is."""
     return _FILE.fullmatch(file) is not None

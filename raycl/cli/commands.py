@@ -82,5 +82,5 @@ def _allowed(options: argparse.Namespace) -> AbstractContextManager[None]:
 
 
 def load(name: str) -> Any:
-    """The module of a command."""
+    """Return the module of a command."""
     return import_module(COMMANDS[name].module)

@@ -37,7 +37,7 @@ SHOWN = 60
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument(
         "action",
@@ -59,7 +59,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     found = parser(prog)
     options = found.parse_intermixed_args(words)
     options.paths = [word for word in options.words if _is_path(word)]
@@ -72,7 +72,7 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 
 def _is_path(word: str) -> bool:
-    """Whether a word is no setting: `=` stands in names of files and behind that of a host too."""
+    """Return whether a word is no setting: `=` stands in names of files and behind that of a host too."""
     return "=" not in word or "://" in word.partition("=")[0] or Path(word).exists()
 
 
@@ -114,7 +114,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _write_labels(options: argparse.Namespace) -> int:
-    """The different answers of the train rows, beside them where the task is a folder."""
+    """Return the different answers of the train rows, beside them where the task is a folder."""
     from raycl.data.stream import open_stream
     from raycl.errors import DataError
 
@@ -138,7 +138,7 @@ def _write_labels(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> RunConfig:
-    """The run that would read the data."""
+    """Return the run that would read the data."""
     from raycl.data.settings import TaskSpec
     from raycl.run.places import load_present
 
@@ -152,7 +152,7 @@ def _config(options: argparse.Namespace) -> RunConfig:
 
 
 def _spec(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, Any]:
-    """The task at a path, with its settings; one file is test too, unless test rows are taken from it."""
+    """Return the task at a path, with its settings; one file is test too, unless test rows are taken from it."""
     from raycl import config as configs
 
     spec: dict[str, Any] = {"name": path.rstrip("/").rpartition("/")[2].partition(".")[0] or "data"}
@@ -235,7 +235,7 @@ def _mistakes(one: TaskCheck) -> RenderableType:
 
 
 def _tokens(tokens: Sequence[str]) -> list[str]:
-    """A line of the tokens of an example; of many the first and the last ones."""
+    """Return a line of the tokens of an example; of many the first and the last ones."""
     if not tokens:
         return []
     half = SHOWN // 2

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def completion(shell: str) -> str:
-    """A script that completes commands, options and files in a shell."""
+    """Return a script that completes commands, options and files in a shell."""
     import shtab
 
     whole = argparse.ArgumentParser(prog="raycl")

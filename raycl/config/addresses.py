@@ -53,7 +53,7 @@ class Server(NamedTuple):
 
 
 def addresses(tree: Tree) -> dict[str, str]:
-    """Dotted path -> address, of all in a config."""
+    """Return dotted path -> address, of all in a config."""
     return dict(_found(tree, ""))
 
 

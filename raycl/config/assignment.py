@@ -32,7 +32,7 @@ def apply_override(tree: Tree, override: str) -> None:
 
 
 def read_override(override: str) -> tuple[str, Any]:
-    """Dotted key and value of `key.path=value`.
+    """Return the dotted key and value of `key.path=value`.
 
     Raises:
         ConfigError: see `apply_override`.
@@ -82,12 +82,12 @@ def overlay(tree: Tree, own: Tree) -> None:
 
 
 def _renames(old: Any, new: Tree) -> bool:
-    """Whether a named node gets another name."""
+    """Return whether a named node gets another name."""
     return "name" in new and name_of(old) not in (None, new["name"])
 
 
 def as_mapping(node: Any) -> Tree | None:
-    """A node that can hold keys: a name or a list of names becomes a mapping; None for other scalars."""
+    """Return a node that can hold keys: a name or a list of names becomes a mapping; None for other scalars."""
     if node is None:
         return {}
     if isinstance(node, str):
@@ -125,5 +125,5 @@ def _is_key(item: Any, node: Tree) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of a library on one line; OmegaConf's `full_key: x object_type=dict` becomes `at 'x'`."""
+    """Return the message of a library on one line; OmegaConf's `full_key: x object_type=dict` becomes `at 'x'`."""
     return re.sub(r" full_key: (\S+) object_type=\S+$", r", at '\1'", " ".join(str(error).split()))

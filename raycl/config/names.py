@@ -46,5 +46,5 @@ FolderName = Annotated[str, AfterValidator(_folder_name)]
 
 
 def shown(name: str) -> str:
-    """A name in a message: control characters as escapes, a long one cut."""
+    """Return a name in a message: control characters as escapes, a long one cut."""
     return ascii(name) if not name.isprintable() else f"'{name if len(name) <= 100 else f'{name[:100]}...'}'"

@@ -58,7 +58,8 @@ class Group:
 
 
 def groups(model: type[BaseModel]) -> list[Group]:
-    """All sections of a config class, each before those inside it; a section that occurs twice is described once."""
+    """Return all sections of a config class, each before those inside it; a section that occurs twice is described
+    once."""
     return list(_groups(model, "", "", set()))
 
 
@@ -89,14 +90,15 @@ def _item(annotation: Any, tag: str) -> str:
 
 
 def tag_of(model: type[BaseModel]) -> str:
-    """The value of `name` that chooses this section among several; empty if nothing does."""
+    """Return the value of `name` that chooses this section among several; empty if nothing does."""
     info = model.model_fields.get("name")
     values = () if info is None else get_args(info.annotation)
     return str(values[0]) if len(values) == 1 and isinstance(values[0], str) else ""
 
 
 def described(model: type[BaseModel], name: str) -> str:
-    """The description of a field; without one, that of the section in it, or of the section that a name chooses."""
+    """Return the description of a field; without one, that of the section in it, or of the section that a name
+    chooses."""
     info = model.model_fields[name]
     inner = sections_in(info.annotation)
     if info.description:
@@ -107,7 +109,7 @@ def described(model: type[BaseModel], name: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """The first sentence, on one line."""
+    """Return the first sentence, on one line."""
     return re.split(r"\. (?=[A-Z])", " ".join(text.split()))[0]
 
 
@@ -126,7 +128,7 @@ def _shown(value: Any) -> str:
 
 
 def _type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """A node of JSON Schema in words."""
+    """Return a node of JSON Schema in words."""
     if "$ref" in node:
         properties = definitions[node["$ref"].rpartition("/")[2]]["properties"]
         return str(properties.get("name", {}).get("const", "section"))

@@ -59,7 +59,8 @@ class Section(BaseModel):
     """Settings in here that name folders of samples, which a run reads."""
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Settings in here that act on nothing, and `key=value` that makes it so; both as dotted paths from here."""
+        """Yield settings in here that act on nothing, and `key=value` that makes it so; both as dotted paths from
+        here."""
         return iter(())
 
 
@@ -88,7 +89,7 @@ def load_tree(path: str | None, overrides: Sequence[str] = ()) -> Tree:
 
 
 def read_yaml(path: str) -> Tree:
-    """The YAML tree at `path`, interpolations resolved, duplicate keys refused.
+    """Return the YAML tree at `path`, interpolations resolved, duplicate keys refused.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or is not a mapping.
@@ -97,7 +98,7 @@ def read_yaml(path: str) -> Tree:
 
 
 def from_yaml(text: str, source: str) -> Tree:
-    """The same from YAML text, for example from what `to_yaml` wrote; `source` names it in errors.
+    """Return the same from YAML text, for example from what `to_yaml` wrote; `source` names it in errors.
 
     Raises:
         ConfigError: it is not YAML, or is not a mapping.
@@ -106,7 +107,7 @@ def from_yaml(text: str, source: str) -> Tree:
 
 
 def read_tree(path: str, below: Sequence[str] = ()) -> Tree:
-    """The tree as written, with what the file extends; interpolations still in it.
+    """Return the tree as written, with what the file extends; interpolations still in it.
 
     Args:
         below: resolved paths of files that extend this one.
@@ -128,7 +129,7 @@ def read_tree(path: str, below: Sequence[str] = ()) -> Tree:
 
 
 def require_file(path: str) -> str:
-    """The path of a config file that is there.
+    """Return the path of a config file that is there.
 
     Raises:
         ConfigError: it is not.
@@ -210,7 +211,7 @@ def _explain(model: type[BaseModel], tree: Tree, detail: ErrorDetails) -> str:
 
 
 def _hint(parts: list[str], owners: list[type[BaseModel]], others: list[type[BaseModel]]) -> str:
-    """The nearest key of the section, or the choice that has the key, or all keys."""
+    """Return the nearest key of the section, or the choice that has the key, or all keys."""
     keys = sorted({key for owner in owners for key in owner.model_fields})
     near = difflib.get_close_matches(parts[-1], keys, n=1, cutoff=0.5)
     if near:
@@ -258,39 +259,40 @@ def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple
 
 
 def _is_written(part: int | str, node: Any) -> bool:
-    """Whether the user's tree has that key, place in a list, or name in a list of names."""
+    """Return whether the user's tree has that key, place in a list, or name in a list of names."""
     if isinstance(node, dict):
         return part in node
     return isinstance(node, list) and (isinstance(part, int) or part in [name_of(item) for item in node])
 
 
 def _names(kind: type[BaseModel], part: int | str) -> bool:
-    """Whether `part` is how pydantic calls this member of a union: its class name or the value of its tag."""
+    """Return whether `part` is how pydantic calls this member of a union: its class name or the value of its tag."""
     tag = kind.model_fields.get("name")
     return part == kind.__name__ or (tag is not None and part in get_args(tag.annotation))
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes anywhere in a type annotation."""
+    """Return the section classes anywhere in a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [kind for argument in get_args(annotation) for kind in sections_in(argument)]
 
 
 def as_tree(config: BaseModel) -> Tree:
-    """The resolved config as plain JSON-able values."""
+    """Return the resolved config as plain JSON-able values."""
     return config.model_dump(mode="json", serialize_as_any=True)
 
 
 def named(value: Any, default: str) -> Any:
-    """A named node as a mapping with its `name`: a bare name, or keys of the default choice, are completed."""
+    """Return a named node as a mapping with its `name`: a bare name, or keys of the default choice, are completed."""
     if isinstance(value, str):
         return {"name": value}
     return {"name": default, **value} if isinstance(value, dict) else value
 
 
 def named_each(value: Any, known: Iterable[str]) -> Any:
-    """A list of names, or of mappings with a `name`, as a mapping from name to settings; null settings are left out.
+    """Return a list of names, or of mappings with a `name`, as a mapping from name to settings; null settings are left
+    out.
 
     Raises:
         ValueError: a name that is not `known`, twice, or not the one that its settings carry.
@@ -316,12 +318,13 @@ def named_each(value: Any, known: Iterable[str]) -> Any:
 
 
 def to_yaml(config: BaseModel) -> str:
-    """The resolved tree as YAML, ready to be loaded again."""
+    """Return the resolved tree as YAML, ready to be loaded again."""
     return tree_to_yaml(as_tree(config))
 
 
 def tree_to_yaml(tree: Tree) -> str:
-    """The same from a resolved tree, as `OmegaConf.to_yaml` writes it, without the nodes that it would make first."""
+    """Return the same from a resolved tree, as `OmegaConf.to_yaml` writes it, without the nodes that it would make
+    first."""
     dumper = get_omega_conf_dumper()
     return MARK + yaml.dump(_escape(tree), Dumper=dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 

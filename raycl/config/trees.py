@@ -14,7 +14,7 @@ from raycl.config.sections import as_tree
 
 
 def flatten(tree: Tree, prefix: str = "") -> Tree:
-    """Dotted path -> leaf value."""
+    """Return dotted path -> leaf value."""
     leaves: Tree = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
@@ -25,7 +25,7 @@ def flatten(tree: Tree, prefix: str = "") -> Tree:
 
 
 def remaining(tree: Tree, without: Iterable[str]) -> Tree:
-    """The tree without these sections and settings, by dotted path."""
+    """Return the tree without these sections and settings, by dotted path."""
     left_out, kept = tuple(without), {}
     for key, value in tree.items():
         inner = [path.removeprefix(f"{key}.") for path in left_out if path.startswith(f"{key}.")]
@@ -41,7 +41,7 @@ def fingerprint(config: BaseModel, without: Iterable[str] = ()) -> str:
 
 
 def differences(old: Tree, new: Tree, without: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (old value, new value) for every leaf that differs outside of `without`."""
+    """Return dotted key -> (old value, new value) for every leaf that differs outside of `without`."""
     left_out = tuple(without)
     before, after = flatten(remaining(old, left_out)), flatten(remaining(new, left_out))
     keys = sorted(before.keys() | after.keys())

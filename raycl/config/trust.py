@@ -28,7 +28,7 @@ class Permissions:
     allow_pickle: bool = False
 
     def refused(self, requested: Iterable[str]) -> list[str]:
-        """Those of the requested settings that are not allowed."""
+        """Return those of the requested settings that are not allowed."""
         return [name for name in requested if not getattr(self, name)]
 
 
@@ -37,7 +37,7 @@ NONE_GIVEN = Permissions()
 
 
 def requested(tree: Tree) -> list[str]:
-    """Dotted paths of the settings of `RISKS` that a config tree turns on, at any depth."""
+    """Return dotted paths of the settings of `RISKS` that a config tree turns on, at any depth."""
     return sorted(path for path, value in configs.flatten(tree).items() if _is_risk(path) and value)
 
 

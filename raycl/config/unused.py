@@ -16,7 +16,8 @@ from raycl.errors import ConfigError, RayclError
 
 
 def unused_in(config: Section, prefix: str = "") -> dict[str, str]:
-    """Dotted path of each setting, or section, of a config that acts on nothing -> the setting that makes it so."""
+    """Return the dotted path of each setting, or section, of a config that acts on nothing -> the setting that makes it
+    so."""
     found = {f"{prefix}{path}": f"{prefix}{reason}" for path, reason in config.unused_settings()}
     for name in type(config).model_fields:
         value = getattr(config, name)
@@ -28,7 +29,8 @@ def unused_in(config: Section, prefix: str = "") -> dict[str, str]:
 
 
 def written(path: str | None, overrides: Sequence[str] = ()) -> Tree:
-    """Dotted path -> value of all that a person gave one: in the file, unless raycl wrote it, and in overrides."""
+    """Return dotted path -> value of all that a person gave one: in the file, unless raycl wrote it, and in
+    overrides."""
     by_hand = path is not None and not Path(path).read_text(encoding="utf-8").startswith(configs.MARK)
     tree = configs.read_tree(path) if path is not None and by_hand else {}
     for override in overrides:
@@ -60,7 +62,7 @@ def unused_written(
 
 
 def leaves(tree: Tree) -> Tree:
-    """Dotted path -> value of a tree; null is none."""
+    """Return dotted path -> value of a tree; null is none."""
     return {path: value for path, value in configs.flatten(tree).items() if value is not None}
 
 
@@ -82,7 +84,7 @@ def _shown(value: Any) -> str:
 
 
 def covering(path: str, unused_settings: Iterable[str]) -> str | None:
-    """The unused setting that `path` is, or is below of."""
+    """Return the unused setting that `path` is, or is below of."""
     return next((one for one in unused_settings if path == one or path.startswith(f"{one}.")), None)
 
 

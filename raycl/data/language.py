@@ -90,7 +90,8 @@ def check_objective(objective: Objective, codec: TextCodec) -> None:
 
 
 def whole_texts(texts: Sequence[str], codec: TextCodec, limit: int) -> tuple[list[list[int]], int]:
-    """Ids of texts to continue from, a first token ahead and end-of-sequence behind, and how many were cut to `limit`.
+    """Return ids of texts to continue from, a first token ahead and end-of-sequence behind, and how many were cut to
+    `limit`.
 
     The first is what the tokenizer puts in front of a text; where that is nothing, end-of-sequence (as GPT-2 was
     trained). A text that is cut has no end.

@@ -27,7 +27,7 @@ WINDOW = 50
 
 
 def check_batch(batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Micro-batches that each worker accumulates in a step.
+    """Return micro-batches that each worker accumulates in a step.
 
     Raises:
         ConfigError: the batch cannot be dealt evenly; the message names the nearest sizes that can.
@@ -85,13 +85,14 @@ class GlobalOrder:
 
 @lru_cache(maxsize=2)
 def _permutation(count: int, seed: int, epoch: int) -> Indices:
-    """The order of one epoch; kept, since its steps ask for it one after another."""
+    """Return the order of one epoch; kept, since its steps ask for it one after another."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(count).astype(np.int64)
 
 
 @lru_cache(maxsize=2)
 def _grouped(order: GlobalOrder, epoch: int) -> Indices:
-    """The epoch's rows sorted by length within windows of it, cut into batches, and these in an order drawn at random.
+    """Return the epoch's rows sorted by length within windows of it, cut into batches, and these in an order drawn at
+    random.
 
     A last batch of fewer rows, drawn like any other, stays the last.
     """
@@ -205,7 +206,7 @@ class Collate:
         return rows[np.lexsort((rows, self._lengths[rows]))]
 
     def __call__(self, rows: Indices, size: int, epoch: int = 0) -> Batch:
-        """A batch of `size` examples: `rows`, then fill-ups of weight 0.
+        """Return a batch of `size` examples: `rows`, then fill-ups of weight 0.
 
         A fill-up's source is one visible padding token, so that no attention row is empty.
         """
@@ -283,7 +284,7 @@ def batch_of(sources: Sequence[Sequence[int]], pad_id: int) -> Batch:
 
 
 def _pad(rows: Sequence[NDArray[np.int32]], value: int, least: int) -> Tensor:
-    """`[len(rows), longest]` int64, at least `least` wide, padded on the right with `value`."""
+    """Return `[len(rows), longest]` int64, at least `least` wide, padded on the right with `value`."""
     width = max([least, *(len(row) for row in rows)])
     padded = np.full((len(rows), width), value, dtype=np.int64)
     for index, row in enumerate(rows):

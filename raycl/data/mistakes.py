@@ -121,7 +121,7 @@ def mistakes_of(stream: Stream, task: Task, most: int | None = None) -> list[Mis
 
 
 def seen_rows(raw: RawRows, rows: Indices) -> Iterator[SeenRow]:
-    """Some rows of a source, in order."""
+    """Yield some rows of a source, in order."""
     used, start = np.zeros(raw.count, dtype=bool), 0
     used[rows] = True
     for batch in raw.entry.table().to_batches():

@@ -93,7 +93,7 @@ def check_codec(task: Task, prompt: Prompt, codec: TextCodec, lengths: Lengths) 
 def prepare(
     task: Task, split: Split, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: Lengths, cache: Path
 ) -> TokenTable:
-    """The token table of `chosen`; another process of this node with the same request gets the same file.
+    """Return the token table of `chosen`; another process of this node with the same request gets the same file.
 
     Raises:
         DataError, ConfigError: see `check_codec`.
@@ -185,7 +185,7 @@ def _codes(task: Task, references: Sequence[Sequence[str]]) -> list[int]:
 
 
 def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int) -> tuple[list[list[int]], int]:
-    """Prompt ids of `texts`, at most `limit` each, and how many texts were cut.
+    """Return the prompt ids of `texts`, at most `limit` each, and how many texts were cut.
 
     Only the input text is shortened (`Prompt.shortened`). A tokenizer may split the joint of text and suffix otherwise
     than it split the parts, so a text that still does not fit is shortened again by its excess.
@@ -213,7 +213,7 @@ def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: i
 def fit_prompts(
     texts: Sequence[str], prompts: Sequence[Prompt], codec: TextCodec, limits: Sequence[int]
 ) -> list[list[int]]:
-    """Ids of texts in prompts and with limits of their own, as `fit_sources` gives them."""
+    """Return ids of texts in prompts and with limits of their own, as `fit_sources` gives them."""
     ids: dict[int, list[int]] = {}
     for prompt, limit in dict.fromkeys(zip(prompts, limits, strict=True)):
         rows = [row for row, row_prompt in enumerate(prompts) if row_prompt == prompt and limits[row] == limit]
@@ -224,7 +224,7 @@ def fit_prompts(
 def fit_targets(
     texts: Sequence[str], answers: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int
 ) -> tuple[list[list[int]], int]:
-    """Ids of the answers to `texts`, at most `limit` each, end-of-sequence id kept, and how many were cut."""
+    """Return ids of the answers to `texts`, at most `limit` each, end-of-sequence id kept, and how many were cut."""
     ids = prompt.encode_answers(texts, answers, codec)
     cut = sum(len(answer_ids) > limit for answer_ids in ids)
     return [

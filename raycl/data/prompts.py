@@ -47,11 +47,11 @@ class Prompt:
 
     @staticmethod
     def of(record: PromptRecord) -> Prompt:
-        """The prompt that `record` describes."""
+        """Return the prompt that `record` describes."""
         return Prompt(*record.prompt, record.chat_template, record.system, record.definition)
 
     def record(self) -> dict[str, Any]:
-        """Fields of a `PromptRecord`."""
+        """Return fields of a `PromptRecord`."""
         others = {"chat_template": self.chat_template, "system": self.system, "definition": self.definition}
         return {"prompt": (self.prefix, self.suffix), **others}
 
@@ -61,30 +61,31 @@ class Prompt:
         return self.system or self.definition
 
     def around(self, text: str) -> str:
-        """The whole prompt of one example, where there is no chat template."""
+        """Return the whole prompt of one example, where there is no chat template."""
         return f"{self.prefix}{text}{self.suffix}"
 
     def messages(self, text: str) -> tuple[Message, ...]:
-        """The messages that the chat template renders."""
+        """Return the messages that the chat template renders."""
         messages = messages_of(text)
         if self.system and messages[0].role != "system":
             return (Message("system", self.system), *messages)
         return messages
 
     def encode(self, texts: Sequence[str], codec: TextCodec) -> list[list[int]]:
-        """Ids of whole prompts, not truncated."""
+        """Return ids of whole prompts, not truncated."""
         if self.chat_template:
             return codec.encode_chat([self.messages(text) for text in texts], self.chat_template)
         return codec.encode_source([self.around(text) for text in texts])
 
     def encode_answers(self, texts: Sequence[str], answers: Sequence[str], codec: TextCodec) -> list[list[int]]:
-        """Ids of the answers to `texts`, ending in the end-of-sequence id, not truncated."""
+        """Return ids of the answers to `texts`, ending in the end-of-sequence id, not truncated."""
         if self.chat_template:
             return codec.encode_chat_answers([self.messages(text) for text in texts], answers, self.chat_template)
         return codec.encode_target(answers)
 
     def shortened(self, text: str, tokens: int, codec: TextCodec) -> str:
-        """About `tokens` tokens of `text`: its beginning; of a conversation the last message and what fits before.
+        """Return about `tokens` tokens of `text`: its beginning; of a conversation the last message and what fits
+        before.
 
         A conversation loses its oldest turns first, then the end of its system message, then that of its last message.
         """
@@ -106,7 +107,7 @@ class Prompt:
 
 
 def _tokens(message: Message, codec: TextCodec) -> int:
-    """Tokens of a content; those of its template are not counted."""
+    """Return tokens of a content; those of its template are not counted."""
     return len(codec.encode_target([message.content])[0])
 
 

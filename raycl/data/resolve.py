@@ -92,7 +92,7 @@ def resolve(config: StreamConfig) -> StreamPlan:
 
 
 def missing_files(config: StreamConfig) -> str:
-    """Which files of a stream are missing, without reading any; "" if all are there.
+    """Return which files of a stream are missing, without reading any; "" if all are there.
 
     Raises:
         RayclError: the store is out of reach.
@@ -109,7 +109,7 @@ def missing_files(config: StreamConfig) -> str:
 def _plans(
     config: StreamConfig, wanted: Sequence[str | TaskSpec], needed: Sequence[str]
 ) -> tuple[tuple[TaskPlan, ...], list[str]]:
-    """The tasks in their order, and the names of those that `allow_missing` leaves out."""
+    """Return the tasks in their order, and the names of those that `allow_missing` leaves out."""
     names = [task for task in wanted if isinstance(task, str)]
     if config.root is None:
         named = {name: _builtin(name, config) for name in names}
@@ -131,14 +131,14 @@ def _read_as_set(plan: TaskPlan, config: StreamConfig) -> TaskPlan:
 
 
 def _texts_alone(plan: TaskPlan) -> TaskPlan:
-    """The task without its answers; files need not have any."""
+    """Return the task without its answers; files need not have any."""
     columns = replace(plan.reading.columns, label=())
     reading = replace(plan.reading, columns=columns, labels=None, unlabelled=(), first_label=None)
     return replace(plan, reading=reading if plan.files else plan.reading, metric=TOKEN_ACCURACY, definition="")
 
 
 def _free_name(config: StreamConfig, plans: Sequence[TaskPlan]) -> str:
-    """The configured name; "custom" for a stream of files without a name."""
+    """Return the configured name; "custom" for a stream of files without a name."""
     return "custom" if config.name == "builtin" and any(plan.files for plan in plans) else config.name
 
 
@@ -156,7 +156,7 @@ def _wanted(config: StreamConfig, benchmark: Benchmark | None) -> list[str | Tas
 
 
 def _unseen(config: StreamConfig) -> list[str | TaskSpec]:
-    """Tasks that are evaluated only; the name of a benchmark order stands for its tasks."""
+    """Return tasks that are evaluated only; the name of a benchmark order stands for its tasks."""
     tasks: list[str | TaskSpec] = []
     for task in config.unseen or ():
         benchmark = find(task) if isinstance(task, str) else None
@@ -192,7 +192,7 @@ def _needed(config: StreamConfig, benchmark: Benchmark | None) -> tuple[str, ...
 
 
 def _one_file(config: StreamConfig) -> bool:
-    """Whether a task may come as one file, from which test rows are taken."""
+    """Return whether a task may come as one file, from which test rows are taken."""
     return config.test_fraction is not None
 
 
@@ -210,7 +210,7 @@ def _builtin(name: str, config: StreamConfig) -> TaskPlan:
 
 
 def _known(name: str, located: TaskFolder, config: StreamConfig) -> TaskPlan:
-    """A task found by name below the root."""
+    """Return a task found by name below the root."""
     info = TASKS.get(name, _UNKNOWN)
     files = _without_unused_dev(located.files, config)
     labels, prompt, definition = info.labels, info.prompt, info.instruction
@@ -314,7 +314,7 @@ def _hub_files(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:
 
 
 def _source(uri: str, config: StreamConfig) -> Source:
-    """A file, or a folder that `save_to_disk` wrote."""
+    """Return a file, or a folder that `save_to_disk` wrote."""
     if (Path(uri) / SAVED[1]).is_file():
         return HubSplit(uri, "", cache=str(cache_folder(config.cache_dir) / "hub"))
     return SourceFile.at(uri)
@@ -340,7 +340,7 @@ def _is_olora(files: Mapping[str, Source]) -> bool:
 
 
 def _labels_file(folder: Storage) -> tuple[str, ...] | None:
-    """The label set in `labels.json` beside the split files, if there is one.
+    """Return the label set in `labels.json` beside the split files, if there is one.
 
     Raises:
         DataError: it is not a list of different strings.

@@ -16,7 +16,7 @@ from raycl.data.sources.chunks import Indices
 
 
 def generator(seed: int, *words: str) -> np.random.Generator:
-    """A random generator that depends on the seed and the words alone."""
+    """Return a random generator that depends on the seed and the words alone."""
     digest = hashlib.sha256(json.dumps([seed, *words]).encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
 
@@ -41,7 +41,7 @@ def carve_test(
 
 
 def draw_groups(seed: int, task: str, split: str, groups: Indices, limit: int) -> Indices:
-    """Positions of whole groups with at most `limit` rows together, but of one group at least, ascending."""
+    """Return positions of whole groups with at most `limit` rows together, but of one group at least, ascending."""
     return _parted(generator(seed, task, split, "sample"), groups, limit)[1]
 
 
@@ -58,14 +58,14 @@ def _parted(random: np.random.Generator, groups: Indices, size: int) -> tuple[In
 
 
 def sample(seed: int, task: str, split: str, rows: Indices, limit: int | None) -> Indices:
-    """At most `limit` of `rows` without replacement, ascending; all of them if `limit` is None."""
+    """Return at most `limit` of `rows` without replacement, ascending; all of them if `limit` is None."""
     if limit is None or limit >= len(rows):
         return rows
     return np.sort(generator(seed, task, split, "sample").permutation(rows)[:limit])
 
 
 def per_class(seed: int, task: str, rows: Indices, labels: Indices, limit: int, *words: str) -> Indices:
-    """At most `limit` of `rows` for each label, ascending.
+    """Return at most `limit` of `rows` for each label, ascending.
 
     Args:
         labels: class of each of `rows`, same length.

@@ -91,7 +91,7 @@ class Stream:
         return Lengths(min(source, codec.max_source_tokens), min(target, codec.max_target_tokens))
 
     def table(self, task: Task, split: Split, codec: TextCodec) -> TokenTable:
-        """The tokenised rows of one split, from the node's cache if they are there.
+        """Return the tokenised rows of one split, from the node's cache if they are there.
 
         Raises:
             DataError: the split has no rows, or the codec cannot take the task.
@@ -101,25 +101,26 @@ class Stream:
         return prepare(task, split, chosen, self.prompt(task, codec), codec, self.limits(task, codec), self._cache)
 
     def answer_ids(self, task: Task, answers: Sequence[str], codec: TextCodec) -> list[list[int]]:
-        """Ids of answers, written and cut as those of the task's rows; empty lists for encoder-only backbones."""
+        """Return ids of answers, written and cut as those of the task's rows; empty lists for encoder-only
+        backbones."""
         prompt, limit = self.prompt(task, codec), self.limits(task, codec).target
         return fit_targets([""] * len(answers), answers, prompt, codec, limit)[0]
 
     def has_data(self, task: Task) -> bool:
-        """Whether the task has rows; a learned task whose data is out of reach has none."""
+        """Return whether the task has rows; a learned task whose data is out of reach has none."""
         return bool(self._open[task.name].raws)
 
     def is_chat(self, task: Task) -> bool:
-        """Whether the task's texts stand for conversations."""
+        """Return whether the task's texts stand for conversations."""
         return self._open[task.name].is_chat
 
     def source(self, task: Task, split: Split) -> RawRows | None:
-        """The rows that a split is taken from, which for carved splits are those of train; None: it has none."""
+        """Return the rows that a split is taken from, which for carved splits are those of train; None: it has none."""
         raws = self._open[task.name].raws
         return raws.get(split) or raws.get("train")
 
     def carves_test(self, task: Task) -> bool:
-        """Whether test rows are taken from the task's one file."""
+        """Return whether test rows are taken from the task's one file."""
         raws = self._open[task.name].raws
         return "train" in raws and "test" not in raws
 
@@ -133,7 +134,8 @@ class Stream:
         return text_objective(self._config.objective, codec, self._config.mask_share, seed)
 
     def stored(self, task: Task, share: float = 1.0, limit: int | None = None) -> Indices:
-        """Rows of the task's train table that are kept for later, ascending: `max(1, floor(share * rows))` of them.
+        """Return rows of the task's train table that are kept for later, ascending: `max(1, floor(share * rows))` of
+        them.
 
         SAPT's count: 2 % (appendix C), rounded as in the files released with its code. The same on every machine.
         Rows that belong together are kept together: one group at least, then at most that many rows.
@@ -150,7 +152,7 @@ class Stream:
         )
 
     def _groups(self, task: Task, split: Split, rows: Indices) -> Indices:
-        """`[len(rows)]` number of each one's group among those of `rows`, which are of the split's source."""
+        """Return `[len(rows)]` number of each one's group among those of `rows`, which are of the split's source."""
         groups = self._open[task.name].raws[split].groups[rows]
         return np.unique(groups, return_inverse=True)[1]
 
@@ -164,11 +166,11 @@ class Stream:
             check_codec(task, self.prompt(task, codec), codec, self.limits(task, codec))
 
     def instruction(self, task: Task, codec: TextCodec) -> str:
-        """The instruction in the prompts of `task`; "" where they have none."""
+        """Return the instruction in the prompts of `task`; "" where they have none."""
         return "" if self._open[task.name].plan.recorded is not None else self.prompt(task, codec).instruction
 
     def prompt(self, task: Task, codec: TextCodec, instruction: str | None = None) -> Prompt:
-        """The template around the inputs of `task`.
+        """Return the template around the inputs of `task`.
 
         Args:
             instruction: replaces the task's own.
@@ -207,7 +209,7 @@ class Stream:
         return table if len(drawn) == len(rows) else table.part(drawn)
 
     def rows(self, task: Task, split: Split) -> Indices:
-        """Which rows of the split's source are used, ascending (0-based); the same on every machine."""
+        """Return which rows of the split's source are used, ascending (0-based); the same on every machine."""
         raws, config, seed = self._open[task.name].raws, self._config, self._seed
         if not raws:
             return np.arange(0)
@@ -234,7 +236,7 @@ class Stream:
         return pool[carved] if split == "dev" else self._limited(task, pool[train])
 
     def _parted(self, task: Task) -> tuple[Indices, Indices]:
-        """Rows for train and dev, and rows for test, each in its source."""
+        """Return rows for train and dev, and rows for test, each in its source."""
         raws, fraction = self._open[task.name].raws, self._config.test_fraction
         if "test" in raws:
             return np.arange(raws["train"].count if "train" in raws else 0), np.arange(raws["test"].count)
@@ -345,7 +347,7 @@ def _check_words(task: str, labels: tuple[str, ...] | None) -> None:
 
 
 def _chat(task: Task, definition: str, codec: TextCodec) -> Prompt:
-    """The tokenizer's chat template, with the instruction as the system message."""
+    """Return the tokenizer's chat template, with the instruction as the system message."""
     if not codec.chat_template:
         raise ConfigError(
             f"task '{task.name}' needs a chat template and the tokenizer of the backbone has none: choose a backbone "
@@ -355,7 +357,7 @@ def _chat(task: Task, definition: str, codec: TextCodec) -> Prompt:
 
 
 def _generate(plan: TaskPlan, split: str, config: StreamConfig, seed: int, cache: Path) -> RawRows:
-    """Rows of a builtin task: enough for the train rows and the dev rows that will be carved from them."""
+    """Return rows of a builtin task: enough for the train rows and the dev rows that will be carved from them."""
     if split == "test":
         count = config.test_rows or BUILTIN_TEST_ROWS
     else:

@@ -105,14 +105,15 @@ class TokenTable:
         return lengths if self._part is None else lengths[self._part]
 
     def columns(self, rows: RowIndices) -> TokenColumns:
-        """Ids and labels of `rows`, in their order."""
+        """Return ids and labels of `rows`, in their order."""
         positions = self._positions(rows)
         return TokenColumns(
             self._rows.lists("source_ids", positions), self._rows.lists("target_ids", positions), self.labels(rows)
         )
 
     def common_start(self) -> list[int]:
-        """The ids that all prompts begin with, at least one short of the shortest: the task's definition, if any."""
+        """Return the ids that all prompts begin with, at least one short of the shortest: the task's definition, if
+        any."""
         sources = self._rows.lists("source_ids", self._positions(np.arange(len(self))))
         shortest = min(map(len, sources), default=0)
         if shortest < 2:
@@ -123,7 +124,7 @@ class TokenTable:
         return prefix
 
     def labels(self, rows: RowIndices) -> NDArray[np.int32]:
-        """`[len(rows)]` index in `task.labels`, -1 for free text."""
+        """Return `[len(rows)]` index in `task.labels`, -1 for free text."""
         return self._rows.numbers("label", self._positions(rows))
 
     def texts(self, rows: RowIndices) -> list[str]:
@@ -135,7 +136,7 @@ class TokenTable:
         return [tuple(names) for names in self._rows.values("references", self._positions(rows))]
 
     def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:
-        """`[len(rows)]` 1-based number of each row in its source file."""
+        """Return `[len(rows)]` 1-based number of each row in its source file."""
         return self._rows.numbers("row", self._positions(rows))
 
 
@@ -170,7 +171,7 @@ class HeldRows:
         return np.array([len(ids) for ids in self._sources], dtype=np.int64)
 
     def columns(self, rows: RowIndices) -> TokenColumns:
-        """Ids and labels of `rows`, in their order."""
+        """Return ids and labels of `rows`, in their order."""
         places = np.asarray(rows, dtype=np.int64)
         pick = places.tolist()
         return TokenColumns([self._sources[n] for n in pick], [self._targets[n] for n in pick], self._labels[places])

@@ -24,5 +24,5 @@ class AllowedTokens:
                 known += [token] if token not in known else []
 
     def after(self, ids: Sequence[int]) -> list[int]:
-        """Tokens that may follow these of an answer; the end of the sequence where nothing else may."""
+        """Return tokens that may follow these of an answer; the end of the sequence where nothing else may."""
         return self._after.get(tuple(ids), self._end)

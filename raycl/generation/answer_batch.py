@@ -44,12 +44,12 @@ HARMLESS = frozenset(
 
 
 def rows_read_together(max_rows: int) -> int:
-    """Prompts of one pass, where so many rows are decoded together."""
+    """Return prompts of one pass, where so many rows are decoded together."""
     return max(1, min(max_rows, max(READ_ROWS, max_rows // 4)))
 
 
 def answers_continuously(backbone: Backbone) -> bool:
-    """Whether `AnswerBatch` gives what `generate` would, with the model's own generation settings.
+    """Return whether `AnswerBatch` gives what `generate` would, with the model's own generation settings.
 
     Where workers share the weights they must run equally many passes, and here each decodes at its own pace.
     """
@@ -125,7 +125,7 @@ class AnswerBatch:
 
     @torch.no_grad()
     def answers(self, prompts: Iterable[Prompts]) -> Iterator[Answer]:
-        """An answer to each row, as they end.
+        """Yield an answer to each row, as they end.
 
         Args:
             prompts: at most `read_rows` rows each; the next are taken when there is room, with no mixture active.
@@ -195,7 +195,7 @@ class AnswerBatch:
             yield Answer(row.task, row.number, text)
 
     def _next(self, logits_BV: Tensor) -> list[int]:
-        """The most likely token of each row, among those allowed."""
+        """Return the most likely token of each row, among those allowed."""
         limited = [place for place, row in enumerate(self._rows) if row.allowed is not None]
         if limited:
             barred_MV = torch.ones(len(limited), logits_BV.shape[1], dtype=torch.bool)
@@ -234,7 +234,7 @@ class AnswerBatch:
 
 
 def _end_ids(backbone: Backbone) -> frozenset[int]:
-    """Tokens that end an answer, as `generate` takes them."""
+    """Return tokens that end an answer, as `generate` takes them."""
     found = backbone.model.generation_config.eos_token_id if backbone.capabilities.separate_encoder else None
     if found is None:
         return frozenset([backbone.codec.eos_id])

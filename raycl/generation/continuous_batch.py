@@ -39,7 +39,7 @@ class AdapterModel(Protocol):
     stack: AdapterStack
 
     def fit(self, mixtures: Sequence[Mixture]) -> bool:
-        """Whether the adapters of all have room on the device together."""
+        """Return whether the adapters of all have room on the device together."""
         ...
 
     def activate(self, mixture: Mixture) -> AbstractContextManager[None]:
@@ -47,7 +47,7 @@ class AdapterModel(Protocol):
         ...
 
     def activate_static(self, mixture: Mixture, weights_SN: Tensor) -> AbstractContextManager[int]:
-        """The same at addresses that do not change while the number that it gives stays the same."""
+        """Return the same at addresses that do not change while the number that it gives stays the same."""
         ...
 
     def pin(self, keys: Sequence[str]) -> None:

@@ -96,7 +96,7 @@ class DynamicKVCache:
 
 
 def attends_to_all(config: Any) -> bool:
-    """Whether every layer of a model attends to all earlier positions: no window, no recurrent state."""
+    """Return whether every layer of a model attends to all earlier positions: no window, no recurrent state."""
     windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None
     return not windowed and all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
 
@@ -229,7 +229,7 @@ def step(backbone: Backbone, state: DynamicKVCache, next_B: Tensor) -> DynamicKV
 
 
 def _cache(layers: Layers) -> DynamicCache:
-    """Keys and values as they are: `DynamicCache.update` would copy them, and again when the next ones join."""
+    """Return keys and values as they are: `DynamicCache.update` would copy them, and again when the next ones join."""
     cache = DynamicCache()
     for keys, values in layers:
         layer = DynamicLayer()

@@ -16,7 +16,7 @@ from raycl.types import Batch, Mixture
 def route_batch(
     router: Router, backbone: Backbone, stack: AdapterStack, batch: Batch, tasks: Sequence[str] | None = None
 ) -> Mixture:
-    """The mixture of each text of a batch.
+    """Return the mixture of each text of a batch.
 
     Other texts may be decoded under their mixture meanwhile, which must not reach what a router reads of prompts.
 

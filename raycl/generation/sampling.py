@@ -18,7 +18,7 @@ COLDEST = 1e-4
 
 
 def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.Generator]) -> list[int]:
-    """The next token of each row: from the row's own settings and random generator, independent of other rows.
+    """Return the next token of each row: from the row's own settings and random generator, independent of other rows.
 
     Of equally likely tokens the first one counts as more likely. Transformers' own processors keep the last one, take
     one `top_p` for all rows, and in double precision need 1.0 to 1.5 times as long for 1 to 32 rows of 49,152 tokens.

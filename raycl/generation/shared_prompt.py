@@ -34,7 +34,7 @@ class SharedPrompt:
 
     @staticmethod
     def helps(backbone: Backbone, start: Sequence[int], mixture: Mixture | None, rows: int) -> bool:
-        """Whether so many rows of this mixture can share a beginning, and it is worth it."""
+        """Return whether so many rows of this mixture can share a beginning, and it is worth it."""
         if backbone.suffix is not None:
             return False  # what stands behind a text is read together with it
         if rows < 2 or len(start) < LEAST_TOKENS or not backbone.capabilities.one_sequence:
@@ -44,7 +44,7 @@ class SharedPrompt:
         return mixture is None or bool((mixture.weights == mixture.weights[:1]).all())
 
     def is_of(self, start: Sequence[int], mixture: Mixture | None) -> bool:
-        """Whether it is this beginning under this mixture of one row."""
+        """Return whether it is this beginning under this mixture of one row."""
         if mixture is None or self._mixture is None:
             return self._start == list(start) and mixture is self._mixture
         same = mixture.names == self._mixture.names and torch.equal(mixture.weights, self._mixture.weights)

@@ -39,7 +39,7 @@ MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 
 
 def supports_static_cache(backbone: Backbone) -> bool:
-    """Whether its sequences can be decoded with static caches: every layer attends to all earlier positions."""
+    """Return whether its sequences can be decoded with static caches: every layer attends to all earlier positions."""
     config = backbone.model.config
     if not backbone.capabilities.one_sequence or config.model_type not in MODELS:
         return False
@@ -71,7 +71,7 @@ class StaticCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All columns, from the first on."""
+        """Return all columns, from the first on."""
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> int:
@@ -91,7 +91,7 @@ def _side_stream() -> Any:
 
 
 def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A step on the GPU as a graph; it is warmed by running it before, and not run by being captured.
+    """Return a step on the GPU as a graph; it is warmed by running it before, and not run by being captured.
 
     Raises:
         RuntimeError: it does what cannot be captured, or there is no GPU.
@@ -187,7 +187,7 @@ class StaticKVCache:
         return self
 
     def placed(self, rows_BN: Tensor) -> Tensor:
-        """A row for each slot, 0 for empty ones, from a row for each sequence."""
+        """Return a row for each slot, 0 for empty ones, from a row for each sequence."""
         found = rows_BN.new_zeros(self.rows, rows_BN.shape[1])
         found[self.order] = rows_BN
         return found
@@ -274,7 +274,7 @@ class StaticKVCache:
         self._mask, self.columns = mask, columns
 
     def _closed(self, columns: int) -> Tensor:
-        """`[B, 1, 1, T]` what is added to the scores of attention: the first column alone is attended to."""
+        """Return `[B, 1, 1, T]` what is added to the scores of attention: the first column alone is attended to."""
         dtype, device = self.backbone.dtype, self.backbone.device
         mask = torch.full((self.rows, 1, 1, columns), torch.finfo(dtype).min, dtype=dtype, device=device)
         mask[..., 0] = 0.0

@@ -45,7 +45,7 @@ class Reading(NamedTuple):
         return self.text if prompt.chat_template else self._plain(self.text)
 
     def for_router(self, prompt: Prompt) -> str:
-        """The same of what a router sees that reads prompts."""
+        """Return the same of what a router sees that reads prompts."""
         return self.routed if prompt.chat_template else self._plain(self.routed)
 
     def _plain(self, text: str) -> str:
@@ -119,7 +119,7 @@ class TaskPrompts:
     def route(
         self, readings: Sequence[Reading], mixture_of: Callable[[Sequence[str]], Mixture]
     ) -> tuple[Mixture, list[str]]:
-        """The mixture of each text, and the task whose prompt it gets; "": none (`needs_task`).
+        """Return the mixture of each text, and the task whose prompt it gets; "": none (`needs_task`).
 
         Args:
             mixture_of: mixtures of all the texts, each in the prompt of a task ("": in none).
@@ -137,7 +137,7 @@ class TaskPrompts:
         return mixture, names
 
     def _largest_of(self, mixture: Mixture, readings: Sequence[Reading], others: Sequence[str]) -> list[str]:
-        """The task of each text with the largest weight; that of `others` where none has any."""
+        """Return the task of each text with the largest weight; that of `others` where none has any."""
         return [
             self.largest(dict(zip(mixture.names, weights, strict=True)), reading.tasks) or other
             for weights, reading, other in zip(mixture.weights.tolist(), readings, others, strict=True)
@@ -151,7 +151,7 @@ class TaskPrompts:
         codec: TextCodec,
         snapshot: Snapshot,
     ) -> tuple[Batch, Mixture]:
-        """A batch of texts, each in the prompt that it gets, and their mixture.
+        """Return a batch of texts, each in the prompt that it gets, and their mixture.
 
         Args:
             batch: of other prompts, which are left out, and maybe of fill-ups.
@@ -177,13 +177,13 @@ class TaskPrompts:
         return within(names, Reading.for_model), mixture
 
     def _known(self, tasks: tuple[str, ...] | None) -> str:
-        """The first of these tasks, if all have the same prompt."""
+        """Return the first of these tasks, if all have the same prompt."""
         if tasks is None:
             return self._common
         return tasks[0] if len({self.prompts.get(task) for task in tasks}) == 1 else ""
 
     def largest(self, weights: Mapping[str, float], tasks: tuple[str, ...] | None = None) -> str:
-        """The task with the largest summed weight; "" for the bare backbone.
+        """Return the task with the largest summed weight; "" for the bare backbone.
 
         Args:
             weights: adapter -> weight. tasks: one of these; None: any.
@@ -191,7 +191,7 @@ class TaskPrompts:
         return next((task for task in self.shares(weights) if tasks is None or task in tasks), "")
 
     def shares(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Task -> summed weight of its adapters, the largest first.
+        """Return task -> summed weight of its adapters, the largest first.
 
         Args:
             weights: adapter -> weight; those of weight 0 are left out.
@@ -204,7 +204,7 @@ class TaskPrompts:
 
 
 def task_prompts(snapshot: Snapshot) -> TaskPrompts:
-    """Those of a snapshot whose router is not loaded."""
+    """Return those of a snapshot whose router is not loaded."""
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
     prompts = {task.name: Prompt.of(task) for task in snapshot.tasks}
     return TaskPrompts(router_class(snapshot.router.kind), owners, prompts)

@@ -16,7 +16,7 @@ BLOCK = 2**17
 def summed_magnitude(
     y_NO: Tensor, weight_N: Tensor | None = None, rows_K: Tensor | None = None, into_O: Tensor | None = None
 ) -> Tensor:
-    """`[O]` float32: sum over the N tokens of `weight * |y|`.
+    """Return `[O]` float32: sum over the N tokens of `weight * |y|`.
 
     Args:
         weight_N: float32, 1 for tokens that count and 0 for the others; None: all count.
@@ -51,7 +51,7 @@ def summed_gated_magnitude(
     rows_K: Tensor | None = None,
     into_R: Tensor | None = None,
 ) -> Tensor:
-    """`[R]` float32: sum over examples and tokens of `weight * |gate * h|`.
+    """Return `[R]` float32: sum over examples and tokens of `weight * |gate * h|`.
 
     Args:
         gate_BR: of each row for each example, or `[B, T, R]` for each position.

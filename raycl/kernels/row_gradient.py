@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(kept_KO: Tensor, count: int | None = None, width: int | None = None) -> list[Rows]:
-    """The chosen rows of K weights with O rows each.
+    """Return the chosen rows of K weights with O rows each.
 
     Args:
         kept_KO: bool.
@@ -128,7 +128,8 @@ class _RowLinear(torch.autograd.Function):
 
 
 def widens(x: Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether products of x can be written as they are summed, in float32: of 16 bits on a GPU, since torch 2.8."""
+    """Return whether products of x can be written as they are summed, in float32: of 16 bits on a GPU, since torch
+    2.8."""
     narrow = x.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
     return narrow and x.is_cuda and torch.version.cuda is not None and hasattr(torch.ops.aten.mm, "dtype_out")
 

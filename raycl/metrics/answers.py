@@ -39,7 +39,8 @@ Metric = Callable[[Answers], tuple[float, dict[str, float]]]
 
 
 def mean_best(match: Callable[[str, str], float]) -> Metric:
-    """A metric out of a rule for one prediction and one reference: best reference, mean over examples, times 100."""
+    """Return a metric out of a rule for one prediction and one reference: best reference, mean over examples, times
+    100."""
 
     def metric(answers: Answers) -> tuple[float, dict[str, float]]:
         best = (

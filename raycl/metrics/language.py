@@ -20,7 +20,7 @@ def score_texts(
     count: int,
     gather: Callable[[Share], Sequence[Share]] = lambda share: [share],
 ) -> Score:
-    """Percent of tokens guessed right, over all tokens of the split; `perplexity` and `tokens` stand beside it.
+    """Return percent of tokens guessed right, over all tokens of the split; `perplexity` and `tokens` stand beside it.
 
     Args:
         batches: this worker's share. gather: all workers' shares from this worker's.

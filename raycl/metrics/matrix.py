@@ -49,11 +49,11 @@ class AccuracyMatrix:
         self.cells[i][j] = score
 
     def values(self) -> list[list[float | None]]:
-        """The numbers alone, `[len(phases)][len(tasks)]`."""
+        """Return the numbers alone, `[len(phases)][len(tasks)]`."""
         return [[score.value if score else None for score in row] for row in self.cells]
 
     def upto(self, phases: int) -> AccuracyMatrix:
-        """The matrix of a sequence as it was after its first `phases` phases: those rows and their tasks."""
+        """Return the matrix of a sequence as it was after its first `phases` phases: those rows and their tasks."""
         assert len(self.phases) == len(self.tasks), "only a sequence of tasks has earlier matrices"
         cells = [row[:phases] for row in self.cells[:phases]]
         return AccuracyMatrix(self.tasks[:phases], self.phases[:phases], cells)
@@ -92,7 +92,7 @@ class Summary(TypedDict):
 
 
 def summary(matrix: AccuracyMatrix, singles: Mapping[str, float] | None = None) -> Summary:
-    """All headline numbers.
+    """Return all headline numbers.
 
     Args:
         matrix: the whole matrix; unfinished runs ask for `matrix.upto(phases)`.
@@ -166,7 +166,7 @@ def _f_t(rows: Values) -> float | None:
 
 
 def is_sequence(values: Values) -> bool:
-    """Whether row i is "after task i": as many rows as columns."""
+    """Return whether row i is "after task i": as many rows as columns."""
     return bool(values) and len(values) == len(values[0])
 
 
@@ -190,7 +190,8 @@ def drops(values: Values) -> list[float | None]:
 
 
 def _best(values: Values, start: int, j: int) -> float | None:
-    """The best measured score of task `j` in rows `start` to last but one; None unless it was measured at phase j."""
+    """Return the best measured score of task `j` in rows `start` to last but one; None unless it was measured at phase
+    j."""
     if values[j][j] is None:
         return None
     return max(score for row in values[start:-1] if (score := row[j]) is not None)

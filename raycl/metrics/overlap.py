@@ -39,7 +39,7 @@ class UnicodeTokenizer:
         self._ascii = DefaultTokenizer(use_stemmer=True)
 
     def tokenize(self, text: str) -> list[str]:
-        """The words in order."""
+        """Return the words in order."""
         if text.isascii():
             return list(self._ascii.tokenize(text))
         kept = "".join(map(_kept, unicodedata.normalize("NFKC", text).lower()))
@@ -79,7 +79,8 @@ rouge_ascii = mean_best(_rouge_l_ascii)
 
 
 def tokenizer_for(references: Sequence[Sequence[str]]) -> str:
-    """Name of sacrebleu's tokenizer: `zh` where a reference has Chinese characters, else its standard `13a`."""
+    """Return the name of sacrebleu's tokenizer: `zh` where a reference has Chinese characters, else its standard
+    `13a`."""
     return "zh" if any(_HAN.search(text) for accepted in references for text in accepted) else "13a"
 
 

@@ -46,7 +46,7 @@ def score(
     off_task_is_wrong: bool = True,
     with_interval: bool = False,
 ) -> Score:
-    """Score one task; the best of several references counts.
+    """Return the score one task; the best of several references counts.
 
     Args:
         metric: a name in `METRICS`.
@@ -117,12 +117,13 @@ def check_labels(metric: str, task: str, labels: Labels) -> None:
 
 @lru_cache(maxsize=64)
 def taken_for_same(labels: tuple[str, ...]) -> tuple[str, str] | None:
-    """Two of a task's labels that are equal after normalisation, or one and the empty answer; None: there are none."""
+    """Return two of a task's labels that are equal after normalisation, or one and the empty answer; None: there are
+    none."""
     return _same(("", *labels), normalize)
 
 
 def _same(labels: Collection[str], key: Callable[[str], str]) -> tuple[str, str] | None:
-    """The first two different labels of one key."""
+    """Return the first two different labels of one key."""
     first: dict[str, str] = {}
     return next(((seen, label) for label in labels if (seen := first.setdefault(key(label), label)) != label), None)
 
@@ -133,7 +134,7 @@ def normalize(text: str) -> str:
 
 
 def first_word(text: str) -> str:
-    """The first word, everything that is no word character read as a space; empty if there is none (SLM)."""
+    """Return the first word, everything that is no word character read as a space; empty if there is none (SLM)."""
     return next(iter(_words(text)), "")
 
 
@@ -160,7 +161,7 @@ class _Foreign:
         self._own = {_spaced(label) for label in labels or ()}
 
     def has(self, prediction: str, accepted: Sequence[str]) -> bool:
-        """Whether a reply is one of them, and none of its own references."""
+        """Return whether a reply is one of them, and none of its own references."""
         reply = normalize(prediction)
         if reply in self._normalized:
             return all(reply != normalize(reference) for reference in accepted)
@@ -195,7 +196,7 @@ def _first_lower(prediction: str, reference: str) -> float:
 
 
 def _label_word(reference: str) -> str:
-    """The reference as the first-word rules need it.
+    """Return the reference as the first-word rules need it.
 
     Raises:
         DataError: it is not one word, so that the rule would accept wrong answers.
@@ -223,7 +224,7 @@ def _micro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
 
 
 def _accuracy(truth: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-    """The share of right answers, which DAS reports beside F1."""
+    """Return the share of right answers, which DAS reports beside F1."""
     right = sum(answer == wanted for answer, wanted in zip(predictions, truth, strict=True))
     return {ACCURACY: 100.0 * right / len(truth)}
 

@@ -41,7 +41,7 @@ class Published(Section):
         return rows
 
     def beside(self, result: Tree, row: str) -> Tree:
-        """The result tree with what is published of its row, if anything is."""
+        """Return the result tree with what is published of its row, if anything is."""
         if row not in self.rows:
             return result
         return {**result, KEY: {"source": self.source, "numbers": dict(self.rows[row])}}
@@ -63,7 +63,7 @@ def read_published(folder: Storage) -> Published | None:
 
 
 def row_of(result: Tree) -> str:
-    """The row of a comparison that a run belongs to, by the run's name: `<row>-s<seed>`."""
+    """Return the row of a comparison that a run belongs to, by the run's name: `<row>-s<seed>`."""
     name = str((result["config"].get("output") or {}).get("name") or "")
     return name.rpartition("-s")[0]
 

@@ -27,7 +27,7 @@ METRICS = {"ap": "AP", "f_ra": "F.Ra", "fwt": "FWT", "bwt": "BWT"}
 
 
 def read_results(path: str | Path) -> Tree:
-    """The result tree of a run folder (path or URI), or of a result file itself.
+    """Return the result tree of a run folder (path or URI), or of a result file itself.
 
     Raises:
         RunError: there is no result, or the file is something else.
@@ -53,7 +53,7 @@ def _read(storage: Storage, name: str) -> Tree:
 
 
 def find_results(root: str | Path) -> list[Tree]:
-    """The result trees of all runs at or below `root`, by path; nothing is searched inside a run's own folder.
+    """Return the result trees of all runs at or below `root`, by path; nothing is searched inside a run's own folder.
 
     Raises:
         RunError: there is none, or one of the files is something else.
@@ -68,7 +68,7 @@ def find_results(root: str | Path) -> list[Tree]:
 
 
 def run_folders(root: str | Path) -> list[Storage]:
-    """The folders of all runs at or below `root` that have results, by path.
+    """Return the folders of all runs at or below `root` that have results, by path.
 
     Raises:
         RunError: there is none.
@@ -91,7 +91,7 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _run_folders(storage: Storage, published: Published | None = None) -> Iterator[tuple[Storage, Published | None]]:
-    """Folders of runs, each with what the comparison around it has as published."""
+    """Yield folders of runs, each with the published row that the comparison around it has."""
     if storage.exists(RESULT_FILE):
         yield storage, published
         return
@@ -118,12 +118,12 @@ def _problem(tree: Any) -> str:
 
 
 def tasks_of(result: Tree) -> list[str]:
-    """Column names of the matrix."""
+    """Return the column names of the matrix."""
     return [str(task) for task in result["stream"]["tasks"]]
 
 
 def values_of(result: Tree) -> list[list[float | None]]:
-    """Scores 0-100, rows of phases, columns of tasks, None where nothing was measured."""
+    """Return scores 0-100, rows of phases, columns of tasks, None where nothing was measured."""
     return [[cell["value"] if cell else None for cell in row] for row in result["matrix"]]
 
 
@@ -134,7 +134,7 @@ def limits_of(cells: Sequence[Tree | None]) -> list[tuple[float, float] | None]:
 
 
 def metric_of(result: Tree, name: str) -> float | None:
-    """A headline number, None where undefined or absent."""
+    """Return a headline number, None where undefined or absent."""
     value = result["metrics"].get(name)
     return None if value is None else float(value)
 
@@ -154,7 +154,7 @@ def last_accuracies(result: Tree) -> list[float | None]:
 
 
 def revision_of(result: Tree) -> tuple[str, dict[str, tuple[float | None, float | None]]] | None:
-    """A task that was learned again, and each task's score before and after; None for other runs."""
+    """Return a task that was learned again, and each task's score before and after; None for other runs."""
     revision = result.get("revision")
     if not revision:
         return None
@@ -165,7 +165,7 @@ def revision_of(result: Tree) -> tuple[str, dict[str, tuple[float | None, float 
 
 
 def unseen_of(result: Tree) -> dict[str, float]:
-    """Task -> score of the tasks that were never trained; empty where the run has none."""
+    """Return task -> score of the tasks that were never trained; empty where the run has none."""
     return {str(task): float(cell["value"]) for task, cell in ((result.get("unseen") or {}).get("cells") or {}).items()}
 
 
@@ -185,7 +185,8 @@ INSTRUCTION = {"given": "with its task's instruction", "chosen": "by the text al
 
 
 def other_row_of(result: Tree) -> tuple[str, list[float | None], float] | None:
-    """The last row under the other `eval.instruction`: which one, scores by task, their mean; None: not scored."""
+    """Return the last row under the other `eval.instruction`: which one, scores by task, their mean; None: not
+    scored."""
     found = result.get("other_row")
     if not found:
         return None
@@ -194,7 +195,8 @@ def other_row_of(result: Tree) -> tuple[str, list[float | None], float] | None:
 
 
 def untrained_of(result: Tree) -> Tree | None:
-    """The run's scores before any training as a result of their own, with `metrics.ap`, `unseen`; None without them.
+    """Return the run's scores before any training as a result of their own, with `metrics.ap`, `unseen`; None without
+    them.
 
     Its matrix has one row.
     """
@@ -215,7 +217,7 @@ def untrained_of(result: Tree) -> Tree | None:
 
 
 def method_of(result: Tree) -> str:
-    """The method with its gradient modifiers and its schedule, unless that is sequential: `lora+migu, joint`."""
+    """Return the method with its gradient modifiers and its schedule, unless that is sequential: `lora+migu, joint`."""
     modifiers = result["config"].get("modifiers") or {}
     used = [name for name in modifiers if not isinstance(modifiers, dict) or modifiers[name] is not None]
     schedule = (result["config"].get("stream") or {}).get("schedule", "sequential")
@@ -224,12 +226,12 @@ def method_of(result: Tree) -> str:
 
 
 def stream_of(result: Tree) -> str:
-    """Name of the stream."""
+    """Return the name of the stream."""
     return str(result["stream"].get("name") or _name(result, "stream"))
 
 
 def backbone_of(result: Tree) -> str:
-    """Name of the backbone; of a path only its last part."""
+    """Return the name of the backbone; of a path only its last part."""
     return _name(result, "backbone").rstrip("/").rpartition("/")[2]
 
 
@@ -241,7 +243,7 @@ def title_of(result: Tree) -> str:
 
 
 def short_names(names: Sequence[str], limit: int = 14) -> list[str]:
-    """Names of at most `limit` characters: whole, else up to the first `_`, else cut with `…`; all different.
+    """Return names of at most `limit` characters: whole, else up to the first `_`, else cut with `…`; all different.
 
     Names that would become equal carry their number, `3:longna…`.
     """

@@ -26,7 +26,7 @@ class _Scores(NamedTuple):
 
 
 def sari(answers: Answers) -> tuple[float, dict[str, float]]:
-    """Mean over the examples; `add`, `keep` and `delete` are its three parts.
+    """Return the mean over the examples; `add`, `keep` and `delete` are its three parts.
 
     All references of an example count together.
     """
@@ -72,7 +72,7 @@ def _grams(words: list[str], n: int) -> _Grams:
 
 
 def _share(right: _Grams, found: _Grams) -> float:
-    """Mean over the different sequences in `found` of the share of their count that is right."""
+    """Return the mean over the different sequences in `found` of the share of their count that is right."""
     return sum(right[gram] / count for gram, count in found.items()) / len(found) if found else 1.0
 
 

@@ -68,7 +68,7 @@ def compute_variants(
 
 
 def _alone(function: Callable[[Values], float | None]) -> Callable[[Values, References], float | None]:
-    """A number that needs the matrix only, with the signature of all variants."""
+    """Return a number that needs the matrix only, with the signature of all variants."""
     return lambda values, references: function(values)
 
 

@@ -11,7 +11,7 @@ from raycl.errors import LaunchError
 
 
 def bound(host: str, port: int, shared: bool = False, setting: str = "port=") -> socket.socket:
-    """A socket that listens.
+    """Return a socket that listens.
 
     Args:
         port: 0: any that is free.
@@ -30,7 +30,7 @@ def bound(host: str, port: int, shared: bool = False, setting: str = "port=") ->
 
 
 def bind_error(host: str, port: int, error: OSError, setting: str = "port=") -> LaunchError:
-    """The error of a user whose address cannot be listened on."""
+    """Return the error of a user whose address cannot be listened on."""
     reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     return LaunchError(
         f"{_written(host)}:{port} cannot be listened on ({reason}): choose a free port with {setting}NUMBER, and a "
@@ -54,12 +54,12 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def is_dual(host: str) -> bool:
-    """Whether IPv4 clients come in by the same socket."""
+    """Return whether IPv4 clients come in by the same socket."""
     return host == "::" and socket.has_dualstack_ipv6()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Return whether only this machine reaches it."""
     try:
         address = ipaddress.ip_address(host)
         mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None  # of a dual-stack socket
@@ -69,7 +69,8 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local(host: bytes) -> bool:
-    """Whether a Host header names this machine: a web page elsewhere may have its name point here (DNS rebinding)."""
+    """Return whether a Host header names this machine: a web page elsewhere may have its name point here (DNS
+    rebinding)."""
     try:
         name = urlsplit(f"//{host.decode('latin-1')}").hostname
     except ValueError:

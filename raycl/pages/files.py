@@ -36,7 +36,7 @@ HEADERS = {
 
 
 def page_files(package: str) -> dict[str, bytes]:
-    """Name -> content of the files that lie in a package, and of those that all pages share."""
+    """Return name -> content of the files that lie in a package, and of those that all pages share."""
     found = {}
     for folder in (__package__, package):
         for file in resources.files(folder).iterdir():

@@ -102,7 +102,7 @@ def _version(file: Path) -> dict[str, int]:
 
 
 def _known(file: Path, *records: Path) -> str | None:
-    """The hash that a record has of this very file; None: there is none, or it is damaged."""
+    """Return the hash that a record has of this very file; None: there is none, or it is damaged."""
     version = _version(file)
     for record in records:
         with suppress(StorageError):
@@ -113,7 +113,7 @@ def _known(file: Path, *records: Path) -> str | None:
 
 
 def _entries(record: Path) -> dict[str, dict[str, int | str]]:
-    """Name of a file -> its version and hash.
+    """Return the name of a file -> its version and hash.
 
     Raises:
         StorageError: the record is damaged or of another version.
@@ -137,7 +137,7 @@ def _keep(record: Path, name: str, entry: dict[str, int | str]) -> None:
 
 
 def _cached(folder: Path) -> Path:
-    """The record of a folder in the cache."""
+    """Return the record of a folder in the cache."""
     root = Path(os.environ.get("RAYCL_CACHE") or "~/.cache/raycl").expanduser()
     return root / "hashes" / f"{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:32]}.json"
 

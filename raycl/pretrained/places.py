@@ -53,7 +53,7 @@ def resolve_path(name: str) -> str:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name is that of a packaged model or of a folder, and not of the hub."""
+    """Return whether a name is that of a packaged model or of a folder, and not of the hub."""
     return Path(resolve(name)).is_dir()
 
 
@@ -63,7 +63,7 @@ def published_name(name: str) -> str:
 
 
 def resolve(name: str) -> str:
-    """Folder of a packaged model, absolute path of a local folder, or the hub id as it is.
+    """Return the folder of a packaged model, absolute path of a local folder, or the hub id as it is.
 
     Raises:
         BackboneError: the package is not installed, or a path does not exist.
@@ -85,7 +85,8 @@ def resolve(name: str) -> str:
 def folder_of(
     name: str, revision: str | None = None, pickles: bool = False, code: bool = False, weights: bool = True
 ) -> Path:
-    """The model's files on this machine, all of one commit; of a hub id, those that loading reads are fetched first.
+    """Return the model's files on this machine, all of one commit; of a hub id, those that loading reads are fetched
+    first.
 
     A name and revision of the hub are resolved to a commit once in a process.
 
@@ -111,7 +112,8 @@ def folder_of(
 
 
 def _without_adapter(folder: Path) -> Path:
-    """A folder that holds a model alone: Transformers would load an adapter with it, which identifies no model."""
+    """Return a folder that holds a model alone: Transformers would load an adapter with it, which identifies no
+    model."""
     if (folder / ADAPTER).is_file():
         raise BackboneError(
             f"'{folder}' holds a PEFT adapter ({ADAPTER}) beside the model: expected a model alone, move the adapter "
@@ -121,14 +123,14 @@ def _without_adapter(folder: Path) -> Path:
 
 
 def only_pickled(folder: Path) -> Path | None:
-    """A file of pickled weights, at any depth, that has no safetensors beside it; None: there is none."""
+    """Return a file of pickled weights, at any depth, that has no safetensors beside it; None: there is none."""
     files = sorted(folder.rglob(PICKLE))
     return next((file for file in files if not (file.parent / WHOLE).is_file()), None)
 
 
 @lru_cache(maxsize=64)
 def _described(where: str, revision: str | None) -> Path:
-    """Folder of a hub model, named after its commit, with config and tokenizer."""
+    """Return the folder of a hub model, named after its commit, with config and tokenizer."""
     return _download(where, revision, DESCRIPTION)
 
 
@@ -138,7 +140,7 @@ def _fetch_weights(where: str, commit: str) -> None:
 
 
 def _download(where: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The folder of a hub model, with its files of these names."""
+    """Return the folder of a hub model, with its files of these names."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -171,7 +173,8 @@ def _no_answer(endpoint: str) -> str:
 
 
 def commit_of(name: str, revision: str | None = None) -> str | None:
-    """The hub commit that a name and a revision mean; packaged models and local folders have none: `revision` itself.
+    """Return the hub commit that a name and a revision mean; packaged models and local folders have none: `revision`
+    itself.
 
     Raises:
         BackboneError, OSError: see `folder_of`.
@@ -181,7 +184,7 @@ def commit_of(name: str, revision: str | None = None) -> str | None:
 
 
 def present_folder(name: str, revision: str | None = None) -> Path | None:
-    """The folder with the model's config.json if it is on this machine already; nothing is fetched."""
+    """Return the folder with the model's config.json if it is on this machine already; nothing is fetched."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -196,7 +199,7 @@ def present_folder(name: str, revision: str | None = None) -> Path | None:
 
 
 def weight_files(name: str, revision: str | None = None) -> list[Path]:
-    """The safetensors files that make up the model; none if it has pickles alone.
+    """Return the safetensors files that make up the model; none if it has pickles alone.
 
     Raises:
         BackboneError: it does not exist.
@@ -222,7 +225,7 @@ def identity_files(folder: Path) -> list[Path]:
 
 
 def part_files(folder: Path, code: bool) -> dict[str, list[Path]]:
-    """The files of each part of a model that can change what it computes, by name."""
+    """Return the files of each part of a model that can change what it computes, by name."""
     weights = _safetensors(folder) or list(folder.glob("*.bin"))
     patterns = {"config": (*SETTINGS, *(CODE if code else ())), "tokenizer": TOKENIZER}
     found = {part: {file for one in given for file in folder.glob(one)} for part, given in patterns.items()}

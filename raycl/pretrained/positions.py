@@ -17,7 +17,7 @@ TABLE = re.compile(r"(^|\.)(\w*position\w*|wpe)$")
 
 
 def positions_of(stack: Any) -> int | None:
-    """Positions of one sequence that a stack of layers can read; None: no limit."""
+    """Return positions of one sequence that a stack of layers can read; None: no limit."""
     tables = [
         table
         for path, table in stack.named_modules()

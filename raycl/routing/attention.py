@@ -167,7 +167,7 @@ class Attention(nn.Module):
             return log_softmax(scores_BT, dim=-1)
 
     def zero(self, examples: int) -> Tensor:
-        """`[examples, 1]` zeros in whose graph projection and keys take part."""
+        """Return `[examples, 1]` zeros in whose graph projection and keys take part."""
         blank_ED = torch.zeros(examples, self.dimensions, device=self.down.device)
         result: Tensor = self(blank_ED).sum(1, keepdim=True) * 0.0
         return result
@@ -187,7 +187,7 @@ class Attention(nn.Module):
         return (pooled_BD - self.center) / self.spread
 
     def _matrix(self, device: torch.device) -> Tensor:
-        """`[T, d]` keys in the order of `names`."""
+        """Return `[T, d]` keys in the order of `names`."""
         rows = [] if self.key is None else [self.key.float()[None]]
         if self.keys:
             if self._frozen is None or self._frozen.device != device:
@@ -232,7 +232,7 @@ class AttentionRouter(PromptRouter):
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
-        """The mixture of each prompt, by its token embeddings; weights on the CPU."""
+        """Return the mixture of each prompt, by its token embeddings; weights on the CPU."""
         attention = self.attention
         if embeddings_BLD.shape[-1] != attention.dimensions:
             raise RetrievalError(

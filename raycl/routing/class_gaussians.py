@@ -121,7 +121,7 @@ class ClassGaussians:
         return ((queries @ precision_DD) * queries).sum(1) - 2 * highest_B
 
     def ood_scores(self, queries_BD: Tensor) -> Tensor | None:
-        """`[B]` from 0 to 1: the share of dev texts that are nearer to a class; None: none were kept."""
+        """Return `[B]` from 0 to 1: the share of dev texts that are nearer to a class; None: none were kept."""
         if self._calibrator is None and self.samples:
             samples = [sample_ND.to(queries_BD.device) for sample_ND in self.samples.values()]
             self._calibrator = OodCalibrator(self.distances, samples)
@@ -139,7 +139,7 @@ class ClassGaussians:
         return self._scores
 
     def selected(self, queries_BD: Tensor) -> Mixture:
-        """The nearest adapter of each text with weight 1, the others with 0; weights on the CPU."""
+        """Return the nearest adapter of each text with weight 1, the others with 0; weights on the CPU."""
         nearest_B = self.nearest(queries_BD).cpu()
         return Mixture(self.names, torch.nn.functional.one_hot(nearest_B, len(self.means)).float())
 
@@ -164,7 +164,8 @@ class ClassGaussians:
 
 
 def inverse(covariance_DD: Tensor, ridge: float = 0.0) -> Tensor:
-    """The pseudo-inverse; with a ridge, the inverse of the covariance with more on its diagonal; of zero, the identity.
+    """Return the pseudo-inverse; with a ridge, the inverse of the covariance with more on its diagonal; of zero, the
+    identity.
 
     A factor of the covariance is one of the inverse, so it changes no comparison of distances.
     """
@@ -191,7 +192,7 @@ class ClassGaussiansRouter(PromptRouter):
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
-        """The adapter of the nearest class of each text, by its last hidden states; weights on the CPU."""
+        """Return the adapter of the nearest class of each text, by its last hidden states; weights on the CPU."""
         queries_BD = mean_pooled(embeddings_BLD, mask_BL)
         mixture, scores_B = self.gaussians.selected(queries_BD), self.gaussians.ood_scores(queries_BD)
         return replace(mixture, unpruned=mixture, ood_scores=None if scores_B is None else scores_B.cpu())

@@ -140,14 +140,14 @@ class SentenceEncoder:
             inner.layer = layers
 
     def _layer(self, states: int) -> int:
-        """Which of so many hidden states (the embeddings are the first) is read."""
+        """Return which of so many hidden states (the embeddings are the first) is read."""
         assert self.config.layer != "last"
         if self._read is None:
             self._read = round(2 * (states - 1) / 3) if self.config.layer == "auto" else self.config.layer
         return self._read
 
     def embed(self, texts: Sequence[str]) -> Tensor:
-        """Queries of texts, those seen before from memory.
+        """Return queries of texts, those seen before from memory.
 
         Raises:
             RetrievalError: the encoder gives values that are not finite.
@@ -206,7 +206,7 @@ class SentenceEncoder:
         return mean.cpu()
 
     def embed_all(self, texts: Sequence[str], share: tuple[int, int], gather: Callable[[Any], Sequence[Any]]) -> Tensor:
-        """Queries of many texts, computed once by all workers together, and kept on disk by content.
+        """Return queries of many texts, computed once by all workers together, and kept on disk by content.
 
         Args:
             share: this worker's number and how many there are.
@@ -227,7 +227,7 @@ class SentenceEncoder:
         return self.embed(texts)
 
     def _kept(self, key: str, texts: Sequence[str]) -> tuple[Tensor, int]:
-        """Queries, and how many of the texts were cut; from disk where they were computed before."""
+        """Return queries, and how many of the texts were cut; from disk where they were computed before."""
         cache, file = self._cache, f"{key}.safetensors"
         if cache is not None and cache.exists(record_of(file)):
             try:

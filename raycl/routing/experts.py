@@ -38,12 +38,12 @@ class ExpertGate(nn.Module):
         self.weight = nn.Parameter(drawn.to(device))
 
     def forward(self, query_BD: Tensor) -> Tensor:
-        """Weights `[B, N]` that sum to 1, float32."""
+        """Return weights `[B, N]` that sum to 1, float32."""
         with torch.autocast(query_BD.device.type, enabled=False):
             return linear(query_BD.float(), self.weight.float()).softmax(-1)
 
     def zero(self, examples: int) -> Tensor:
-        """`[examples, 1]` zeros in whose graph G takes part."""
+        """Return `[examples, 1]` zeros in whose graph G takes part."""
         blank_ED = torch.zeros(examples, self.dimensions, device=self.weight.device)
         result: Tensor = self(blank_ED).sum(1, keepdim=True) * 0.0
         return result
@@ -64,7 +64,7 @@ class ExpertRouter(PromptRouter):
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
-        """All experts, by each text's last hidden states; weights on the CPU."""
+        """Return all experts, by each text's last hidden states; weights on the CPU."""
         gate = self.gate
         if embeddings_BLD.shape[-1] != gate.dimensions:
             raise RetrievalError(
@@ -87,7 +87,7 @@ class ExpertRouter(PromptRouter):
 
 
 def router_state(gate: ExpertGate, values: Mapping[str, Tensor], always: Sequence[str]) -> RouterState:
-    """A gate as a snapshot holds it.
+    """Return a gate as a snapshot holds it.
 
     Args:
         values: `weight`.

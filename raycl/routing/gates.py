@@ -114,7 +114,7 @@ class TaskGates(nn.Module):
             return torch.cat(found, dim=1)
 
     def zero(self, examples: int) -> Tensor:
-        """`[examples, 1]` zeros in whose graph the gate in training takes part."""
+        """Return `[examples, 1]` zeros in whose graph the gate in training takes part."""
         anything_ED = torch.ones(examples, self.dimensions, device=self.device)
         result: Tensor = self(anything_ED).sum(1, keepdim=True) * 0.0
         return result
@@ -138,7 +138,7 @@ class GateRouter(PromptRouter):
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
-        """The gates of each prompt; on the CPU."""
+        """Return the gates of each prompt; on the CPU."""
         if embeddings_BLD.shape[-1] != self.gates.dimensions:
             raise RetrievalError(
                 f"the gates were learned on embeddings of {self.gates.dimensions} dimensions, this backbone's have "

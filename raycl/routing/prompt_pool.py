@@ -37,7 +37,7 @@ class PromptPool(nn.Module):
         self.keys = nn.Parameter((torch.rand(len(self.names), dimensions, generator=draw) * 2 - 1).to(device))
 
     def forward(self, query_BD: Tensor) -> Tensor:
-        """Cosines `[B, N]` of each query with each key."""
+        """Return cosines `[B, N]` of each query with each key."""
         return normalize(query_BD.float(), dim=1) @ normalize(self.keys.float(), dim=1).T
 
     def selected(self, query_BD: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class PromptPool(nn.Module):
         return torch.zeros_like(order_BN, dtype=torch.float32).scatter_(1, chosen_BK, 1.0)
 
     def zero(self, examples: int) -> Tensor:
-        """`[examples, 1]` zeros in whose graph the keys take part."""
+        """Return `[examples, 1]` zeros in whose graph the keys take part."""
         result: Tensor = self(torch.zeros(examples, self.dimensions, device=self.keys.device)).sum(1, True) * 0.0
         return result
 
@@ -59,7 +59,7 @@ class PromptPool(nn.Module):
 
 
 def mean_pooled(states_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-    """Mean over real tokens, `[B, D]`; 0 for an example without any."""
+    """Return the mean over real tokens, `[B, D]`; 0 for an example without any."""
     mask_BL1 = mask_BL.unsqueeze(-1).to(states_BLD.dtype)
     return (states_BLD * mask_BL1).sum(1) / mask_BL1.sum(1).clamp(min=1)
 
@@ -79,7 +79,7 @@ class PromptPoolRouter(PromptRouter):
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
-        """The nearest prompts of each text, by its last hidden states; weights on the CPU."""
+        """Return the nearest prompts of each text, by its last hidden states; weights on the CPU."""
         pool = self.pool
         if embeddings_BLD.shape[-1] != pool.dimensions:
             raise RetrievalError(
@@ -102,7 +102,7 @@ class PromptPoolRouter(PromptRouter):
 
 
 def router_state(pool: PromptPool, values: Mapping[str, Tensor], always: Sequence[str]) -> RouterState:
-    """A pool as a snapshot holds it.
+    """Return a pool as a snapshot holds it.
 
     Args:
         values: `keys`.

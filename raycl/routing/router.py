@@ -38,7 +38,8 @@ def columns_of(kind: str, columns: Mapping[str, int], tasks: Sequence[str] | Non
 
 
 def heads_of_tasks(owners: Owners) -> dict[str, str]:
-    """Task -> the first adapter that was trained on it, whose label head answers where heads go by the task."""
+    """Return task -> the first adapter that was trained on it, whose label head answers where heads go by the
+    task."""
     return {task: name for name, tasks in reversed(list(owners.items())) for task in tasks}
 
 
@@ -58,7 +59,7 @@ class Router(ABC):
     @classmethod
     @abstractmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Router:
-        """The router that a snapshot holds.
+        """Return the router that a snapshot holds.
 
         Args:
             encoders: those that are loaded; the router's own is used if it is among them.
@@ -69,7 +70,7 @@ class Router(ABC):
 
     @abstractmethod
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Weights `[B, N]` over the snapshot's adapters.
+        """Return weights `[B, N]` over the snapshot's adapters.
 
         Args:
             tasks: of each text where it is known; kinds that work without a task id ignore it.
@@ -79,7 +80,7 @@ class Router(ABC):
         """
 
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
-        """Weights `[B, N]` from the backbone's vectors, for routers that need `embeddings` or `hidden_states`.
+        """Return weights `[B, N]` from the backbone's vectors, for routers that need `embeddings` or `hidden_states`.
 
         Args:
             tasks: of each text where it is known; kinds that work without a task id ignore it.
@@ -96,7 +97,7 @@ class Router(ABC):
 
     @classmethod
     def selected(cls, state: RouterState, dev: Mapping[str, Tensor]) -> RouterState:
-        """The state with the kind of router that suits these tasks best, where a kind is selected at all.
+        """Return the state with the kind of router that suits these tasks best, where a kind is selected at all.
 
         Args:
             dev: task -> queries of its dev texts.
@@ -105,7 +106,8 @@ class Router(ABC):
 
     @classmethod
     def task_of(cls, tensor: str) -> str:
-        """The task that a tensor of the router's state belongs to, by the tensor's name; "": all tasks share it."""
+        """Return the task that a tensor of the router's state belongs to, by the tensor's name; "": all tasks share
+        it."""
         return tensor.partition("/")[2]
 
 
@@ -132,4 +134,4 @@ class PromptRouter(Router):
 
     @abstractmethod
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
-        """Weights `[B, N]` from the backbone's vectors."""
+        """Return weights `[B, N]` from the backbone's vectors."""

@@ -64,7 +64,7 @@ class SumRouter(Router):
         self._weights = dict.fromkeys(owners, 1.0)
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """All of them, fully."""
+        """Return all of them, fully."""
         return Mixture.same(self._weights, len(texts))
 
 
@@ -94,7 +94,7 @@ class WeightedSumRouter(Router):
         self._weights = dict(weights)
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """All of them, by their weights."""
+        """Return all of them, by their weights."""
         return Mixture.same(self._weights, len(texts))
 
 
@@ -115,7 +115,7 @@ class TaskRouter(Router):
         self._columns = {task: column for column, name in enumerate(owners) for task in owners[name]}
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """One-hot by the task's name."""
+        """Return one-hot by the task's name."""
         columns = columns_of(self.kind, self._columns, tasks)
         return Mixture(self._names, torch.nn.functional.one_hot(columns, len(self._names)).float())
 
@@ -220,7 +220,7 @@ ROUTERS: dict[str, type[Router]] = {
 
 
 def router_class(kind: str) -> type[Router]:
-    """The class of a kind of router.
+    """Return the class of a kind of router.
 
     Raises:
         BankError: an unknown kind.
@@ -231,7 +231,7 @@ def router_class(kind: str) -> type[Router]:
 
 
 def make_router(state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Router:
-    """The router of a snapshot.
+    """Return the router of a snapshot.
 
     Args:
         encoders: those that are loaded; the router's own is used if it is among them.
@@ -243,7 +243,7 @@ def make_router(state: RouterState, owners: Owners, encoders: Sequence[SentenceE
 
 
 def without(state: RouterState, task: str) -> RouterState:
-    """The router's state without a task: its keys, its statistics and its name are removed.
+    """Return the router's state without a task: its keys, its statistics and its name are removed.
 
     Raises:
         BankError: an unknown kind.

@@ -32,7 +32,7 @@ def learn_selector(
     config: SelectorConfig,
     seed: int,
 ) -> Attention:
-    """A fresh attention over all tasks, by Adam on `sum_i mean KL(target_i || alpha)`, on the CPU.
+    """Return a fresh attention over all tasks, by Adam on `sum_i mean KL(target_i || alpha)`, on the CPU.
 
     Args:
         pooled: task -> `[n, d]` pseudo-samples (`max_pooled`), in the order of learning.

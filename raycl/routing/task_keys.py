@@ -62,7 +62,8 @@ class TaskKeys(nn.Module):
         self.keys[task] = key.detach().float().cpu().clone()
 
     def forward(self, query_BD: Tensor) -> Tensor:
-        """Cosines `[B, T]` of each query with the key of each task in `names`; gradients reach the newest key alone.
+        """Return cosines `[B, T]` of each query with the key of each task in `names`; gradients reach the newest key
+        alone.
 
         Raises:
             RetrievalError: no task was learned yet.
@@ -75,7 +76,7 @@ class TaskKeys(nn.Module):
         return normalize(query_BD.float(), dim=1) @ normalize(torch.stack(rows), dim=1).T
 
     def weights(self, cosines_BT: Tensor, last_B: Tensor | None = None) -> Tensor:
-        """`[B, T]` of the tasks' modules.
+        """Return `[B, T]` of the tasks' modules.
 
         Args:
             last_B: column of each text's task; later columns get weight 0. None: no task is left out.
@@ -88,7 +89,7 @@ class TaskKeys(nn.Module):
         return (scaled_BT if later_BT is None else scaled_BT.masked_fill(later_BT, -torch.inf)).softmax(1)
 
     def zero(self, examples: int) -> Tensor:
-        """`[examples, 1]` zeros in whose graph the key takes part."""
+        """Return `[examples, 1]` zeros in whose graph the key takes part."""
         result: Tensor = self(torch.zeros(examples, self.dimensions, device=self._device)).sum(1, True) * 0.0
         return result
 
@@ -122,7 +123,7 @@ class TaskKeysRouter(PromptRouter):
 
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
-        """The weights of all tasks' modules for each text, by its last hidden states; on the CPU."""
+        """Return the weights of all tasks' modules for each text, by its last hidden states; on the CPU."""
         keys, last_B = self.keys, self._last(tasks)
         if embeddings_BLD.shape[-1] != keys.dimensions:
             raise RetrievalError(
@@ -132,7 +133,7 @@ class TaskKeysRouter(PromptRouter):
         return Mixture(keys.names, keys.weights(keys(mean_pooled(embeddings_BLD, mask_BL)), last_B).cpu())
 
     def _last(self, tasks: Sequence[str] | None) -> Tensor | None:
-        """Column of the last key that each text is compared with; None: of all."""
+        """Return the column of the last key that each text is compared with; None: of all."""
         return None
 
     @classmethod
@@ -151,5 +152,5 @@ class GivenTaskKeysRouter(TaskKeysRouter):
     kind: ClassVar[str] = "task_keys_given"
 
     def _last(self, tasks: Sequence[str] | None) -> Tensor:
-        """The column of each text's task."""
+        """Return the column of each text's task."""
         return columns_of(self.kind, self._columns, tasks)

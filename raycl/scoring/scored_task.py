@@ -62,7 +62,7 @@ class ScoredTask:
         return dict(zip(labels, self.stream.answer_ids(self.task, labels, self.codec), strict=True))
 
     def score(self, answers: Sequence[str]) -> Score:
-        """The score of an answer to each row."""
+        """Return the score of an answer to each row."""
         others = {label for other in self.stream.tasks if other is not self.task for label in other.labels or ()}
         sources = last_contents(self.texts) if self.task.metric in NEED_SOURCES else ()
         found = score_answers(self.task, answers, self.references, sources, others, self.settings)
@@ -77,7 +77,7 @@ def score_answers(
     other_labels: Collection[str],
     settings: EvalConfig,
 ) -> Score:
-    """The score of answers to texts, by the task's own metric.
+    """Return the score of answers to texts, by the task's own metric.
 
     Args:
         sources: the texts, for metrics that compare with them (`NEED_SOURCES`).
@@ -97,7 +97,7 @@ def score_answers(
 
 
 def line_of(task: str, found: Score) -> str:
-    """A score as logs show it."""
+    """Return a score as logs show it."""
     extra = found.extra
     off = f", {extra['off_task']:g} off task" if extra.get("off_task") else ""
     limits = f", 95 % interval {extra['low']:.1f} to {extra['high']:.1f}" if "low" in extra else ""
@@ -105,7 +105,7 @@ def line_of(task: str, found: Score) -> str:
 
 
 def predict_share(batches: Iterable[Batch], predict: Callable[[Batch], list[str]]) -> Predictions:
-    """A worker's answers; fill-ups are computed, so that workers stay in step, and dropped."""
+    """Return a worker's answers; fill-ups are computed, so that workers stay in step, and dropped."""
     answers: Predictions = []
     for batch in batches:
         texts = predict(batch)
@@ -114,7 +114,7 @@ def predict_share(batches: Iterable[Batch], predict: Callable[[Batch], list[str]
 
 
 def merge(shares: Iterable[Predictions], count: int) -> list[str]:
-    """All workers' answers in row order."""
+    """Return all workers' answers in row order."""
     answers: Mapping[int, str] = dict(pair for share in shares for pair in share)
     assert sorted(answers) == list(range(count)), f"{len(answers)} answers for {count} rows"
     return [answers[row] for row in range(count)]

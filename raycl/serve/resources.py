@@ -9,7 +9,8 @@ from raycl.serve.settings import ServeConfig
 
 
 def on_gpu(device: str) -> bool:
-    """Whether `device` is a GPU; `auto` is one where the cluster has any, or this machine before there is a cluster."""
+    """Return whether `device` is a GPU; `auto` is one where the cluster has any, or this machine before there is a
+    cluster."""
     if device != "auto":
         return device == "cuda"
     if ray.is_initialized():

@@ -192,7 +192,7 @@ class ServeConfig(Section):
 
 
 def at_bank(config: ServeConfig) -> ServeConfig:
-    """The config with the bank that `bank` means, where that is a run: its bank, and the branch it publishes to.
+    """Return the config with the bank that `bank` means, where that is a run: its bank, and the branch it publishes to.
 
     Raises:
         BankError: there is no bank.
@@ -203,7 +203,7 @@ def at_bank(config: ServeConfig) -> ServeConfig:
 
 
 def load_serve_config(path: str | None, overrides: Sequence[str]) -> ServeConfig:
-    """The validated tree from a file and overrides.
+    """Return the validated tree from a file and overrides.
 
     Raises:
         ConfigError: see `raycl.config.load`; or the file sets what only the command may allow (`config.trust`).

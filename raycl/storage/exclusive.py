@@ -50,7 +50,7 @@ def create_s3(bucket: str, key: str, data: bytes, endpoint: str | None, full: st
 
 
 def create_gs(bucket: str, key: str, data: bytes, endpoint: str | None, full: str, writer: str) -> bool:
-    """The same on Google Cloud Storage: generation 0 stands for 'no object yet'.
+    """Return the same on Google Cloud Storage: generation 0 stands for 'no object yet'.
 
     Raises:
         UnreachableError: the store does not answer. StorageError: it cannot be written.
@@ -81,7 +81,7 @@ def create_gs(bucket: str, key: str, data: bytes, endpoint: str | None, full: st
 
 
 def _library(name: str, store: str, extra: str, full: str) -> Any:
-    """The only modules with conditional puts; optional dependencies."""
+    """Return the only modules with conditional puts; optional dependencies."""
     try:
         return import_module(name)
     except ImportError as error:

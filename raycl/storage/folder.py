@@ -100,11 +100,11 @@ class Storage:
         return isinstance(self.filesystem, pafs.LocalFileSystem)
 
     def path(self, name: str = "") -> str:
-        """Path inside the file system."""
+        """Return the path inside the file system."""
         return f"{self.root}/{name}" if name else self.root
 
     def sub(self, name: str) -> Storage:
-        """A folder below this one."""
+        """Return a folder below this one."""
         return Storage(
             f"{self.uri}/{name if self.is_local else quote(name)}",
             self.filesystem,
@@ -114,18 +114,19 @@ class Storage:
         )
 
     def with_retries(self, seconds: float) -> Storage:
-        """The same folder, whose operations are retried for so long if the store does not answer, before they fail."""
+        """Return the same folder, whose operations are retried for so long if the store does not answer, before they
+        fail."""
         return replace(self, retry_s=seconds)
 
     def exists(self, name: str = "") -> bool:
-        """Whether a file or folder is there."""
+        """Return whether a file or folder is there."""
         return bool(self._kind(name) != pafs.FileType.NotFound)
 
     def _kind(self, name: str) -> pafs.FileType:
         return self._with_retries("reach", name, lambda: self.filesystem.get_file_info(self.path(name)).type)
 
     def list(self, name: str = "") -> list[str]:
-        """Names directly below a folder, sorted; empty if it does not exist.
+        """Return names directly below a folder, sorted; empty if it does not exist.
 
         Raises:
             StorageError: it is a file, or cannot be reached.
@@ -151,7 +152,7 @@ class Storage:
             return self.filesystem.get_file_info(selector)  # type: ignore[no-any-return]
 
     def read(self, name: str, most: int | None = None) -> bytes:
-        """The whole file, as one writer wrote it.
+        """Return the whole file, as one writer wrote it.
 
         pyarrow requests the length of an object first and the bytes later, and if the object is replaced in
         between hands out a cut or zero-filled mixture; so the object's version is compared before and after.
@@ -181,7 +182,7 @@ class Storage:
         raise StorageError(f"cannot read '{self._full(name)}': it is replaced during every read, try again later")
 
     def read_text(self, name: str) -> str:
-        """The whole file as text.
+        """Return the whole file as text.
 
         Raises:
             StorageError: it cannot be read, or is not UTF-8.
@@ -192,7 +193,8 @@ class Storage:
             raise StorageError(f"'{self._full(name)}' is not valid UTF-8: {error}") from error
 
     def read_from(self, name: str, start: int) -> bytes:
-        """The bytes from `start` on of a file that only grows: whatever version is met, those before are the same.
+        """Return the bytes from `start` on of a file that only grows: whatever version is met, those before are the
+        same.
 
         Raises:
             StorageError: it cannot be read.
@@ -216,7 +218,7 @@ class Storage:
             yield stream
 
     def _stream(self, name: str) -> NativeFile:
-        """An open file; on local disk a regular one alone, since reading a pipe or a device may never end."""
+        """Return an open file; on local disk a regular one alone, since reading a pipe or a device may never end."""
         path = self.path(name)
         if self.is_local and not stat.S_ISREG(Path(path).stat().st_mode):
             raise OSError("it is no regular file")
@@ -381,7 +383,7 @@ def _stored_file(info: pafs.FileInfo, now: float) -> StoredFile:
 
 
 def _endpoint(uri: str) -> str | None:
-    """The endpoint_override of an S3 URI, so that both doors reach the same server."""
+    """Return the endpoint_override of an S3 URI, so that both doors reach the same server."""
     query = parse_qs(urlsplit(uri).query)
     if "endpoint_override" not in query:
         return None

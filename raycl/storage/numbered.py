@@ -46,11 +46,11 @@ class NumberedRecords:
         return numbers(self.storage, self.folder)
 
     def there(self) -> dict[int, Stamp]:
-        """Number of each record that is there -> its stamp."""
+        """Return the number of each record that is there -> its stamp."""
         return self._listed()[0]
 
     def stamps(self) -> dict[int, Stamp]:
-        """The same where the newest one is there. The note is read again only when its file has changed.
+        """Return the same where the newest one is there. The note is read again only when its file has changed.
 
         Raises:
             DamagedError: the newest record is missing.
@@ -62,7 +62,7 @@ class NumberedRecords:
         raise self._missing(noted)
 
     def next_number(self) -> int:
-        """The number of the next record, which no record had, lost ones included."""
+        """Return the number of the next record, which no record had, lost ones included."""
         found, note = self._listed()
         return max([*found, self._read(note)], default=0) + 1
 
@@ -88,12 +88,12 @@ class NumberedRecords:
         return problems + [str(self._missing(number)) for number in range(1, last + 1) if number not in found]
 
     def _listed(self) -> tuple[dict[int, Stamp], Stamp | None]:
-        """The records, and the note's stamp; None: there is no note."""
+        """Return the records, and the note's stamp; None: there is no note."""
         found = named_stamps(self.storage, self.folder)
         return stamps(found), found.get(NOTE)
 
     def _read(self, stamp: Stamp | None) -> int:
-        """The number that is noted; 0: none is, or it cannot be read (`problems` says so)."""
+        """Return the number that is noted; 0: none is, or it cannot be read (`problems` says so)."""
         if stamp is None:
             return 0
         if self._noted is None or self._noted[0] != stamp:

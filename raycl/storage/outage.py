@@ -30,7 +30,7 @@ _AWAY = re.compile(
 
 
 def is_unreachable(error: BaseException, local: bool) -> bool:
-    """Whether an error means that the store may answer later.
+    """Return whether an error means that the store may answer later.
 
     Args:
         local: of a local path, where only errors of network file systems count.

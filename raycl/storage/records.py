@@ -30,17 +30,17 @@ _NUMBERED = re.compile(r"(\d{6,})\.json")
 
 
 def seal(record: dict[str, Any]) -> bytes:
-    """A record with its hash; `record["format"]` is the number of the rules by which it is read."""
+    """Return a record with its hash; `record["format"]` is the number of the rules by which it is read."""
     return _sealed(json.loads(json.dumps(record)))  # keys that are numbers become text before they are sorted
 
 
 def hashed(tree: dict[str, Any]) -> dict[str, Any]:
-    """A tree for people and programs to read as it is, with its hash as one more field."""
+    """Return a tree for people and programs to read as it is, with its hash as one more field."""
     return {**tree, "sha256": _hash(json.loads(json.dumps(tree)))}
 
 
 def without_hash(tree: Any, file: str) -> dict[str, Any]:
-    """The tree that was given to `hashed`.
+    """Return the tree that was given to `hashed`.
 
     Args:
         file: its name for messages.
@@ -65,7 +65,7 @@ def _sealed(record: Any) -> bytes:
 
 
 def unseal(data: bytes, file: str, version: int) -> dict[str, Any]:
-    """The record that `seal` wrote.
+    """Return the record that `seal` wrote.
 
     Args:
         file: its name for messages. version: the format that the caller reads.
@@ -94,7 +94,7 @@ def unseal(data: bytes, file: str, version: int) -> dict[str, Any]:
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Whether a value of JSON has lists and objects on more levels than this."""
+    """Return whether a value of JSON has lists and objects on more levels than this."""
     level = [value]
     for _ in range(depth):
         groups = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
@@ -114,7 +114,7 @@ def read_record(storage: Storage, name: str, version: int) -> dict[str, Any]:
 
 
 def read_fields(storage: Storage, name: str, version: int, kind: TypeAdapter[T]) -> T:
-    """A record as an instance of `kind`: one with a right hash may still come from a stranger.
+    """Return a record as an instance of `kind`: one with a right hash may still come from a stranger.
 
     Raises:
         DamagedError, FormatError: see `unseal`; or a field is missing or of another type.
@@ -124,7 +124,7 @@ def read_fields(storage: Storage, name: str, version: int, kind: TypeAdapter[T])
 
 
 def fields_of(record: dict[str, Any], file: str, kind: TypeAdapter[T]) -> T:
-    """The same for a record that was read.
+    """Return the same for a record that was read.
 
     Args:
         file: its name for messages.
@@ -144,7 +144,8 @@ def numbered(number: int) -> str:
 
 
 def number_of(name: str, first: int = 1) -> int | None:
-    """The number in `000001.json`; None for every other name: what a file manager or an editor left there is no record.
+    """Return the number in `000001.json`; None for every other name: what a file manager or an editor left there is no
+    record.
 
     Args:
         first: the lowest number in use.
@@ -155,7 +156,7 @@ def number_of(name: str, first: int = 1) -> int | None:
 
 
 def numbers(storage: Storage, folder: str, first: int = 1) -> list[int]:
-    """Numbers of the records directly below a folder, ascending; other files are ignored."""
+    """Return numbers of the records directly below a folder, ascending; other files are ignored."""
     found = (number_of(name, first) for name in storage.list(folder))
     return sorted(number for number in found if number is not None)
 
@@ -165,11 +166,11 @@ Stamp = tuple[int, float]
 
 
 def named_stamps(storage: Storage, folder: str) -> dict[str, Stamp]:
-    """Name of each file below a folder -> its stamp."""
+    """Return the name of each file below a folder -> its stamp."""
     return {name[len(folder) + 1 :]: (file.size, file.written) for name, file in storage.files(folder).items()}
 
 
 def stamps(named: Mapping[str, Stamp]) -> dict[int, Stamp]:
-    """Number of each record directly in the folder of `named_stamps` -> its stamp."""
+    """Return the number of each record directly in the folder of `named_stamps` -> its stamp."""
     found = {number_of(name): stamp for name, stamp in named.items()}
     return {number: stamp for number, stamp in found.items() if number is not None}

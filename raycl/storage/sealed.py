@@ -62,7 +62,7 @@ def write_seal(storage: Storage, name: str, found: Seal) -> None:
 
 
 def read_seal(storage: Storage, name: str, key: str) -> Seal:
-    """The record of a file, which itself is not read.
+    """Return the record of a file, which itself is not read.
 
     Raises:
         DamagedError: it is damaged, or of another file or key. FormatError: of another version.
@@ -75,7 +75,7 @@ def read_seal(storage: Storage, name: str, key: str) -> Seal:
 
 
 def read_sealed(storage: Storage, name: str, key: str) -> tuple[bytes, Seal]:
-    """A file and its record.
+    """Return a file and its record.
 
     Raises:
         DamagedError: one of them is damaged, or of another key. FormatError: of another version.

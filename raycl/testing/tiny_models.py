@@ -62,7 +62,7 @@ def word_tokenizer(kind: str, words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(kind: str, vocabulary: int, seed: int = 0, positions: int = 64) -> Any:
-    """A randomly initialised model of two layers, the same for the same seed.
+    """Return a randomly initialised model of two layers, the same for the same seed.
 
     Args:
         positions: number of position embeddings; the LLaMA has twice as many.
@@ -87,7 +87,7 @@ def tiny_model(kind: str, vocabulary: int, seed: int = 0, positions: int = 64) -
 
 
 def save_model(kind: str, folder: Path, words: Sequence[str], positions: int = 64) -> Path:
-    """A Hugging Face folder with config, tokenizer and safetensors weights."""
+    """Return a Hugging Face folder with config, tokenizer and safetensors weights."""
     tokenizer = word_tokenizer(kind, words)
     tokenizer.save_pretrained(folder)
     tiny_model(kind, len(tokenizer), positions=positions).save_pretrained(folder)

@@ -59,7 +59,7 @@ def cases(setup: Setup) -> Iterator[Case]:
 def _same(
     setup: Setup, name: str, work: Callable[[torch.device], Results], tolerance: float, seconds: float
 ) -> Iterator[Figure]:
-    """The same work on both devices."""
+    """Yield the same work on both devices."""
     expected, found = work(CPU), work(setup.device)
     shares = {what: _difference(value, expected[what]) for what, value in found.items()}
     worst = max(shares, key=lambda what: shares[what])
@@ -68,7 +68,7 @@ def _same(
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """The largest one, as a share of the largest value; infinite where shapes or values make none."""
+    """Return the largest one, as a share of the largest value; infinite where shapes or values make none."""
     if found.shape != expected.shape or not bool(torch.isfinite(found).all()):
         return float("inf")
     apart = (found.detach().float().cpu() - expected.detach().float()).abs().max()
@@ -226,7 +226,8 @@ def _texts(backbone: Backbone, static_cache: bool) -> list[str]:
 
 
 def _routing(device: torch.device) -> Results:
-    """Keys and discriminant, with and without the task given, and SAPT's attention; `routing` checks many tasks."""
+    """Return keys and discriminant, with and without the task given, and SAPT's attention; `routing` checks many
+    tasks."""
     found: Results = {}
     router, _, texts = drawn_router(TASKS, 4, 6, 2)
     queries = texts[:ROWS].to(device)
@@ -246,7 +247,7 @@ def _routing(device: torch.device) -> Results:
 
 
 def _spread(mixture: Mixture, tasks: int, slots: int) -> Tensor:
-    """`[B, N]` over all adapters, since mixtures leave out those with no weight."""
+    """Return `[B, N]` over all adapters, since mixtures leave out those with no weight."""
     names = [f"t{task}.{slot}" if slots else f"t{task}" for task in range(tasks) for slot in range(slots or 1)]
     places = {name: place for place, name in enumerate(names)}
     whole = torch.zeros(len(mixture.weights), len(names))

@@ -80,7 +80,7 @@ class Models:
         return found
 
     def mixture(self, name: str, rows: int) -> Mixture:
-        """All adapters for each row."""
+        """Return all adapters for each row."""
         return dense([key for loaded in self.mixed[name].loaded.values() for key in loaded.names], rows)
 
 
@@ -109,7 +109,7 @@ class Decoder:
         self._under: Any = None
 
     def routed(self) -> AbstractContextManager[Any]:
-        """The mixture of all rows, for passes of any shape."""
+        """Return the mixture of all rows, for passes of any shape."""
         if self.host is None or self.mixture is None:
             return nullcontext()
         return self.host.activate(self.mixture)
@@ -141,7 +141,7 @@ class Decoder:
         return torch.stack(found, 1)
 
     def logits(self, ids_BT: Tensor) -> Tensor:
-        """`[steps, rows, V]` before each of these tokens."""
+        """Return `[steps, rows, V]` before each of these tokens."""
         self.prepare()
         found = []
         for ids_B in ids_BT.T:
@@ -224,7 +224,7 @@ def check_chosen(what: str, backbone: Backbone, prompts: Sequence[Sequence[int]]
 
 
 def _plain_logits(backbone: Backbone, prompts: Sequence[Sequence[int]], ids_BT: Tensor) -> Tensor:
-    """`[B, T, V]` float32 before each of these tokens, from one pass."""
+    """Return `[B, T, V]` float32 before each of these tokens, from one pass."""
     prompts_BL = torch.tensor(prompts, device=ids_BT.device)
     whole_BSV: Tensor = backbone.model(input_ids=torch.cat([prompts_BL, ids_BT[:, :-1]], 1)).logits
     return whole_BSV[:, prompts_BL.shape[1] - 1 :].float()

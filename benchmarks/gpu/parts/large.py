@@ -93,7 +93,7 @@ class Large:
         return load_backbone(config, self.base.codec, self.setup.device, 0, trains=True)
 
     def packing(self, seconds: float) -> Iterator[Figure]:
-        """The same unlike rows, padded and packed: so many useful tokens in both."""
+        """Yield the same unlike rows, padded and packed: so many useful tokens in both."""
         sizes = TINY_UNLIKE if self.setup.tiny else UNLIKE
         batch = unlike_batch(*sizes, sizes_of(self.setup, SIZE).vocabulary, 0)
         useful = int(batch.source_mask.sum() + (batch.target_ids != IGNORE).sum())
@@ -110,7 +110,7 @@ class Large:
         yield ratio(what, times["packed"], times["padded"], PACKED_LIMIT, detail)
 
     def loading(self, seconds: float) -> Iterator[Figure]:
-        """Files that are not in memory, read one after another, and loaded to the device."""
+        """Yield files that are not in memory, read one after another, and loaded to the device."""
         files = sorted(self.folder.glob("*.safetensors"))
         works = {"read": partial(_read, files), "load": partial(self._loaded, files)}
         spent: dict[str, list[float]] = {name: [] for name in works}
@@ -145,7 +145,7 @@ class Large:
         yield ratio("fsdp on one worker: step over the torch engine's", times["fsdp"], times["torch"], FSDP_LIMIT)
 
     def quantized(self, name: Quantization, seconds: float) -> Iterator[Figure]:
-        """A step's time, and the memory of weights."""
+        """Yield a step's time, and the memory of weights."""
         backbones = {"unquantized": twin(self.base), name: self.load(name)}
         sizes = {which: _weight_bytes(one.model) for which, one in backbones.items()}
         learners = {which: Learner(self.setup, plain_lora(one), self.batch) for which, one in backbones.items()}
@@ -159,7 +159,7 @@ class Large:
             yield from self._step_memory(name, sizes, times)
 
     def _step_memory(self, name: str, sizes: dict[str, int], times: dict[str, Times]) -> Iterator[Figure]:
-        """Weights, and what a step allocates beside both models, which are on the device together."""
+        """Yield weights, and what a step allocates beside both models, which are on the device together."""
         held = torch.cuda.memory_allocated(self.setup.device) / 2**30
         needs = {which: sizes[which] / 2**30 + (times[which].peak_gib or 0.0) - held for which in sizes}
         detail = f"{needs[name]:.3g} GiB against {needs['unquantized']:.3g} GiB, weights included"

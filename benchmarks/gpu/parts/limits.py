@@ -25,7 +25,7 @@ def cases(setup: Setup) -> Iterator[Case]:
 
 
 def limits_of(setup: Setup, seconds: float = 2.0) -> MachineLimits:
-    """Those of the device; measured here if this part has not run."""
+    """Return those of the device; measured here if this part has not run."""
     if setup.limits is None:
         list(_figures(setup, seconds))
     assert setup.limits is not None

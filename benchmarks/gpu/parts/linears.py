@@ -53,7 +53,7 @@ class Layer(nn.Module):
             self.mlp.add_module(name, nn.Linear(*shape, bias=False))
 
     def forward(self, inputs: dict[int, Tensor], paths: tuple[str, ...]) -> list[Tensor]:
-        """The outputs of the linears at `paths`; `inputs` are by width."""
+        """Return the outputs of the linears at `paths`; `inputs` are by width."""
         layers: list[Any] = [self.get_submodule(path) for path in paths]
         return [layer(inputs[getattr(layer, "in_features", None) or layer.inputs]) for layer in layers]
 
@@ -118,7 +118,7 @@ class _Bench:
         return found
 
     def exact(self, inputs: dict[int, Tensor], mixture: Mixture) -> list[Tensor]:
-        """The same in float32."""
+        """Return the same in float32."""
         found = []
         for path, layer in self.stack.layers.items():
             x = inputs[layer.inputs].float()

@@ -73,7 +73,7 @@ def _attention(setup: Setup, seconds: float) -> Iterator[Figure]:
 
 
 def _drawn_attention(tasks: int) -> AttentionRouter:
-    """Keys so large that a text attends to a few tasks, as after training."""
+    """Return keys so large that a text attends to a few tasks, as after training."""
     attention = Attention(WIDTH, AttentionConfig(standardize=False), 0).requires_grad_(False)
     draw = torch.Generator().manual_seed(1)
     attention.keys = {f"t{number}": 20 * torch.randn(WIDTH, generator=draw) for number in range(tasks)}

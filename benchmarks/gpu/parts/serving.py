@@ -58,7 +58,7 @@ class Answer:
 
 
 def cases(setup: Setup) -> Iterator[Case]:
-    """One."""
+    """Yield one."""
     yield Case("64 requests, 16 mixtures", partial(_figures, setup))
 
 
@@ -178,7 +178,7 @@ def _check_answers(setup: Setup, engine: Engine, snapshot: LoadedSnapshot, reque
 def _check_tokens(
     setup: Setup, host: MultiSnapshotModel, snapshot: LoadedSnapshot, request: Request, answer: Answer
 ) -> bool:
-    """Whether the answer could be checked. Runs on the engine's thread, between two batches."""
+    """Return whether the answer could be checked. Runs on the engine's thread, between two batches."""
     codec = host.backbone.codec
     prompt, whole = codec.encode_source([request.text, f"{request.text} {answer.text}"])
     ids = whole[len(prompt) :]

@@ -178,7 +178,7 @@ def _slm(backbone: Backbone, batch: Batch) -> Slm:
 
 
 def drawn_queries(batch: Batch) -> dict[Split, Tensor]:
-    """Queries of a task's training texts, of which the batch's are the first."""
+    """Return queries of a task's training texts, of which the batch's are the first."""
     queries = torch.randn(DENSE + len(batch), QUERY_WIDTH, generator=torch.Generator().manual_seed(0))
     return {"train": queries, "dev": queries[:0]}
 

@@ -46,5 +46,5 @@ class LabelHead(nn.Module):
         self.bias = nn.Parameter(self.bias.detach()[:0].clone(), requires_grad=self.bias.requires_grad)
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
-        """Logits `[B, C]` over all labels seen so far."""
+        """Return logits `[B, C]` over all labels seen so far."""
         return nn.functional.linear(pooled_BD, self.weight, self.bias)

@@ -40,12 +40,13 @@ class LanguageHead(nn.Module):
         self.whole = whole
 
     def forward(self, states_MD: Tensor) -> Tensor:
-        """`[M, D]` to `[M, V]`."""
+        """Return `[M, D]` to `[M, V]`."""
         logits: Tensor = self.whole(inputs_embeds=states_MD[None]).logits
         return logits[0]
 
     def exported(self, name: str) -> str:
-        """Name in the whole model's checkpoint of a parameter of encoder (`model.`) or head (`language.`)."""
+        """Return the name in the whole model's checkpoint of a parameter of encoder (`model.`) or head
+        (`language.`)."""
         if name.startswith("model."):
             return f"{self.prefix}.{name.removeprefix('model.')}"
         return name.removeprefix("language.whole.")
@@ -55,7 +56,7 @@ class _Given(nn.Module):
     """In the encoder's place: what it is given are the states already."""
 
     def forward(self, *nothing: Any, inputs_embeds: Tensor, **others: Any) -> BaseModelOutput:
-        """`[1, M, D]` as they are."""
+        """Return `[1, M, D]` as they are."""
         from transformers.modeling_outputs import BaseModelOutput
 
         return BaseModelOutput(last_hidden_state=inputs_embeds)

@@ -29,7 +29,7 @@ BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 @lru_cache(maxsize=1)
 def prefers_onednn() -> bool:
-    """Whether this is an AMD CPU with AVX-512, and torch has oneDNN."""
+    """Return whether this is an AMD CPU with AVX-512, and torch has oneDNN."""
     onednn: Any = torch.backends.mkldnn
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not onednn.is_available():
         return False

@@ -38,7 +38,8 @@ SUFFIXES, LARGEST = (".jinja", ".jinja2", ".j2"), 2**20
 
 
 def template_source(value: str | None) -> str | None:
-    """The Jinja source that `backbone.chat_template` names, so that every node and snapshot has the template itself.
+    """Return the Jinja source that `backbone.chat_template` names, so that every node and snapshot has the template
+    itself.
 
     Raises:
         ValueError: it is none; files are read before (`with_template_files`), since records name none.
@@ -51,7 +52,8 @@ def template_source(value: str | None) -> str | None:
 
 
 def with_template_files(tree: Tree) -> Tree:
-    """A config that a person wrote, with each `backbone.chat_template` that names a file replaced by what it holds.
+    """Return a config that a person wrote, with each `backbone.chat_template` that names a file replaced by what it
+    holds.
 
     Raises:
         ConfigError: there is no such file, or it cannot be a template.

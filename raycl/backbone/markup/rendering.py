@@ -54,7 +54,7 @@ class Renderer:
     def render(
         self, template: str, names: Mapping[str, Any], wanted: Sequence[tuple[Conversation, bool]]
     ) -> list[Rendered]:
-        """The text of each conversation, up to the first one with a problem.
+        """Return the text of each conversation, up to the first one with a problem.
 
         Args:
             template: Jinja source. names: what it may name beside the messages: the special tokens.
@@ -98,7 +98,7 @@ class Renderer:
 
 @lru_cache(maxsize=1)
 def renderer() -> Renderer:
-    """The one of this process."""
+    """Return the one of this process."""
     return Renderer()
 
 
@@ -106,7 +106,8 @@ os.register_at_fork(after_in_child=renderer.cache_clear)  # a process is asked b
 
 
 def _started() -> subprocess.Popen[bytes]:
-    """A new process, ready to answer; it imports what this one imports, and nothing from its working directory."""
+    """Return a new process, ready to answer; it imports what this one imports, and nothing from its working
+    directory."""
     path = [folder for folder in sys.path if Path(folder).is_absolute()]
     command = [sys.executable, "-I", render_process.__file__, json.dumps(path)]
     known = {name: os.environ[name] for name in KEPT if name in os.environ} | {"OMP_NUM_THREADS": "1"}

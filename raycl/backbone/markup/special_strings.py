@@ -41,14 +41,14 @@ class SpecialStrings:
         self._ending = re.compile(rf"(?:\s*(?:{names}))*")
 
     def broken(self, text: str) -> str:
-        """A text of the data for a template, its special strings told from those that the template writes."""
+        """Return a text of the data for a template, its special strings told from those that the template writes."""
         clean = text.replace(_MARK, "\ufffd").replace(_BREAK, "\ufffd")
         if not any(start in clean for start in self._starts):  # most texts, in a tenth of the expression's time
             return clean
         return self._found.sub(lambda found: f"{found[0][:1]}{_BREAK}{found[0][1:]}", clean)
 
     def ending(self, text: str) -> str:
-        """The special strings that a text begins with, and the white space before each; "": none."""
+        """Return the special strings that a text begins with, and the white space before each; "": none."""
         found = self._ending.match(text)
         assert found is not None, "no special string is one too"
         return found[0]
@@ -58,7 +58,7 @@ class SpecialStrings:
         return text.replace(_BREAK, "")
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Ids of texts whose `broken` strings are text, and whose other ones are control tokens."""
+        """Return ids of texts whose `broken` strings are text, and whose other ones are control tokens."""
         if not texts:
             return []
         given = {"add_special_tokens": add_special_tokens, "truncation": False, "padding": False, "verbose": False}

@@ -16,7 +16,7 @@ from raycl.cli.terminal import echo, log_to_stderr
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--bank", required=True, metavar="PATH", help="folder or URI of the bank")
     found.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
@@ -94,7 +94,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     return parser(prog).parse_args(words)
 
 

@@ -15,7 +15,7 @@ from raycl.cli.terminal import echo, log_to_stderr
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     predict.add_input(found)
     found.add_argument("--label", metavar="COLUMN", help="column of the answer (default: label or output)")
@@ -26,7 +26,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     return predict.split(parser(prog), words)
 
 

@@ -28,7 +28,7 @@ FORMATS = ("auto", "jsonl", "csv", "parquet", "text", "olora", "natural_instruct
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_input(found)
     found.add_argument("--to", metavar="FOLDER", help="folder or URI for parts; default: standard output")
@@ -58,7 +58,7 @@ def add_input(found: argparse.ArgumentParser) -> None:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     return split(parser(prog), words)
 
 
@@ -89,7 +89,7 @@ def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfi
 
 
 def open_model(options: argparse.Namespace) -> OfflineModel:
-    """The snapshot, ready to answer."""
+    """Return the snapshot, ready to answer."""
     chosen = snapshot_of(options)
     echo(f"loading snapshot {chosen[1].number} of {chosen[0].storage.uri}", file=sys.stderr, flush=True)
     from raycl.serve.offline.model import OfflineModel
@@ -98,7 +98,7 @@ def open_model(options: argparse.Namespace) -> OfflineModel:
 
 
 def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
-    """The rows; with a label, which `predict` does not read."""
+    """Return the rows; with a label, which `predict` does not read."""
     from raycl import config as configs
     from raycl.data.sources.fields import TEXT_NAMES, Columns
     from raycl.data.sources.limits import ReadLimits

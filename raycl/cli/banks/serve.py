@@ -22,7 +22,7 @@ UNNAMED = "RUN_DIR"
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--bank", metavar="PATH", help="folder or URI of the bank, or of the run that publishes to it")
     found.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
@@ -36,7 +36,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     found = parser(prog)
     options = found.parse_intermixed_args(words)
     commands = [word for word in options.words if "=" not in word]

@@ -17,7 +17,7 @@ KINDS = ("checkpoints", "prefixes", "cache")
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("folder", nargs="?", help="folder or URI of runs (default: as output.dir of a run)")
     found.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="just these (default: all)")
@@ -26,7 +26,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     return parser(prog).parse_args(words)
 
 

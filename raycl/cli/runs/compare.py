@@ -16,7 +16,7 @@ from raycl.cli.terminal import echo
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("comparison", metavar="FILE", help="YAML with name, base, runs, seeds")
     found.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example base.train.epochs=1")
@@ -29,7 +29,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     options = parser(prog).parse_intermixed_args(words)
     options.overrides += [word for word in options.only if "=" in word]  # that follow the rows
     options.only = [word for word in options.only if "=" not in word]

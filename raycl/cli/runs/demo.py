@@ -14,7 +14,7 @@ FILE = "jobs/configs/compare/demo.yaml"
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--dir", default="runs", help="folder or URI for its runs (default: runs)")
     found.add_argument("--png", metavar="FILE", default="runs/demo.png", help="picture (default: runs/demo.png)")
@@ -22,7 +22,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     return parser(prog).parse_args(words)
 
 

@@ -17,7 +17,7 @@ from raycl.cli.terminal import echo
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("runs", nargs="+", help="run folder, or folder of runs (path or URI)")
     found.add_argument("--rows", type=int, default=100, metavar="N", help="test rows of each task (default: 100)")
@@ -37,7 +37,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     return parser(prog).parse_args(words)
 
 

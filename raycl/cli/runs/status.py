@@ -14,7 +14,7 @@ from raycl.cli.terminal import echo
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("run", metavar="RUN_DIR", help="folder or URI of a run")
     found.add_argument("--web", action="store_true", help="serve a page of it on this machine: tasks, loss, matrix")
@@ -27,7 +27,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     found = parser(prog)
     options = found.parse_args(words)
     if not options.web and (options.port is not None or options.host or options.open):

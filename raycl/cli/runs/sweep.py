@@ -17,7 +17,7 @@ from raycl.cli.terminal import echo
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("sweep", metavar="FILE", help="YAML with name, base, space, metric, search, scheduler, ...")
     found.add_argument("--dir", help="folder or URI for sweeps (default: as output.dir of a run)")
@@ -28,7 +28,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     return parser(prog).parse_args(words)
 
 

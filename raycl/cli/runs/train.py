@@ -31,7 +31,7 @@ SETTINGS = """settings that matter first (all: --print-config, and docs/referenc
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     found = argparse.ArgumentParser(
         prog, description=__doc__, epilog=SETTINGS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,7 +59,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     found = parser(prog)
     options = found.parse_intermixed_args(words)
     files = [word for word in options.words[:1] if word.endswith((".yaml", ".yml")) and "=" not in word]

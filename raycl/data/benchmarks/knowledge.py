@@ -223,7 +223,7 @@ def fold(name: str) -> str:
 
 
 def canonical(name: str) -> str:
-    """The canonical name of a task given under any of its names; unknown names come back unchanged.
+    """Return the canonical name of a task given under any of its names; unknown names come back unchanged.
 
     SuperNI tasks may be called by their number alone (`task1572`).
     """

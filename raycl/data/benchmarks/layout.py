@@ -47,7 +47,7 @@ def check_name(name: str) -> None:
 
 
 def task_folder(folder: Storage, one_file: bool = False) -> TaskFolder:
-    """The split files `{train,dev,test}.*` directly in `folder`, else folders of CSV files for each split.
+    """Return the split files `{train,dev,test}.*` directly in `folder`, else folders of CSV files for each split.
 
     Args:
         one_file: where there are no split files, a single data file is train.
@@ -83,7 +83,7 @@ def _split_folders(folder: Storage, names: Sequence[str]) -> dict[str, SourceFil
 def locate(
     root: Storage, tasks: Sequence[str], needed: Sequence[str], allow_missing: bool, one_file: bool = False
 ) -> dict[str, TaskFolder]:
-    """The folders of `tasks` (canonical names) below `root`, in their order.
+    """Return the folders of `tasks` (canonical names) below `root`, in their order.
 
     Args:
         needed: splits that each task must have a file for.
@@ -113,7 +113,7 @@ def locate(
 def _best(
     candidates: Mapping[str, list[Storage]], name: str, needed: Sequence[str], one_file: bool
 ) -> TaskFolder | str:
-    """The first candidate folder with all needed files, or what is lacking."""
+    """Return the first candidate folder with all needed files, or what is lacking."""
     lack = "no folder"
     for folded in sorted(folder_names(name), key=lambda other: other != fold(name)):
         for folder in candidates.get(folded, []):

@@ -27,13 +27,13 @@ class Benchmark:
 
 
 def find(name: str) -> Benchmark | None:
-    """The benchmark called `name`, or whose alias that is; None if there is none. Case does not matter."""
+    """Return the benchmark called `name`, or whose alias that is; None if there is none. Case does not matter."""
     folded = name.lower()
     return _BY_NAME.get(ALIASES.get(folded, folded))
 
 
 def require(name: str) -> Benchmark:
-    """The benchmark called `name`.
+    """Return the benchmark called `name`.
 
     Raises:
         ConfigError: there is none; the message names the nearest.

@@ -43,7 +43,7 @@ class Entry:
     sha256: str
 
     def table(self) -> pa.Table:
-        """The columns, memory-mapped: only pages that are touched become resident.
+        """Return the columns, memory-mapped: only pages that are touched become resident.
 
         Raises:
             DataError: the file was damaged since the entry was opened, or in between by another process.
@@ -57,7 +57,7 @@ class Entry:
 
 
 def cache_folder(configured: str | None) -> Path:
-    """The configured folder, else `$RAYCL_CACHE`, else `~/.cache/raycl`."""
+    """Return the configured folder, else `$RAYCL_CACHE`, else `~/.cache/raycl`."""
     return Path(configured or os.environ.get("RAYCL_CACHE") or "~/.cache/raycl").expanduser().absolute()
 
 
@@ -67,7 +67,7 @@ def key_of(*parts: Any) -> str:
 
 
 def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Info]) -> Entry:
-    """The entry `key` of `folder`; `build` writes its batches and returns its info unless the entry exists.
+    """Return the entry `key` of `folder`; `build` writes its batches and returns its info unless the entry exists.
 
     If `build` raises, nothing is left behind and the next caller tries again.
     """

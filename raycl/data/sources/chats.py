@@ -47,7 +47,7 @@ Turns = Literal["all", "last"]
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a field holds messages: a list of objects, or the same as JSON in a cell of a CSV file."""
+    """Return whether a field holds messages: a list of objects, or the same as JSON in a cell of a CSV file."""
     return (isinstance(value, list) and bool(value) and isinstance(value[0], dict)) or (
         isinstance(value, str) and value.startswith("[{")
     )
@@ -97,7 +97,7 @@ def system_of(item: Mapping[str, Any], number: int, refuse: Refuse) -> str:
 
 
 def earlier_turns(value: Any, number: int, refuse: Refuse) -> list[Message]:
-    """The turns before an instruction, which are pairs of texts.
+    """Return the turns before an instruction, which are pairs of texts.
 
     Raises:
         DataError: they are something else.
@@ -137,7 +137,7 @@ def _weight(message: Mapping[str, Any], number: int, refuse: Refuse) -> bool:
 
 
 def conversation_of(value: Any, where: str) -> list[Message]:
-    """The messages of a conversation in memory, in any of the forms that files have.
+    """Return the messages of a conversation in memory, in any of the forms that files have.
 
     Args:
         where: its name in error messages.
@@ -173,7 +173,7 @@ def _messages(given: Sequence[Any], number: int, refuse: Refuse) -> list[Message
         wanted = "assistant" if index % 2 else "user"
         if role != wanted:
             refuse(
-                f"message {index + 1 + len(messages) - len(turns)} of the conversation is of {role}: expected {wanted}, "
+                f"message {len(messages) - len(turns) + index + 1} of the conversation is of {role}: expected {wanted}, "
                 "since user and assistant alternate, behind at most one system message; repair or remove it",
                 number,
             )
@@ -198,6 +198,6 @@ def _message(item: Any, number: int, refuse: Refuse) -> Message:
 
 
 def _joined(parts: Sequence[Any]) -> str | None:
-    """The texts of a content in parts; None if there is anything but text in it (images, audio)."""
+    """Return the texts of a content in parts; None if there is anything but text in it (images, audio)."""
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     return "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]

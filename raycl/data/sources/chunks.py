@@ -34,7 +34,7 @@ class ChunkedRows:
         return [chunks[chunk][offset].as_py() for chunk, offset in self._positions(rows)]
 
     def numbers(self, column: str, rows: RowIndices) -> NDArray[Any]:
-        """Values of a number column, `[len(rows)]`; the column stays in memory."""
+        """Return values of a number column, `[len(rows)]`; the column stays in memory."""
         if column not in self._numbers:
             self._numbers[column] = self._table.column(column).to_numpy()
         return self._numbers[column][np.asarray(rows, dtype=np.int64)]

@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """The text that stands for `messages`: the content of a single user message, else all below their roles.
+    """Return the text that stands for `messages`: the content of a single user message, else all below their roles.
 
     An empty system message is left out.
     """
@@ -52,7 +52,7 @@ def messages_of(text: str) -> tuple[Message, ...]:
 
 
 def plain_text(messages: Sequence[Message]) -> str:
-    """All contents below each other, for tasks that are no conversations."""
+    """Return all contents below each other, for tasks that are no conversations."""
     return "\n".join(message.content for message in messages if message.content)
 
 

@@ -124,12 +124,12 @@ class Columns:
 
 
 def has_choices(names: Collection[str]) -> bool:
-    """Whether rows are questions with choices, in one column of lists or in columns A to D (MMLU)."""
+    """Return whether rows are questions with choices, in one column of lists or in columns A to D (MMLU)."""
     return {QUESTION, ANSWER} <= set(names) and (CHOICES in names or set(CHOICES_HEADER) <= set(names))
 
 
 def _column(name: str, names: Sequence[str]) -> str | None:
-    """The column of a name, which may be a field of a field."""
+    """Return the column of a name, which may be a field of a field."""
     return name if name in names else next((first for first in [name.partition(".")[0]] if first in names), None)
 
 
@@ -150,7 +150,7 @@ def refuse_preferences(names: Sequence[str], columns: Columns, refuse: Refuse, r
 def usable_rows(
     items: Iterable[tuple[int, Any]], columns: Columns, refuse: Refuse, findings: Findings
 ) -> Iterator[Row]:
-    """The rows of numbered items, without those that cannot be used.
+    """Yield the rows of numbered items, without those that cannot be used.
 
     Raises:
         DataError: a row cannot be used, and such rows are refused.
@@ -166,7 +166,7 @@ def usable_rows(
 
 
 def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> list[Row]:
-    """The row of an item; of a conversation, one for each of the assistant's turns.
+    """Return the row of an item; of a conversation, one for each of the assistant's turns.
 
     Raises:
         DataError: the item is no object, or text or answer is missing or of another type.
@@ -231,7 +231,7 @@ def _rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterat
 
 
 def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: Refuse) -> Row:
-    """A question and its choices, as SLM's table 9 writes them; the answer is a letter."""
+    """Return a question and its choices, as SLM's table 9 writes them; the answer is a letter."""
     choices = item[CHOICES] if CHOICES in item else [item[letter] for letter in CHOICES_HEADER[1:-1]]
     if not isinstance(choices, list) or not 0 < len(choices) <= len(LETTERS):
         refuse(f"the choices are a {kind_of(choices)}: expected a list of 1 to {len(LETTERS)} texts", number)
@@ -249,7 +249,7 @@ def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: 
 
 
 def _conversation(item: Mapping[str, Any], number: int, columns: Columns, refuse: Refuse) -> Any:
-    """The item's messages; None if it is no conversation."""
+    """Return the item's messages; None if it is no conversation."""
     if columns.parts:
         return None
     names = CHAT_NAMES if columns.is_default else columns.text
@@ -273,12 +273,12 @@ def _text(item: Mapping[str, Any], number: int, columns: Columns, refuse: Refuse
 
 
 def _is_instruction(item: Mapping[str, Any], columns: Columns) -> bool:
-    """Whether a row is an instruction with or without an input (Alpaca)."""
+    """Return whether a row is an instruction with or without an input (Alpaca)."""
     return columns.is_default and INSTRUCTION in item and not {"text", "sentence", "prompt"} & set(item)
 
 
 def _with_turns(item: Mapping[str, Any], text: str, number: int, refuse: Refuse) -> str:
-    """An instruction behind its system message and the turns before it."""
+    """Return an instruction behind its system message and the turns before it."""
     system, earlier = system_of(item, number, refuse), earlier_turns(item.get(HISTORY), number, refuse)
     if SYSTEM not in item and HISTORY not in item:
         return text
@@ -292,7 +292,7 @@ def _string(value: Any, name: str, number: int, refuse: Refuse) -> str:
 
 
 def _field(item: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The first of the named fields that the item has."""
+    """Return the first of the named fields that the item has."""
     for name in names:
         if name in item:
             return item[name]
@@ -303,7 +303,7 @@ def _field(item: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _references(value: Any, name: str, number: int, refuse: Refuse) -> tuple[str, ...]:
-    """A string, a whole number (as class ids are stored) or a list of these."""
+    """Return a string, a whole number (as class ids are stored) or a list of these."""
     if value is None:
         refuse(f"no {name}: expected a string or a list of strings, complete or remove the row", number)
     values = value if isinstance(value, list) else [value]

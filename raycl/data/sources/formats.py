@@ -55,7 +55,7 @@ def read_rows(
 
 
 def _joined(source: SourceFiles, format: Format, columns: Columns, findings: Findings) -> Iterator[Row]:
-    """The rows of all files, numbered through."""
+    """Yield the rows of all files, numbered through."""
     number = before = 0
     for file in source.files:
         for row in read_rows(file, format, columns, findings):
@@ -146,7 +146,7 @@ def _fields(file: SourceFile) -> tuple[set[str], list[str], bool]:
 
 
 def read_definition(file: SourceFile) -> str:
-    """The joined `Definition` of a NaturalInstructions file, stripped; empty if it has none.
+    """Return the joined `Definition` of a NaturalInstructions file, stripped; empty if it has none.
 
     Raises:
         DataError: the part of the file before its end is not JSON.
@@ -183,7 +183,7 @@ def _object(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[
 
 
 def _items(file: SourceFile) -> Iterator[tuple[int, Any]]:
-    """The numbered elements of a list."""
+    """Yield the numbered elements of a list."""
     with file.open() as stream:
         text = JsonStream(file, stream)
         yield from enumerate(text.elements(), start=1)
@@ -191,7 +191,7 @@ def _items(file: SourceFile) -> Iterator[tuple[int, Any]]:
 
 
 def _items_of(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
-    """The numbered elements of a list in a field of one object."""
+    """Yield the numbered elements of a list in a field of one object."""
     with file.open() as stream:
         text = JsonStream(file, stream)
         for name in text.names():
@@ -234,7 +234,7 @@ def _phrasebank(file: SourceFile, columns: Columns, findings: Findings) -> Itera
 
 
 def _text(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
-    """A text on each line; empty lines are left out."""
+    """Yield a text on each line; empty lines are left out."""
     if columns.label:
         file.refuse("plain text has no answers: expected rows with a label, or set stream.objective to mlm or clm")
     for number, line in file.lines():

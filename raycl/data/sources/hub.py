@@ -126,7 +126,7 @@ class OpenSplit:
         return None if names is None else tuple(names)
 
     def rows(self, columns: Columns, findings: Findings) -> Iterator[Row]:
-        """The rows in order, with class names for class numbers.
+        """Yield the rows in order, with class names for class numbers.
 
         Raises:
             DataError: a row cannot be used.
@@ -160,7 +160,7 @@ def _has_splits(folder: Path) -> bool:
 
 
 def class_names(feature: Any) -> list[str] | None:
-    """Names of a column of classes, or of lists of these."""
+    """Return names of a column of classes, or of lists of these."""
     inner = getattr(feature, "feature", feature)
     return list(inner.names) if type(inner).__name__ == "ClassLabel" else None
 

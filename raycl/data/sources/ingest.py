@@ -161,7 +161,7 @@ class RawRows:
 
 
 def ingest(file: Source, reading: Reading, cache: Path) -> RawRows:
-    """The rows of `file`, from the cache if this content was read this way before.
+    """Return the rows of `file`, from the cache if this content was read this way before.
 
     Raises:
         DataError: the file, a row or a label cannot be used, or there are no rows.
@@ -337,7 +337,7 @@ class _Check:
         )
 
     def labels(self) -> list[str] | None:
-        """The closed label set in its order (sorted if gathered), None for free text."""
+        """Return the closed label set in its order (sorted if gathered), None for free text."""
         if isinstance(self._reading.answers, tuple):
             return list(self._reading.answers)
         return None if self._gathered is None else sorted(self._gathered)

@@ -27,7 +27,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def json_line(line: str, number: int, file: SourceFile) -> Any:
-    """The value on a line.
+    """Return the value on a line.
 
     Raises:
         BadRow: it is not JSON, or nested too deeply.

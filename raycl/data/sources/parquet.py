@@ -116,7 +116,8 @@ class _Expansion:
 
 
 def _expansion(parquet: pq.ParquetFile, columns: Sequence[str], stream: IO[bytes], every_page: bool) -> _Expansion:
-    """Size the pages of these columns; of remote files the first page of each is read, since each read is a request."""
+    """Return the size the pages of these columns; of remote files the first page of each is read, since each read is a
+    request."""
     expansion = _Expansion()
     meta = parquet.metadata
     for group in range(meta.num_row_groups):

@@ -85,11 +85,11 @@ class SourceFile:
         raise BadRow(f"{self.uri}, row {row}: {problem}", row, problem)
 
     def within(self, limits: ReadLimits) -> SourceFile:
-        """The same with these limits."""
+        """Return the same with these limits."""
         return replace(self, limits=limits)
 
     def exists(self) -> bool:
-        """Whether the file is there."""
+        """Return whether the file is there."""
         return self.folder.exists(self.name)
 
     def require(self) -> None:
@@ -233,7 +233,7 @@ class SourceFiles:
         return self.files[0].limits
 
     def within(self, limits: ReadLimits) -> SourceFiles:
-        """The same with these limits."""
+        """Return the same with these limits."""
         return replace(self, files=tuple(file.within(limits) for file in self.files))
 
     def exists(self) -> bool:

@@ -26,7 +26,7 @@ csv.field_size_limit((1 << 31) - 1)  # the reader's limit of 131,072 characters 
 
 
 def table_items(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows below the header by the names of their columns, numbered from 1; blank ones are left out.
+    """Yield the rows below the header by the names of their columns, numbered from 1; blank ones are left out.
 
     Raises:
         DataError: no text or label column, or quotes that are not closed.

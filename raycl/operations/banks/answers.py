@@ -22,7 +22,7 @@ class Answer:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns and rows as text."""
+    """Return columns and rows as text."""
     drawn = Table(box=box.SIMPLE_HEAD, collapse_padding=True, show_header=any(columns))
     for column in columns:
         drawn.add_column(column, overflow="fold")

@@ -41,7 +41,7 @@ def branches(bank: Bank, options: Namespace) -> Answer:
 
 
 def log(bank: Bank, options: Namespace) -> Answer:
-    """A snapshot's line back to the first: what each added, and what a branch left when it went back there."""
+    """Return a snapshot's line back to the first: what each added, and what a branch left when it went back there."""
     found = []
     is_branch = is_branch_name(options.branch) and Branch(bank, options.branch).head() is not None
     back = Branch(bank, options.branch).steps_back() if is_branch else []
@@ -76,7 +76,7 @@ def log(bank: Bank, options: Namespace) -> Answer:
 
 
 def promote(bank: Bank, options: Namespace) -> Answer:
-    """A branch moved forward to a snapshot that descends from it."""
+    """Return a branch moved forward to a snapshot that descends from it."""
     snapshot, target = resolve(bank, options.branch), Branch(bank, options.to)
     before = target.head()
     try:
@@ -93,7 +93,7 @@ def promote(bank: Bank, options: Namespace) -> Answer:
 
 
 def rollback(bank: Bank, options: Namespace) -> Answer:
-    """A branch moved back to a snapshot that it had."""
+    """Return a branch moved back to a snapshot that it had."""
     snapshot, branch = resolve(bank, options.to), Branch(bank, options.branch)
     before = branch.head()
     branch.go_back(snapshot, options.why)
@@ -106,7 +106,7 @@ def rollback(bank: Bank, options: Namespace) -> Answer:
 
 
 def merge(bank: Bank, options: Namespace) -> Answer:
-    """A snapshot with the tasks of two."""
+    """Return a snapshot with the tasks of two."""
     ours = resolve(bank, options.ours)
     other, reference = bank_and_reference(options.theirs) if "@" in options.theirs else (bank, options.theirs)
     theirs = resolve(other, reference)
@@ -124,7 +124,7 @@ def merge(bank: Bank, options: Namespace) -> Answer:
 
 
 def delete(bank: Bank, options: Namespace) -> Answer:
-    """A branch deleted."""
+    """Return a branch deleted."""
     branch = Branch(bank, options.branch)
     head = next(branch.newest_first(), None)
     branch.delete("deleted by hand")

@@ -128,7 +128,7 @@ def _export(bank: Bank, options: Namespace) -> Answer:
 
 
 def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> Answer:
-    """A fixed mixture as one adapter; without one, each adapter by itself, of which a router chooses."""
+    """Return a fixed mixture as one adapter; without one, each adapter by itself, of which a router chooses."""
     if options.merged or options.with_samples:
         raise BankError("--engine vllm writes adapters alone: leave --merged and --with-samples out")
     if options.adapters or not router_class(snapshot.router.kind).chooses:
@@ -146,7 +146,7 @@ def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> An
 
 
 def _always(bank: Bank, snapshot: Snapshot) -> dict[str, float]:
-    """The mixture that every text gets, for routers that choose nothing.
+    """Return the mixture that every text gets, for routers that choose nothing.
 
     Raises:
         BankError: the mixture depends on the text.

@@ -32,7 +32,7 @@ HEAD, LABELS, CARD = "label_head.safetensors", "labels.json", "README.md"
 
 
 def mixed(bank: Bank, snapshot: Snapshot, weights: Mapping[str, float], head: bool = True) -> AdapterState:
-    """A fixed mixture of a snapshot's adapters as one adapter.
+    """Return a fixed mixture of a snapshot's adapters as one adapter.
 
     Args:
         weights: adapter -> weight. head: False leaves label heads out.
@@ -52,7 +52,7 @@ def mixed(bank: Bank, snapshot: Snapshot, weights: Mapping[str, float], head: bo
 def card_metadata(
     snapshot: Snapshot, weights: Mapping[str, float], backbone: BackboneConfig | None = None
 ) -> CardMetadata:
-    """The metadata of a mixture's card: a task whose adapters have most weight comes first, as at the endpoint.
+    """Return the metadata of a mixture's card: a task whose adapters have most weight comes first, as at the endpoint.
 
     Args:
         backbone: where the backbone is now; None: where the snapshot's run found it.

@@ -243,7 +243,7 @@ def prune(
 def _old_samples(
     bank: Bank, snapshots: Sequence[Snapshot], files: Mapping[str, StoredFile], days: float | None
 ) -> set[str]:
-    """Files of stored samples that are older than so many days, or than their run allows."""
+    """Return files of stored samples that are older than so many days, or than their run allows."""
     found = set()
     for snapshot in snapshots:
         limit = days if days is not None else snapshot.provenance.get("config", {}).get("bank", {}).get("sample_days")
@@ -301,7 +301,8 @@ def _objects(manifest: AdapterManifest) -> list[ObjectInfo]:
 
 
 def _files_of(bank: Bank, snapshot: Snapshot, found: Findings | None = None) -> set[str]:
-    """Files of tensors and of training state; a state that cannot be read is an error unless problems are collected."""
+    """Return files of tensors and of training state; a state that cannot be read is an error unless problems are
+    collected."""
     files = {info.file for entry in snapshot.adapters for info in (entry.tensors, *entry.extras.values())}
     files |= {snapshot.router.tensors.file} if snapshot.router.tensors else set()
     if snapshot.training is not None:
@@ -315,7 +316,7 @@ def _files_of(bank: Bank, snapshot: Snapshot, found: Findings | None = None) -> 
 
 
 def _is_written(file: str) -> bool:
-    """Whether a bank may have written it."""
+    """Return whether a bank may have written it."""
     folder, _, rest = file.partition("/")
     if folder in ("snapshots", "pruned"):
         return number_of(rest) is not None

@@ -34,7 +34,7 @@ READING = {"pooling": "auto", "bos": "tokenizer"}
 
 
 def merge(bank: Bank, ours: Snapshot, theirs: Snapshot, other: Bank, with_samples: bool = False) -> Snapshot:
-    """A snapshot of `bank` with the tasks of both; it answers as if one run had learned all of them.
+    """Return a snapshot of `bank` with the tasks of both; it answers as if one run had learned all of them.
 
     Args:
         theirs: of `other`, which may be the same bank; what it names is copied otherwise.
@@ -134,7 +134,7 @@ def _merged_router(one: RouterState, two: RouterState, ours: Snapshot, theirs: S
 
 
 def _dev_queries(bank: Bank, snapshot: Snapshot) -> dict[str, Tensor]:
-    """Task -> queries of its dev texts, of the snapshot's training state.
+    """Return task -> queries of its dev texts, of the snapshot's training state.
 
     Raises:
         BankError: the snapshot has no training state.
@@ -144,7 +144,7 @@ def _dev_queries(bank: Bank, snapshot: Snapshot) -> dict[str, Tensor]:
 
 
 def _copied(bank: Bank, other: Bank, entry: SnapshotAdapter, with_samples: bool) -> AdapterManifest:
-    """The adapter of another bank, published here."""
+    """Return the adapter of another bank, published here."""
     manifest = other.manifest(AdapterRef(name=entry.name, version=entry.version))
     removed = removed_from(other.storage).samples
     kept = {kind: info for kind, info in entry.extras.items() if with_samples and info.file not in removed}

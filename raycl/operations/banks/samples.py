@@ -17,7 +17,7 @@ from raycl.methods.pseudo_samples.samples import PseudoSamples
 
 
 def stored_samples(bank: Bank, snapshot: Snapshot) -> dict[str, int]:
-    """Task -> number of samples that the snapshot's adapters keep of it.
+    """Return task -> number of samples that the snapshot's adapters keep of it.
 
     Raises:
         BankError: samples are missing, and were not removed on purpose, or are damaged.
@@ -27,7 +27,7 @@ def stored_samples(bank: Bank, snapshot: Snapshot) -> dict[str, int]:
 
 
 def samples_in_state(bank: Bank, snapshot: Snapshot) -> dict[str, tuple[ObjectInfo, PseudoSamples]]:
-    """Task -> the samples that the snapshot's training state alone holds, and their object.
+    """Return task -> the samples that the snapshot's training state alone holds, and their object.
 
     Raises:
         BankError: the training state is damaged, or samples are missing that were not removed on purpose.
@@ -47,7 +47,7 @@ def samples_in_state(bank: Bank, snapshot: Snapshot) -> dict[str, tuple[ObjectIn
 
 
 def sample_texts(bank: Bank, snapshot: Snapshot, adapters: Iterable[SnapshotAdapter], codec: HFCodec) -> dict[str, str]:
-    """Task -> lines `{"text": ...}`, as `method.arm.files` reads them: without the prompt around each text.
+    """Return task -> lines `{"text": ...}`, as `method.arm.files` reads them: without the prompt around each text.
 
     Raises:
         BankError: see `stored_samples`.
@@ -62,7 +62,7 @@ def sample_texts(bank: Bank, snapshot: Snapshot, adapters: Iterable[SnapshotAdap
 
 
 def _inner(ids: Sequence[int], before: Sequence[int], behind: Sequence[int]) -> Sequence[int]:
-    """Ids between those of a prompt's two parts."""
+    """Return ids between those of a prompt's two parts."""
     first = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, before, strict=False))))
     left = ids[first:]
     last = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(reversed(left), reversed(behind), strict=False))))

@@ -97,7 +97,7 @@ def forget(
 
 
 def _training_without(bank: Bank, snapshot: Snapshot, task: str, adapters: Sequence[str]) -> str | None:
-    """The training state without the task; None: the snapshot has none, or its method cannot take a task out."""
+    """Return the training state without the task; None: the snapshot has none, or its method cannot take a task out."""
     config = snapshot.provenance.get("config", {})
     if snapshot.training is None or not config:
         return None
@@ -111,7 +111,7 @@ def _training_without(bank: Bank, snapshot: Snapshot, task: str, adapters: Seque
 
 
 def _config_without(snapshot: Snapshot, task: str) -> dict[str, Any]:
-    """The run's config without the task in its stream, from which a run can start."""
+    """Return the run's config without the task in its stream, from which a run can start."""
     config: dict[str, Any] = copy.deepcopy(snapshot.provenance.get("config", {}))
     if config:
         specs = config["stream"]["tasks"] or [info.name for info in snapshot.tasks]
@@ -132,7 +132,7 @@ def evaluate(
     permissions: Permissions = NONE_GIVEN,
     storage: Sequence[str] = (),
 ) -> dict[str, Score]:
-    """Score of every task of the snapshot but one, on the data of the run that made it.
+    """Return the score of every task of the snapshot but one, on the data of the run that made it.
 
     Raises:
         BankError: the snapshot was not made by a run. ConfigError: it names storage that the caller does not.

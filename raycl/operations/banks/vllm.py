@@ -102,7 +102,8 @@ def _check_backbone(snapshot: Snapshot) -> None:
 
 
 def of_one_rank(state: AdapterState) -> AdapterState:
-    """The same update with as many rows in each linear, those that are added zero: vLLM reads no `rank_pattern`."""
+    """Return the same update with as many rows in each linear, those that are added zero: vLLM reads no
+    `rank_pattern`."""
 
     def widened(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         missing = state.rank - len(pair[0])
@@ -112,7 +113,7 @@ def of_one_rank(state: AdapterState) -> AdapterState:
 
 
 def allowed_rank(ranks: Mapping[str, int]) -> int:
-    """The smallest `max_lora_rank` that holds all of these adapters.
+    """Return the smallest `max_lora_rank` that holds all of these adapters.
 
     Raises:
         BankError: one has more than any.
@@ -130,7 +131,7 @@ def allowed_rank(ranks: Mapping[str, int]) -> int:
 def serve_config(
     card: CardMetadata, model: str, adapters: Sequence[str], rank: int, uri: str, accelerator: str | None
 ) -> dict[str, Any]:
-    """A config for `serve deploy`.
+    """Return a config for `serve deploy`.
 
     Args:
         model: what requests call the backbone; with an adapter they name `model:adapter`.

@@ -91,7 +91,7 @@ class Cluster:
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of that name.
+    """Return the GPU of that name.
 
     Raises:
         ConfigError: there is none.

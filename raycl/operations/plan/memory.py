@@ -51,7 +51,7 @@ def gpu_memory(model: Model, step: Step, engine: Engine, run: Run) -> dict[str, 
 
 
 def activations(model: Model, step: Step, recompute: bool | None = None) -> float:
-    """Bytes that autograd keeps of one forward pass of the longest examples.
+    """Return bytes that autograd keeps of one forward pass of the longest examples.
 
     Args:
         recompute: with gradient checkpointing; None: as configured.
@@ -66,7 +66,7 @@ def activations(model: Model, step: Step, recompute: bool | None = None) -> floa
 
 
 def kept_of(model: Model, linear: Linear, step: Step) -> float:
-    """Bytes that are kept because of a linear and what stands around it."""
+    """Return bytes that are kept because of a linear and what stands around it."""
     kept = 0.0
     if linear.role in ("attention.out", "ffn.out"):
         kept += MASTER * linear.outputs  # the input of the norm in front of the block, in float32
@@ -86,19 +86,20 @@ def kept_of(model: Model, linear: Linear, step: Step) -> float:
 
 
 def scores_of(model: Model, linear: Linear, step: Step) -> float:
-    """Bytes of what attention keeps of each pair of positions."""
+    """Return bytes of what attention keeps of each pair of positions."""
     if not linear.keys:
         return 0.0
     return float(model.score_bytes * model.heads * tokens(linear.side, step) * step.longest[linear.keys])
 
 
 def tokens(side: str, step: Step) -> int:
-    """Positions of one forward pass of the longest examples."""
+    """Return positions of one forward pass of the longest examples."""
     return step.micro * step.longest[side]
 
 
 def logits(model: Model, step: Step) -> float:
-    """Bytes of the logits and their loss: as computed, log-probabilities in float32, and the gradient of those."""
+    """Return bytes of the logits and their loss: as computed, log-probabilities in float32, and the gradient of
+    those."""
     return step.micro * step.logits[0] * model.vocabulary * (model.compute_bytes + 2 * MASTER)
 
 

@@ -31,7 +31,7 @@ def methods_table() -> str:
 
 
 def row(name: str) -> list[str]:
-    """The cells of one method, in the order of `HEAD`."""
+    """Return the cells of one method, in the order of `HEAD`."""
     config = method_config({"name": name})
     traits = (config.keeps_data, config.task_id_in_training, config.needs_task, config.fine_tunes, config.pre_trains)
     shown = f"`{name}` around `lora`" if name in WRAPPERS else f"`{name}`"

@@ -63,7 +63,7 @@ class Opened:
 
 
 def opened(config: RunConfig) -> Opened:
-    """The run's backbone, method and stream.
+    """Return the run's backbone, method and stream.
 
     Raises:
         BackboneError: there is no config.json. ConfigError: settings that do not fit each other.
@@ -102,7 +102,7 @@ def opened(config: RunConfig) -> Opened:
 
 
 def _with_encoder_at_hand(method: MethodConfig, notes: list[str]) -> MethodConfig:
-    """The packaged sentence encoder in the place of one that would have to be fetched: adapters are as large."""
+    """Return the packaged sentence encoder in the place of one that would have to be fetched: adapters are as large."""
     encoder = getattr(method, "encoder", None)
     if not isinstance(encoder, EncoderConfig) or present_folder(encoder.name, encoder.revision) is not None:
         return method

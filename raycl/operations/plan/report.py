@@ -59,7 +59,7 @@ def report(
     cluster: Cluster,
     notes: tuple[str, ...] = (),
 ) -> Report:
-    """The plan of a run."""
+    """Return the plan of a run."""
     gpu = gpu_memory(model, step, engine, run)
     host = host_memory(model, engine, run, cluster.on_node)
     sent = traffic(model, step, engine)

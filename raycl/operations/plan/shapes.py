@@ -91,7 +91,7 @@ def phases_of(context: TrainingContext) -> Iterator[Trained]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of the backbone belongs to the linears or soft prompts of adapters in training."""
+    """Return whether a parameter of the backbone belongs to the linears or soft prompts of adapters in training."""
     return ".lora_" in name or name.startswith("prefix.")
 
 
@@ -143,7 +143,7 @@ def _score_bytes(config: Any, attention: str, compute_bytes: int) -> int:
 
 
 def _layers(model: nn.Module) -> list[int]:
-    """Parameters of each layer of the backbone, without adapters."""
+    """Return parameters of each layer of the backbone, without adapters."""
     names = ({name: p.numel() for name, p in layer.named_parameters()} for layer in layers(model))
     return [sum(count for name, count in one.items() if ".lora_" not in name) for one in names]
 
@@ -176,7 +176,7 @@ def _weight_bytes(backbone: Backbone, quantization: str, computed: int, paramete
 
 
 def _linears(backbone: Backbone, adapted: set[str], trained: bool) -> Iterator[Linear]:
-    """All of them; a base linear under an adapter has the path of the layer that took its place."""
+    """Yield all of them; a base linear under an adapter has the path of the layer that took its place."""
     shapes = {path.removesuffix(".base"): shape for path, shape in linear_shapes(backbone.model).items()}
     roles = _roles(list(shapes))
     read: set[str] = set()
@@ -250,14 +250,15 @@ def _mean(opened: Opened, of_task: Sequence[float]) -> float:
 
 
 def longest_of(lengths: Sequence[int], count: int) -> float:
-    """The expected longest of `count` draws: what each of a micro-batch's rows is padded to; of one: the mean."""
+    """Return the expected longest of `count` draws: what each of a micro-batch's rows is padded to; of one: the
+    mean."""
     ordered, total = sorted(lengths), len(lengths)
     chances = [(number / total) ** count for number in range(total + 1)]
     return sum(length * (chances[rank + 1] - chances[rank]) for rank, length in enumerate(ordered))
 
 
 def _prefix(method: Method) -> int:
-    """Positions of the prompts in training."""
+    """Return positions of the prompts in training."""
     learner: Any = getattr(method, "learner", method)
     found = [getattr(part, "trainable", None) for part in (learner.backbone.prefix, learner.backbone.suffix)]
     return sum(int(prompts.shape[1]) for prompts in found if prompts is not None)

@@ -48,7 +48,7 @@ class AttentionWeights:
         return AttentionWeights(keys, train, test, summary["pseudo"], summary.get("fallback_samples", {}))
 
     def moved(self) -> dict[str, float]:
-        """Task -> share of its texts' weight that is on other adapters now, in percent (total variation)."""
+        """Return task -> share of its texts' weight that is on other adapters now, in percent (total variation)."""
         return {
             task: 50 * sum(abs(now - then) for now, then in zip(self.test[task], weights, strict=True))
             for task, weights in self.train.items()
@@ -57,7 +57,7 @@ class AttentionWeights:
 
 
 def has_attention(result: Tree) -> bool:
-    """Whether the summary of the run's last phase has attention weights."""
+    """Return whether the summary of the run's last phase has attention weights."""
     return "attention" in (result.get("phase_summaries") or [{}])[-1]
 
 

@@ -110,19 +110,19 @@ def compare(results: Sequence[Tree]) -> list[Line]:
 
 
 def points_of(lines: Sequence[Line]) -> dict[str, str]:
-    """Numbers in points that these lines show -> column title."""
+    """Return numbers in points that these lines show -> column title."""
     shown = {name: title for name, title in OPTIONAL.items() if any(line.numbers[name] for line in lines)}
     types = [name for line in lines for name in line.numbers if name.startswith(OF_TYPE)]
     return METRICS | shown | {name: name.removeprefix(OF_TYPE) for name in dict.fromkeys(types)}
 
 
 def has_published(lines: Sequence[Line], name: str) -> bool:
-    """Whether a paper printed this number for some line."""
+    """Return whether a paper printed this number for some line."""
     return any(name in line.published for line in lines)
 
 
 def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:
-    """The runs of each line of a comparison, with `key=value` where lines of the same title differ; in their order."""
+    """Return the runs of each line of a comparison, with `key=value` where lines of the same title differ; in their order."""
     groups: dict[str, list[Tree]] = {}
     for result in results:
         groups.setdefault(_settings_key(result), []).append(result)
@@ -131,7 +131,7 @@ def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:
 
 
 def labels(results: Sequence[Tree]) -> list[str]:
-    """The title of each run, with `key=value` where runs of the same method, stream and backbone differ."""
+    """Return the title of each run, with `key=value` where runs of the same method, stream and backbone differ."""
     settings = [_differing(result, results) for result in results]
     return [
         f"{title_of(result)} ({keys})" if keys else title_of(result)
@@ -140,7 +140,8 @@ def labels(results: Sequence[Tree]) -> list[str]:
 
 
 def to_csv(results: Sequence[Tree]) -> str:
-    """The comparison as CSV with means and standard deviations in full precision; empty cells where undefined."""
+    """Return the comparison as CSV with means and standard deviations in full precision; empty cells where
+    undefined."""
     text = io.StringIO()
     writer = SpreadsheetWriter(text)
     lines = compare(results)
@@ -193,7 +194,8 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
 
 
 def _untrained(results: Sequence[Tree], like: Tree) -> Line | None:
-    """The backbone before any training on this run's stream, over the seeds that evaluated it; None: none did."""
+    """Return the backbone before any training on this run's stream, over the seeds that evaluated it; None: none
+    did."""
     same = [one for one in results if (stream_of(one), backbone_of(one)) == (stream_of(like), backbone_of(like))]
     by_seed = {one["config"].get("seed"): found for one in same if (found := untrained_of(one)) is not None}
     return replace(_line(list(by_seed.values()), ""), method=UNTRAINED, published={}, source="") if by_seed else None
@@ -224,7 +226,7 @@ def _title(result: Tree) -> tuple[str, str, str]:
 
 
 def _differing(result: Tree, others: Sequence[Tree]) -> str:
-    """The keys, with this result's values, in which results of the same title differ."""
+    """Return the keys, with this result's values, in which results of the same title differ."""
     own = _compared(result)
     alike = [_compared(other) for other in others if _title(other) == _title(result)]
     keys = sorted({key for other in alike for key in own if key not in other or own[key] != other[key]})

@@ -20,7 +20,8 @@ LISTED = 20
 
 
 def evaluation_table(tree: Tree) -> str:
-    """Score, tasks that answered, and a line for each label: precision, recall, F1, rows, most frequent mistake."""
+    """Return the score, tasks that answered, and a line for each label: precision, recall, F1, rows, most frequent
+    mistake."""
     score = tree["score"]
     blocks: list[RenderableType] = [Text(f"{tree['metric']} {score['value']:.1f}   ({score['count']:,} rows)")]
     if tree["alone"]:
@@ -49,7 +50,7 @@ def evaluation_table(tree: Tree) -> str:
 
 
 def confusion_png(tree: Tree, path: str | Path) -> Path:
-    """Percent of each true label's rows by predicted label.
+    """Return percent of each true label's rows by predicted label.
 
     Raises:
         DataError: the answers are no labels.

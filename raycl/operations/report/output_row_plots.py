@@ -26,7 +26,7 @@ ABOVE, BELOW = 1.0, 1.1
 
 
 def probe_maps(probes: Sequence[Probes], path: str | Path) -> Path:
-    """A row of maps for each stream and backbone as a PNG at `path`; mean over layers and runs, in percent.
+    """Return a row of maps for each stream and backbone as a PNG at `path`; mean over layers and runs, in percent.
 
     Raises:
         RunError: a row has more maps than can be read.

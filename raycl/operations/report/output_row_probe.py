@@ -47,12 +47,12 @@ class Model:
         return self.runs[0].tasks
 
     def overlap(self, paths: Sequence[str]) -> list[list[float]]:
-        """Tasks by tasks in percent, mean over layers and runs; see `TaskRows.overlap`."""
+        """Return tasks by tasks in percent, mean over layers and runs; see `TaskRows.overlap`."""
         found: list[list[float]] = np.mean([run.overlap(paths) for run in self.runs], axis=0).tolist()
         return found
 
     def mean_overlap(self, paths: Sequence[str]) -> Spread | None:
-        """Mean over pairs of tasks, over runs."""
+        """Return the mean over pairs of tasks, over runs."""
         return Spread.over([run.mean_overlap(paths) for run in self.runs])
 
 
@@ -132,7 +132,7 @@ def probe_table(probes: Probes) -> str:
 
 
 def probe_csv(probes: Sequence[Probes]) -> str:
-    """A line for each model and kind of layer, in full precision."""
+    """Return a line for each model and kind of layer, in full precision."""
     text = io.StringIO()
     writer = SpreadsheetWriter(text)
     writer.writerow(["models", "model", "runs", "layers", "count", "overlap", "overlap_std", "chance"])

@@ -48,7 +48,7 @@ class OutputRows(TaskRows):
 
 
 def has_output_rows(result: Tree) -> bool:
-    """Whether the summary of every phase so far has its kept rows."""
+    """Return whether the summary of every phase so far has its kept rows."""
     phases = result.get("phase_summaries") or []
     return bool(phases) and all("layers" in phase.get("modifiers", {}).get("migu", {}) for phase in phases)
 

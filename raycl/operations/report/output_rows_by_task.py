@@ -38,13 +38,13 @@ class TaskRows:
         return 100 * float(np.mean(kept)) if kept else 0.0
 
     def overlap(self, paths: Sequence[str] | None = None) -> list[list[float]]:
-        """Percent of the rows of task i that are rows of task j too; mean over layers (None: all)."""
+        """Return percent of the rows of task i that are rows of task j too; mean over layers (None: all)."""
         chosen = [self.layers[path] for path in (self.layers if paths is None else paths)]
         places = range(len(self.tasks))
         return [[100 * float(np.mean([_shared(bits[i], bits[j]) for bits in chosen])) for j in places] for i in places]
 
     def mean_overlap(self, paths: Sequence[str] | None = None) -> float | None:
-        """Mean over all pairs of different tasks; None of fewer than two."""
+        """Return the mean over all pairs of different tasks; None of fewer than two."""
         found = np.array(self.overlap(paths))
         others = ~np.eye(len(found), dtype=bool)
         return float(found[others].mean()) if len(found) > 1 else None
@@ -59,11 +59,11 @@ class TaskRows:
 
 
 def unpacked_rows(packed: Mapping[str, Any]) -> Bits:
-    """A bit per row of `{rows, kept}`, where `kept` has them in base64."""
+    """Return a bit per row of `{rows, kept}`, where `kept` has them in base64."""
     packed_bits = np.frombuffer(base64.b64decode(packed["kept"]), dtype=np.uint8)
     return np.unpackbits(packed_bits)[: int(packed["rows"])].astype(bool)
 
 
 def _shared(mine: Bits, other: Bits) -> float:
-    """Share of `mine` that is in `other`; 0 of nothing."""
+    """Return the share of `mine` that is in `other`; 0 of nothing."""
     return float((mine & other).sum() / max(1, mine.sum()))

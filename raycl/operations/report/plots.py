@@ -39,7 +39,7 @@ MARGIN = 1.3
 
 
 def heatmap(result: Tree, path: str | Path) -> Path:
-    """The accuracy matrix of one run as a PNG at `path`: scores in the cells, unmeasured cells blank."""
+    """Return the accuracy matrix of one run as a PNG at `path`: scores in the cells, unmeasured cells blank."""
     return heatmaps([result], path)
 
 
@@ -63,7 +63,7 @@ def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
 
 
 def forgetting_curves(result: Tree, path: str | Path) -> Path:
-    """The score of each task from its own phase to the end, as a PNG at `path`."""
+    """Return the score of each task from its own phase to the end, as a PNG at `path`."""
     phases = [str(phase) for phase in result["phases"]]
     figure = new_figure(max(6.0, 0.55 * len(phases) + 4.0), 4.2)
     axes = figure.subplots()
@@ -83,7 +83,7 @@ def forgetting_curves(result: Tree, path: str | Path) -> Path:
 
 
 def _curves(result: Tree) -> list[tuple[str, list[float | None]]]:
-    """Task and its score per phase; scores from before its own phase are left out."""
+    """Return the task and its score per phase; scores from before its own phase are left out."""
     rows, tasks = values_of(result), tasks_of(result)
     square = len(rows) == len(tasks)
     return [
@@ -147,7 +147,7 @@ def _ink(value: float) -> str:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty page of this size in inches."""
+    """Return an empty page of this size in inches."""
     figure = Figure(figsize=(width, height), dpi=PIXELS_PER_INCH)
     FigureCanvasAgg(figure)
     return figure

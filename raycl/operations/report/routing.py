@@ -77,7 +77,7 @@ class Routing:
 
 
 def has_routing(result: Tree) -> bool:
-    """Whether the summary of the run's last phase has a router."""
+    """Return whether the summary of the run's last phase has a router."""
     return "router" in (result.get("phase_summaries") or [{}])[-1]
 
 

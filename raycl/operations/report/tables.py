@@ -53,7 +53,7 @@ GAP = " " * 4
 
 
 def matrix_table(result: Tree) -> str:
-    """The matrix with one decimal, `after <task>` by task, the headline numbers and the stream's notes below."""
+    """Return the matrix with one decimal, `after <task>` by task, the headline numbers and the stream's notes below."""
     return render(_matrix(result))
 
 
@@ -98,7 +98,7 @@ def _beside_published(line: Line, name: str, printed: Collection[str]) -> list[s
 
 
 def routing_table(result: Tree) -> str:
-    """Tasks by ways of finding them, in percent of dev texts; `*` marks the way in use.
+    """Return tasks by ways of finding them, in percent of dev texts; `*` marks the way in use.
 
     Raises:
         RunError: the run has no router.
@@ -150,7 +150,8 @@ def routing_comparison(results: Sequence[Tree]) -> str:
 
 
 def output_rows_table(result: Tree) -> str:
-    """Tasks by tasks: percent of the rows that one kept most often which the other kept too; and what the mask left.
+    """Return tasks by tasks: percent of the rows that one kept most often which the other kept too; and what the mask
+    left.
 
     Raises:
         RunError: the run had no modifier that keeps rows.
@@ -168,7 +169,7 @@ def output_rows_table(result: Tree) -> str:
 
 
 def attention_table(result: Tree) -> str:
-    """Tasks by adapters: mean weights in percent, when each task was learned and on its test texts at the end.
+    """Return tasks by adapters: mean weights in percent, when each task was learned and on its test texts at the end.
 
     Raises:
         RunError: the run's method has no attention over adapters.
@@ -245,7 +246,8 @@ def _other_row(result: Tree) -> list[RenderableType]:
 
 
 def _accuracies(result: Tree) -> list[RenderableType]:
-    """Scores and the accuracies beside them after the last phase, with the means of the first and last two tasks."""
+    """Return scores and the accuracies beside them after the last phase, with the means of the first and last two
+    tasks."""
     if not averages_of(result, "accuracy"):
         return []
     tasks = tasks_of(result)
@@ -277,7 +279,7 @@ def _revision(result: Tree) -> list[RenderableType]:
 
 
 def _unseen(result: Tree) -> list[RenderableType]:
-    """Scores of the tasks that were never trained, and their mean."""
+    """Return scores of the tasks that were never trained, and their mean."""
     scores = unseen_of(result)
     if not scores:
         return []
@@ -309,7 +311,8 @@ def _unseen_types(rows: Mapping[str, Tree]) -> list[RenderableType]:
 
 
 def _routing(result: Tree) -> list[RenderableType]:
-    """Which router was used, and how often each finds a text's own task (mean over tasks, percent of dev texts)."""
+    """Return which router was used, and how often each finds a text's own task (mean over tasks, percent of dev
+    texts)."""
     if not has_routing(result):
         return []
     routing = Routing.of(result)
@@ -373,7 +376,7 @@ def _rate(spread: Spread | None) -> str:
 
 
 def _duration(spread: Spread | None) -> str:
-    """Seconds below two minutes, then `h:mm:ss`."""
+    """Return seconds below two minutes, then `h:mm:ss`."""
     if spread is None:
         return NOTHING
     if spread.mean < 120:

@@ -225,7 +225,7 @@ def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig]
 
 
 def _needed(comparison: ComparisonConfig, name: str) -> str:
-    """The run that this one is compared with."""
+    """Return the run that this one is compared with."""
     entry, _, seed = name.rpartition("-s")
     return f"{comparison.runs[entry].singles}-s{seed}"
 

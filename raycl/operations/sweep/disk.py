@@ -89,7 +89,7 @@ def _can_start_from_bank(folder: Storage) -> bool:
 
 
 def _folders(directory: Storage, file: str, depth: int = DEPTH) -> Iterator[Storage]:
-    """Folders that hold the file; nothing is searched inside them but the trials of a sweep."""
+    """Yield folders that hold the file; nothing is searched inside them but the trials of a sweep."""
     if directory.exists(file):
         yield directory
         return

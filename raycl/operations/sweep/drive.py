@@ -114,7 +114,7 @@ def _claim(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
 
 
 def make_plan(sweep: SweepConfig, folder: SweepFolder) -> Plan:
-    """All trials that are known, checked as runs are: data, backbone, method.
+    """Return all trials that are known, checked as runs are: data, backbone, method.
 
     Raises:
         RayclError: one of them cannot run.
@@ -263,12 +263,12 @@ def _restarts(sweep: SweepConfig) -> int:
 
 
 def _launch(sweep: SweepConfig) -> LaunchConfig:
-    """The launch settings of the sweep's base."""
+    """Return the launch settings of the sweep's base."""
     return configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}).launch
 
 
 def concurrency(sweep: SweepConfig) -> int:
-    """Trials at a time: the configured number, or as many as the cluster holds.
+    """Return trials at a time: the configured number, or as many as the cluster holds.
 
     Raises:
         LaunchError: it does not hold one.

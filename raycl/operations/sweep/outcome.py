@@ -74,7 +74,7 @@ class Outcome:
     configs: dict[int, RunConfig] = field(default_factory=dict, repr=False)
 
     def row(self, number: int) -> Row:
-        """A trial."""
+        """Return a trial."""
         return next(row for row in self.rows if row.number == number)
 
     @property
@@ -109,7 +109,7 @@ class Outcome:
         }
 
     def best_yaml(self) -> str | None:
-        """The best trial's config, ready for `train_stream.py --config`; None: no trial is done."""
+        """Return the best trial's config, ready for `train_stream.py --config`; None: no trial is done."""
         if self.best is None:
             return None
         tree = configs.as_tree(self.configs[self.best])
@@ -160,7 +160,7 @@ def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Set
 
 
 def grouped(sweep: SweepConfig, rows: Sequence[Row]) -> list[Group]:
-    """Trials by their settings without `over`; one a trial where that is empty."""
+    """Return trials by their settings without `over`; one a trial where that is empty."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         kept = {path: value for path, value in row.settings.items() if path not in sweep.over}
@@ -179,7 +179,7 @@ def grouped(sweep: SweepConfig, rows: Sequence[Row]) -> list[Group]:
 
 
 def pareto(rows: Sequence[Row], modes: Sequence[str]) -> list[int]:
-    """Numbers of trials that no other beats in one metric without being worse in another."""
+    """Return numbers of trials that no other beats in one metric without being worse in another."""
     points = {
         row.number: [
             value if mode == "max" else -value

@@ -44,7 +44,7 @@ class CodeIndex:
         self._tune(unit_NH, top_k)
 
     def search(self, unit_BH: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Cosines and numbers of the nearest keys, both `[B, K]`; largest first."""
+        """Return cosines and numbers of the nearest keys, both `[B, K]`; largest first."""
         cosines, found = self._nearest(np.ascontiguousarray(unit_BH.numpy()), top_k)
         return torch.from_numpy(cosines), torch.from_numpy(found)
 

@@ -40,7 +40,8 @@ class KeyIndex:
             self.recall = min(codes.recall for codes in self._codes)
 
     def search(self, queries_BgH: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Cosines and slots of the nearest keys in each group, both `[B, g, K]`; largest first, ties by number."""
+        """Return cosines and slots of the nearest keys in each group, both `[B, g, K]`; largest first, ties by
+        number."""
         unit_BgH = nn.functional.normalize(queries_BgH, dim=-1)
         top_k = min(top_k, self.count)
         if self._unit_gHN is None:

@@ -62,12 +62,12 @@ class KeyConfig(Section):
     )
 
     def of(self, task: str) -> KeyConfig:
-        """The settings of one task, with its own number of slots."""
+        """Return the settings of one task, with its own number of slots."""
         return self.model_copy(update={"slots": self.slots_by_task.get(task, self.slots), "slots_by_task": {}})
 
 
 def split_groups(queries_BC: Tensor, groups: int) -> Tensor:
-    """`[B, c]` to `[B, g, h]`, neighbouring slices.
+    """Return `[B, c]` to `[B, g, h]`, neighbouring slices.
 
     Raises:
         RetrievalError: g does not divide c, or values that are not finite.
@@ -151,7 +151,7 @@ def learn_keys(
 
 
 def _updates(texts: int, config: KeyConfig) -> int:
-    """How many there are for so many texts."""
+    """Return how many there are for so many texts."""
     return config.steps if config.epochs is None else config.epochs * -(-texts // config.batch_size)
 
 
@@ -176,7 +176,7 @@ def check_keys(config: KeyConfig, top_k: int) -> None:
 
 
 def choose(similar_BgN: Tensor, top_k: int, mask: float, draw: torch.Generator | None = None) -> Tensor:
-    """`[B, g, K]` indices of the largest entries, a share `mask` of the entries left out at random."""
+    """Return `[B, g, K]` indices of the largest entries, a share `mask` of the entries left out at random."""
     if mask:
         kept = torch.rand(similar_BgN.shape, generator=draw) >= mask
         similar_BgN = torch.where(kept, similar_BgN, similar_BgN - 1000.0)  # left out, yet there if K needs them
@@ -191,7 +191,7 @@ def _paper_step(keys: Tensor, gradient_MgH: Tensor, chosen_BgK: Tensor, config: 
 def _gradient(
     keys_MgH: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor, config: KeyConfig, earlier_NgH: Tensor | None
 ) -> Tensor:
-    """Sum over texts of the gradient of chosen cosines; exactly 0 for keys that were not chosen.
+    """Return the sum over texts of the gradient of chosen cosines; exactly 0 for keys that were not chosen.
 
     With earlier keys also minus `centrifugal` times that of the mean cosine with them, times the number of cosines in
     that sum: divided by it, both are means, as in the authors' code.

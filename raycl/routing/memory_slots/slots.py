@@ -82,15 +82,15 @@ class SlotRouter:
         self._calibrator = None
 
     def keys(self) -> dict[str, Tensor]:
-        """Task -> `[m, g, h]`."""
+        """Return task -> `[m, g, h]`."""
         return dict(self._keys)
 
     def slots(self, task: str) -> list[str]:
-        """Names of a task's slots."""
+        """Return names of a task's slots."""
         return [f"{task}.{number}" for number in range(len(self._keys[task]))]
 
     def adapters(self, task: str) -> list[str]:
-        """Names of the adapters that hold them, as the mixture's columns are ordered."""
+        """Return names of the adapters that hold them, as the mixture's columns are ordered."""
         if not self.per_group:
             return self.slots(task)
         return [f"{slot}-{group}" for group in range(self.groups) for slot in self.slots(task)]
@@ -103,13 +103,13 @@ class SlotRouter:
         return self._parts[0]
 
     def _joined_on(self, device: torch.device) -> Tensor:
-        """The same on the device of queries."""
+        """Return the same on the device of queries."""
         if self._placed is None or self._placed.device != device:
             self._placed, self._index = self._joined.to(device), None
         return self._placed
 
     def _bounds_on(self, device: torch.device) -> Tensor:
-        """`[2, T]` the first slot of each task and how many it has, on the device of queries."""
+        """Return `[2, T]` the first slot of each task and how many it has, on the device of queries."""
         if self._bounds is None or self._bounds.device != device:
             counts_T = torch.tensor([len(keys) for keys in self._keys.values()], device=device)
             self._bounds = torch.stack([counts_T.cumsum(0) - counts_T, counts_T])
@@ -118,11 +118,11 @@ class SlotRouter:
     # ---- choosing --------------------------------------------------------------------------------------------
 
     def similar(self, queries_BC: Tensor) -> Tensor:
-        """`[B, g, N]` cosines with the slots of all tasks."""
+        """Return `[B, g, N]` cosines with the slots of all tasks."""
         return cosines(split_groups(queries_BC, self.groups), self._joined_on(queries_BC.device))
 
     def owner(self) -> Tensor:
-        """`[N]` number of the task that owns each slot, on the CPU."""
+        """Return `[N]` number of the task that owns each slot, on the CPU."""
         return torch.cat([torch.full((len(self._keys[task]),), number) for number, task in enumerate(self.tasks)])
 
     def _compared(self, queries_BC: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ class SlotRouter:
         return self.similar(queries_BC), self.owner().to(queries_BC.device)
 
     def route(self, queries_BC: Tensor, only: Sequence[str] | None = None) -> Mixture:
-        """The mixture of each query.
+        """Return the mixture of each query.
 
         Args:
             only: the task of each query, whose slots alone may be chosen (SLM-TI, training within a task); None: all.
@@ -161,7 +161,7 @@ class SlotRouter:
     # ---- judging ---------------------------------------------------------------------------------------------
 
     def chosen(self, kind: Kind, queries_BC: Tensor) -> Tensor:
-        """`[B]` number of the task that has the largest summed weight."""
+        """Return `[B]` number of the task that has the largest summed weight."""
         similar, owner = self._compared(queries_BC)
         if kind == "discriminant":
             weights = self._by_task(queries_BC, similar, owner)
@@ -193,7 +193,7 @@ class SlotRouter:
             self.kind = max(KINDS, key=lambda kind: means[kind])
 
     def ood_score(self, queries_BC: Tensor) -> Tensor:
-        """`[B]` from 0 to 1: the share of known texts that are nearer to a task; near 1 for texts of no task.
+        """Return `[B]` from 0 to 1: the share of known texts that are nearer to a task; near 1 for texts of no task.
 
         Raises:
             RetrievalError: no dev text of any task was kept, or a query does not fit or is not finite.
@@ -218,7 +218,7 @@ class SlotRouter:
         return self._calibrator
 
     def novelty(self) -> dict[str, float]:
-        """The newest task and, in percent, how well its dev texts stood out before it was learned (AUROC).
+        """Return the newest task and, in percent, how well its dev texts stood out before it was learned (AUROC).
 
         Empty for the first task, and where dev texts are missing.
         """
@@ -256,7 +256,7 @@ class SlotRouter:
         return Mixture(tuple(self._slot_names[number] for number in ids.tolist()), weights)
 
     def _searched_by_task(self, queries_BC: Tensor, queries_BgH: Tensor) -> tuple[Tensor, Tensor]:
-        """The same as `_by_task`, looking at the slots of the chosen tasks alone."""
+        """Return the same as `_by_task`, looking at the slots of the chosen tasks alone."""
         scores = self.discriminant.scores(queries_BC)
         best = scores.topk(min(self.config.top_k, len(self.tasks)), dim=1)
         joined = self._joined_on(queries_BC.device)

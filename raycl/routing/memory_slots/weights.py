@@ -44,7 +44,7 @@ class RetrievalConfig(Section):
 def slot_weights(
     similar_BgN: Tensor, config: RetrievalConfig, candidates_BN: Tensor | None = None, per_group: bool = False
 ) -> Tensor:
-    """`[B, N]` weights that sum to 1, or `[B, g * N]` with a weight of its own for every group's slot.
+    """Return `[B, N]` weights that sum to 1, or `[B, g * N]` with a weight of its own for every group's slot.
 
     Fewer candidates than K choose all of them; where all weights are 0 the chosen ones share evenly.
 

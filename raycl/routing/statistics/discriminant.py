@@ -90,14 +90,15 @@ class Discriminant:
         self._means, self._shared, self._shares = means, shared, counts / counts.sum()
 
     def scores(self, queries_BC: Tensor) -> Tensor:
-        """`[B, T]` log-likelihoods but for a constant per text."""
+        """Return `[B, T]` log-likelihoods but for a constant per text."""
         unit = nn.functional.normalize(queries_BC.float(), dim=1)
         self._follow(unit.device)
         scores: Tensor = unit @ self._directions.T - self._offsets
         return scores
 
     def distances(self, queries_BC: Tensor) -> Tensor:
-        """`[B]` smallest squared Mahalanobis distance to any task's mean: large for texts that no task has seen."""
+        """Return `[B]` smallest squared Mahalanobis distance to any task's mean: large for texts that no task has
+        seen."""
         return self._distances(queries_BC).float()
 
     def _follow(self, device: torch.device) -> None:
@@ -115,7 +116,7 @@ class Discriminant:
         return squared.min(1).values
 
     def relative_distances(self, queries_BC: Tensor) -> Tensor:
-        """`[B]` `distances` less `BACKGROUND` of the distance to the middle of all tasks.
+        """Return `[B]` `distances` less `BACKGROUND` of the distance to the middle of all tasks.
 
         A text that is unusual for the nearest task alone gets a larger value than one that is unusual for all of them.
         """
@@ -133,7 +134,7 @@ class Discriminant:
         return middle, _inverse(self._shared + (self._shares[:, None] * apart).T @ apart, self.ridge)
 
     def weights(self, queries_BC: Tensor, top_k: int) -> Tensor:
-        """`[B, T]` softmax of the scores over the best `top_k` tasks."""
+        """Return `[B, T]` softmax of the scores over the best `top_k` tasks."""
         scores = self.scores(queries_BC)
         best = scores.topk(min(top_k, scores.shape[1]), dim=1)
         return torch.zeros_like(scores).scatter(1, best.indices, best.values.softmax(1))

@@ -21,7 +21,7 @@ ROWS = 1024
 
 
 def sample_rows(count: int) -> Tensor:
-    """At most `KEPT` of so many rows, drawn the same every time: nothing but the task itself decides."""
+    """Return at most `KEPT` of so many rows, drawn the same every time: nothing but the task itself decides."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:KEPT]
 
 
@@ -40,7 +40,8 @@ class OodCalibrator:
         self._known = torch.cat([distances(part) for part in parts]).sort().values
 
     def scores(self, queries_BC: Tensor) -> Tensor:
-        """`[B]` from 0 to 1: the share of known texts that are nearer to their nearest task than the query is to its.
+        """Return `[B]` from 0 to 1: the share of known texts that are nearer to their nearest task than the query is to
+        its.
 
         Texts of the known tasks spread evenly over 0 to 1, all tasks together; one minus the share is the p-value of
         a text being known. (Texts of one task may lie lower or higher: tasks differ in how far their texts spread.)

@@ -62,7 +62,7 @@ class Endpoint:
 
 
 def build(args: Mapping[str, Any]) -> Any:
-    """The application, for `serve run`, `serve deploy` and `raycl serve`.
+    """Return the application, for `serve run`, `serve deploy` and `raycl serve`.
 
     Args:
         args: settings as a tree, or dotted keys with values as text.
@@ -80,7 +80,7 @@ def build(args: Mapping[str, Any]) -> Any:
 
 
 def build_from(config: ServeConfig) -> Any:
-    """The application of a validated config; what answers first is written into the bank.
+    """Return the application of a validated config; what answers first is written into the bank.
 
     Raises:
         ConfigError, BankError: see `build`. BackboneError: `backbone` names none.

@@ -298,7 +298,7 @@ class Engine:
     def _route_prompts(
         self, loaded: LoadedSnapshot, requests: Sequence[EngineRequest], tasks: Sequence[str]
     ) -> Mixture:
-        """Prompts as the model will read them, for a router beside it.
+        """Return prompts as the model will read them, for a router beside it.
 
         Args:
             requests: all give their task id, or none does. tasks: whose template each prompt gets.
@@ -340,7 +340,7 @@ class Engine:
     # ---- labels ----------------------------------------------------------------------------------------------
 
     def _groups(self, ready: list[PreparedRequest[EngineRequest]]) -> list[list[PreparedRequest[EngineRequest]]]:
-        """Batches whose adapters fit on the device together and whose heads go by one rule."""
+        """Return batches whose adapters fit on the device together and whose heads go by one rule."""
         groups: list[list[PreparedRequest[EngineRequest]]] = []
         for one in ready:
             for group in groups:

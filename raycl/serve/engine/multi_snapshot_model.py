@@ -107,7 +107,7 @@ class LoadedSnapshot(TaskPrompts):
         return self.snapshot.router.settings.get("prompt_place") == "after"
 
     def prompt_positions(self, names: Collection[str] | None = None) -> int:
-        """Positions that soft prompts take beside a text.
+        """Return positions that soft prompts take beside a text.
 
         Args:
             names: adapters that are active for it; None: not known yet, so as many as its router activates at most.
@@ -119,7 +119,7 @@ class LoadedSnapshot(TaskPrompts):
         return sum(lengths[: self.snapshot.router.settings.get("top_k") if names is None else None])
 
     def mixture(self, texts: Sequence[str], tasks: Sequence[str] | None = None) -> Mixture:
-        """The mixture of each text, by names on the device; adapters without weight are left out.
+        """Return the mixture of each text, by names on the device; adapters without weight are left out.
 
         Raises:
             BankError: the router needs the tasks, or does not know one.
@@ -127,7 +127,7 @@ class LoadedSnapshot(TaskPrompts):
         return self.named(self.router.route(texts, tasks))
 
     def named(self, mixture: Mixture) -> Mixture:
-        """A mixture of the snapshot's own names by names on the device.
+        """Return a mixture of the snapshot's own names by names on the device.
 
         Raises:
             BankError: it names an adapter that the snapshot lacks.
@@ -145,7 +145,7 @@ class LoadedSnapshot(TaskPrompts):
 
 
 def mark_of(snapshot: Snapshot, others: Iterable[LoadedSnapshot]) -> str:
-    """A suffix that distinguishes a snapshot's adapters from other loaded ones of the same name and version.
+    """Return a suffix that distinguishes a snapshot's adapters from other loaded ones of the same name and version.
 
     Empty unless the bank was emptied and filled again while it was served.
     """
@@ -237,7 +237,7 @@ class MultiSnapshotModel:
             )
 
     def _activation(self, snapshot: Snapshot) -> Activation:
-        """The activation of all loaded adapters; adapters of a head or prompt alone have none."""
+        """Return the activation of all loaded adapters; adapters of a head or prompt alone have none."""
         others = [loaded.snapshot for loaded in self._all]
         example = {entry.activation: entry for one in (*others, snapshot) for entry in one.adapters if entry.rank}
         if len(example) > 1:
@@ -270,7 +270,7 @@ class MultiSnapshotModel:
             raise UnavailableError(f"adapter {key} cannot be loaded: {error}") from error
 
     def ahead(self, loaded: LoadedSnapshot) -> list[str]:
-        """The first adapters of a snapshot, up to `AHEAD_BYTES`: they are prefetched."""
+        """Return the first adapters of a snapshot, up to `AHEAD_BYTES`: they are prefetched."""
         room, found = AHEAD_BYTES, []
         for entry in loaded.snapshot.adapters:
             room -= entry.tensors.bytes
@@ -307,7 +307,7 @@ class MultiSnapshotModel:
         return sum(self._ranks[key] for key in keys)
 
     def fit(self, mixtures: Sequence[Mixture]) -> bool:
-        """Whether the adapters of all have room on the device together."""
+        """Return whether the adapters of all have room on the device together."""
         if self.stack.grows:
             return True
         names = dict.fromkeys(name for mixture in mixtures for name in mixture.names)
@@ -359,5 +359,5 @@ class MultiSnapshotModel:
 
 
 def _power_of_two(rows: int) -> int:
-    """The next one, since growing the cache costs a capture."""
+    """Return the next one, since growing the cache costs a capture."""
     return 1 << max(4, (rows - 1).bit_length())

@@ -67,7 +67,7 @@ class EngineRequest(GenerationRequest):
 
 
 def is_last(request: EngineRequest, event: Event) -> bool:
-    """Whether nothing comes after it."""
+    """Return whether nothing comes after it."""
     if isinstance(event, Started):
         return request.route_only
     return not isinstance(event, TextDelta) or event.finish is not None

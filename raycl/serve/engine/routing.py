@@ -47,7 +47,7 @@ def ood_score_of(mixture: Mixture) -> float | None:
 def _routed(
     loaded: LoadedSnapshot, requests: Sequence[EngineRequest], group: Sequence[int], route_prompts: RoutePrompts | None
 ) -> dict[int, Mixture]:
-    """The router's mixtures for requests that all give a task id, or none of which does."""
+    """Return the router's mixtures for requests that all give a task id, or none of which does."""
     if not group:
         return {}
     mine = [requests[number] for number in group]
@@ -81,7 +81,8 @@ def _weights(mixture: Mixture) -> dict[str, float]:
 
 
 def template_of(loaded: LoadedSnapshot, request: EngineRequest, mixture: Mixture) -> str:
-    """The task whose prompt an input gets: that which routing found, else the one with the largest weight; "": none.
+    """Return the task whose prompt an input gets: that which routing found, else the one with the largest weight; "":
+    none.
 
     Raises:
         InvalidRequestError: the router chooses no task, or the request gives several the same weight, and their prompts

@@ -79,7 +79,7 @@ class Truncation:
         self.max_source, self.max_prompt = max_source, max_prompt
 
     def fit(self, prompt_request: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
-        """The ids of texts with their prompts around them; equal texts are encoded once.
+        """Return the ids of texts with their prompts around them; equal texts are encoded once.
 
         Raises:
             PromptTooLongError: one that may not be truncated is too long. LimitExceededError: one has no token.

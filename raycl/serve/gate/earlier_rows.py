@@ -25,7 +25,7 @@ log = logging.getLogger("raycl")
 
 
 def stream_of(snapshot: Snapshot, config: ServeConfig) -> Stream:
-    """The stream that a snapshot was trained on, with the overrides of `gate.stream`.
+    """Return the stream that a snapshot was trained on, with the overrides of `gate.stream`.
 
     Raises:
         BankError: the snapshot does not record it. ConfigError: it names storage that the user does not.
@@ -86,20 +86,20 @@ def earlier_rows(active: Snapshot, candidate: Snapshot, stream: Stream, config: 
 
 
 def _recorded(snapshot: Snapshot, config: ServeConfig) -> tuple[Tree, int]:
-    """The stream's settings, and the seed."""
+    """Return the stream's settings, and the seed."""
     overrides = [f"stream.{override}" for override in config.gate.stream]
     tree, seed = recorded_data(snapshot, config.bank, overrides, config.gate.allow_storage, "gate.allow_storage")
     return tree["stream"], seed
 
 
 def _specs(tree: Tree, tasks: Sequence[str]) -> dict[str, Any]:
-    """Task -> how its rows are found: as the stream says, else by its name."""
+    """Return task -> how its rows are found: as the stream says, else by its name."""
     given = {spec if isinstance(spec, str) else spec["name"]: spec for spec in tree.get("tasks") or ()}
     return {name: given.get(name, name) for name in tasks}
 
 
 def _alone(tree: Tree, spec: Any) -> Tree:
-    """Settings of a stream of this task alone."""
+    """Return settings of a stream of this task alone."""
     return {**tree, "tasks": [spec]}
 
 

@@ -48,7 +48,7 @@ class GateWorker:
         """Returns when the actor has its resources."""
 
     def judge(self, candidate: int) -> GateResult | str:
-        """The result for a snapshot, or why there is none."""
+        """Return the result for a snapshot, or why there is none."""
         try:
             return judge(self.config, candidate, object_store_cache=True)
         except FAILURES as error:
@@ -121,7 +121,7 @@ class GateActor:
                 self._set_problem(f"the gate cannot look at the bank now: {error}")
 
     def _has_answered(self, number: int, last: Activation) -> bool:
-        """Whether a snapshot answered before, or what answers now descends from it: it needs no evaluation."""
+        """Return whether a snapshot answered before, or what answers now descends from it: it needs no evaluation."""
         bank, decided = self._activations.bank, self._activations.all()
         if number == last.snapshot or is_ancestor(bank, number, bank.open(last.snapshot)):
             return True
@@ -148,7 +148,8 @@ class GateActor:
             self._activations.add(last.snapshot, why, pending.move, rejected=pending.number)
 
     def _evaluate(self) -> GateResult | str | None:
-        """The result, or why there is none; None: it has been decided meanwhile, or a newer snapshot is there."""
+        """Return the result, or why there is none; None: it has been decided meanwhile, or a newer snapshot is
+        there."""
         actor = ray.remote(GateWorker).options(**self._takes).remote(self._tree)
         try:
             if not self._has_room(actor.ready.remote()):

@@ -53,13 +53,13 @@ class Keys:
         return bool(self._admin or self._plain)
 
     def knows(self, key: bytes, admin: bool) -> bool:
-        """Whether it is one of them; takes as long whichever it is, or none."""
+        """Return whether it is one of them; takes as long whichever it is, or none."""
         allowed = self._admin if admin else [*self._admin, *self._plain]
         return sum(hmac.compare_digest(key, other) for other in allowed) > 0
 
 
 def check_access(config: ServeConfig) -> Keys:
-    """The keys, if the endpoint may start with them.
+    """Return the keys, if the endpoint may start with them.
 
     Raises:
         ConfigError: it would be open to the network.
@@ -123,7 +123,8 @@ class AccessMiddleware:
         return f"{'an admin key' if admin else 'an API key'} is needed: send 'Authorization: Bearer KEY'"
 
     async def _read(self, receive: Any) -> bytes | None:
-        """The whole body; None: it is too large (a part of it is read all the same, or the answer would be lost)."""
+        """Return the whole body; None: it is too large (a part of it is read all the same, or the answer would be
+        lost)."""
         parts: list[bytes] = []
         size, more = 0, True
         while more and size <= DRAINED * self.body_bytes:
@@ -142,7 +143,8 @@ class AccessMiddleware:
 
 
 def _is_from_here(scope: Any) -> bool:
-    """Whether the client is on this machine, by its address: a proxy of Ray Serve may listen on others than `host`."""
+    """Return whether the client is on this machine, by its address: a proxy of Ray Serve may listen on others than
+    `host`."""
     client = scope.get("client")
     return client is not None and is_loopback(client[0])
 

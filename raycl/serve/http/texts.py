@@ -81,7 +81,7 @@ def add_texts(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatAnswer, "content": STREAM}})
     async def chat(request: ChatRequest) -> Response:
-        """The answer to the messages, with the prompt or chat template of the task that they belong to."""
+        """Return the answer to the messages, with the prompt or chat template of the task that they belong to."""
         most = request.max_completion_tokens or request.max_tokens
         return await _answered(service, _options(service, request, [request.prompt], most, chat=True))
 
@@ -193,7 +193,7 @@ def _event(tree: dict[str, Any]) -> str:
 
 
 def usage(answers: Sequence[Answer], n: int = 1) -> dict[str, int]:
-    """Tokens of answers, n to each prompt."""
+    """Return tokens of answers, n to each prompt."""
     prompt = sum(answer.metadata.prompt_tokens for answer in answers[::n] if answer.metadata)
     completion = sum(answer.tokens for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

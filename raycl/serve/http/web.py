@@ -42,7 +42,7 @@ TOO_DEEP = "the body's JSON is nested too deeply: send fewer lists and objects i
 
 
 def make_web(service: Service, keys: Keys) -> Any:
-    """The ASGI application of one replica."""
+    """Return the ASGI application of one replica."""
     app = FastAPI(title="raycl", version=__version__, responses=ERROR_RESPONSES, docs_url=None, redoc_url=None)
     add_errors(app)
     add_texts(app, service)
@@ -114,7 +114,7 @@ def _clearest(error: RequestValidationError) -> tuple[dict[str, Any], str]:
 
 
 def _place(where: Sequence[Any], body: Any) -> str:
-    """Dotted path of a field, without the names of alternatives that the validator tried."""
+    """Return the dotted path of a field, without the names of alternatives that the validator tried."""
     path: list[str] = []
     here = body
     for part in where[1:]:
@@ -131,7 +131,7 @@ def _place(where: Sequence[Any], body: Any) -> str:
 def _add_labels(app: FastAPI, service: Service) -> None:
     @app.post("/v1/classify", response_model=None, responses={200: {"model": LabelAnswer}})
     async def classify(request: ClassifyRequest) -> Response:
-        """The label of each text, with the probability of every label that was in question."""
+        """Return the label of each text, with the probability of every label that was in question."""
         if service.capabilities.answers != "label":
             raise InvalidRequestError("this endpoint's backbone answers with texts: use POST /v1/chat/completions")
         answers, details = await _each(service, request, labelled, route_only=False)
@@ -143,7 +143,7 @@ def _add_labels(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/route", response_model=None, responses={200: {"model": RouteAnswer}})
     async def route(request: ClassifyRequest) -> Response:
-        """The mixture of each text, without an answer."""
+        """Return the mixture of each text, without an answer."""
         _, details = await _each(service, request, routed, route_only=True)
         data = [{"index": number, "raycl": metadata} for number, metadata in enumerate(details)]
         return JSONResponse({"object": "list", "model": request.model, "data": data})
@@ -152,7 +152,7 @@ def _add_labels(app: FastAPI, service: Service) -> None:
 async def _each(
     service: Service, request: ClassifyRequest, until: Any, route_only: bool
 ) -> tuple[list[Answer], list[dict[str, Any]]]:
-    """Answers to the texts, and the details of each."""
+    """Return answers to the texts, and the details of each."""
     deadline, texts = service.deadline, request.texts
     service.check(texts)
     async with (
@@ -193,7 +193,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/adapters", response_model=None, responses={200: {"model": AdaptersAnswer}})
     async def adapters() -> Response:
-        """Adapters of the active snapshot."""
+        """Return adapters of the active snapshot."""
         active = snapshot_manager.active.snapshot
         data = [
             {
@@ -210,7 +210,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/snapshots", response_model=None, responses={200: {"model": SnapshotsAnswer}})
     def snapshots() -> Response:
-        """Numbers of all snapshots, and which one answers here."""
+        """Return numbers of all snapshots, and which one answers here."""
         active = snapshot_manager.active.snapshot
         return JSONResponse(
             {
@@ -238,14 +238,14 @@ def _add_models(app: FastAPI, service: Service) -> None:
 def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/healthz", response_model=None, responses={200: {"model": HealthAnswer}})
     async def healthy() -> Response:
-        """Whether this replica can answer at all."""
+        """Return whether this replica can answer at all."""
         if not service.engine.alive:
             return _Plain(body_of("the model's thread has ended: restart the replica", "server_error"), 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/readyz", response_model=None, responses={200: {"model": HealthAnswer}})
     async def ready() -> Response:
-        """Whether it takes more requests now."""
+        """Return whether it takes more requests now."""
         if service.engine.pending >= service.config.limits.queue:
             return _Plain(body_of("the queue is full", "server_error"), 503)
         active = service.snapshot_manager.active.snapshot.number

@@ -64,14 +64,15 @@ class Prediction:
     error: str = ""
 
     def among(self, labels: Collection[str]) -> str:
-        """The most probable of these labels, "" where none is known; the text itself without any, or if generated."""
+        """Return the most probable of these labels, "" where none is known; the text itself without any, or if
+        generated."""
         if not labels or not self.scores:
             return self.text
         return next((label for label in self.scores if label in labels), "")
 
 
 def settings_here(bank: Bank) -> dict[str, Any]:
-    """Settings of serving that fit this process: torch keeps its number of threads."""
+    """Return settings of serving that fit this process: torch keeps its number of threads."""
     return {"bank": bank.storage.address, "threads": torch.get_num_threads()}
 
 
@@ -125,7 +126,8 @@ class OfflineModel:
         max_tokens: int | None = None,
         keep_errors: bool = False,
     ) -> Iterator[Prediction]:
-        """The answer to each text or conversation, in order; texts are read as answers are taken, a few batches ahead.
+        """Yield the answer to each text or conversation, in order; texts are read as answers are taken, a few batches
+        ahead.
 
         Generated answers take the most likely token, as in evaluation.
 
@@ -145,7 +147,7 @@ class OfflineModel:
         return self._predicted(texts, task, max_tokens, keep_errors)
 
     def answers_to(self, rows: ScoredTask) -> list[str]:
-        """An answer to each row of a task, in its own prompt or by the text alone (`eval.instruction`)."""
+        """Return an answer to each row of a task, in its own prompt or by the text alone (`eval.instruction`)."""
         texts = [messages_of(text) for text in rows.texts] if rows.stream.is_chat(rows.task) else rows.texts
         is_given = rows.settings.instruction == "given" or self._loaded.asks_for_task
         found, allowed = self._predicted(texts, rows.task.name if is_given else None, rows.limit), rows.allowed
@@ -172,7 +174,7 @@ class OfflineModel:
         log.warning("task '%s' %s: the router of snapshot %d %s", task, effect, self.snapshot.number, way)
 
     def route(self, texts: Sequence[Text]) -> list[dict[str, float]]:
-        """Task -> weight for each text, the largest first, without answers.
+        """Return task -> weight for each text, the largest first, without answers.
 
         Raises:
             RayclError: the router needs the task, or cannot read a text.

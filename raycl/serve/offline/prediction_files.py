@@ -47,7 +47,7 @@ LOG_EVERY_S = 10.0
 
 
 def record_of(one: InputRow, prediction: Prediction | None, names_file: bool) -> Tree:
-    """A row of the output: where it is, the answer or why there is none, and the other columns of the input."""
+    """Return a row of the output: where it is, the answer or why there is none, and the other columns of the input."""
     found: Tree = {"file": one.file.name} if names_file else {}
     error = one.problem if prediction is None else prediction.error
     found |= {"row": one.row.number, "answer": None if prediction is None or error else prediction.text}
@@ -66,7 +66,7 @@ def record_of(one: InputRow, prediction: Prediction | None, names_file: bool) ->
 
 
 def plain(value: Any) -> Any:
-    """A value of a file as JSON has it: text for dates and the like, null for numbers that are not finite."""
+    """Return a value of a file as JSON has it: text for dates and the like, null for numbers that are not finite."""
     if isinstance(value, Mapping):
         return {_whole(str(key)): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -82,7 +82,7 @@ def _whole(text: str) -> str:
 
 
 def answered(model: OfflineModel, given: Input, rows: Iterable[InputRow], **settings: Any) -> Iterator[Tree]:
-    """The record of each row, in order; of a row that cannot be answered, the error.
+    """Yield the record of each row, in order; of a row that cannot be answered, the error.
 
     Args:
         settings: of `OfflineModel.predict`.
@@ -131,7 +131,7 @@ def write_predictions(
 
 
 def parts_of(given: Input, part_rows: int) -> Iterator[tuple[int, list[InputRow]]]:
-    """The rows in numbered parts, in order.
+    """Yield the rows in numbered parts, in order.
 
     Raises:
         DataError: a file cannot be used.
@@ -160,7 +160,7 @@ def write_part(
 
 
 def done_parts(to: Storage, key: str) -> frozenset[int]:
-    """Numbers of the parts that are written, each read and its hash checked.
+    """Return numbers of the parts that are written, each read and its hash checked.
 
     Args:
         key: see `claim`.
@@ -179,7 +179,7 @@ def done_parts(to: Storage, key: str) -> frozenset[int]:
 
 
 def records_of(to: Storage, key: str, parts: int) -> Iterator[Tree]:
-    """The records of so many parts, in order.
+    """Yield the records of so many parts, in order.
 
     Raises:
         DamagedError: one was changed since it was written.

@@ -101,7 +101,7 @@ class Input:
 def files_at(
     addresses: Sequence[str], split: str = "test", config: str | None = None, limits: ReadLimits | None = None
 ) -> tuple[Source, ...]:
-    """Files at paths or URIs; of a folder, those with a known suffix, in the order of their names; datasets.
+    """Return files at paths or URIs; of a folder, those with a known suffix, in the order of their names; datasets.
 
     Args:
         split, config: of a dataset: an `hf://` name, or a local folder in the hub's layout.
@@ -147,7 +147,7 @@ class _KeptFindings(Findings):
         self._bad.append(InputRow(self._file, row, problem.problem))
 
     def taken(self) -> list[InputRow]:
-        """The bad rows since the last call."""
+        """Return the bad rows since the last call."""
         found, self._bad = self._bad, []
         return found
 

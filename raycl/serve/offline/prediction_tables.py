@@ -58,7 +58,7 @@ def write_table(records: Callable[[], Iterator[Tree]], address: str) -> None:
 
 
 def _columns(records: Iterable[Tree]) -> dict[str, set[str]]:
-    """Columns in their order, with the kinds of their values: the file and row, the input's, then ours."""
+    """Return columns in their order, with the kinds of their values: the file and row, the input's, then ours."""
     found: dict[str, set[str]] = {}
     for record in records:
         for name, value in record.items():
@@ -91,7 +91,7 @@ def _csv(records: Iterator[Tree], columns: Mapping[str, set[str]]) -> Iterator[b
 
 
 def _cell(value: Any) -> str | None:
-    """A value as text; None as it is, and what has parts as JSON."""
+    """Return a value as text; None as it is, and what has parts as JSON."""
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False)
@@ -143,7 +143,7 @@ class _Written(io.RawIOBase):
         return len(part)
 
     def tell(self) -> int:
-        """Bytes written in all."""
+        """Return bytes written in all."""
         return self._count
 
     def taken(self) -> bytes:

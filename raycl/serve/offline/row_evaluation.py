@@ -115,7 +115,7 @@ def _text_of(row: Row) -> Text:
 
 
 def _task_of(snapshot: Snapshot, references: set[str], name: str | None) -> TaskInfo:
-    """The task whose rows are evaluated, as far as it is known: the one named, else one with all these labels.
+    """Return the task whose rows are evaluated, as far as it is known: the one named, else one with all these labels.
 
     Of several, one whose labels normalisation cannot tell apart.
     """

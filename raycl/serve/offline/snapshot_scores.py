@@ -18,7 +18,7 @@ log = logging.getLogger("raycl")
 def score_snapshot(
     model: OfflineModel, stream: Stream, tasks: Sequence[Task], settings: EvalConfig
 ) -> dict[str, Score]:
-    """Task -> score, for these tasks of the stream.
+    """Return task -> score, for these tasks of the stream.
 
     Raises:
         BankError: a task without answers.

@@ -52,7 +52,7 @@ def open_service(config: ServeConfig, object_store_cache: bool = False) -> Servi
 
 
 def open_engine(config: ServeConfig, snapshot: Snapshot) -> Engine:
-    """An engine with the snapshot's backbone, and without any snapshot.
+    """Return an engine with the snapshot's backbone, and without any snapshot.
 
     Raises:
         BackboneError: the backbone cannot be loaded, or is another one. ConfigError: the device does not exist.
@@ -72,7 +72,7 @@ def open_engine(config: ServeConfig, snapshot: Snapshot) -> Engine:
 
 
 def uses_static_cache(config: ServeConfig, backbone: Backbone) -> bool:
-    """Whether texts are decoded at fixed addresses.
+    """Return whether texts are decoded at fixed addresses.
 
     Raises:
         ConfigError: they shall be, and cannot.

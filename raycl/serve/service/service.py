@@ -114,7 +114,7 @@ class Service:
             self.snapshot_manager.release(loaded)
 
     async def _loaded(self, number: int | None) -> LoadedSnapshot:
-        """A snapshot that has to be loaded first; released if the request is cancelled meanwhile."""
+        """Return a snapshot that has to be loaded first; released if the request is cancelled meanwhile."""
         if self._loading >= LOADS:
             raise BusyError(f"{LOADS} snapshots are being loaded: retry in a second")
         self._loading += 1
@@ -266,15 +266,15 @@ def take(answer: Answer, event: Event, began: float) -> None:
 
 
 def finished_text(event: Event) -> bool:
-    """Whether a text's last piece has come."""
+    """Return whether a text's last piece has come."""
     return isinstance(event, TextDelta) and event.finish is not None
 
 
 def labelled(event: Event) -> bool:
-    """Whether the label is there."""
+    """Return whether the label is there."""
     return isinstance(event, LabelScores)
 
 
 def routed(event: Event) -> bool:
-    """Whether the mixture is known."""
+    """Return whether the mixture is known."""
     return isinstance(event, Started)

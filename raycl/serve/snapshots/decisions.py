@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def wanted_snapshots(bank: Bank, activations: Activations, config: ServeConfig) -> list[int]:
-    """Numbers of the snapshots that may answer, the best first: the others are for when it is not whole.
+    """Return numbers of the snapshots that may answer, the best first: the others are for when it is not whole.
 
     With `follow` and no gate, what the branch moved to after the last decision comes first; else the decided one does.
 
@@ -35,7 +35,7 @@ def wanted_snapshots(bank: Bank, activations: Activations, config: ServeConfig) 
 
 
 def readable_snapshot(bank: Bank, numbers: Sequence[int]) -> Snapshot:
-    """The first whose record can be read; no tensors are.
+    """Return the first whose record can be read; no tensors are.
 
     Raises:
         BankError: why the first one cannot, if none can.

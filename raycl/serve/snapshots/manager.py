@@ -97,7 +97,7 @@ class SnapshotManager:
         self._thread.start()
 
     def open(self, number: int) -> LoadedSnapshot:
-        """A snapshot ready to answer; blocks while it is loaded.
+        """Return a snapshot ready to answer; blocks while it is loaded.
 
         Raises:
             BankError: unknown, damaged, or made for another backbone.
@@ -125,7 +125,7 @@ class SnapshotManager:
             return self._open.get(number)
 
     def _read(self, number: int) -> tuple[Snapshot, Stamp | None]:
-        """A record, read once since it may be large, and its stamp before that."""
+        """Return a record, read once since it may be large, and its stamp before that."""
         stamp = self.bank.stamps().get(number)
         return self.bank.open(number), stamp
 
@@ -186,7 +186,7 @@ class SnapshotManager:
             log.warning("snapshot %d was removed from the bank%s", number, "" if stamp is None else " and recreated")
 
     def _is_unchanged(self, loaded: LoadedSnapshot) -> bool:
-        """Whether its record is unchanged; one that cannot be read now counts as unchanged."""
+        """Return whether its record is unchanged; one that cannot be read now counts as unchanged."""
         try:
             return self.bank.open(loaded.snapshot.number) == loaded.snapshot
         except BankError:
@@ -203,7 +203,7 @@ class SnapshotManager:
             return loaded
 
     def acquire(self, number: int | None = None) -> LoadedSnapshot:
-        """A snapshot for one answer, kept until `release`; None: the active one. Blocks while it is loaded.
+        """Return a snapshot for one answer, kept until `release`; None: the active one. Blocks while it is loaded.
 
         Raises:
             BankError: see `open`.
@@ -288,7 +288,7 @@ class SnapshotManager:
             return error
 
     def _best(self, numbers: Sequence[int]) -> tuple[LoadedSnapshot, RayclError | None]:
-        """The first that is whole and can be opened, and why none before it.
+        """Return the first that is whole and can be opened, and why none before it.
 
         One that failed is read again after a pause that grows: it may be large, and be repaired never.
 

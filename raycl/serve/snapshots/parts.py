@@ -54,7 +54,7 @@ def router_of(
     permissions: Permissions = NONE_GIVEN,
     encoders: Sequence[SentenceEncoder] = (),
 ) -> Router:
-    """The snapshot's router, its tensors read by `reader`.
+    """Return the snapshot's router, its tensors read by `reader`.
 
     Args:
         permissions: what the snapshot's author may run here.

@@ -15,7 +15,7 @@ from raycl.errors import BankError
 def recorded_data(
     snapshot: Snapshot, bank: str, overrides: Sequence[str], allowed: Sequence[str], setting: str
 ) -> tuple[Tree, int]:
-    """The sections `stream` and `eval` of the run that made a snapshot, and its seed.
+    """Return the sections `stream` and `eval` of the run that made a snapshot, and its seed.
 
     Args:
         bank: its address. overrides: of these sections, for data that has moved.

@@ -68,7 +68,7 @@ def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
 
 
 def sensitivity(summary: Tree, path: str | Path) -> Path:
-    """The first metric over each setting: a point a trial, a line through the means of equal values, as a PNG.
+    """Return the first metric over each setting: a point a trial, a line through the means of equal values, as a PNG.
 
     Words, and numbers that are names (seeds), have a dash at each mean and no line. Where one setting takes a few words
     (method: lora, olora), settings of numbers have a line for each of them.
@@ -94,7 +94,7 @@ def sensitivity(summary: Tree, path: str | Path) -> Path:
 
 
 def pareto_front(summary: Tree, path: str | Path) -> Path:
-    """The first two metrics against each other, the front joined by a line, as a PNG.
+    """Return the first two metrics against each other, the front joined by a line, as a PNG.
 
     Raises:
         RunError: no trial is done, or there is one metric only.
@@ -120,7 +120,7 @@ def pareto_front(summary: Tree, path: str | Path) -> Path:
 
 
 def done_rows(summary: Tree) -> list[Tree]:
-    """Trials that are done and have all scores.
+    """Return trials that are done and have all scores.
 
     Raises:
         RunError: there is none.
@@ -132,7 +132,8 @@ def done_rows(summary: Tree) -> list[Tree]:
 
 
 def varied(paths: Sequence[str], rows: Sequence[Tree]) -> tuple[list[str], list[str]]:
-    """Settings that differ between trials, and in words those that do not; if none differs, all of the former."""
+    """Return settings that differ between trials, and in words those that do not; if none differs, all of the
+    former."""
     found = {path: {text(row["settings"].get(path)) for row in rows} for path in paths}
     different = [path for path in paths if len(found[path]) > 1]
     if not different:
@@ -165,7 +166,7 @@ class Column:
 
     @staticmethod
     def of(values: Sequence[Any]) -> Column:
-        """Numbers by size (in the logarithm where they span much), anything else by first appearance."""
+        """Return numbers by size (in the logarithm where they span much), anything else by first appearance."""
         if is_numeric(values):
             wide = is_wide(values)
             places = [math.log(value) if wide else float(value) for value in values]
@@ -191,17 +192,17 @@ def kinds_of(paths: Sequence[str], rows: Sequence[Tree]) -> list[str] | None:
 
 
 def is_numeric(values: Sequence[Any]) -> bool:
-    """Whether all values are numbers."""
+    """Return whether all values are numbers."""
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Whether the values are spread widely enough for a logarithmic axis."""
+    """Return whether the values are spread widely enough for a logarithmic axis."""
     return min(values) > 0 and max(values) > LOG_FROM * min(values)
 
 
 def _spread_out(points: list[tuple[float, Any]], gap: float = 0.06) -> list[tuple[float, Any]]:
-    """Points that are far enough apart for their names."""
+    """Return points that are far enough apart for their names."""
     kept: list[tuple[float, Any]] = []
     for point in points:
         if not kept or point[0] - kept[-1][0] >= gap:

@@ -48,7 +48,7 @@ def group_table(summary: Tree) -> str:
 
 
 def sweep_csv(summary: Tree) -> str:
-    """All trials in full precision; lists and mappings as JSON."""
+    """Return all trials in full precision; lists and mappings as JSON."""
     out = io.StringIO()
     writer = SpreadsheetWriter(out)
     numbers = ("ap", "f_ra", "bwt", "fwt")
@@ -64,7 +64,7 @@ def sweep_csv(summary: Tree) -> str:
 
 
 def text(value: Any) -> str:
-    """A setting in a cell or at an axis: short, equal for equal values."""
+    """Return a setting in a cell or at an axis: short, equal for equal values."""
     if isinstance(value, bool) or value is None:
         return "-" if value is None else str(value).lower()
     if isinstance(value, float):
@@ -78,7 +78,7 @@ def text(value: Any) -> str:
 
 
 def number(value: float | None) -> str:
-    """A score."""
+    """Return a score."""
     return "–" if value is None else f"{value:.2f}"
 
 
@@ -95,7 +95,7 @@ def _spread(mean: float | None, spread: float | None) -> str:
 
 
 def _last(path: str) -> str:
-    """The last two parts of a dotted path, for a table."""
+    """Return the last two parts of a dotted path, for a table."""
     return ".".join(path.split(".")[-2:])
 
 

@@ -152,7 +152,7 @@ class SweepConfig(Section):
         return self.search.name != "tpe"
 
     def trials(self) -> list[Settings]:
-        """The settings of every trial of a planned search, in order.
+        """Return the settings of every trial of a planned search, in order.
 
         With a scheduler a grid is shuffled: where the best stand last, each is better than all before it, and a rule
         that compares with earlier trials stops none.
@@ -188,7 +188,7 @@ class SweepConfig(Section):
         return found
 
     def follow(self, settings: Settings) -> Settings:
-        """The settings with those that follow from others, in the file's order.
+        """Return the settings with those that follow from others, in the file's order.
 
         Raises:
             ConfigError: an expression names a path that does not exist, or cannot be computed.
@@ -201,7 +201,7 @@ class SweepConfig(Section):
         return in_order(found, self.space)
 
     def tree(self, settings: Settings) -> Tree:
-        """The base with one trial's settings and resources."""
+        """Return the base with one trial's settings and resources."""
         tree = copy.deepcopy(self.base)
         ordered = sorted(settings.items(), key=lambda item: item[0].count("."))  # a node before what is in it
         for path, value in ordered:
@@ -221,7 +221,7 @@ class SweepConfig(Section):
 
 
 def _at(tree: Tree, name: str) -> Any:
-    """The value at a dotted path; of a node that names its choice, the name."""
+    """Return the value at a dotted path; of a node that names its choice, the name."""
     node: Any = tree
     for part in name.split("."):
         if not isinstance(node, dict) or part not in node:
@@ -264,7 +264,7 @@ def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
 
 
 def _unused(sweep: SweepConfig) -> dict[str, str]:
-    """Settings of base and space that act on nothing in any trial -> the reason."""
+    """Return settings of base and space that act on nothing in any trial -> the reason."""
     given = {"output": "--dir and the sweep's name", **{f"launch.{key}": f"resources.{key}" for key in TAKEN}}
     written = {f"base.{setting(path, value)}": path for path, value in leaves(sweep.base).items()}
     written |= {f"space '{path}'": path for path in sweep.space}
@@ -285,7 +285,7 @@ def _requested(sweep: SweepConfig) -> list[str]:
 
 
 def examples(sweep: SweepConfig) -> list[Settings]:
-    """Settings that a search may come to: each listed value or end of a range beside the others' first."""
+    """Return settings that a search may come to: each listed value or end of a range beside the others' first."""
     first = {path: draw.corners[0] for path, draw in sweep.space.items() if draw.expr is None}
     return [
         sweep.follow(first | {path: value})

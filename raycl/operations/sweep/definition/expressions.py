@@ -115,7 +115,7 @@ def parse(text: str, functions: tuple[str, ...] = ()) -> Expression:
 
 
 def _names(node: ast.expr, text: str, known: set[str]) -> Iterator[str]:
-    """Dotted names that are read; refuses everything else that is not in the language."""
+    """Yield dotted names that are read; refuses everything else that is not in the language."""
     match node:
         case ast.Constant(value=value) if value is None or isinstance(value, bool | int | float | str):
             return

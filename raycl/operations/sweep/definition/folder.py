@@ -48,11 +48,11 @@ class SweepFolder:
         return SweepFolder(Storage.at(directory).sub(sweep.name), sweep.name)
 
     def run_name(self, number: int) -> str:
-        """Folder of a trial, and its name for trackers."""
+        """Return the folder of a trial, and its name for trackers."""
         return f"{self.name}-{number:04d}"
 
     def run(self, number: int) -> Storage:
-        """A trial's run folder."""
+        """Return a trial's run folder."""
         return self.storage.sub(f"trials/{self.run_name(number)}")
 
     def prefix(self, key: str) -> Storage:
@@ -60,7 +60,7 @@ class SweepFolder:
         return self.storage.sub(f"prefixes/{key}")
 
     def config(self, sweep: SweepConfig, number: int, settings: Settings) -> RunConfig:
-        """A trial's run, with a place of its own.
+        """Return a trial's run, with a place of its own.
 
         Raises:
             ConfigError: the settings make no valid config.
@@ -121,7 +121,7 @@ class SweepFolder:
         return ("failed" if self.error(number) is not None else "unfinished"), reached
 
     def results(self, number: int) -> Tree | None:
-        """The result tree of a trial's run, if it has one."""
+        """Return the result tree of a trial's run, if it has one."""
         run = self.run(number)
         if not run.exists("results.json"):
             return None

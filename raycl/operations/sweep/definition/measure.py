@@ -32,7 +32,7 @@ def read_metric(text: str) -> Expression:
 
 
 def read_matrix(tasks: Sequence[str], phases: Sequence[str], records: Sequence[Mapping[str, Any]]) -> AccuracyMatrix:
-    """The matrix of the phases in the journal records; rows for these alone, columns for tasks seen so far."""
+    """Return the matrix of the phases in the journal records; rows for these alone, columns for tasks seen so far."""
     done = len(records)
     sequence = len(tasks) == len(phases)
     seen = tuple(tasks[:done]) if sequence else tuple(tasks)

@@ -80,7 +80,7 @@ class Draw(Section):
         return self.values or self.range[:2]
 
     def drawn(self, draw: np.random.Generator) -> Any:
-        """A random value."""
+        """Return a random value."""
         if self.values:
             return self.values[int(draw.integers(len(self.values)))]
         low, high = self.range[:2]
@@ -103,7 +103,7 @@ def step_value(low: float, step: float, number: int) -> float:
 
 
 def planned(space: Space, samples: int, seed: int, follow: Callable[[Settings], Settings]) -> list[Settings]:
-    """All trials: every combination of the grids, `samples` times, with fresh draws each time.
+    """Return all trials: every combination of the grids, `samples` times, with fresh draws each time.
 
     Args:
         follow: adds the settings that follow from others (`expr`).
@@ -127,7 +127,7 @@ def crossed(space: Space, follow: Callable[[Settings], Settings]) -> list[Settin
 
 
 def key_of(settings: Settings) -> str:
-    """The same key for equal settings, read from a file or not."""
+    """Return the same key for equal settings, read from a file or not."""
     return json.dumps(settings, sort_keys=True, default=list)
 
 

@@ -41,10 +41,10 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def next_trial(self) -> tuple[int, Settings] | None:
-        """Number and settings of the next trial; None: there is none."""
+        """Return the number and settings of the next trial; None: there is none."""
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
-        """The next proposal, for Tune."""
+        """Return the next proposal, for Tune."""
         stopping = self.stop is not None and self.stop.is_requested
         found = None if stopping else self.next_trial()
         if found is None:
@@ -81,7 +81,7 @@ class Planned(RecordingSearcher):
         self.left = dict(trials)
 
     def next_trial(self) -> tuple[int, Settings] | None:
-        """The first that is left."""
+        """Return the first that is left."""
         number = next(iter(self.left), None)
         return None if number is None else (number, self.left.pop(number))
 
@@ -178,7 +178,7 @@ class TpeSearcher(RecordingSearcher):
         self._share(self.keys[number], found)
 
     def _ask_for(self, settings: Settings) -> Any:
-        """An Optuna trial with given settings; what they leave out is drawn."""
+        """Return an Optuna trial with given settings; what they leave out is drawn."""
         self.study.enqueue_trial(self._as_parameters(settings))
         return self.study.ask(self._distributions())
 
@@ -229,7 +229,7 @@ class TpeSearcher(RecordingSearcher):
 
 
 def _study(sweep: SweepConfig) -> Any:
-    """An Optuna study in memory.
+    """Return an Optuna study in memory.
 
     Raises:
         ConfigError: Optuna is not installed.

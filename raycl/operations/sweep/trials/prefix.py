@@ -30,7 +30,7 @@ BY_PHASE = ("epochs", "epochs_by_task", "learning_rate", "learning_rate_by_task"
 
 
 def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:
-    """Keys of the run after 1, 2, ... phases, without the last, after which no run continues.
+    """Return keys of the run after 1, 2, ... phases, without the last, after which no run continues.
 
     Args:
         tasks: of the stream in order.
@@ -76,7 +76,7 @@ def _phase(config: RunConfig, index: int, tasks: Sequence[str]) -> Tree:
 
 
 def shared_keys(keys: Sequence[Sequence[str]]) -> set[str]:
-    """Keys that more than one trial has."""
+    """Return keys that more than one trial has."""
     return {key for key, count in Counter(key for trial in keys for key in set(trial)).items() if count > 1}
 
 

@@ -42,7 +42,8 @@ _POINTER = TypeAdapter(_Pointer)
 
 
 def separate_tree(config: RunConfig) -> Tree:
-    """The run under schedule `separate`, else as in `config`; tasks sorted, since their order does not matter to it."""
+    """Return the run under schedule `separate`, else as in `config`; tasks sorted, since their order does not matter to
+    it."""
     tree = configs.as_tree(config)
     tree["method"] = tree["method"]["learner"] if config.method.name in WRAPPERS else tree["method"]
     tree["stream"]["schedule"] = "separate"
@@ -56,7 +57,7 @@ def separate_tree(config: RunConfig) -> Tree:
 
 
 def separate_key(tree: Tree) -> str:
-    """The same for settings that give the same scores."""
+    """Return the same for settings that give the same scores."""
     kept = {key: tree[key] for key in ("seed", "stream", "backbone", "method", "modifiers", "train", "engine", "eval")}
     unused = method_class(kept["method"]["name"]).Config.unused_for_single_task
     kept["method"] = configs.remaining(kept["method"], unused)
@@ -65,7 +66,8 @@ def separate_key(tree: Tree) -> str:
 
 
 def singles_of(config: RunConfig, directory: str, options: driver.RunOptions | None = None) -> RunConfig:
-    """The config with `eval.singles` at the finished run of schedule `separate`, which runs first if there is none.
+    """Return the config with `eval.singles` at the finished run of schedule `separate`, which runs first if there is
+    none.
 
     Args:
         options: where it runs.
@@ -97,7 +99,8 @@ def write_pointer(root: Storage, key: str, run: str) -> None:
 
 
 def _known(root: Storage, key: str) -> str | None:
-    """Name of the run that was made for these settings; None: there is none, or the pointer to it is damaged."""
+    """Return the name of the run that was made for these settings; None: there is none, or the pointer to it is
+    damaged."""
     pointer = f"{key}.json"
     try:
         found = read_fields(root, pointer, FORMAT, _POINTER) if root.exists(pointer) else None

@@ -187,14 +187,14 @@ class TrialReport:
     singles: dict[str, float] | None
 
     def __call__(self, records: Sequence[Tree]) -> Tree:
-        """Tasks done, and each metric that is defined so far."""
+        """Return tasks done, and each metric that is defined so far."""
         values = measured(self.sweep.metrics, self.tasks, self.phases, records, self.singles)
         scores = {f"{SCORES}{index}": value for index, value in enumerate(values) if value is not None}
         return {TASKS: len(records), **scores}
 
 
 def as_trainable(work: Work) -> Callable[[dict[str, Any]], None]:
-    """The function that Tune calls for each trial."""
+    """Return the function that Tune calls for each trial."""
 
     def trial(config: dict[str, Any], work: Work) -> None:
         run_trial(work, int(config["number"]), configs.validate(RunConfig, json.loads(config["run"])))
