@@ -192,7 +192,7 @@ def steps_s(all_grown: Sequence[Grown]) -> list[float]:
 
 
 def checkpoint_bytes(grown: Grown) -> int:
-    """What the checkpoint at the end of the new task writes where that of the task before is stored."""
+    """Return what the checkpoint at the end of the new task writes where that of the task before is stored."""
     values, tensors = grown.method.state_dict()
     checkpoint = Checkpoint(0, 1, 1, values, dict(grown.task_context.parameters), frozen_state=tensors)
     with tempfile.TemporaryDirectory() as folder:

@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def tree(options: argparse.Namespace, tasks: tuple[str, ...]) -> dict[str, Any]:
-    """What all runs here share."""
+    """Return what all runs here share."""
     stream = {"tasks": list(tasks), "train_rows": options.rows, "test_rows": options.test_rows, "max_source_tokens": 48}
     train = {"epochs": options.epochs, "batch_size": 16, "lr_scheduler": "linear"}
     place = {"workers": 1, "cpus_per_worker": 1.0}

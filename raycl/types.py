@@ -181,7 +181,7 @@ class TextCodec(Protocol):
         ...
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary has it, for people to read."""
+        """Return each token as the vocabulary has it, for people to read."""
         ...
 
     def shown(self, ids: Sequence[int]) -> str:
@@ -292,7 +292,8 @@ class AdapterState:
         return max((int(a.shape[0]) for a, _ in self.linears.values()), default=0)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return everything that it holds by name: `<path>.lora_A`, `<path>.lora_B`, `prompt`, `head.weight`, `head.bias`."""
+        """Return everything that it holds by name: `<path>.lora_A`, `<path>.lora_B`, `prompt`, `head.weight`,
+        `head.bias`."""
         found: dict[str, Tensor] = {}
         for path, (low, high) in self.linears.items():
             found[f"{path}.lora_A"], found[f"{path}.lora_B"] = low, high

@@ -64,7 +64,7 @@ def loaded(adapters: dict[str, AdapterState], number: int = 1) -> LoadedSnapshot
 
 
 def dense(names: Sequence[str], rows: int, seed: int = 0) -> Mixture:
-    """Every adapter for every row, weights that sum to 1 and differ from row to row."""
+    """Return every adapter for every row, weights that sum to 1 and differ from row to row."""
     draw = torch.Generator().manual_seed(seed)
     return Mixture(tuple(names), torch.softmax(torch.randn(rows, len(names), generator=draw), 1))
 

@@ -52,7 +52,7 @@ class Part:
     least_s: int = 5
 
     def cases(self, setup: Setup) -> list[Case]:
-        """What it measures, in order of value; its module is imported when it is reached."""
+        """Return what it measures, in order of value; its module is imported when it is reached."""
         module = importlib.import_module(f"benchmarks.gpu.parts.{self.name}")
         gc.freeze()  # garbage is collected after every case: what the libraries made on import is none
         found: Iterable[Case] = module.cases(setup)

@@ -103,7 +103,8 @@ def run_plain(sheet: Sheet, folder: Path) -> Trial:
 
 
 def worker_niceness() -> int:
-    """What Ray gives its workers (2.60, observed): at another priority a busy machine would slow one side only."""
+    """Return what Ray gives its workers (2.60, observed): at another priority a busy machine would slow one side
+    only."""
     return int(os.environ.get("RAY_worker_niceness", "15"))  # noqa: SIM112  Ray spells it so
 
 

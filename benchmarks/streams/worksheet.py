@@ -23,7 +23,7 @@ Sheet = dict[str, Any]
 
 
 def write_down(config: RunConfig, threads: int) -> Sheet:
-    """What one worker with `config` does, as a JSON-able tree.
+    """Return what one worker with `config` does, as a JSON-able tree.
 
     Raises:
         ConfigError: a text or answer would be cut.

@@ -198,6 +198,6 @@ def plain_weight(base: Any) -> Tensor:
 
 
 def base_dtype(base: nn.Module) -> torch.dtype:
-    """What the linear computes in; quantized weights are stored as integers."""
+    """Return what the linear computes in; quantized weights are stored as integers."""
     stored: torch.dtype = base.weight.dtype  # type: ignore[assignment]
     return stored if stored.is_floating_point else base.compute_dtype  # type: ignore[return-value]

@@ -127,7 +127,7 @@ def neighbours(rows: Tensor) -> slice | Tensor:
 def own_form(
     weights_BN: Tensor, owners: Sequence[tuple[int, int, float]], rows: Mapping[int, Sequence[int]]
 ) -> tuple[Tensor, Tensor] | None:
-    """Each example's own rows `[B, K]` and gates `[B, K]`, or None where the shared form is cheaper.
+    """Return each example's own rows `[B, K]` and gates `[B, K]`, or None where the shared form is cheaper.
 
     Args:
         rows: column -> rows of the pool.

@@ -118,7 +118,7 @@ class Run:
         return f"{open_bank(self._config.bank, self._storage).storage.address}@{self._config.bank.branch}"
 
     def load(self, **settings: Any) -> Model:
-        """What it has learned, as a model; see `raycl.load`."""
+        """Return what it has learned, as a model; see `raycl.load`."""
         return load(self.bank, **settings)
 
     def add(self, *tasks: Task, **options: Any) -> Run:

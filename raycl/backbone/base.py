@@ -258,7 +258,8 @@ class Backbone(nn.Module, ABC):
         raise AssertionError(f"{type(self).__name__} answers with texts: it has no label scores")
 
     def generation_inputs(self, batch: Batch) -> GenerationInputs:
-        """What the model's `generate` reads of a batch, where `capabilities.answers` is `text`; under `precision`."""
+        """Return what the model's `generate` reads of a batch, where `capabilities.answers` is `text`; under
+        `precision`."""
         raise AssertionError(f"{type(self).__name__} answers with labels: it generates no text")
 
     @torch.no_grad()

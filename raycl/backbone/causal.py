@@ -21,7 +21,7 @@ class CausalBackbone(Backbone):
     """Prompt, then answer, in one sequence."""
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Every token of the answers (end-of-sequence included), given all before it."""
+        """Return every token of the answers (end-of-sequence included), given all before it."""
         found = self._guesses_behind_suffix(batch)
         if found is not None:
             return found

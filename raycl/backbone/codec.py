@@ -159,7 +159,7 @@ class HFCodec:
         return self._special.encode([self._special.broken(text) for text in texts], special)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary has it."""
+        """Return each token as the vocabulary has it."""
         return list(self.tokenizer.convert_ids_to_tokens(list(ids)))
 
     def shown(self, ids: Sequence[int]) -> str:

@@ -96,7 +96,7 @@ class EncoderBackbone(Backbone):
         return summed_at(logits_BC, batch.label_ids)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Every hidden word; in batches without any, one position that carries no loss."""
+        """Return every hidden word; in batches without any, one position that carries no loss."""
         assert self.language is not None, "the backbone was loaded without its language head"
         labels_BL = batch.target_ids if batch.target_ids.shape[1] else torch.full_like(batch.source_ids, IGNORE)
         chosen_BL = loss_positions(labels_BL)

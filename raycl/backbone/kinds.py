@@ -18,7 +18,7 @@ KINDS: dict[str, Capabilities] = {
 
 
 def capabilities_of(kind: str) -> Capabilities:
-    """What backbones of this kind can do.
+    """Return what backbones of this kind can do.
 
     Raises:
         BackboneError: there is no such kind.

@@ -106,7 +106,7 @@ class BackboneConfig(Section):
     )
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """What only the label head of encoder-only models reads, and what only decoder-only ones do."""
+        """Yield what only the label head of encoder-only models reads, and what only decoder-only ones do."""
         known = known_capabilities(self)
         if known is not None and known.answers == "text":
             yield "pooling", because_of_kind(self)
@@ -115,7 +115,7 @@ class BackboneConfig(Section):
 
 
 def known_kind(config: BackboneConfig) -> Kind | None:
-    """What the model is, as far as its config.json is on this machine.
+    """Return what the model is, as far as its config.json is on this machine.
 
     Returns:
         None: not known before it is fetched from the hub, or before code of its own runs, or it cannot be read at all,
@@ -143,13 +143,14 @@ def _kind_in(folder: str, inode: int, size: int, written: int) -> Kind | None:
 
 
 def known_capabilities(config: BackboneConfig) -> Capabilities | None:
-    """What the model can do; None: see `known_kind`."""
+    """Return what the model can do; None: see `known_kind`."""
     kind = known_kind(config)
     return None if kind is None else KINDS[kind]
 
 
 def because_of_kind(config: BackboneConfig) -> str:
-    """Why settings for another kind of model act on nothing, as a path from the backbone's section and a reason."""
+    """Return why settings for another kind of model act on nothing, as a path from the backbone's section and a
+    reason."""
     lacks = "generates no text" if known_kind(config) == "encoder" else "has no label head"
     return f"{_named_kind(config)}, which {lacks}"
 

@@ -30,7 +30,7 @@ def loss_positions(labels_BS: Tensor) -> Tensor:
 
 
 def decoder_inputs(model: Any, labels_BT: Tensor) -> dict[str, Any]:
-    """What the decoder of an encoder-decoder model reads to predict these labels, as arguments of the model.
+    """Return what the decoder of an encoder-decoder model reads to predict these labels, as arguments of the model.
 
     The token that answers begin with when they are generated stands first. Some models' own shift begins with a row's
     last token instead (mBART, whose labels end in a language), which a row without labels does not have. Where no token
@@ -44,7 +44,7 @@ def decoder_inputs(model: Any, labels_BT: Tensor) -> dict[str, Any]:
 
 
 def _first_token(model: Any) -> int | None:
-    """What `generate` begins answers with."""
+    """Return what `generate` begins answers with."""
     settings = [one for one in (getattr(model, "generation_config", None), model.config) if one is not None]
     found = [getattr(one, f"{name}_token_id", None) for name in ("decoder_start", "bos") for one in settings]
     return next((int(token) for token in found if token is not None), None)

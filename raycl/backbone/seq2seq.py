@@ -18,7 +18,7 @@ class Seq2SeqBackbone(Backbone):
     """Source into the encoder, target from the decoder."""
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Every target token (end-of-sequence included), given the source and all before it."""
+        """Return every target token (end-of-sequence included), given the source and all before it."""
         labels_BT = _labels(batch)
         chosen_BT = loss_positions(labels_BT)
         with self.precision():

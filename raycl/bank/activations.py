@@ -84,7 +84,7 @@ class Activations:
         return self._known[0]
 
     def all(self) -> Iterator[Activation | BankError]:
-        """Every decision in order; in the place of a damaged one, what is wrong with it."""
+        """Yield every decision in order; in the place of a damaged one, what is wrong with it."""
         for number in self.records.numbers():
             try:
                 yield self._read(number)

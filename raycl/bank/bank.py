@@ -160,7 +160,7 @@ class Bank:
         return numbers(self.storage, f"adapters/{check_name(name)}")
 
     def manifest(self, ref: AdapterRef) -> AdapterManifest:
-        """What a version is.
+        """Return what a version is.
 
         Raises:
             BankError: it does not exist, or its manifest is damaged.

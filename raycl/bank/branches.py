@@ -229,7 +229,8 @@ class Branch:
         return number if number not in line else None
 
     def steps_back(self) -> list[tuple[int, Move]]:
-        """Each move that left a snapshot behind, oldest first, with that snapshot; damaged moves are passed over."""
+        """Return each move that left a snapshot behind, oldest first, with that snapshot; damaged moves are passed
+        over."""
         found: list[tuple[int, Move]] = []
         before: int | None = None
         for number in self.numbers():

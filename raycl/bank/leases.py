@@ -68,7 +68,7 @@ def lease_problems(storage: Storage) -> list[str]:
 
 
 def _leases(storage: Storage, max_age_s: float) -> Iterator[_Lease | BankError]:
-    """Each lease that counts; in the place of a damaged one, what is wrong with it."""
+    """Yield each lease that counts; in the place of a damaged one, what is wrong with it."""
     for file, entry in storage.files(FOLDER).items():
         if not is_lease(file) or entry.age >= max_age_s:
             continue

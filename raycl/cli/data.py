@@ -222,7 +222,7 @@ def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
 
 
 def _mistakes(one: TaskCheck) -> RenderableType:
-    """What is probably wrong, how often, and what mends it."""
+    """Return what is probably wrong, how often, and what mends it."""
     from rich import box
     from rich.table import Table
 

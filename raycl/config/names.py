@@ -18,7 +18,7 @@ _UNPRINTED = ("Cc", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def problem_of(name: str, refused: str = "") -> str:
-    """Why a name cannot be that of a file or folder, and what is expected instead; "" where it can.
+    """Return why a name cannot be that of a file or folder, and what is expected instead; "" where it can.
 
     Args:
         refused: signs that it must not have beside those of paths.

@@ -82,7 +82,7 @@ def _groups(model: type[BaseModel], path: str, choice: str, seen: set[type[BaseM
 
 
 def _item(annotation: Any, tag: str) -> str:
-    """What stands between the path of a field and the keys of the sections in it."""
+    """Return what stands between the path of a field and the keys of the sections in it."""
     origins = {get_origin(part) for part in (annotation, *get_args(annotation))}
     if dict in origins:
         return f".{tag or '<name>'}"

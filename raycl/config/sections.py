@@ -77,7 +77,7 @@ def load(model: type[ConfigT], path: str | None, overrides: Sequence[str] = ()) 
 
 
 def load_tree(path: str | None, overrides: Sequence[str] = ()) -> Tree:
-    """What `load` validates: the file's tree with overrides, interpolations resolved.
+    """Return what `load` validates: the file's tree with overrides, interpolations resolved.
 
     Raises:
         ConfigError: unreadable file, malformed override.

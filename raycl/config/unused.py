@@ -41,7 +41,7 @@ def written(path: str | None, overrides: Sequence[str] = ()) -> Tree:
 def unused_written(
     path: str | None, overrides: Sequence[str], config: Section, by_file: Callable[[], Section]
 ) -> dict[str, str]:
-    """What a person wrote that acts on nothing, `path=value` -> the reason.
+    """Return what a person wrote that acts on nothing, `path=value` -> the reason.
 
     A setting of the file that has its effect until an override switches it off is none of these: that is what the
     override asks for.

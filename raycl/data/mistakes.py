@@ -93,7 +93,7 @@ class SeenRows:
 
 
 def mistakes_of(stream: Stream, task: Task, most: int | None = None) -> list[Mistake]:
-    """What is probably wrong with the data of a task.
+    """Return what is probably wrong with the data of a task.
 
     Args:
         most: texts are compared where the task has at most this many rows; None: always.

@@ -254,7 +254,7 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
 
 
 def _like(spec: TaskSpec) -> TaskInfo:
-    """What is known of the task that `like` names."""
+    """Return what is known of the task that `like` names."""
     if spec.like is None:
         return _UNKNOWN
     info = TASKS.get(canonical(spec.like))

@@ -130,7 +130,7 @@ class Stream:
         return self._config.objective != "answer"
 
     def text_objective(self, codec: TextCodec, seed: int) -> TextObjective | None:
-        """How texts become batches where they themselves are learned; None where their answers are."""
+        """Return how texts become batches where they themselves are learned; None where their answers are."""
         return text_objective(self._config.objective, codec, self._config.mask_share, seed)
 
     def stored(self, task: Task, share: float = 1.0, limit: int | None = None) -> Indices:

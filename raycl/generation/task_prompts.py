@@ -41,7 +41,7 @@ class Reading(NamedTuple):
     is_chat: bool = False
 
     def for_model(self, prompt: Prompt) -> str:
-        """What a prompt is put around: of a conversation all contents, where there is no chat template."""
+        """Return what a prompt is put around: of a conversation all contents, where there is no chat template."""
         return self.text if prompt.chat_template else self._plain(self.text)
 
     def for_router(self, prompt: Prompt) -> str:
@@ -96,7 +96,7 @@ class TaskPrompts:
         return found
 
     def reading(self, text: str, is_chat: bool = False, task: str | None = None) -> Reading:
-        """How a text is read.
+        """Return how a text is read.
 
         Args:
             is_chat: it stands for a conversation (`raycl.data.sources.conversation`).
@@ -113,7 +113,8 @@ class TaskPrompts:
         return Reading(text, others if task is None else text, tasks, is_chat)
 
     def seen(self, reading: Reading) -> str:
-        """What a router sees that reads texts: of a conversation all contents, where no task was learned from any."""
+        """Return what a router sees that reads texts: of a conversation all contents, where no task was learned from
+        any."""
         return reading.routed if self.has_chats else reading.for_router(Prompt())
 
     def route(

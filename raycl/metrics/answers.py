@@ -25,12 +25,12 @@ class Answers(NamedTuple):
     sources: Sequence[str] = ()
 
     def rows(self) -> Iterator[Answers]:
-        """Each example by itself, without its source."""
+        """Yield each example by itself, without its source."""
         for prediction, accepted in self.pairs():
             yield Answers([prediction], [accepted], self.labels)
 
     def pairs(self) -> Iterator[tuple[str | None, Sequence[str]]]:
-        """Each prediction with its references."""
+        """Yield each prediction with its references."""
         return zip(self.predictions, self.references, strict=True)
 
 

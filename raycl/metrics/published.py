@@ -54,7 +54,7 @@ class Published(Section):
 
 
 def read_published(folder: Storage) -> Published | None:
-    """What `Published.write` left in a folder.
+    """Return what `Published.write` left in a folder.
 
     Raises:
         ConfigError: the file is something else.
@@ -69,7 +69,7 @@ def row_of(result: Tree) -> str:
 
 
 def numbers_of(result: Tree) -> Mapping[str, float]:
-    """What is published of the run's row; {} where nothing is."""
+    """Return what is published of the run's row; {} where nothing is."""
     return dict((result.get(KEY) or {}).get("numbers") or {})
 
 

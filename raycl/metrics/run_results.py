@@ -103,7 +103,7 @@ def _run_folders(storage: Storage, published: Published | None = None) -> Iterat
 
 
 def _problem(tree: Any) -> str:
-    """What keeps a parsed file from being a result, in words; empty if nothing does."""
+    """Return what keeps a parsed file from being a result, in words; empty if nothing does."""
     if not isinstance(tree, dict):
         return f"it holds a {type(tree).__name__}, expected a mapping"
     missing = [key for key in ("config", "stream", "phases", "matrix", "metrics") if key not in tree]

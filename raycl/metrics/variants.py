@@ -53,7 +53,7 @@ def compute_variants(
     singles: Mapping[str, float] | None = None,
     untrained: Mapping[str, float] | None = None,
 ) -> dict[str, float | None]:
-    """Every variant of a matrix by name.
+    """Return every variant of a matrix by name.
 
     Args:
         singles: task -> score when trained alone.

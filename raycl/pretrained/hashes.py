@@ -96,7 +96,7 @@ def _read(file: Path) -> str:
 
 
 def _version(file: Path) -> dict[str, int]:
-    """What differs after a file was written again, or replaced by another."""
+    """Return what differs after a file was written again, or replaced by another."""
     found = file.stat()
     return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
 

@@ -58,7 +58,7 @@ def is_local(name: str) -> bool:
 
 
 def published_name(name: str) -> str:
-    """What others call the model: its hub id; a local folder as it is."""
+    """Return what others call the model: its hub id; a local folder as it is."""
     return PUBLISHED.get(name, name)
 
 
@@ -153,7 +153,7 @@ def _download(where: str, revision: str | None, patterns: Sequence[str]) -> Path
 
 
 def _unreachable() -> str:
-    """Why the hub cannot be asked; "" where it can. Its library asks one that does not answer for a minute."""
+    """Return why the hub cannot be asked; "" where it can. Its library asks one that does not answer for a minute."""
     from huggingface_hub import constants
 
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _no_answer(constants.ENDPOINT)
@@ -161,7 +161,7 @@ def _unreachable() -> str:
 
 @lru_cache(maxsize=4)
 def _no_answer(endpoint: str) -> str:
-    """Why a hub takes no connection, found once in a process; a proxy is left to the library."""
+    """Return why a hub takes no connection, found once in a process; a proxy is left to the library."""
     hub = urlsplit(endpoint)
     if hub.scheme in getproxies():
         return ""
@@ -215,7 +215,7 @@ def _safetensors(folder: Path) -> list[Path]:
 
 
 def identity_files(folder: Path) -> list[Path]:
-    """What identifies a model, by name: config, tokenizer, and its safetensors, or pickles where it has none.
+    """Return what identifies a model, by name: config, tokenizer, and its safetensors, or pickles where it has none.
 
     Others (cards, training state, the same weights in another format) may differ.
     """

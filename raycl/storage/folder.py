@@ -138,14 +138,14 @@ class Storage:
         return sorted(info.base_name for info in found if not UNFINISHED.search(info.base_name))
 
     def files(self, name: str = "") -> dict[str, StoredFile]:
-        """Every file below a folder, unfinished ones too: name relative to this storage -> size and age."""
+        """Return every file below a folder, unfinished ones too: name relative to this storage -> size and age."""
         selector = pafs.FileSelector(self.path(name), allow_not_found=True, recursive=True)
         found = self._with_retries("list", name, lambda: self._entries(selector))
         start, now = len(self.root) + 1, time.time()
         return {info.path[start:]: _stored_file(info, now) for info in found if info.type == pafs.FileType.File}
 
     def _entries(self, selector: pafs.FileSelector) -> Sequence[pafs.FileInfo]:
-        """What is there; a folder that appears while pyarrow looks whether it is absent is looked at again."""
+        """Return what is there; a folder that appears while pyarrow looks whether it is absent is looked at again."""
         try:
             return self.filesystem.get_file_info(selector)  # type: ignore[no-any-return]
         except FileNotFoundError:
@@ -373,7 +373,7 @@ class Storage:
         return AlreadyExistsError(f"'{self._full(name)}' exists already: another writer was first")
 
     def _with_retries(self, verb: str, name: str, action: Callable[[], T]) -> T:
-        """What `action` returns; what the file system raises becomes a StorageError that names the file."""
+        """Return what `action` returns; what the file system raises becomes a StorageError that names the file."""
         return with_retries(action, f"{verb} '{self._full(name)}'", self.retry_s, self.is_local)
 
 

@@ -41,7 +41,7 @@ def is_unreachable(error: BaseException, local: bool) -> bool:
 
 
 def with_retries(action: Callable[[], T], what: str, retry_s: float, local: bool) -> T:
-    """What `action` returns, retried while the store does not answer; whatever it raises becomes a StorageError.
+    """Return what `action` returns, retried while the store does not answer; whatever it raises becomes a StorageError.
 
     Args:
         what: it does, for messages, as in "read 's3://bucket/file'". retry_s: how long it is retried.

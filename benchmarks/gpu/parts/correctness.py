@@ -79,7 +79,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _kernels(device: torch.device) -> Results:
-    """What has a path of its own on CUDA, or writes rows in place."""
+    """Return what has a path of its own on CUDA, or writes rows in place."""
     draw = torch.Generator().manual_seed(0)
     y_NO, g_NO, x_ND = (torch.randn(50, width, generator=draw).to(device) for width in (33, 33, 20))
     weight_N = (torch.rand(50, generator=draw) > 0.3).float().to(device)
@@ -132,7 +132,8 @@ def _states(kind: str, model: Any, device: torch.device) -> Tensor:
 
 
 def _mixtures(device: torch.device, kind: str, dtype: torch.dtype) -> Results:
-    """Every form of the mixture layer; and gradients of adapters in training and of weights, beside frozen adapters."""
+    """Return every form of the mixture layer; and gradients of adapters in training and of weights, beside frozen
+    adapters."""
     model = _model(kind, device, dtype)
     adapters = drawn_adapters(model, TARGETS, ADAPTERS, RANK)
     stack = AdapterStack(model, list(next(iter(adapters.values())).linears), rows=(ADAPTERS + 1) * RANK)

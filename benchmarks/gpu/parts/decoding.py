@@ -192,7 +192,7 @@ def _decoding_figures(
 
 
 def _bytes(setup: Setup, backbone: Backbone, rows: int, tokens: float) -> float:
-    """What one step must read."""
+    """Return what one step must read."""
     sizes = sizes_of(setup, "7B")
     embeddings = backbone.model.get_input_embeddings().weight
     weights = sum(int(one.nbytes) for one in backbone.model.parameters() if one is not embeddings)

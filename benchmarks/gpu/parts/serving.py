@@ -112,7 +112,7 @@ def _compared(setup: Setup, engines: dict[str, Engine], snapshot: LoadedSnapshot
 
 
 def _requests(setup: Setup, snapshot: LoadedSnapshot) -> list[Request]:
-    """Each of `DENSE` mixtures stands behind as many requests."""
+    """Return the requests; each of `DENSE` mixtures is used by the same number of them."""
     count, length, tokens = (TINY_REQUESTS, TINY_PROMPT, TINY_TOKENS) if setup.tiny else (REQUESTS, PROMPT, TOKENS)
     words = sizes_of(setup, "7B").vocabulary - FIRST_WORD
     mixture = dense(list(snapshot.keys), DENSE)

@@ -107,7 +107,7 @@ def turns(
     conversations: Sequence[Conversation],
     answers: Sequence[str] | None = None,
 ) -> Iterator[tuple[Around, str]]:
-    """What is written around the answer to each conversation, and what the template makes of the answer.
+    """Yield what is written around the answer to each conversation, and what the template makes of the answer.
 
     Args:
         names: what the template may name beside the messages: the special tokens.
@@ -166,7 +166,7 @@ def _around(before: str, probed: str) -> Around:
 
 
 def _written(whole: str, answer: str, around: Around) -> str:
-    """What a template makes of an answer, from the conversation with it."""
+    """Return what a template makes of an answer, from the conversation with it."""
     start = around.prompt + around.lead
     if len(whole) < len(start) + len(around.tail) or not (whole.startswith(start) and whole.endswith(around.tail)):
         raise ValueError(
@@ -177,7 +177,7 @@ def _written(whole: str, answer: str, around: Around) -> str:
 
 
 def _common(one: str, other: str) -> str:
-    """What both begin with."""
+    """Return what both begin with."""
     length = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
     return one[:length]
 

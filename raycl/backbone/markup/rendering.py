@@ -80,7 +80,7 @@ class Renderer:
             return found
 
     def _ended(self, process: subprocess.Popen[bytes]) -> str:
-        """Why it gives no answer; the next conversation gets another process."""
+        """Return why it gives no answer; the next conversation gets another process."""
         self._process = None
         status = _closed(process)
         if status == -signal.SIGPROF:

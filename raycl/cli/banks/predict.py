@@ -75,7 +75,7 @@ def split(found: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Name
 
 
 def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfig]:
-    """What answers, and how."""
+    """Return what answers, and how."""
     from raycl.run.banks import snapshot_at
 
     bank, snapshot = snapshot_at(options.bank)

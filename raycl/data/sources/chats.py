@@ -169,11 +169,12 @@ def _messages(given: Sequence[Any], number: int, refuse: Refuse) -> list[Message
     turns = [message.role for message in messages]
     if turns[:1] == ["system"]:
         turns = turns[1:]
+    first_number = len(messages) - len(turns) + 1
     for index, role in enumerate(turns):
         wanted = "assistant" if index % 2 else "user"
         if role != wanted:
             refuse(
-                f"message {len(messages) - len(turns) + index + 1} of the conversation is of {role}: expected {wanted}, "
+                f"message {first_number + index} of the conversation is of {role}: expected {wanted}, "
                 "since user and assistant alternate, behind at most one system message; repair or remove it",
                 number,
             )

@@ -17,7 +17,7 @@ from raycl.run.banks import bank_and_reference
 
 
 def branches(bank: Bank, options: Namespace) -> Answer:
-    """Each branch, and what moved it where it is."""
+    """Return each branch, and what moved it where it is."""
     tree: list[dict[str, Any]] = []
     for name in branch_names(bank):
         last, head = Branch(bank, name).last(), head_of(bank, name)

@@ -85,7 +85,7 @@ def _verify(bank: Bank, options: Namespace) -> Answer:
 
 
 def _named(bank: Bank, run: str | None) -> list[Named]:
-    """What a run published; without a name that of the run in whose folder the bank lies, if it does.
+    """Return what a run published; without a name that of the run in whose folder the bank lies, if it does.
 
     Raises:
         BankError: there is no run.

@@ -256,7 +256,7 @@ def _old_samples(
 
 
 def diff(old: Snapshot, new: Snapshot) -> dict[str, Any]:
-    """What changed: adapters added, removed and replaced, tasks, router, backbone, encoder."""
+    """Return what changed: adapters added, removed and replaced, tasks, router, backbone, encoder."""
     before = {entry.name: entry for entry in old.adapters}
     after = {entry.name: entry for entry in new.adapters}
     both = before.keys() & after.keys()
@@ -277,7 +277,7 @@ def diff(old: Snapshot, new: Snapshot) -> dict[str, Any]:
 
 
 def _manifests(bank: Bank, found: Findings | None) -> Iterator[AdapterManifest]:
-    """Every readable manifest; others become problems, or an error where problems are not collected."""
+    """Yield every readable manifest; others become problems, or an error where problems are not collected."""
     for name in bank.names():
         for version in bank.versions(name):
             try:

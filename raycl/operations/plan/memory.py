@@ -19,7 +19,7 @@ QKV = ("attention.query", "attention.key", "attention.value", "attention.qkv")
 
 
 def gpu_memory(model: Model, step: Step, engine: Engine, run: Run) -> dict[str, float]:
-    """What one GPU holds at the step's highest point, by name, and their sum as `peak`."""
+    """Return what one GPU holds at the step's highest point, by name, and their sum as `peak`."""
     trained, layers, base = model.most_trained, model.trained_layers, model.parameters - model.frozen
     held = model.compute_bytes if engine.separate_masters else MASTER
     copies = model.compute_bytes if held > model.compute_bytes else 0  # autocast's, of what is trained
@@ -104,7 +104,8 @@ def logits(model: Model, step: Step) -> float:
 
 
 def host_memory(model: Model, engine: Engine, run: Run, on_node: int) -> dict[str, float]:
-    """What a node's memory holds: while weights are loaded, in training, and of that for writing a checkpoint."""
+    """Return what a node's memory holds: while weights are loaded, in training, and of that for writing a
+    checkpoint."""
     trained = model.most_trained
     offloaded = (MASTER + run.optimizer_bytes) * trained / engine.optimizer if engine.on_host else 0.0
     checkpoint = writing(model, on_node)

@@ -13,7 +13,7 @@ from raycl.training.seeds import micro_batch_size
 
 
 def plan(config: RunConfig, cluster: Cluster) -> Report:
-    """What the run needs on that cluster, with a worker on each of its GPUs.
+    """Return what the run needs on that cluster, with a worker on each of its GPUs.
 
     Raises:
         ConfigError: numbers that are out of range, or a batch that so many workers cannot share. RayclError: the

@@ -33,7 +33,7 @@ REDUCE_BUCKET = 500_000_000
 
 
 def numbers(opened: Opened) -> tuple[Model, Step, Engine, Run]:
-    """Everything that the arithmetic needs."""
+    """Return everything that the arithmetic needs."""
     context = opened.context
     phases = list(phases_of(context))
     model = _model(opened, phases)
@@ -72,7 +72,7 @@ class Trained:
 
 
 def phases_of(context: TrainingContext) -> Iterator[Trained]:
-    """What each phase trains."""
+    """Yield what each phase trains."""
     method = getattr(context.method, "learner", context.method)
     for phase in context.phases:
         context.schedule.begin(context.method)
@@ -265,7 +265,7 @@ def _prefix(method: Method) -> int:
 
 
 def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
-    """How a configured engine divides this model."""
+    """Return how a configured engine divides this model."""
     several = workers > 1
     gathered = 2 * model.largest_layer * several  # one that computes, and the next
     if not isinstance(config, DeepSpeedConfig):

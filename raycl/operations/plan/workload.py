@@ -132,7 +132,7 @@ class Engine:
     on_host: bool = False
 
     def share(self, in_layers: float, outside: float, parts: int) -> float:
-        """What a worker holds of so much that belongs to layers, and so much that does not."""
+        """Return what a worker holds of so much that belongs to layers, and so much that does not."""
         return in_layers / parts + (outside if self.layers_alone else outside / parts)
 
 

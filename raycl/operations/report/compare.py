@@ -122,7 +122,8 @@ def has_published(lines: Sequence[Line], name: str) -> bool:
 
 
 def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:
-    """Return the runs of each line of a comparison, with `key=value` where lines of the same title differ; in their order."""
+    """Return the runs of each line of a comparison, with `key=value` where lines of the same title differ; in their
+    order."""
     groups: dict[str, list[Tree]] = {}
     for result in results:
         groups.setdefault(_settings_key(result), []).append(result)

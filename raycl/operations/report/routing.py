@@ -87,7 +87,7 @@ def mean_of(shares: Mapping[str, float]) -> float | None:
 
 
 def _by_slot(phases: Sequence[Tree], names: Sequence[str]) -> tuple[list[str], list[list[float]]] | None:
-    """Every phase wrote the rows of its own slots; None if one did not."""
+    """Return the rows of each phase's own slots; None if a phase did not write them."""
     if not all(summary.get("slot_similarity") for summary in phases):
         return None
     rows = [row for summary in phases for row in summary["slot_similarity"]]

@@ -194,7 +194,7 @@ def attention_table(result: Tree) -> str:
 
 
 def tables_of(result: Tree) -> list[str]:
-    """Every table that the run has: matrix, routing, attention, kept rows."""
+    """Return every table that the run has: matrix, routing, attention, kept rows."""
     tables = {routing_table: has_routing, attention_table: has_attention, output_rows_table: has_output_rows}
     return [matrix_table(result), *(table(result) for table, has in tables.items() if has(result))]
 
@@ -236,7 +236,7 @@ def _add_limits(table: Table, limits: Sequence[tuple[float, float] | None]) -> N
 
 
 def _other_row(result: Tree) -> list[RenderableType]:
-    """What an endpoint scores on requests with and without instruction, where a run measured both."""
+    """Return what an endpoint scores on requests with and without instruction, where a run measured both."""
     found = other_row_of(result)
     if found is None:
         return []
@@ -262,7 +262,7 @@ def _accuracies(result: Tree) -> list[RenderableType]:
 
 
 def _revision(result: Tree) -> list[RenderableType]:
-    """What learning a task again did to it and to the others."""
+    """Return what learning a task again did to it and to the others."""
     revision = revision_of(result)
     if revision is None:
         return []

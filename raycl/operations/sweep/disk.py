@@ -38,7 +38,7 @@ class Removable:
 
 
 def removable(directory: Storage, kinds: Collection[str]) -> list[Removable]:
-    """What can be removed of these kinds below a folder of runs; `cache` is this machine's.
+    """Return what can be removed of these kinds below a folder of runs; `cache` is this machine's.
 
     Raises:
         StorageError: the folder is out of reach.

@@ -247,7 +247,7 @@ def _fit(
 
 
 def _held(sweep: SweepConfig) -> dict[str, float]:
-    """What a trial's own process reserves: its worker's share if that works there, else next to nothing."""
+    """Return what a trial's own process reserves: its worker's share if that works there, else next to nothing."""
     if not sweep.in_process:
         return {"CPU": 0, "memory": SMALL}
     scaling = scaling_of(configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}))

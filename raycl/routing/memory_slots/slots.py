@@ -202,7 +202,7 @@ class SlotRouter:
         return self.calibrated().scores(queries_BC)
 
     def calibrated(self) -> OodCalibrator:
-        """What `ood_score` compares with; the first call takes up to half a second at a hundred tasks.
+        """Return what `ood_score` compares with; the first call takes up to half a second at a hundred tasks.
 
         Raises:
             RetrievalError: no dev text of any task was kept.

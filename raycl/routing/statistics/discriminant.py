@@ -199,7 +199,8 @@ class BareTexts:
         self._found = None
 
     def weights(self, names: Sequence[str], queries_BD: Tensor) -> Mixture | None:
-        """How probable each of these adapters is for each text, on the CPU; None: not all of them have an outline."""
+        """Return how probable each of these adapters is for each text, on the CPU; None: not all of them have an
+        outline."""
         if not names or any(name not in self._outlines for name in names):
             return None
         weights_BN = self._over(tuple(names)).weights(queries_BD[:, :WIDEST], len(names))

@@ -100,7 +100,7 @@ def build_from(config: ServeConfig) -> Any:
 
 
 def _drain(config: ServeConfig) -> dict[str, float]:
-    """How long a replica that ends may finish its answers; Serve does not see requests received directly."""
+    """Return how long a replica that ends may finish its answers; Serve does not see requests received directly."""
     if config.ingress == "direct":
         return {"graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": config.limits.timeout_s + 15}
     return {"graceful_shutdown_timeout_s": config.limits.timeout_s}

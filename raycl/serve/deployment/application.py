@@ -105,7 +105,7 @@ def start(config: ServeConfig, application: object, name: str | None = None, rep
 
 
 def _reason(name: str, error: Exception) -> str:
-    """What the application's status says, or else the error."""
+    """Return what the application's status says, or else the error."""
     message = ""
     with suppress(*FAULTS):
         found = serve.status().applications.get(name)

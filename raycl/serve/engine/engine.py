@@ -170,7 +170,7 @@ class Engine:
             self._end()
 
     def _take(self) -> bool:
-        """Everything that came in; waits only if there is nothing else to do. False: it is time to stop."""
+        """Return everything that came in; waits only if there is nothing else to do. False: it is time to stop."""
         idle = not (self._waiting or self._texts)
         while idle or not self._inbox.empty():
             item = self._inbox.get()
@@ -376,7 +376,7 @@ def _call(function: Callable[[], Any], done: Future[Any]) -> None:
 
 
 def _best(scores_BC: Tensor, labels: Sequence[str]) -> list[LabelScores | Failed]:
-    """Each row's labels by falling probability; minus infinity means that no active adapter has the label."""
+    """Return each row's labels by falling probability; minus infinity means that no active adapter has the label."""
     known_BC = scores_BC != -torch.inf
     infinite_B = (known_BC & ~torch.isfinite(scores_BC)).any(1).tolist()
     unlabelled_B = (~known_BC).all(1).tolist()

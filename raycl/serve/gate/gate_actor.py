@@ -92,7 +92,7 @@ class GateActor:
         self._thread.start()
 
     def problem(self) -> str:
-        """Why the newest snapshot has not been evaluated; "" if it has, or is being evaluated."""
+        """Return why the newest snapshot has not been evaluated; "" if it has, or is being evaluated."""
         return self._problem
 
     def check_health(self) -> None:

@@ -112,7 +112,7 @@ class AccessMiddleware:
             await cancel_on_disconnect(self.app, scope, body, receive, send)
 
     def _denied(self, path: str, headers: dict[bytes, bytes]) -> str | None:
-        """Why this client may not use this path; None: it may."""
+        """Return why this client may not use this path; None: it may."""
         admin = path.startswith("/admin")
         if not self.keys or path in OPEN or path.startswith("/playground/"):
             return None

@@ -63,11 +63,11 @@ class GenerationOptions:
         return [prompt for prompt in self.prompts for _ in range(self.request.answers)]
 
     def echo(self, number: int) -> str:
-        """What stands before an answer."""
+        """Return what stands before an answer."""
         return self.echoes[number // self.request.answers]
 
     def head(self) -> dict[str, Any]:
-        """How every answer and every chunk begins."""
+        """Return how every answer and every chunk begins."""
         name = "chatcmpl" if self.chat else "cmpl"
         return {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.request.model}
 
@@ -87,7 +87,7 @@ def add_texts(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", response_model=None, responses={200: {"model": TextAnswer, "content": STREAM}})
     async def completions(request: CompletionRequest) -> Response:
-        """What follows each prompt, which is sent as it is."""
+        """Return what follows each prompt, which is sent as it is."""
         prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         echoes = prompts if request.echo else [""] * len(prompts)
         return await _answered(service, _options(service, request, prompts, request.max_tokens, False, echoes))

@@ -98,7 +98,7 @@ def add_errors(app: FastAPI) -> None:
 
 
 def _unreadable(cause: BaseException) -> str:
-    """Why FastAPI could not read a body as JSON, where it is not malformed."""
+    """Return why FastAPI could not read a body as JSON, where it is not malformed."""
     if isinstance(cause, RecursionError):
         return TOO_DEEP
     if isinstance(cause, UnicodeDecodeError):
@@ -180,7 +180,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", response_model=None, responses={200: {"model": ModelsAnswer}})
     def models() -> Response:
-        """Every value of `model`."""
+        """Return every value of `model`."""
         return JSONResponse({"object": "list", "data": names()})
 
     @app.get("/v1/models/{name}", response_model=None, responses={200: {"model": ModelInfo}})

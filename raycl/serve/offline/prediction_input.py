@@ -53,7 +53,7 @@ class Input:
     format: Format = "auto"
 
     def rows(self) -> Iterator[tuple[Source, Row]]:
-        """Each row with its file.
+        """Yield each row with its file.
 
         Raises:
             DataError: a file or row cannot be used.
@@ -93,7 +93,7 @@ class Input:
         _log_notes(findings)
 
     def tree(self) -> Tree:
-        """What identifies it: names and hashes of the files, and how they are read."""
+        """Return what identifies it: names and hashes of the files, and how they are read."""
         hashes = {file.uri: file.content_hash(cache_folder(None)) for file in self.files}
         return {"files": hashes, "format": self.format, "columns": [list(self.columns.text), list(self.columns.label)]}
 

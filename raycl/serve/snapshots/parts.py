@@ -19,7 +19,7 @@ from raycl.routing.routers import make_router
 
 
 def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permissions = NONE_GIVEN) -> BackboneConfig:
-    """How to load the snapshot's backbone: as its run did, or from `given`.
+    """Return how to load the snapshot's backbone: as its run did, or from `given`.
 
     Args:
         permissions: what the snapshot's author may run here; those of a snapshot without a run are used as they are.

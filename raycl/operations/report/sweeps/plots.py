@@ -37,7 +37,7 @@ LOG_FROM = 20
 
 
 def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
-    """Every trial that is done as a line over its settings and scores, coloured by the first metric, as a PNG.
+    """Draw every finished trial as a line over its settings and scores, coloured by the first metric, as a PNG.
 
     Raises:
         RunError: no trial is done.
@@ -183,7 +183,8 @@ class Column:
 
 
 def kinds_of(paths: Sequence[str], rows: Sequence[Tree]) -> list[str] | None:
-    """Each trial's value of the first setting that takes between two and `KINDS` words; None: no setting does."""
+    """Return each trial's value of the first setting that takes between two and `KINDS` words; None: no setting
+    does."""
     for path in paths:
         values = [row["settings"].get(path) for row in rows]
         if all(isinstance(value, str) for value in values) and 2 <= len(set(values)) <= KINDS:

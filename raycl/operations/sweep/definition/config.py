@@ -278,7 +278,8 @@ def _unused(sweep: SweepConfig) -> dict[str, str]:
 
 
 def _requested(sweep: SweepConfig) -> list[str]:
-    """What any trial could ask for (`config.trust`): in the base, in a listed value, or by any rule for its path."""
+    """Return what any trial could ask for (`config.trust`): in the base, in a listed value, or by any rule for its
+    path."""
     configs_of = [configs.as_tree(sweep.config({})), *(configs.as_tree(sweep.config(one)) for one in examples(sweep))]
     searched = [path for path in sweep.space if path.rpartition(".")[2] in trust.RISKS]
     return sorted({path for tree in configs_of for path in trust.requested(tree)} | set(searched))

@@ -81,7 +81,7 @@ class SweepFolder:
         self.storage.write_json(f"{SETTINGS}/{number:04d}.json", settings)
 
     def settings(self) -> dict[int, Settings]:
-        """What each trial so far was given, by number."""
+        """Return what each trial so far was given, by number."""
         return self._numbered(SETTINGS)
 
     def write_repeated(self, number: int, settings: Settings) -> None:
@@ -105,12 +105,12 @@ class SweepFolder:
         self.storage.delete(f"{FAILED}/{number:04d}.json")
 
     def error(self, number: int) -> str | None:
-        """Why a trial failed; None: it did not."""
+        """Return why a trial failed; None: it did not."""
         file = f"{FAILED}/{number:04d}.json"
         return str(self.storage.read_json(file)["error"]) if self.storage.exists(file) else None
 
     def state(self, number: int, phases: int) -> tuple[State, RunState]:
-        """What became of a trial of so many phases, and how far it got."""
+        """Return what became of a trial of so many phases, and how far it got."""
         run = self.run(number)
         reached = read_state(run)
         done = len(reached.phases)

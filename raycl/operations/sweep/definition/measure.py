@@ -51,7 +51,7 @@ def measured(
     records: Sequence[Mapping[str, Any]],
     singles: Mapping[str, float] | None = None,
 ) -> list[float | None]:
-    """Each metric after the phases of `records` (at least one).
+    """Return each metric after the phases of `records` (at least one).
 
     None where a number that it names is undefined, and where it has no value for these numbers (`ap / f_ra` where
     nothing is forgotten).

@@ -121,7 +121,7 @@ def planned(space: Space, samples: int, seed: int, follow: Callable[[Settings], 
 
 
 def crossed(space: Space, follow: Callable[[Settings], Settings]) -> list[Settings]:
-    """Every combination of all listed values (search `grid`)."""
+    """Return every combination of all listed values (search `grid`)."""
     listed = {path: draw.values for path, draw in space.items() if draw.expr is None}
     return [follow(dict(zip(listed, values, strict=True))) for values in itertools.product(*listed.values())]
 

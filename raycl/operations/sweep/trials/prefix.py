@@ -46,7 +46,7 @@ def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:
 
 
 def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
-    """What acts from the first phase on."""
+    """Return what acts from the first phase on."""
     tree = configs.as_tree(config)
     kept = configs.remaining(tree, (*EXEMPT, "method", "modifiers"))
     kept = {**kept, "stream": dict(kept["stream"]), "eval": dict(kept["eval"])}
@@ -64,7 +64,7 @@ def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
 
 
 def _phase(config: RunConfig, index: int, tasks: Sequence[str]) -> Tree:
-    """What acts in one phase beside that."""
+    """Return what acts in one phase beside that."""
     texts = config.stream.objective != "answer"
     return {
         "task": tasks[index],
