@@ -128,7 +128,7 @@ def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _trained(options: argparse.Namespace, storage: Storage) -> TrainingContext:
-    """A model whose answers end."""
+    """Return a model whose answers end."""
     tree = _learned_by_lora(options)
     tree["stream"] |= {"schedule": "joint", "train_rows": 2 * options.steps}
     tree["eval"] = {"subsample": 1, "batch_size": options.batch_size}

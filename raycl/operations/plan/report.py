@@ -73,7 +73,7 @@ def report(
 def limits(
     gpu: Mapping[str, float], host: Mapping[str, float], times: Seconds, cluster: Cluster
 ) -> tuple[bool, str, float]:
-    """Whether it fits, what limits it, and its share: memory that is short, else what takes most of the time."""
+    """Return whether it fits, what limits it, and its share: memory that is short, else what takes most of the time."""
     filled = {"memory": gpu["peak"] / cluster.gpu.memory, "host memory": max(host.values()) / cluster.host}
     name = max(filled, key=lambda one: filled[one])
     if filled[name] > 1:

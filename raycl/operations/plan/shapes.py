@@ -297,7 +297,8 @@ def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
 
 
 def _run(opened: Opened, most: Trained) -> Run:
-    """Steps, and what `raycl.training.disk_space` says, without what a method keeps beside adapters (keys, texts)."""
+    """Return steps, and what `raycl.training.disk_space` says, without what a method keeps beside adapters (keys,
+    texts)."""
     context = opened.context
     phase = context.phases[-1]
     steps = opened.steps or (1,) * len(context.phases)

@@ -38,7 +38,7 @@ _STATUSES: tuple[tuple[type[RayclError], ErrorStatus], ...] = (
 
 
 def status_of(error: RayclError) -> ErrorStatus:
-    """What an error becomes on the wire; the first line that fits."""
+    """Return what an error becomes on the wire; the first line that fits."""
     return next(status for kind, status in _STATUSES if isinstance(error, kind))
 
 

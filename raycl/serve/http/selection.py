@@ -32,7 +32,7 @@ async def select(service: Service, request: Request) -> AsyncIterator[tuple[Load
 
 
 def sampling_of(limits: LimitsConfig, request: Generation, max_tokens: int | None) -> Sampling:
-    """The settings of a request's answers.
+    """Return the settings of a request's answers.
 
     Raises:
         LimitExceededError: more than the limits.
@@ -47,7 +47,7 @@ def sampling_of(limits: LimitsConfig, request: Generation, max_tokens: int | Non
 
 
 def details_of(loaded: LoadedSnapshot, metadata: ResponseMetadata) -> ResponseDetails:
-    """How an answer was made, for the wire."""
+    """Return how an answer was made, for the wire."""
     tasks = loaded.shares({loaded.keys[name]: weight for name, weight in metadata.weights.items()})
     return ResponseDetails(
         snapshot=metadata.snapshot,
