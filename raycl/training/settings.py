@@ -87,6 +87,9 @@ class TrainConfig(Section):
         0.0, ge=0, lt=1, description="share of the task's steps with a rising learning rate; used if warmup_steps is 0"
     )
     weight_decay: float = Field(0.0, ge=0, description="weight decay of the optimizer")
+    decay_norms_and_biases: bool = Field(
+        False, description="weight decay acts on norms and biases too, which the Hugging Face trainer leaves out"
+    )
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd")
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay rates of AdamW's running averages")
     epsilon: float = Field(1e-8, gt=0, description="epsilon of AdamW")
@@ -119,6 +122,8 @@ class TrainConfig(Section):
         """A share of the steps beside their number, and what belongs to another optimizer."""
         reads = optimizer_class(self.optimizer).settings
         yield from ((name, f"optimizer={self.optimizer}") for name in OPTIMIZER_SETTINGS if name not in reads)
+        if not self.weight_decay:
+            yield "decay_norms_and_biases", "weight_decay=0"
         if self.warmup_steps:
             yield "warmup_ratio", f"warmup_steps={self.warmup_steps}"
 

@@ -332,6 +332,7 @@ OTHERS: dict[str, Row] = {
                     "train.warmup_ratio": 0.0,
                     "train.epsilon": 1e-6,
                     "train.weight_decay": 0.01,
+                    "train.decay_norms_and_biases": True,
                     "train.max_grad_norm": 0.0,
                 },
             ),

@@ -35,6 +35,7 @@ _PROGPROMPT = (
             "train.epochs": 10,
             "train.learning_rate": 0.3,
             "train.weight_decay": 1e-5,
+            "train.decay_norms_and_biases": True,
         },
     ),
     (

@@ -44,6 +44,7 @@ REPLAY: dict[str, Row] = {
                     "train.learning_rate": 3e-5,
                     "train.task_learning_rate": 5e-4,
                     "train.weight_decay": 0.01,
+                    "train.decay_norms_and_biases": True,
                     "train.epsilon": 1e-6,
                     "train.lr_scheduler": "constant_with_warmup",
                     "train.warmup_steps": 1000,

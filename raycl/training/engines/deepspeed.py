@@ -165,6 +165,8 @@ class DeepSpeedEngine:
         held = [hold for name in names for hold in self._hold(modifiers, name)]
         before = {name: self._whole(self.trained[name]).to(self.world.device) for name in names_of(constraint)}
         self.engine.step()
+        if self._fresh and self.stage in (1, 2):
+            self._link_state()
         for name, part, mask, old in held:
             self._restore_held(name, part, mask, old)
         if constraint is not None:
@@ -172,6 +174,13 @@ class DeepSpeedEngine:
         self._pending, self._fresh = False, False
         self.schedule.step()
         return float(norm if norm is not None else self.engine.get_global_grad_norm() or 0.0)
+
+    def _link_state(self) -> None:
+        """Let parameters find their state: the library does so after the step of its first group (0.19.8), when other
+        groups have none."""
+        zero = self.engine.optimizer
+        for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            self.library.utils.lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
 
     def _transform(self, transform: Transform) -> None:
         """All whole gradients at once; a parameter without one counts as zero."""

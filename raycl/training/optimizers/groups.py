@@ -21,6 +21,7 @@ def specs_of(backbone: Backbone, train: TrainConfig, rates: Mapping[str, float])
         rates: name of a parameter, or what it begins with -> its own learning rate.
     """
     head, unlike_matrices = _ids(backbone.head), _unlike_matrices(backbone)
+    decays_all = not train.weight_decay or train.decay_norms_and_biases
     specs = {}
     for name, parameter in backbone.named_parameters():
         if parameter.requires_grad:
@@ -28,9 +29,17 @@ def specs_of(backbone: Backbone, train: TrainConfig, rates: Mapping[str, float])
             specs[name] = ParameterSpec(
                 shape=parameter.shape,
                 is_matrix=parameter.dim() == 2 and id(parameter) not in unlike_matrices,
+                decays=decays_all or not is_norm_or_bias(name, backbone),
                 learning_rate=train.head_learning_rate if id(parameter) in head else next(iter(own_rates), None),
             )
     return specs
+
+
+def is_norm_or_bias(name: str, backbone: Backbone) -> bool:
+    """Whether weight decay leaves a parameter out, as the Hugging Face trainer does; T5's biases of positions too."""
+    owner = backbone.get_submodule(name.rpartition(".")[0])
+    is_norm = "norm" in f"{name} {type(owner).__name__}".lower() and backbone.get_parameter(name).dim() < 2
+    return is_norm or "bias" in name.lower()
 
 
 def groups_of(

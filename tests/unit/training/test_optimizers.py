@@ -26,10 +26,13 @@ from raycl.run.method_checks import check_engine
 from raycl.storage import Storage
 from raycl.training.disk_space import plan_of
 from raycl.training.distributed import DistributedContext
+from raycl.training.engines.engine import TorchEngine
 from raycl.training.optimizers.base import Group, OptimizerKind, ParameterSpec, StateTensor
+from raycl.training.optimizers.groups import specs_of
 from raycl.training.optimizers.registry import OPTIMIZERS, register_optimizer
 from raycl.training.optimizers.state import hold, release, set_state, state_of
 from raycl.training.settings import TrainConfig
+from raycl.training.training_context import TrainingContext
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
 
@@ -132,10 +135,11 @@ def test_a_run_resumes_bit_for_bit(lab: Lab, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "torch"])
-@pytest.mark.parametrize("name", ["sgd", "plain sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "plain sgd"])
 def test_engines_that_share_out_parameters_run_what_is_elementwise(
     lab: Lab, tmp_path: Path, engine: str, name: str
 ) -> None:
+    """With weight decay, biases are a group of their own."""
     config = lab.config("bert", "lora", ENGINES[engine], train=SETTINGS[name])
     check_engine(config)
     whole, parts, alone = (Storage.at(tmp_path / part) for part in ("whole", "parts", "alone"))
@@ -170,6 +174,31 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         TrainConfig(optimizer="adamv")
     with pytest.raises(ValueError, match="optimizer 'sgd' is in the table already"):
         register_optimizer("sgd", ToyKind)
+
+
+def decayed(context: TrainingContext, train: TrainConfig) -> set[str]:
+    return {name for name, spec in specs_of(context.backbone, train, {}).items() if spec.decays}
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
+def test_weight_decay_leaves_out_what_the_hugging_face_trainer_leaves_out(lab: Lab, kind: str) -> None:
+    context, _ = build(lab.config(kind, "finetune"), WORLD)
+    begin_phase(context)
+    theirs = {f"model.{name}" for name in Trainer.get_decay_parameter_names(None, context.backbone.model)}
+    trained = set(trained_names(context.backbone))
+    assert decayed(context, TrainConfig(weight_decay=0.1)) == (theirs | {"head.weight"}) & trained
+    for settings in ({"weight_decay": 0.1, "decay_norms_and_biases": True}, {"weight_decay": 0.0}):
+        assert decayed(context, TrainConfig.model_validate(settings)) == trained
+
+
+def test_weight_decay_acts_on_the_matrices_of_adapters(lab: Lab) -> None:
+    context, open_engine = build(lab.config("bert", "lora", train={"weight_decay": 0.1}), WORLD)
+    begin_phase(context)
+    engine = open_engine(1, 4)
+    assert isinstance(engine, TorchEngine)
+    decay = {id(p): group["weight_decay"] for group in engine.optimizer.param_groups for p in group["params"]}
+    kept = {name for name, parameter in engine.trained.items() if not decay[id(parameter)]}
+    assert kept == {"head.bias"} and set(decay.values()) == {0.0, 0.1}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -111,8 +111,12 @@ def test_a_loss_that_is_not_finite_ends_the_run(lab: Lab) -> None:
 
 def by_hand(context: TrainingContext, steps: Sequence[list[Batch]]) -> list[float]:
     """The plainest training loop: mean loss over the targets of the whole step."""
-    trainable = [p for p in context.backbone.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, fused=True)
+    named = {name: p for name, p in context.backbone.named_parameters() if p.requires_grad}
+    trainable = list(named.values())
+    kept = [p for name, p in named.items() if "bias" in name or "norm" in name.lower()]
+    decayed = {"params": [p for p in trainable if not any(p is other for other in kept)]}
+    groups = [decayed, {"params": kept, "weight_decay": 0.0}] if kept else [decayed]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, fused=True)
     losses = []
     for batches in steps:
         count, losses_sum = sum(map(loss_count, batches)), 0.0
