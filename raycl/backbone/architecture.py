@@ -12,8 +12,8 @@ from raycl.backbone.base import Backbone
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.kinds import Kind
 from raycl.backbone.load import BackboneConfig, known_kind, load_codec, load_skeleton, skeleton_of
+from raycl.backbone.pretrained import present_folder
 from raycl.errors import BackboneError
-from raycl.pretrained import present_folder
 
 SIZES: dict[str, tuple[str, dict[str, int]]] = {
     # config.json of the hub ids; LLaMA: Touvron et al. 2023, table 2; T5: Raffel et al. 2020, section 3.7

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.linears.cpu import by_onednn
+from raycl.backbone.pretrained.position_tables import positions_of
 from raycl.errors import BackboneError
-from raycl.pretrained.positions import positions_of
 from raycl.types import IGNORE, Batch, Capabilities
 
 Side = Literal["source", "target"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from raycl.backbone.codec import HFCodec
+from raycl.backbone.pretrained.position_tables import positions_of
 from raycl.errors import BackboneError
-from raycl.pretrained.positions import positions_of
 
 
 def check_limits(model: Any, codec: HFCodec) -> None:

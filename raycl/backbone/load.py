@@ -29,10 +29,18 @@ from raycl.backbone.linears.cpu import prefers_onednn, warn_of_slow_bfloat16
 from raycl.backbone.linears.quantization import Quantization, make_consistent, quantized
 from raycl.backbone.markup.chat_templates import template_source
 from raycl.backbone.positions import join_last_states
+from raycl.backbone.pretrained import (
+    CONFIG,
+    ONE_AT_A_TIME,
+    commit_of,
+    fingerprint_of,
+    folder_of,
+    present_folder,
+    resolve_path,
+)
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
 from raycl.errors import BackboneError
-from raycl.pretrained import CONFIG, ONE_AT_A_TIME, commit_of, fingerprint_of, folder_of, present_folder, resolve_path
 from raycl.types import Capabilities
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from pydantic import AfterValidator, Field
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from raycl.backbone.pretrained import ONE_AT_A_TIME, fingerprint_of, folder_of, only_pickled, resolve_path
+from raycl.backbone.pretrained.position_tables import positions_of
 from raycl.config import Section
 from raycl.errors import RetrievalError, StorageError
-from raycl.pretrained import ONE_AT_A_TIME, fingerprint_of, folder_of, only_pickled, resolve_path
-from raycl.pretrained.positions import positions_of
 from raycl.storage import Storage
 from raycl.storage.sealed import read_sealed, record_of, write_sealed
 

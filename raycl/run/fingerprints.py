@@ -1,7 +1,7 @@
 """Fingerprints of what a run reads: its rows, its pretrained models, and files that its method names.
 
 Rows count by what they say, so the same rows in another folder or format are the same. Hashes of large files are kept
-(`raycl.pretrained.hashes`), those of rows are made once, when they are read.
+(`raycl.backbone.pretrained.hashes`), those of rows are made once, when they are read.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from raycl.backbone import BackboneConfig
+from raycl.backbone.pretrained import is_local, parts_of
 from raycl.config import Section
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.source import SourceFile
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split
-from raycl.pretrained import is_local, parts_of
 from raycl.routing.encoder import EncoderConfig
 from raycl.run.config import RunConfig
 from raycl.storage import Storage

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raycl.backbone.pretrained import resolve as resolve_backbone
 from raycl.data.resolve import resolve
 from raycl.data.sources.source import SourceFile
-from raycl.pretrained import resolve as resolve_backbone
 from raycl.run.config import RunConfig, read_config, refuse_unused
 
 

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from raycl import config as configs
+from raycl.backbone.pretrained import resolve_path
 from raycl.bank.branches import MAIN, BranchName
 from raycl.config import Location, PathOrUri, Section, trust
 from raycl.config.addresses import announce
 from raycl.config.trust import Permissions
 from raycl.config.unused import refuse, unused_written
-from raycl.pretrained import resolve_path
 from raycl.run.banks import bank_at
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from raycl.launch.http import connections
+from raycl.launch.http.address import bound
 from raycl.launch.page.server import PageServer
-from raycl.pages import connections
-from raycl.pages.address import bound
 from raycl.serve.http.server import Listener
 from raycl.serve.settings import ServeConfig
 

@@ -14,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from raycl.errors import LaunchError
-from raycl.pages import connections
-from raycl.pages.address import bound, url_of
+from raycl.launch.http import connections
+from raycl.launch.http.address import bound, url_of
 from raycl.serve.http.server import Listener, claimed
 from raycl.serve.settings import ServeConfig, load_serve_config
 

@@ -23,7 +23,7 @@ from playwright.sync_api import Page, Route, expect
 from tiny import Complete, on_main
 
 from raycl.bank import Bank
-from raycl.pages.files import TYPES, page_files
+from raycl.launch.http.page_files import TYPES, page_files
 from raycl.serve.engine.engine import Engine
 
 FILES = page_files("raycl.serve.http.playground")

@@ -14,8 +14,9 @@ from functools import cache, cached_property
 LAYERS = (
     ("errors", "types"),
     ("storage",),
-    ("config", "pretrained", "pages"),
-    ("backbone", "data", "adapters", "kernels", "routing", "bank", "metrics", "tracking"),
+    ("config",),
+    ("backbone", "data", "adapters", "kernels", "bank", "metrics", "tracking"),
+    ("routing",),
     ("generation", "scoring"),
     ("methods",),
     ("training",),

@@ -27,8 +27,8 @@ from ray import serve
 from tiny import Lab, run
 
 from raycl.launch import cluster
+from raycl.launch.http.connections import HEAD_S
 from raycl.launch.worker import in_process_worker
-from raycl.pages.connections import HEAD_S
 from raycl.storage import Storage
 
 REPO = Path(__file__).resolve().parents[2]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from raycl.errors import LaunchError
+from raycl.launch.http.address import bound
+from raycl.launch.http.page_files import INDEX, TYPES, page_files
 from raycl.launch.page.server import PORT, listen
-from raycl.pages.address import bound
-from raycl.pages.files import INDEX, TYPES, page_files
 
 REPO = Path(__file__).resolve().parents[2]
-SHARED, PAGES = "raycl.pages", ("raycl.launch.page", "raycl.serve.http.playground")
+SHARED, PAGES = "raycl.launch.http", ("raycl.launch.page", "raycl.serve.http.playground")
 
 
 @pytest.mark.parametrize("package", [SHARED, *PAGES])

@@ -55,8 +55,8 @@ def _serve(options: argparse.Namespace) -> int:
     import threading
     import webbrowser
 
+    from raycl.launch.http.address import is_loopback, url_of
     from raycl.launch.page.server import PageServer, RunReader, listen
-    from raycl.pages.address import is_loopback, url_of
 
     host = options.host or "127.0.0.1"
     reader = RunReader(options.run)

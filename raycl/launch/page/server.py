@@ -13,11 +13,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from raycl.errors import LaunchError, RayclError
+from raycl.launch.http.address import bound, is_local, is_loopback
+from raycl.launch.http.connections import LimitedProtocol
+from raycl.launch.http.page_files import add_page
 from raycl.launch.page.progress import progress_of
 from raycl.launch.run_files import read_run
-from raycl.pages.address import bound, is_local, is_loopback
-from raycl.pages.connections import LimitedProtocol
-from raycl.pages.files import add_page
 from raycl.storage import Storage
 from raycl.training.records.journal import JournalReader
 from raycl.training.records.progress import TraceReader

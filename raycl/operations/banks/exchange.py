@@ -19,11 +19,11 @@ from raycl.adapters.state import check_fits, combine, fold
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.backbone.kinds import KINDS
 from raycl.backbone.linears.tied import untie
+from raycl.backbone.pretrained import published_name
 from raycl.backbone.roles import linear_shapes
 from raycl.bank import AdapterManifest, Bank, Snapshot
 from raycl.bank.manifest import ModelInfo
 from raycl.errors import BankError
-from raycl.pretrained import published_name
 from raycl.storage import Storage
 from raycl.types import AdapterState
 

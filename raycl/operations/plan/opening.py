@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raycl.backbone.architecture import architecture
+from raycl.backbone.pretrained import present_folder
 from raycl.data.benchmarks.orders import find
 from raycl.data.prepare import fit_sources, fit_targets
 from raycl.data.sources.cache import cache_folder
@@ -14,7 +15,6 @@ from raycl.data.stream import Stream, open_stream
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.methods.base import MethodConfig
 from raycl.methods.registry import method_class
-from raycl.pretrained import present_folder
 from raycl.routing.encoder import EncoderConfig
 from raycl.run.checks import make_modifiers
 from raycl.run.config import RunConfig, info_of

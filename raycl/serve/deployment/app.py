@@ -15,9 +15,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from raycl import config as configs
+from raycl.backbone.pretrained import present_folder
 from raycl.bank import Bank
 from raycl.launch import cluster
-from raycl.pretrained import present_folder
 from raycl.serve.gate.gate_actor import GateActor, poll_gate
 from raycl.serve.http.access import check_access
 from raycl.serve.http.server import Listener

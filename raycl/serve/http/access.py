@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raycl.errors import ConfigError
-from raycl.pages.address import is_local, is_loopback
+from raycl.launch.http.address import is_local, is_loopback
 from raycl.serve.http.disconnects import cancel_on_disconnect
 from raycl.serve.http.error_responses import RETRYABLE, body_of
 from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig

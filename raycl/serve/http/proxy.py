@@ -10,7 +10,7 @@ from typing import Any
 from starlette.middleware import Middleware
 from uvicorn.config import HTTP_PROTOCOLS
 
-from raycl.pages.connections import LimitedProtocol
+from raycl.launch.http.connections import LimitedProtocol
 from raycl.serve.http.access import answer
 
 PROXY_HOOK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

@@ -15,10 +15,10 @@ import pytest
 import torch
 from damage import KINDS, damaged, flips
 
+from raycl.backbone.pretrained import hashes
 from raycl.data.sources.cache import Info, entry
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError
-from raycl.pretrained import hashes
 from raycl.routing.encoder import EncoderConfig, SentenceEncoder
 from raycl.storage.records import seal
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from tiny import Lab
 
+from raycl.backbone.pretrained import fingerprint_of, only_pickled
 from raycl.bank import Bank
 from raycl.bank.manifest import AdapterManifest, ModelInfo
 from raycl.bank.routers import put_router
 from raycl.config.trust import Permissions
 from raycl.errors import BackboneError, BankError, ConfigError, RetrievalError
-from raycl.pretrained import fingerprint_of, only_pickled
 from raycl.routing.encoder import EncoderConfig, SentenceEncoder
 from raycl.routing.routers import make_router
 from raycl.serve.snapshots.parts import router_of

@@ -161,7 +161,7 @@ def test_the_packaged_encoder_gives_means_over_real_tokens(tmp_path: Path, layer
     torch.testing.assert_close(alone, queries[0], atol=1e-5, rtol=1e-4)
     from transformers import AutoModel, AutoTokenizer
 
-    from raycl.pretrained import folder_of
+    from raycl.backbone.pretrained import folder_of
 
     tokens = AutoTokenizer.from_pretrained(folder_of("minilm"))(texts[:1], return_tensors="pt")
     with torch.no_grad():

@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from uvicorn.config import HTTP_PROTOCOLS
 
-from raycl.pages.connections import LimitedProtocol
+from raycl.launch.http.connections import LimitedProtocol
 from raycl.serve.http.proxy import limit_proxy
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from filelock import FileLock
 from pydantic import TypeAdapter
 
+from raycl.backbone.pretrained.model_files import folder_of, identity_files, part_files
 from raycl.errors import StorageError
-from raycl.pretrained.places import folder_of, identity_files, part_files
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
 from raycl.storage.unfinished import finished_beside

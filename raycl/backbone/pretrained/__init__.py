@@ -1,8 +1,8 @@
 """Pretrained models by name: where their files lie, which are fetched from the hub, and which model they are."""
 
-from raycl.pretrained.hashes import fingerprint_of, parts_of
-from raycl.pretrained.loading import ONE_AT_A_TIME
-from raycl.pretrained.places import (
+from raycl.backbone.pretrained.hashes import fingerprint_of, parts_of
+from raycl.backbone.pretrained.loading import ONE_AT_A_TIME
+from raycl.backbone.pretrained.model_files import (
     CONFIG,
     commit_of,
     folder_of,

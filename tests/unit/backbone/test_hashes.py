@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raycl.pretrained import hashes
+from raycl.backbone.pretrained import hashes
 
 SIZE = hashes.LARGE + 1
 
