@@ -62,7 +62,14 @@ TASKS = {
 
 WRITERS: dict[str, Any] = {
     "lfpt5": {"name": "lfpt5", "prompt_length": 3, "max_tokens": 12, "draws": 4},
-    "lfpt5-real": {"name": "lfpt5", "prompt_length": 3, "source": "real", "share": 0.1, "kd_weight": 1.0},
+    "lfpt5-real": {
+        "name": "lfpt5",
+        "prompt_length": 3,
+        "max_tokens": 12,
+        "source": "real",
+        "share": 0.1,
+        "kd_weight": 1.0,
+    },
 }
 """Methods whose model writes texts, which encoder-only backbones do not; the second one trains on stored rows again."""
 
