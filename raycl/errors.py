@@ -25,7 +25,7 @@
         └── StaleAttemptError   a newer attempt owns the run; this one must stop
 
 Each message states in one sentence: what was wrong, the value, what was expected, what to do.
-Broken promises among ourselves are `assert` with a message, not these classes.
+Internal invariants are `assert` with a message, not these classes.
 """
 
 import difflib
@@ -63,12 +63,12 @@ class ConversationError(BackboneError):
     """A chat template cannot render a conversation or an answer to it.
 
     Attributes:
-        place: of the conversation among those that were given.
+        index: position of the conversation among those that were given.
     """
 
-    def __init__(self, problem: str, place: int = 0) -> None:
-        super().__init__(problem, place)
-        self.problem, self.place = problem, place
+    def __init__(self, problem: str, index: int = 0) -> None:
+        super().__init__(problem, index)
+        self.problem, self.index = problem, index
 
     def __str__(self) -> str:
         return self.problem
@@ -105,7 +105,7 @@ class FormatError(StorageError):
 
 
 class BankError(RayclError):
-    """What the bank holds is absent, damaged, or would be put at risk by the operation."""
+    """Content of the bank is absent or damaged, or the operation would put it at risk."""
 
 
 class BranchMovedError(BankError):
@@ -149,11 +149,11 @@ class StaleAttemptError(RunError):
 
 
 FEW = 12
-"""Names that a message lists; of more, the three nearest."""
+"""A message lists up to this many names; of more, the three nearest."""
 
 
 def meant(value: str, known: abc.Iterable[str]) -> str:
-    """For messages about a name that is unknown: `did you mean 'lora'?`, else what is expected."""
+    """Return `did you mean 'lora'?` for messages about an unknown name, or else the expected names."""
     names = list(known)
     near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
     if near:
@@ -165,7 +165,7 @@ def meant(value: str, known: abc.Iterable[str]) -> str:
 
 
 def counted(number: float, noun: str) -> str:
-    """`1 file of tensors`, `1,000 files of tensors`: for messages; a plural is made by an s behind the first word."""
+    """Return `1 file of tensors` or `1,000 files of tensors`; the plural adds an s to the first word."""
     first, *rest = noun.split(" ")
     return " ".join([f"{number:,g}" if number % 1 else f"{number:,.0f}", first if number == 1 else f"{first}s", *rest])
 
@@ -177,4 +177,4 @@ _UNPRINTED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\
 def printable(text: str) -> str:
     """Return a text for a terminal: what would move its cursor, change its title or turn the line around is written as
     JSON writes it, `\\u001b`, since names and texts may come from a stranger."""
-    return _UNPRINTED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNPRINTED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

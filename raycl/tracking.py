@@ -1,6 +1,6 @@
-"""Weights & Biases or TensorBoard behind one small face.
+"""Weights & Biases or TensorBoard behind one small interface.
 
-The training loop logs numbers without knowing where they go, and a resumed run continues the curves of the one before.
+The training loop logs numbers without knowing where they go, and a resumed run continues the earlier curves.
 The only place that imports `wandb` or TensorBoard, and only when they are configured.
 
 Resuming: the wandb run id is derived from project and run name, so the same name is the same wandb run. Steps are
@@ -34,14 +34,14 @@ Cell = str | float | None
 
 
 class MetricsSink(Protocol):
-    """Where metrics also go (wandb, TensorBoard)."""
+    """Receives metrics in addition to the run's own files (wandb, TensorBoard)."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record `metrics` at an optimizer step counted over the whole run."""
         ...
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Record a table at such a step; None where a cell is empty."""
+        """Record a table at a step of the run; None is an empty cell."""
         ...
 
 
@@ -57,7 +57,7 @@ class TrackingConfig(Section):
     directory: PathOrUri = Field(None, description="folder of the backend's files; null: below the run's folder")
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Yield names for a tracker, where there is none; TensorBoard has no projects."""
+        """Yield the settings of a tracker where there is none; TensorBoard has no projects."""
         if self.backend == "none":
             yield from ((name, "backend=none") for name in ("project", "group", "directory"))
         elif self.backend == "tensorboard":
@@ -83,7 +83,7 @@ class Tracker(Protocol):
         """Write out what is pending; nothing may be logged afterwards.
 
         Args:
-            failed: the run has not ended as it should.
+            failed: the run ended with an error.
         """
         ...
 
@@ -143,7 +143,7 @@ class WandbTracker:
         except wandb.errors.Error as error:
             raise ConfigError(f"tracking.backend 'wandb' cannot start: {error}; or set WANDB_MODE=offline") from error
         self._offline = mode in ("offline", "dryrun")
-        self._warned = not self._offline or _has_key(wandb.setup().settings)  # with a key, offline is on purpose
+        self._warned = not self._offline or _has_key(wandb.setup().settings)  # with a key, the user has chosen offline
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -190,7 +190,7 @@ class TensorBoardTracker:
             self._opened(step).add_scalar(name, value, step)
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Record it as text, a table of Markdown."""
+        """Record a table as Markdown text."""
         lines = [columns, *rows]
         text = [f"| {' | '.join(map(_cell, line))} |" for line in lines]
         self._opened(step).add_text(name, "\n".join([text[0], "|" + "---|" * len(columns), *text[1:]]), step)

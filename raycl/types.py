@@ -18,7 +18,7 @@ IGNORE = -100
 """Target positions with this id carry no loss (the convention of torch's cross_entropy)."""
 
 Activation = Literal["", "relu", "softmax"]
-"""What stands between A and B of an adapter: nothing (a weight increment, LoRA), a non-linearity (a bottleneck), or the
+"""The function between A and B of an adapter: none (a weight increment, LoRA), a non-linearity (a bottleneck), or the
 softmax of attention, for which A holds keys and B values of learned positions (a prefix)."""
 
 PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "chat", "plain"]
@@ -59,7 +59,7 @@ class Task:
         name: unique in its stream, safe as a file name.
         labels: the closed label set in a fixed order, or None for free text.
         metric: name of its score in `raycl.metrics.per_example`; `token_accuracy` where texts themselves are learned.
-        type: of what kind it is (dialogue, summary, ...), for means by type; "" where nobody says.
+        type: kind of task (dialogue, summary, ...), for means by type; "" where it is unknown.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Batch:
         return replace(self, **moved)
 
     def first(self, count: int) -> Batch:
-        """Its first examples."""
+        """Return the first examples."""
         cut: dict[str, Any] = {name: tensor[:count] for name, tensor in zip(TENSORS, self.tensors(), strict=True)}
         return replace(self, **cut, texts=self.texts[:count], tasks=self.tasks[:count])
 
@@ -141,7 +141,7 @@ class TextCodec(Protocol):
     max_source_tokens: int
     max_target_tokens: int
     fingerprint: str
-    """Changes whenever the same text could give other ids; part of the cache key of tokenised data."""
+    """A hash that changes whenever the same text could give other ids; part of the cache key of tokenised data."""
     needs_labels: bool
     """True for encoder-only backbones: every task must have a closed label set, targets stay empty."""
     kind: str
@@ -149,11 +149,11 @@ class TextCodec(Protocol):
     capabilities: Capabilities
     """What the backbone can do."""
     mask_id: int
-    """What a hidden token is replaced by; -1 where the tokenizer has no such token."""
+    """The id that replaces a hidden token; -1 where the tokenizer has no such token."""
     special_ids: frozenset[int]
-    """Ids that are no part of a text."""
+    """Ids that are not part of a text."""
     vocabulary: int
-    """Ids are below this."""
+    """The number of ids."""
     chat_template: str
     """Jinja source that renders conversations; "" where the tokenizer has none."""
 
@@ -210,7 +210,7 @@ class Mixture:
 
     Attributes:
         names: the N adapters.
-        weights: `[B, N]`; a row of zeros is the bare backbone. May carry gradients.
+        weights: `[B, N]`; a row of zeros is the bare backbone. They may carry gradients.
         heads: adapter whose label head answers each example, for head rule `label_count`; else empty.
         unpruned: the weights before small ones were set to zero, for reports; None: these.
         ood_scores: `[B]` out-of-distribution scores from 0 to 1, of routers of snapshots that have such a score; else
@@ -233,10 +233,10 @@ class Mixture:
 
     def over(self, names: Collection[str]) -> Mixture:
         """Return the same without adapters that have none of these names."""
-        kept = [column for column, name in enumerate(self.names) if name in names]
-        if len(kept) == len(self.names):
+        columns = [column for column, name in enumerate(self.names) if name in names]
+        if len(columns) == len(self.names):
             return self
-        return replace(self, names=tuple(self.names[column] for column in kept), weights=self.weights[:, kept])
+        return replace(self, names=tuple(self.names[column] for column in columns), weights=self.weights[:, columns])
 
     def on(self, device: torch.device) -> Mixture:
         """Return the same with its weights on `device`."""
@@ -252,21 +252,21 @@ class Mixture:
     def stacked(mixtures: Sequence[Mixture]) -> Mixture:
         """Return the examples of several mixtures below each other, over the adapters of all."""
         names = tuple(dict.fromkeys(name for mixture in mixtures for name in mixture.names))
-        column = {name: number for number, name in enumerate(names)}
-        rows: list[list[float]] = []  # numbers: tensors of one row each cost more than what is in them
+        column_of = {name: number for number, name in enumerate(names)}
+        rows: list[list[float]] = []  # lists, because tensors of one row cost more than their numbers
         for mixture in mixtures:
-            columns = [column[name] for name in mixture.names]
+            columns = [column_of[name] for name in mixture.names]
             for weights in mixture.weights.tolist():
                 row = [0.0] * len(names)
-                for place, weight in zip(columns, weights, strict=True):
-                    row[place] = weight
+                for column, weight in zip(columns, weights, strict=True):
+                    row[column] = weight
                 rows.append(row)
         return Mixture(names, torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(names)))
 
 
 @dataclass(frozen=True)
 class AdapterState:
-    """What one adapter holds, on the CPU.
+    """The tensors and settings of an adapter, on the CPU.
 
     Attributes:
         linears: path of a linear inside the backbone's model -> A `[r, D]` and B `[O, r]`; ranks may differ. Of a
@@ -274,8 +274,8 @@ class AdapterState:
         scale: the update of a linear is `scale * B A`, or `scale * B f(A x)` with an activation f.
         prompt: `[P, D]` soft prompt, or None.
         labels: label texts of the head's rows; empty where there is no head.
-        head_weight: `[C, D]`. head_bias: `[C]`.
-        activation: f of its linears.
+        head_weight: `[C, D]` weights of the head. head_bias: `[C]` biases.
+        activation: the activation f of its linears.
     """
 
     linears: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -294,20 +294,20 @@ class AdapterState:
     def tensors(self) -> Mapping[str, Tensor]:
         """Return everything that it holds by name: `<path>.lora_A`, `<path>.lora_B`, `prompt`, `head.weight`,
         `head.bias`."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for path, (low, high) in self.linears.items():
-            found[f"{path}.lora_A"], found[f"{path}.lora_B"] = low, high
+            tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"] = low, high
         if self.prompt is not None:
-            found["prompt"] = self.prompt
+            tensors["prompt"] = self.prompt
         if self.head_weight is not None and self.head_bias is not None:
-            found["head.weight"], found["head.bias"] = self.head_weight, self.head_bias
-        return found
+            tensors["head.weight"], tensors["head.bias"] = self.head_weight, self.head_bias
+        return tensors
 
     @staticmethod
     def from_tensors(
         tensors: Mapping[str, Tensor], scale: float, labels: Sequence[str], activation: Activation = ""
     ) -> AdapterState:
-        """Back from what `tensors` gave."""
+        """Invert `tensors`."""
         paths = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
         linears = {path: (tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"]) for path in paths}
         head = tensors.get("head.weight"), tensors.get("head.bias")
@@ -316,14 +316,14 @@ class AdapterState:
 
 @dataclass(frozen=True)
 class RouterState:
-    """What serving needs to choose adapters as training did.
+    """The state that serving needs to choose adapters as training did.
 
     Attributes:
-        kind: in `raycl.routing.routers.ROUTERS`.
-        settings: JSON-able.
-        tensors: `<what>/<adapter or task>` -> values, so that one of them can be removed; on the CPU.
+        kind: name of the router's kind.
+        settings: JSON-able settings.
+        tensors: `<what>/<adapter or task>` -> values on the CPU, so that an adapter or task can be removed.
         encoder: settings of the sentence encoder, or None for kinds that read no text.
-        encoder_sha256: which encoder that was.
+        encoder_sha256: hash of that encoder.
     """
 
     kind: str

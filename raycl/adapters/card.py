@@ -1,4 +1,4 @@
-"""The model card of an exported adapter: what it is, and lines that use it without raycl, as the endpoint would.
+"""The model card of an exported adapter: its metadata, and lines that use it without raycl, as the endpoint would.
 
 Tensors and a config do not contain the prompt around a text, how states are pooled, or the labels of a head. The same
 metadata is kept as `raycl.json`, which the printed lines read.
@@ -22,7 +22,7 @@ CLASSES = {
     "SEQ_2_SEQ_LM": "ModelForSeq2SeqLM",
     "FEATURE_EXTRACTION": "ModelForFeatureExtraction",
 }
-"""PEFT's `task_type` -> what its and Transformers' automatic classes are called, after `AutoPeft` and `Auto`."""
+"""PEFT's `task_type` -> the names of its and Transformers' automatic classes after `AutoPeft` and `Auto`."""
 
 QUANTIZED = {
     "nf4": '`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)`',
@@ -39,7 +39,7 @@ class CardTask:
     """A task that an adapter was trained on.
 
     Attributes:
-        prompt: what stands before and behind its texts.
+        prompt: the text before and after its inputs.
         chat_template: Jinja source that renders them as a user's messages, behind the message `system`; "": none does.
     """
 
@@ -56,14 +56,15 @@ class CardMetadata:
     """What the card of an adapter contains.
 
     Attributes:
-        kind: of the backbone, by name. capabilities: what it can do.
-        base: hub id or folder of the backbone; revision: of the hub id; sha256: over its files, "" if not known.
+        kind: name of the backbone's kind. capabilities: what the backbone can do.
+        base: hub id or folder of the backbone. revision: commit of the hub id. sha256: hash of its files, "" if
+            unknown.
         adapters: name and version -> weight in the mixture that was exported.
-        tasks: the one whose prompt the mixture gets first.
-        pooling: mean or cls, of encoders.
-        source_tokens, target_tokens: what prompts were cut to, and how long answers were.
+        tasks: the tasks; that whose prompt the mixture gets comes first.
+        pooling: mean or cls, for encoders.
+        source_tokens, target_tokens: limits of prompts and of answers.
         bos: whether the tokenizer's first token stood in front of inputs ("tokenizer" or "none").
-        quantization: of the backbone's weights in training ("none", "nf4" or "int8").
+        quantization: type of the backbone's weights in training ("none", "nf4" or "int8").
     """
 
     kind: str
@@ -87,16 +88,16 @@ class CardMetadata:
 
     def tree(self) -> dict[str, Any]:
         """Return the same for scripts: the content of `raycl.json`."""
-        found = {**asdict(self), "tasks": [asdict(task) for task in self.tasks]}
-        del found["capabilities"]  # follow from the kind
-        return found
+        fields = {**asdict(self), "tasks": [asdict(task) for task in self.tasks]}
+        del fields["capabilities"]  # they follow from the kind
+        return fields
 
 
 def model_card(metadata: CardMetadata, labels: Sequence[str], merged: bool) -> str:
-    """Markdown, with one Python block that works in the card's own folder.
+    """Return Markdown with one Python block that works in the card's own folder.
 
     Args:
-        labels: of the label head beside it; () where there is none. merged: the folder is a whole model.
+        labels: labels of the label head; () where there is none. merged: the folder is a complete model.
     """
     lines = [f"{name}: {value}" for name, value in _front_matter(metadata, merged).items()]
     parts = [
@@ -109,11 +110,11 @@ def model_card(metadata: CardMetadata, labels: Sequence[str], merged: bool) -> s
 
 
 def _front_matter(metadata: CardMetadata, merged: bool) -> dict[str, str]:
-    found = {
+    fields = {
         "library_name": "transformers" if merged else "peft",
         "pipeline_tag": PIPELINES[metadata.capabilities.answers],
     }
-    return {"base_model": metadata.base, **found} if metadata.on_hub else found
+    return {"base_model": metadata.base, **fields} if metadata.on_hub else fields
 
 
 def _title(metadata: CardMetadata, merged: bool) -> str:
@@ -241,12 +242,12 @@ def _end(metadata: CardMetadata, head: bool, merged: bool) -> list[str]:
     if metadata.capabilities.answers == "label":
         return _labelled(metadata, head)
     start = "inputs['input_ids'].shape[1]" if metadata.capabilities.one_sequence else "0"
-    own = ["decoder_start_token_id", "forced_bos_token_id"] if metadata.capabilities.separate_encoder else []
+    arguments = ["decoder_start_token_id", "forced_bos_token_id"] if metadata.capabilities.separate_encoder else []
     return [
         "",
         "own = model.generation_config  # its penalties and the like were never used in training",
         f"model.generation_config = {'' if merged else 'model.get_base_model().generation_config = '}GenerationConfig(",
-        *[f"    {name}=own.{name}," for name in own],
+        *[f"    {name}=own.{name}," for name in arguments],
         "    do_sample=False,",
         f"    max_new_tokens={metadata.target_tokens or 64},",
         "    eos_token_id=tokenizer.eos_token_id,",
@@ -295,6 +296,6 @@ def _tasks(metadata: CardMetadata) -> str:
 
 
 def _cell(text: str) -> str:
-    """Code in a table, on one line."""
+    """Return code for a table, on one line."""
     written = json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("|", "\\|").replace("`", "'")
     return f"`{written}`" if written else ""

@@ -20,16 +20,16 @@ from torch.nn.functional import linear
 from raycl.types import Activation
 
 OWN_GAIN = 3
-"""An example's own rows must be this many times fewer than the shared ones: batched GEMMs of few rows run slower."""
+"""An example's own rows must be this many times fewer than the shared ones, since small batched GEMMs are slower."""
 
 OWN_TOKENS = 8
-"""Positions per example from which on copying its own rows pays."""
+"""From this many positions per example, copying its own rows pays."""
 
 
 def add_shared(
     y: Tensor, x: Tensor, a_RD: Tensor, b_RO: Tensor, gate_BR: Tensor, activation: Activation = ""
 ) -> Tensor:
-    """`y + (gate * f(x A^T)) B`.
+    """Return `y + (gate * f(x A^T)) B`.
 
     Args:
         y: `[B, ..., O]`, changed in place where autograd allows it.
@@ -64,14 +64,15 @@ def add_own(y: Tensor, x: Tensor, a_BKD: Tensor, b_BKO: Tensor, gate_BK: Tensor,
         if activation == "relu":
             h.relu_()
         return y + torch.bmm(h * gate[:, None, :], b_BKO)
-    h_BKT = torch.bmm(a_BKD, x.transpose(1, 2))  # few rows first: faster than x A^T
+    h_BKT = torch.bmm(a_BKD, x.transpose(1, 2))  # fewer rows first, which is faster than x A^T
     if activation == "relu":
         h_BKT.relu_()
     return y.baddbmm_(h_BKT.mul_(gate[:, :, None]).transpose(1, 2), b_BKO)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, gate: Tensor, heads: int, scaling: float) -> Tensor:
-    """Attention of each token to the prefix positions that its example uses: `softmax(scaling q K^T + log gate) V`.
+    """Return the attention of each token to the prefix positions that its example uses: `softmax(scaling q K^T + log
+    gate) V`.
 
     Positions of all prefixes with a gate above 0 compete in one softmax, as if they stood one after another; equal
     gates leave that to the queries alone. Others, and examples without any, add nothing.
@@ -82,7 +83,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, gate: Tensor, heads: int, sc
         gate: `[B, R]`, or `[B, T, R]` for each position.
 
     Returns:
-        `[B, T, D]`, what is added to the input of the layer's output projection.
+        `[B, T, D]`, which is added to the input of the layer's output projection.
     """
     gate = gate if gate.dim() == 3 else gate[:, None]
     closed = gate <= 0
@@ -90,10 +91,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, gate: Tensor, heads: int, sc
     prior = gate.clamp_min(torch.finfo(gate.dtype).tiny).log().masked_fill(closed & ~idle, float("-inf"))
     scores = _of_heads(q, heads) @ _of_heads(keys, heads).mT * scaling
     shares = (scores + prior.to(scores.dtype)[:, None]).softmax(-1)
-    found = (shares @ _of_heads(values, heads)).transpose(1, 2).flatten(2)
-    return found.masked_fill(idle, 0.0)
+    attended = (shares @ _of_heads(values, heads)).transpose(1, 2).flatten(2)
+    return attended.masked_fill(idle, 0.0)
 
 
 def _of_heads(rows: Tensor, heads: int) -> Tensor:
-    """Return `[..., R, D]` to `[..., H, R, D / H]`."""
+    """Reshape `[..., R, D]` to `[..., H, R, D / H]`."""
     return rows.reshape(*rows.shape[:-1], heads, -1).transpose(-3, -2)

@@ -39,7 +39,7 @@ class MixedHead(nn.Module):
     """Scores over the labels of all loaded adapters.
 
     Attributes:
-        labels: order of first appearance.
+        labels: label texts in the order of first appearance.
         weight: `[M C, D]` rows in training: C labels for each of the M adapters in training. bias: `[M C]`.
         frozen: the rows were taken over from another adapter and stay as they are.
     """
@@ -56,7 +56,7 @@ class MixedHead(nn.Module):
         self._rows: dict[str, tuple[object, _Rows]] = {}
 
     def grow(self, labels: Sequence[str]) -> None:
-        """Know more labels; no row is added (`begin_training` does that)."""
+        """Add labels; no row is added (`begin_training` does that)."""
         self.labels.extend(label for label in dict.fromkeys(labels) if label not in self.labels)
 
     def clear(self) -> None:
@@ -66,7 +66,8 @@ class MixedHead(nn.Module):
         self._set_trainable(0)
 
     def begin_training(self, labels: Sequence[str], shared: AdapterState | None = None) -> None:
-        """Zero rows for `labels` in each adapter in training, or those of `shared`, which then stay as they are."""
+        """Add zero rows for `labels` to each adapter in training, or the rows of `shared`, which then stay as they
+        are."""
         self.grow(labels)
         self.trainable_labels = tuple(labels)
         self._set_trainable(len(labels) * self._heads)
@@ -76,7 +77,7 @@ class MixedHead(nn.Module):
             self.bias.data.copy_(shared.head_bias)
 
     def fill(self, states: Mapping[str, AdapterState]) -> None:
-        """Rows in training begin with those of these adapters, where both have the label."""
+        """Initialize rows in training from these adapters, where both have the label."""
         for number, name in enumerate(self._stack.trainable):
             state = states.get(name)
             if state is None or state.head_weight is None or state.head_bias is None:
@@ -90,7 +91,7 @@ class MixedHead(nn.Module):
 
     @property
     def _heads(self) -> int:
-        """M: heads in training."""
+        """M, the number of heads in training."""
         return 1 if self.rule == "label_count" else len(self._stack.trainable)
 
     def end_training(self) -> None:
@@ -111,7 +112,7 @@ class MixedHead(nn.Module):
         }
 
     def _trainable_rows(self, number: int) -> slice:
-        """Of an adapter in training, by its position among them."""
+        """Return the rows of an adapter in training, by its position among them."""
         first = min(number, self._heads - 1) * len(self.trainable_labels)
         return slice(first, first + len(self.trainable_labels))
 
@@ -138,7 +139,9 @@ class MixedHead(nn.Module):
         if self.rule in ("logit", "sum"):
             row_weights = row_weights if self.rule == "logit" else (row_weights != 0).float()
             none = torch.zeros(len(logits), len(self.labels), device=device)
-            known = none.index_add(1, label, (row_weights != 0).float()) > 0  # by each example's own active adapters
+            known = (
+                none.index_add(1, label, (row_weights != 0).float()) > 0
+            )  # grouped by each example's active adapters
             return none.index_add(1, label, logits * row_weights).masked_fill(~known, -torch.inf)
         chances = logits - logsumexp_by(logits, owner, len(heads))[:, owner]
         log_weights = torch.where(row_weights > 0, row_weights.clamp_min(1e-30).log(), -torch.inf)
@@ -161,16 +164,16 @@ class MixedHead(nn.Module):
         return used, plan.weights(len(pooled_BD)).to(pooled_BD.dtype)
 
     def _head_rows(self, names: Mapping[str, int]) -> list[tuple[int, _Rows]]:
-        """(column of the mixture, head rows) of every active adapter with labels."""
-        found = []
+        """Return (column of the mixture, head rows) of every active adapter with labels."""
+        heads = []
         trainable = list(self._stack.trainable)
         for name, column in names.items():
             if name in self._stack.states and self._stack.states[name].labels:
-                found.append((column, self._loaded(name)))
+                heads.append((column, self._loaded(name)))
             elif name in trainable and self.trainable_labels:
                 rows = self._trainable_rows(trainable.index(name))
-                found.append((column, _Rows(self.weight[rows], self.bias[rows], self._index(self.trainable_labels))))
-        return found
+                heads.append((column, _Rows(self.weight[rows], self.bias[rows], self._index(self.trainable_labels))))
+        return heads
 
     def _loaded(self, name: str) -> _Rows:
         state = self._stack.states[name]
@@ -188,7 +191,8 @@ class MixedHead(nn.Module):
 
 
 def logsumexp_by(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Log-sum-exp of each group's columns, `[B, K]` to `[B, groups]`; -inf where a group has none, or only -inf."""
+    """Return the log-sum-exp of each group's columns, `[B, K]` to `[B, groups]`; -inf where a group has none, or only
+    -inf."""
     index = group.expand_as(values)
     empty = values.new_full((len(values), groups), -torch.inf)
     top = empty.scatter_reduce(1, index, values.detach(), "amax")

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Queries:
-    """What the query projection of an attention layer gave last, for its output projection.
+    """The last output of an attention layer's query projection, for its output projection.
 
     Attributes:
-        heads: number of them. scaling: of the scores.
+        heads: number of heads. scaling: factor of the scores.
     """
 
     heads: int
@@ -32,11 +32,11 @@ class Queries:
     last: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: object, output: Tensor) -> None:
-        """As a forward hook of the query projection."""
+        """Keep the output; this is a forward hook of the query projection."""
         self.last = output
 
     def take(self) -> Tensor:
-        """`[B, T, D]`, once: nothing keeps it afterwards."""
+        """Return `[B, T, D]` and forget it."""
         assert self.last is not None, "the layer's queries were not computed"
         last, self.last = self.last, None
         return last
@@ -46,10 +46,10 @@ class StackedLora(nn.Module):
     """`base(x)` plus the active mixture, as `formula` adds it.
 
     Attributes:
-        base: the linear it stands for (`nn.Linear`, or Hugging Face's `Conv1D`), untouched.
+        base: the linear that it replaces (`nn.Linear`, or Hugging Face's `Conv1D`), unchanged.
         lora_A: `[R, D]` rows of the adapters in training; None between tasks.
         lora_B: `[O, R]` their outputs, in PEFT's layout.
-        queries: of its attention layer, in a stack of prefixes.
+        queries: queries of its attention layer, in a stack of prefixes.
         unit_masks: gives factors of the units `[R]` between A and B of adapters in training, and of what these add
             `[O]` (None: none); None: there are none.
         low_observer: called with `A x` `[..., R]` of the adapters in training, before activation, and gates `[B, R]`,
@@ -72,7 +72,7 @@ class StackedLora(nn.Module):
 
     @property
     def outputs(self) -> int:
-        """Width of B: the linear's outputs, or of values, which are added to its inputs."""
+        """Width of B: that of the linear's outputs, or of values, which are added to its inputs."""
         return self.inputs if self._stack.activation == "softmax" else self._outputs
 
     @property
@@ -82,21 +82,21 @@ class StackedLora(nn.Module):
 
     @property
     def trainable_scale(self) -> float:
-        """Of every adapter in training."""
+        """The scale of every adapter in training."""
         return self._stack.trainable_scale
 
     @property
     def weight(self) -> Tensor:
-        """The base's own weight: some models look at a linear's dtype or device."""
+        """The weight of the base, because some models read a linear's dtype or device."""
         return self.base.weight  # type: ignore[return-value]
 
     @property
     def bias(self) -> Tensor | None:
-        """The base's own bias."""
+        """The bias of the base."""
         return self.base.bias  # type: ignore[return-value]
 
     def trainable(self) -> tuple[Tensor, Tensor]:
-        """Return a and B in training with their gradients, whole even where the engine keeps parts (ZeRO 3)."""
+        """Yield A and B in training with their gradients, complete even where the engine keeps parts (ZeRO 3)."""
         assert self.lora_A is not None and self.lora_B is not None, "no adapter is in training"
         if self.lora_A.numel() and self.lora_B.numel():
             return self.lora_A, self.lora_B
@@ -132,12 +132,12 @@ class StackedLora(nn.Module):
         return y
 
     def _with_prefixes(self, x: Tensor) -> Tensor:
-        """`base(x + attention to the active prefixes)`, loaded ones and those in training in one softmax."""
+        """Return `base(x + attention to the active prefixes)`, with loaded and trained prefixes in one softmax."""
         assert self.queries is not None
         q = self.queries.take()
-        found = self._prefixes(x.shape[0])
-        if found is not None:
-            x = x + attend(q, *found, self.queries.heads, self.queries.scaling)
+        prefixes = self._prefixes(x.shape[0])
+        if prefixes is not None:
+            x = x + attend(q, *prefixes, self.queries.heads, self.queries.scaling)
         y: Tensor = self.base(x)
         return y
 
@@ -163,7 +163,7 @@ class StackedLora(nn.Module):
         return torch.cat(keys), torch.cat(values), torch.cat(gates, dim=-1)
 
     def _add_trainable(self, y: Tensor, x: Tensor, gate_BR: Tensor) -> Tensor:
-        """Return the part in training: exact gradients to A, B, the gate and x."""
+        """Add the adapters in training, with exact gradients to A, B, the gate and x."""
         assert self.lora_A is not None and self.lora_B is not None
         h = linear(dropout(x, self._stack.dropout, self.training), self.lora_A)
         if self.low_observer is not None:
@@ -188,7 +188,7 @@ def linear_shape(base: nn.Module) -> tuple[int, int]:
 
 @torch.no_grad()
 def plain_weight(base: Any) -> Tensor:
-    """Its weight `[O, D]` in float32, whichever way it is kept; of a quantized linear, what it computes with."""
+    """Return the weight `[O, D]` in float32, however it is stored; for a quantized linear, the dequantized weight."""
     weight: Tensor = base.weight.detach()
     if weight.is_floating_point():
         return weight.float() if isinstance(base, nn.Linear) else weight.float().T
@@ -198,6 +198,6 @@ def plain_weight(base: Any) -> Tensor:
 
 
 def base_dtype(base: nn.Module) -> torch.dtype:
-    """Return what the linear computes in; quantized weights are stored as integers."""
+    """Return the dtype in which the linear computes; quantized weights are stored as integers."""
     stored: torch.dtype = base.weight.dtype  # type: ignore[assignment]
     return stored if stored.is_floating_point else base.compute_dtype  # type: ignore[return-value]

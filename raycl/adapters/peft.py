@@ -21,13 +21,13 @@ from raycl.types import AdapterState
 PREFIX = "base_model.model."
 KEY = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 REFUSED = ("use_dora", "modules_to_save", "layer_replication", "lora_bias", "trainable_token_indices")
-"""Settings of `adapter_config.json` that add more than `scale * B A` to a linear."""
+"""Settings of `adapter_config.json` under which more than `scale * B A` is added to a linear."""
 LITERAL = re.compile(r"\^?[\w.-]+")
-"""Patterns of linears that mean themselves: a path or its end; with `^`, a whole path."""
+"""Patterns of linears that contain no operators: a path or its end; with `^`, a complete path."""
 
 
 class _LoraSettings(BaseModel):
-    """What is read of `adapter_config.json`."""
+    """The fields of `adapter_config.json` that are read."""
 
     model_config = ConfigDict(strict=True)
 
@@ -36,12 +36,13 @@ class _LoraSettings(BaseModel):
     use_rslora: bool | None = None
 
     def scale(self, path: str, rank: int) -> float:
-        """`alpha / r`, or `alpha / sqrt(r)` with rank-stabilised LoRA, with this linear's own alpha where it has one.
+        """Return `alpha / r`, or `alpha / sqrt(r)` with rank-stabilised LoRA, with this linear's own alpha if it has
+        one.
 
-        As in PEFT, the first pattern that fits counts.
+        The first pattern that matches counts, as in PEFT.
         """
-        own = (value for key, value in (self.alpha_pattern or {}).items() if _ends_in(path, key))
-        alpha = next(own, rank if self.lora_alpha is None else self.lora_alpha)
+        alphas = (value for key, value in (self.alpha_pattern or {}).items() if _ends_in(path, key))
+        alpha = next(alphas, rank if self.lora_alpha is None else self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
@@ -55,7 +56,7 @@ def to_peft(
     """Return tensors by PEFT's names and the content of `adapter_config.json`.
 
     Args:
-        base: hub id or folder of the backbone, which `AutoPeftModel...` loads. revision: of the hub id.
+        base: hub id or folder of the backbone, which `AutoPeftModel...` loads. revision: commit of the hub id.
         task_type: PEFT's task type, which selects the class that loads it.
 
     Raises:
@@ -95,8 +96,8 @@ def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears:
     Args:
         linears: paths of the model's linears. A path that a task head put in front (`bert.`) is dropped.
 
-    PEFT executes the keys of `alpha_pattern` as regular expressions; here one that is no name is an error, since it may
-    take for ever.
+    PEFT executes the keys of `alpha_pattern` as regular expressions; here a key that is no name is an error, since its
+    match may never end.
 
     Raises:
         AdapterError: not a plain LoRA, unknown or missing tensors, or a linear that the model does not have.
@@ -117,7 +118,7 @@ def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears:
         if match is None:
             raise AdapterError(f"tensor '{key}' is no part of a plain LoRA: expected {PREFIX}<linear>.lora_A|B.weight")
         sides.setdefault(match["path"], {})[match["side"]] = tensor
-    found = {}
+    pairs = {}
     for path, pair in sides.items():
         if set(pair) != {"A", "B"}:
             raise AdapterError(f"'{path}' has lora_{next(iter(pair))} but not its counterpart: the file is incomplete")
@@ -125,10 +126,10 @@ def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears:
             shapes = " and ".join(f"lora_{side} {list(pair[side].shape)}" for side in "AB")
             raise AdapterError(f"'{path}' has {shapes}: expected two matrices of rank 1 or more")
         scale = settings.scale(path, len(pair["A"]))
-        found[_known(path, linears)] = (pair["A"].float(), pair["B"].float() * scale)
-    if not found:
+        pairs[_known(path, linears)] = (pair["A"].float(), pair["B"].float() * scale)
+    if not pairs:
         raise AdapterError("the adapter holds no tensors: expected lora_A and lora_B of at least one linear")
-    return AdapterState(found)
+    return AdapterState(pairs)
 
 
 def _known(path: str, linears: Collection[str]) -> str:
@@ -142,9 +143,9 @@ def _settings(config: Mapping[str, Any]) -> _LoraSettings:
     try:
         settings = _LoraSettings.model_validate(config)
     except ValidationError as error:
-        one = error.errors()[0]
-        place = ".".join(map(str, one["loc"]))
-        raise AdapterError(f"adapter_config.json has {place}={one['input']!r:.80}: {one['msg']}") from error
+        problem = error.errors()[0]
+        setting = ".".join(map(str, problem["loc"]))
+        raise AdapterError(f"adapter_config.json has {setting}={problem['input']!r:.80}: {problem['msg']}") from error
     for key in settings.alpha_pattern or ():
         if not LITERAL.fullmatch(key):
             raise AdapterError(

@@ -21,7 +21,7 @@ class Plan:
     """What layers need while a mixture is active.
 
     Attributes:
-        mixture: as it was activated.
+        mixture: the mixture that was activated.
         copies: sequences per example in generation (beams x samples).
         used: adapters that are active for some example.
         pool: rows that `index` points into. index: `[R]` rows in use, or a slice of neighbours.
@@ -48,7 +48,8 @@ class Plan:
         return self.gate is not None
 
     def share_rows(self, examples_PS: Tensor) -> None:
-        """Examples share rows of the batch: `examples_PS` says whose position each is. Once, before any layer runs."""
+        """Let examples share rows of the batch; `examples_PS` gives the example of each position. Call it before any
+        layer."""
         assert self.copies == 1, "examples share rows in training only"
         examples_PS = examples_PS.to(self.mixture.weights.device)
         self.gate = None if self.gate is None else self.gate[examples_PS]
@@ -66,7 +67,7 @@ class Plan:
         return self._picked.layer(path)
 
     def shared_gate(self, rows: int) -> Tensor:
-        """`[rows, R]`."""
+        """Return the gates `[rows, R]`."""
         assert self.gate is not None
         return self._for_rows("shared", self.gate, rows)
 
@@ -80,12 +81,12 @@ class Plan:
         return a_KD.view(*index.shape, -1), b_KO.view(*index.shape, -1)
 
     def own_gate(self, rows: int) -> Tensor:
-        """`[rows, K]`."""
+        """Return the gates of own rows `[rows, K]`."""
         assert self.own is not None
         return self._for_rows("own gate", self.own[1], rows)
 
     def trainable_gate_for(self, rows: int) -> Tensor:
-        """`[rows, R_live]`."""
+        """Return the gates of adapters in training `[rows, R_live]`."""
         assert self.trainable_gate is not None
         return self._for_rows("trainable", self.trainable_gate, rows)
 
@@ -94,7 +95,7 @@ class Plan:
         return self._for_rows("weights", self.mixture.weights, rows)
 
     def _for_rows(self, what: str, tensor: Tensor, rows: int) -> Tensor:
-        """Generation gives every example `copies` neighbouring rows."""
+        """Repeat each row `copies` times, since generation gives every example so many neighbouring rows."""
         examples = tensor.shape[0]
         if rows == examples:
             return tensor
@@ -107,10 +108,10 @@ class Plan:
 
 
 def gate_of(weights_BN: Tensor, owners: Sequence[tuple[int, int, float]]) -> Tensor:
-    """`[B, R]`: weight times scale of each row.
+    """Return `[B, R]`, weight times scale of each row.
 
     Args:
-        owners: per adapter: its column of `weights_BN`, how many rows, its scale.
+        owners: for each adapter its column of `weights_BN`, its number of rows and its scale.
     """
     columns = [column for column, count, _ in owners for _ in range(count)]
     scales = torch.tensor([scale for _, count, scale in owners for _ in range(count)])
@@ -119,7 +120,7 @@ def gate_of(weights_BN: Tensor, owners: Sequence[tuple[int, int, float]]) -> Ten
 
 
 def neighbours(rows: Tensor) -> slice | Tensor:
-    """Ascending rows without gaps as a slice, which costs no copy; others as they are."""
+    """Return ascending rows without gaps as a slice, which costs no copy; others unchanged."""
     first = int(rows[0])
     return slice(first, first + len(rows)) if bool((rows.diff() == 1).all()) else rows
 
@@ -141,9 +142,9 @@ def own_form(
     index, gate = [], []
     for weights, active_row in zip(weights_BN.tolist(), active.tolist(), strict=True):
         mine = [owner for owner, yes in zip(owners, active_row, strict=True) if yes]
-        own = [row for column, _, _ in mine for row in rows[column]]
+        own_rows = [row for column, _, _ in mine for row in rows[column]]
         gates = [weights[column] * scale for column, count, scale in mine for _ in range(count)]
-        index.append(own + [0] * (most - len(own)))
-        gate.append(gates + [0.0] * (most - len(own)))
+        index.append(own_rows + [0] * (most - len(own_rows)))
+        gate.append(gates + [0.0] * (most - len(own_rows)))
     device = weights_BN.device
     return torch.tensor(index, device=device), torch.tensor(gate, device=device)

@@ -22,10 +22,10 @@ class RowPool:
     """
 
     def __init__(self, shapes: Mapping[str, Shape], rows: int) -> None:
-        self.place: dict[str, tuple[Shape, int]] = {}
+        self.locations: dict[str, tuple[Shape, int]] = {}
         members: dict[Shape, list[str]] = {}
         for path, shape in shapes.items():
-            self.place[path] = (shape, len(members.setdefault(shape, [])))
+            self.locations[path] = (shape, len(members.setdefault(shape, [])))
             members[shape].append(path)
         self.members = members
         self.a = {s: torch.zeros(len(m), rows, s[0], dtype=s[2], device=s[3]) for s, m in members.items()}
@@ -63,13 +63,13 @@ class RowPool:
 
     def layer(self, path: str) -> tuple[Tensor, Tensor]:
         """Return all rows of one linear: A `[R, D]`, B `[R, O]`."""
-        shape, layer = self.place[path]
+        shape, layer = self.locations[path]
         return self.a[shape][layer], self.b[shape][layer]
 
     def picked(self, index: Tensor) -> RowPool:
         """Return a smaller pool with copies of the rows `index` only."""
         small = object.__new__(RowPool)
-        small.place, small.members, small.rows = self.place, self.members, len(index)
+        small.locations, small.members, small.rows = self.locations, self.members, len(index)
         small._written = set(range(len(index)))
         small.a = {shape: block.index_select(1, index.to(shape[3])) for shape, block in self.a.items()}
         small.b = {shape: block.index_select(1, index.to(shape[3])) for shape, block in self.b.items()}

@@ -38,7 +38,7 @@ MLP = ("mlp_in", "mlp_in_bias", "mlp_out", "mlp_out_bias")
 
 @dataclass(frozen=True)
 class PromptForm:
-    """What is trained in the place of prompts.
+    """The form in which prompts are trained.
 
     Attributes:
         kind: plain: the prompts; mlp: also an MLP, which the prompts of a task share; gate: also a factor for each.
@@ -58,10 +58,10 @@ class MixedPrompts(nn.Module):
     Attributes:
         trainable: `[M, P, D]` prompts in training, one for each of the stack's adapters in training; None without.
         gate: `[M]` their factors, where the form has them. mlp_in, mlp_in_bias, mlp_out, mlp_out_bias: see `MLP`.
-        order: adapter -> its place among concatenated prompts, as a number and a name that sort it; without an entry
+        order: adapter -> its position among concatenated prompts, as a number and a name that sort it; without an entry
             (0, its own name).
         concatenated: adapters whose prompts are concatenated even where `how` sums the others.
-        elsewhere: adapters whose prompts do not stand here: of those behind texts in front of them, or the other way.
+        elsewhere: adapters whose prompts stand on the other side of the text.
     """
 
     def __init__(self, stack: AdapterStack, width: int, how: How = "sum") -> None:
@@ -97,7 +97,7 @@ class MixedPrompts(nn.Module):
                 setattr(self, name, nn.Parameter(drawn.to(device)))
 
     def fill(self, states: Mapping[str, AdapterState]) -> None:
-        """Prompts in training begin as those of these adapters, whatever their form."""
+        """Initialize prompts in training from these adapters, whatever their form."""
         for number, name in enumerate(self._stack.trainable):
             prompt = states[name].prompt if name in states else None
             if prompt is None or self.trainable is None:
@@ -142,19 +142,19 @@ class MixedPrompts(nn.Module):
         trainable = list(self._stack.trainable)
         is_trained = self.trainable is not None and not self._stack.trainable.keys().isdisjoint(names)
         formed_MPD = formed(dict(self.named_parameters())) if is_trained else None
-        found: dict[int, Tensor] = {}
+        prompts: dict[int, Tensor] = {}
         for column, name in enumerate(names):
             if name in self.elsewhere:
                 continue
             if name in trainable and formed_MPD is not None:
-                found[column] = formed_MPD[trainable.index(name)]
+                prompts[column] = formed_MPD[trainable.index(name)]
             elif name in self._stack.states and (prompt := self._stack.states[name].prompt) is not None:
                 if prompt.shape[1] != self.width:
                     raise AdapterError(
                         f"adapter '{name}' has a prompt of width {prompt.shape[1]}, the model's is {self.width}"
                     )
-                found[column] = prompt.to(device)
-        return found
+                prompts[column] = prompt.to(device)
+        return prompts
 
     def _summed(self, prompts: dict[int, Tensor], weights_BN: Tensor) -> tuple[Tensor, Tensor]:
         longest = max(map(len, prompts.values()))
@@ -179,9 +179,9 @@ def formed(values: Mapping[str, Tensor]) -> Tensor:
 
 
 def _left_padded(prompts_BPD: Tensor, mask_BP: Tensor) -> tuple[Tensor, Tensor]:
-    """Masked positions moved to the left of each example, and dropped where no example needs them.
+    """Move masked positions to the left of each example, and drop them where no example needs them.
 
-    What a text sees must stand right before it, where positions are relative.
+    A prompt must be directly before its text where positions are relative.
     """
     longest = int(mask_BP.sum(1).max())
     order_BP = mask_BP.argsort(dim=1, stable=True)[:, mask_BP.shape[1] - longest :]

@@ -18,14 +18,14 @@ class RowTable:
 
     Attributes:
         rows: adapter -> its rows; least recently used first.
-        evicted: how many adapters had to make room so far.
+        evicted: number of adapters that were evicted so far.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.rows: OrderedDict[str, list[int]] = OrderedDict()
         self.evicted = 0
-        self._free = list(range(capacity))  # a heap: the lowest rows first, so that rows in use lie together
+        self._free = list(range(capacity))  # a heap: the lowest rows first, so that rows in use are contiguous
         self._pins: Counter[str] = Counter()
 
     def grow(self, capacity: int) -> None:
@@ -36,23 +36,23 @@ class RowTable:
 
     @property
     def free(self) -> int:
-        """Rows without an owner."""
+        """The number of rows without an owner."""
         return len(self._free)
 
     def touch(self, name: str) -> None:
-        """Mark as just used."""
+        """Mark an adapter as just used."""
         self.rows.move_to_end(name)
 
     def pin(self, name: str) -> None:
-        """Never evict it until it is unpinned as often as it was pinned."""
+        """Never evict an adapter until it is unpinned as often as it was pinned."""
         self._pins[name] += 1
 
     def unpin(self, name: str) -> None:
-        """Take one pin back."""
+        """Remove a pin."""
         assert self._pins[name] > 0, f"'{name}' is not pinned"
         self._pins[name] -= 1
 
-    def place(self, name: str, count: int, keep: Collection[str] = ()) -> list[int]:
+    def allocate(self, name: str, count: int, keep: Collection[str] = ()) -> list[int]:
         """Give `name` `count` rows, evicting others least recently used first.
 
         Args:
@@ -82,6 +82,6 @@ class RowTable:
             self.evicted += 1
 
     def remove(self, name: str) -> None:
-        """Free its rows."""
+        """Free the rows of an adapter."""
         for row in self.rows.pop(name):
             heapq.heappush(self._free, row)

@@ -25,13 +25,13 @@ from raycl.errors import AdapterError
 from raycl.types import Activation, AdapterState, Mixture
 
 Source = Callable[[str], AdapterState]
-"""Name of an adapter -> what it holds; called when a mixture names one that is not loaded."""
+"""Returns the state of an adapter by name; called when a mixture names an adapter that is not loaded."""
 
 QueryOf = Callable[[nn.Module, str], str]
-"""Model, path of an attention layer's output projection -> path of its query projection."""
+"""Returns the path of the query projection that belongs to an attention layer's output projection of a model."""
 
 Init = Callable[[Tensor, int], None]
-"""Fills A `[r, D]` of a linear with so many outputs."""
+"""Fills A `[r, D]` of a linear; the second argument is the linear's number of outputs."""
 
 
 class AdapterStack:
@@ -40,11 +40,11 @@ class AdapterStack:
     Attributes:
         layers: path of a linear in the model -> the layer that took its place.
         plan: the active mixture, prepared; None for the bare backbone.
-        heads: of the active mixture (`Mixture.heads`).
+        heads: heads of the active mixture (`Mixture.heads`).
         table: which loaded rows belong to which adapter.
         static: preallocated rows for compiled models, else None.
-        dropout: on the input of adapters in training.
-        activation: of all its adapters: they are computed together.
+        dropout: probability on the input of adapters in training.
+        activation: activation of all its adapters, which are computed together.
         detach_loaded: no gradient flows through loaded adapters into the layers below them; values stay.
     """
 
@@ -60,9 +60,9 @@ class AdapterStack:
         """Put a `StackedLora` in the place of each linear.
 
         Args:
-            paths: of linears (`raycl.backbone.roles.linear_names`).
+            paths: paths of linears (`raycl.backbone.roles.linear_names`).
             rows: loaded rows (ranks added up); None: no limit.
-            query_of: for stacks of prefixes (`raycl.backbone.roles.query_of`).
+            query_of: finds query projections, for stacks of prefixes (`raycl.backbone.roles.query_of`).
 
         Raises:
             BackboneError: `query_of` finds no query projection.
@@ -112,7 +112,7 @@ class AdapterStack:
         return queries
 
     def use(self, activation: Activation) -> None:
-        """The activation of all adapters from now on; loaded ones have it already."""
+        """Set the activation of all adapters; loaded adapters must have it already."""
         if activation == self.activation:
             return
         paths, rows = list(self.layers), self.pool.rows
@@ -134,7 +134,7 @@ class AdapterStack:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
     @property
@@ -149,7 +149,7 @@ class AdapterStack:
 
         Args:
             keep: adapters that must stay.
-            later: it gets its rows, and is checked, when a mixture first names it; for stacks without a limit.
+            later: its rows are allocated, and it is checked, when a mixture first names it; for stacks without a limit.
 
         Raises:
             AdapterError: it does not fit the model or has another activation, its name is taken, or there is no room.
@@ -175,7 +175,7 @@ class AdapterStack:
             self.table.grow(more)
             self.pool.grow(more)
         evicted = self.table.evicted
-        self.table.place(name, state.rank, keep)
+        self.table.allocate(name, state.rank, keep)
         if self.table.evicted > evicted:
             for gone in self.states.keys() - self.table.rows.keys():
                 del self.states[gone]
@@ -189,7 +189,7 @@ class AdapterStack:
             self.table.remove(name)
 
     def need(self, names: Sequence[str]) -> None:
-        """All of `names` loaded and written; none of them evicts another."""
+        """Load and write all of `names`; none of them evicts another."""
         for name in names:
             if name not in self.states:
                 if self.source is None:
@@ -209,7 +209,7 @@ class AdapterStack:
         """Allocate trainable adapters: A drawn by `init`, B zero, so the initial update is zero.
 
         Args:
-            ranks: adapter -> rank. scale: of every one.
+            ranks: adapter -> rank. scale: scale of every adapter.
             init: fills A, a `[r, D]` tensor on the CPU, in place; its second argument is the number of outputs. The
                 same seed gives the same A on every device.
         """
@@ -226,7 +226,7 @@ class AdapterStack:
             layer.lora_B = nn.Parameter(high)
 
     def fill(self, states: Mapping[str, AdapterState]) -> None:
-        """Trainable adapters that are named begin with these weights, of the same ranks."""
+        """Initialize the named trainable adapters with these weights, which have the same ranks."""
         first = 0
         for name, rank in self.trainable.items():
             rows = slice(first, first + rank)
@@ -245,7 +245,7 @@ class AdapterStack:
 
     @contextmanager
     def training_aside(self) -> Iterator[None]:
-        """Put the adapters in training aside, so that others can be trained; afterwards they are back as they were."""
+        """Set the adapters in training aside, so that others can be trained, and restore them afterwards."""
         held = {path: (layer.lora_A, layer.lora_B) for path, layer in self.layers.items()}
         settings = self.trainable, self.trainable_scale, self.dropout
         self.end_training()
@@ -257,20 +257,20 @@ class AdapterStack:
             self.trainable, self.trainable_scale, self.dropout = settings
 
     def trainable_states(self, values: Mapping[str, Tensor], prefix: str = "model.") -> dict[str, AdapterState]:
-        """Adapter in training -> what it holds.
+        """Return the states of the adapters in training.
 
         Args:
-            values: whole parameters by name, as the engine gives them; names start with `prefix`.
+            values: complete parameters by name, as the engine gives them; names start with `prefix`.
         """
-        found: dict[str, AdapterState] = {}
+        states: dict[str, AdapterState] = {}
         first = 0
         for name, rank in self.trainable.items():
             rows = slice(first, first + rank)
             pairs = {p: (values[f"{prefix}{p}.lora_A"], values[f"{prefix}{p}.lora_B"]) for p in self.layers}
             linears = {path: (a[rows].clone(), b[:, rows].clone()) for path, (a, b) in pairs.items()}
-            found[name] = AdapterState(linears, self.trainable_scale, activation=self.activation)
+            states[name] = AdapterState(linears, self.trainable_scale, activation=self.activation)
             first += rank
-        return found
+        return states
 
     # ---- mixtures --------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class AdapterStack:
         Args:
             mixture: None for the bare backbone.
             copies: sequences per example in generation (beams x samples).
-            examples: `[P, S]`, where examples share rows: the one that each position belongs to.
+            examples: `[P, S]` example of each position, where examples share rows.
 
         Raises:
             AdapterError: an adapter that is unknown or does not fit, or weights that are not finite.
@@ -300,7 +300,7 @@ class AdapterStack:
 
     @contextmanager
     def mixture_aside(self) -> Iterator[None]:
-        """Put the active mixture aside: inside, the bare backbone computes, or what is activated there."""
+        """Set the active mixture aside: inside, the bare backbone computes, or a mixture that is activated there."""
         held = self.plan, self.static, self._open, self.heads
         self.plan, self.static, self._open, self.heads = None, None, False, ()
         try:
@@ -332,7 +332,7 @@ class AdapterStack:
             return
         rows = {column[name]: self.table.rows[name] for name in names}
         owners = [(column[name], len(self.table.rows[name]), self.states[name].scale) for name in names]
-        flat = torch.tensor([row for own in rows.values() for row in own])
+        flat = torch.tensor([row for adapter_rows in rows.values() for row in adapter_rows])
         order = torch.arange(len(flat)) if self.grows else flat.argsort()
         weights = plan.mixture.weights
         plan.gate = gate_of(weights, owners)[:, order.to(weights.device)]
@@ -353,10 +353,10 @@ class AdapterStack:
         return sorted(names, key=lambda name: self.table.rows[name][0])
 
     def preallocate(self, rows: int, sequences: int) -> None:
-        """Inference at fixed shapes from now on, for torch.compile and CUDA graphs.
+        """Use fixed shapes for inference from now on, for torch.compile and CUDA graphs.
 
         Args:
-            rows: ranks added up of all adapters that one batch may use.
+            rows: sum of the ranks of all adapters that one batch may use.
             sequences: rows of a batch, beams and samples included.
         """
         assert not self.trainable, "adapters in training change shape: preallocate for inference only"

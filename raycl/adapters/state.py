@@ -1,4 +1,4 @@
-"""What one adapter holds: does it fit a model, mixtures as one adapter, folding into plain weights.
+"""The state of an adapter: checks against a model, mixtures as one adapter, folding into plain weights.
 
 A mixture of LoRAs is one LoRA of the ranks added up, exactly: A's rows stand below each other, B's columns beside each
 other. (Averaging A and B, or a truncated SVD, is 50-370 % off.)
@@ -19,10 +19,10 @@ Shapes = Mapping[str, tuple[int, int]]
 
 
 def check_fits(name: str, state: AdapterState, shapes: Shapes) -> None:
-    """Whether every linear of the adapter is there and has its shape.
+    """Check that every linear of the adapter exists in the model and has its shape.
 
     Raises:
-        AdapterError: naming the adapter, the linear, its shapes and the model's.
+        AdapterError: a linear is missing or has another shape; the message names adapter, linear and shapes.
     """
     for path, (a, b) in state.linears.items():
         if path not in shapes:
@@ -45,10 +45,10 @@ def check_fits(name: str, state: AdapterState, shapes: Shapes) -> None:
 
 
 def check_increment(what: str, state: AdapterState) -> None:
-    """Whether the adapter is a weight increment `scale * B A`, which can be added, folded and written as a LoRA.
+    """Check that the adapter is a weight increment `scale * B A`, which can be added, folded and written as a LoRA.
 
     Args:
-        what: it is called in the message.
+        what: the adapter's name in the message.
 
     Raises:
         AdapterError: it has a non-linearity between A and B.
@@ -67,8 +67,8 @@ def combine(
 
     Args:
         weights: adapter -> weight; zero leaves it out.
-        head_rule: of the label heads (`raycl.adapters.head.Rule`); only `logit` and `sum` make several heads one linear
-            head.
+        head_rule: rule of the label heads (`raycl.adapters.head.Rule`); only `logit` and `sum` make several heads one
+            linear head.
 
     Raises:
         AdapterError: parts that do not add up to one adapter: several label heads, soft prompts, non-linear adapters.
@@ -98,8 +98,8 @@ def combine(
         )
     if not heads:
         return AdapterState(linears, prompt=states[with_prompt[0]].prompt if with_prompt else None)
-    one = states[heads[0]]
-    return AdapterState(linears, 1.0, one.prompt, one.labels, one.head_weight, one.head_bias)
+    state = states[heads[0]]
+    return AdapterState(linears, 1.0, state.prompt, state.labels, state.head_weight, state.head_bias)
 
 
 def _summed_heads(

@@ -50,5 +50,5 @@ class StaticRows:
         self.gate[:examples, :count].copy_(gate_BR)
 
     def clear(self) -> None:
-        """No adapter is active: the bare backbone."""
+        """Close all gates, so that the bare backbone computes."""
         self.gate.zero_()

@@ -22,7 +22,7 @@ TEXTS = ("labels", "words", "definition", "prompt", "system", "chat_template")
 """Settings that hold texts, which may look like addresses."""
 
 HUB = "hf"
-"""Names of the Hugging Face hub say what is asked of it, and never which server it is."""
+"""The scheme of the Hugging Face hub; such names cannot change the server."""
 
 
 class Server(NamedTuple):
@@ -34,20 +34,24 @@ class Server(NamedTuple):
 
     @staticmethod
     def of(address: str) -> Server | None:
-        """None: a path of this machine."""
+        """Return the server of an address; None for a path of this machine."""
         if "://" not in address:
             return None
         try:
             parts = urlsplit(address)
         except ValueError:
             return Server("", address)
-        query = [one for one in parse_qsl(parts.query, keep_blank_values=True) if one != ("scheme", "https")]
+        query = [
+            parameter
+            for parameter in parse_qsl(parts.query, keep_blank_values=True)
+            if parameter != ("scheme", "https")
+        ]
         host = parts.netloc.rpartition("@")[2]
         return None if parts.scheme == "file" else Server(parts.scheme, host, tuple(sorted(query)))
 
     @property
     def address(self) -> str:
-        """One that names it."""
+        """An address that names the server."""
         query = f"?{urlencode(self.query, safe=':/')}" if self.query else ""
         return f"{self.kind}://{self.host}{query}" if self.kind else self.host
 
@@ -67,15 +71,15 @@ def _found(value: Any, path: str) -> Iterator[tuple[str, str]]:
                 yield from _found(inner, f"{path}.{key}" if path else str(key))
 
 
-def announce(tree: Tree, own: str = "") -> None:
+def announce(tree: Tree, own_address: str = "") -> None:
     """Log the servers that a config names, once in a process, before they are used.
 
     Args:
-        own: address of the run or bank itself, which is known.
+        own_address: address of the run or bank itself, which the user knows.
     """
     servers: dict[Server, list[str]] = {}
     for path, address in addresses(tree).items():
-        if (server := Server.of(address)) is not None and server != Server.of(own):
+        if (server := Server.of(address)) is not None and server != Server.of(own_address):
             servers.setdefault(server, []).append(path)
     for server, paths in servers.items():
         _log_once(f"the config names {shown(server.address)}: {shown(paths[0])}{', ...' if paths[1:] else ''}")
@@ -87,14 +91,14 @@ def _log_once(line: str) -> None:
 
 
 def require_named(tree: Tree, known: Iterable[str], source: str, setting: str) -> None:
-    """Check that a record names no storage but what the user has named.
+    """Check that a record names no storage that the user has not named.
 
     Args:
-        tree: of the record. known: addresses that the user has named. source: where the record is from.
-        setting: that names more, for the message.
+        tree: content of the record. known: addresses that the user has named. source: origin of the record.
+        setting: the setting that names more addresses, for the message.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the record names other storage.
     """
     servers = set(map(Server.of, known))
     for path, address in addresses(tree).items():

@@ -44,7 +44,7 @@ def read_override(override: str) -> tuple[str, Any]:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"override '{override}': the value is not valid YAML: {one_line(error)}") from error
-    if isinstance(value, dict) and not re.search(r"[\s{]", text):  # an IPv6 address such as `::`, and no mapping
+    if isinstance(value, dict) and not re.search(r"[\s{]", text):  # an IPv6 address such as `::` is no mapping
         return key.strip(), text
     return key.strip(), value
 
@@ -66,12 +66,12 @@ def assign(tree: Tree, key: str, value: Any, source: str) -> None:
     _assign(node, parts[-1], value)
 
 
-def overlay(tree: Tree, own: Tree) -> None:
-    """Lay `own` over `tree`, in place: mappings key by key, all else replaces what is there.
+def overlay(tree: Tree, changes: Tree) -> None:
+    """Lay `changes` over `tree`, in place: mappings key by key, all else replaces what is there.
 
     Another choice (`CHOICES`) replaces the whole node, since the keys below belong to the former one.
     """
-    for key, value in own.items():
+    for key, value in changes.items():
         merges = isinstance(value, dict) and not (key in CHOICES and _renames(tree.get(key), value))
         node = as_mapping(tree.get(key)) if merges else None
         if node is None:
@@ -101,7 +101,7 @@ def as_mapping(node: Any) -> Tree | None:
 
 
 def name_of(item: Any) -> str | None:
-    """Of an item in a list of names or of mappings that carry theirs; None for anything else."""
+    """Return the name of an item in a list of names or of mappings with a name; None for anything else."""
     name = item.get("name") if isinstance(item, dict) else item
     return name if isinstance(name, str) else None
 
@@ -111,7 +111,7 @@ def without_name(item: Any) -> Tree:
 
 
 def _assign(node: Tree, key: str, value: Any) -> None:
-    """Set a value; where it names what is there already, or nothing was named yet, the keys below stay."""
+    """Set a value; the keys below stay where it has the same name as the old value, or the old value has none."""
     old = node.get(key)
     if isinstance(old, dict) and isinstance(value, str) and old.get("name", value) == value:
         value = {"name": value, **old}

@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def allowing(names: Collection[str]) -> Iterator[None]:
-    """Config files that are read inside may read these variables too."""
+    """Allow config files to read these variables as well."""
     token = _allowed.set((*_allowed.get(), *names))
     try:
         yield
@@ -36,10 +36,10 @@ def allowing(names: Collection[str]) -> Iterator[None]:
 
 @contextmanager
 def reading(files: bool) -> Iterator[None]:
-    """Inside, OmegaConf reads the variables that are allowed, and no other.
+    """Restrict OmegaConf to the environment variables that are allowed.
 
     Args:
-        files: what is resolved was named by the command; False: it is a record, which reads no variable at all.
+        files: the command named the config; False: it is a record, which reads no variable at all.
     """
     names = (*ALWAYS, *_allowed.get()) if files else ()
 
@@ -47,10 +47,10 @@ def reading(files: bool) -> Iterator[None]:
         if name not in names:
             expected = f"expected {', '.join(names)}, or add --allow-env {name}" if files else "a record has none"
             raise ConfigError(f"it reads the environment variable '{name}', which may be a secret: {expected}")
-        found: str | None = oc.env(name, *default)
-        return found
+        value: str | None = oc.env(name, *default)
+        return value
 
-    with _lock:  # OmegaConf's resolvers are of the whole process
+    with _lock:  # OmegaConf's resolvers are global to the process
         OmegaConf.register_resolver("oc.env", read, replace=True)
         try:
             yield

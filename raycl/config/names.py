@@ -11,7 +11,7 @@ LONGEST = 180
 """Bytes of a name in UTF-8: file systems take 255, and files are written under longer names first."""
 
 REFERENCE_SIGNS = "@=,"
-"""What stands between names where several are given, as in `--adapters NAME=WEIGHT,NAME=WEIGHT` and `NAME@VERSION`."""
+"""Signs that separate several names, as in `--adapters NAME=WEIGHT,NAME=WEIGHT` and `NAME@VERSION`."""
 
 _UNPRINTED = ("Cc", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode's categories of control characters, lone surrogates, characters that are none, and line separators."""
@@ -21,7 +21,7 @@ def problem_of(name: str, refused: str = "") -> str:
     """Return why a name cannot be that of a file or folder, and what is expected instead; "" where it can.
 
     Args:
-        refused: signs that it must not have beside those of paths.
+        refused: signs that are refused in addition to those of paths.
     """
     if not name or name != name.strip():
         return "it is empty or has white space at an end: expected a plain name, letters of any script"
@@ -42,7 +42,7 @@ def _folder_name(value: str) -> str:
 
 
 FolderName = Annotated[str, AfterValidator(_folder_name)]
-"""Of a setting."""
+"""The type of settings that name a folder."""
 
 
 def shown(name: str) -> str:

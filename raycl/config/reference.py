@@ -20,7 +20,7 @@ from raycl.config.assignment import Tree
 from raycl.config.sections import sections_in, to_yaml
 
 COLUMN = 36
-"""Where comments begin, unless a setting is longer."""
+"""The column where comments begin, unless a setting is longer."""
 
 LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
@@ -30,9 +30,9 @@ class Setting:
     """One setting.
 
     Attributes:
-        path: dotted; `[]` stands for each item of a list, `<name>` for a key that is free.
-        type: with its choices or limits.
-        default: as YAML; empty where there is none, or where it is a section.
+        path: dotted path; `[]` stands for each item of a list, `<name>` for a free key.
+        type: type with its choices or limits.
+        default: default as YAML; empty where there is none, or for a section.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Group:
     """The settings of one section.
 
     Attributes:
-        path: of the section; empty for the top level.
+        path: dotted path of the section; empty for the top level.
         choice: `method=lora` for a section that is one of several choices; else empty.
         description: its docstring.
     """
@@ -82,7 +82,7 @@ def _groups(model: type[BaseModel], path: str, choice: str, seen: set[type[BaseM
 
 
 def _item(annotation: Any, tag: str) -> str:
-    """Return what stands between the path of a field and the keys of the sections in it."""
+    """Return the text between the path of a field and the keys of the sections in it."""
     origins = {get_origin(part) for part in (annotation, *get_args(annotation))}
     if dict in origins:
         return f".{tag or '<name>'}"
@@ -121,7 +121,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def _shown(value: Any) -> str:
-    """As YAML on one line."""
+    """Return a value as YAML on one line."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
     return value if isinstance(value, str) else json.dumps(value)
@@ -134,10 +134,10 @@ def _type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         return str(properties.get("name", {}).get("const", "section"))
     for key in ("anyOf", "oneOf", "enum", "prefixItems"):
         if key in node:
-            found = [str(item) if key == "enum" else _type(item, definitions) for item in node[key]]
+            types = [str(item) if key == "enum" else _type(item, definitions) for item in node[key]]
             if key == "prefixItems":
-                return f"[{', '.join(found)}]"
-            return " or ".join(", ".join(dict.fromkeys(found)).rsplit(", ", 1))
+                return f"[{', '.join(types)}]"
+            return " or ".join(", ".join(dict.fromkeys(types)).rsplit(", ", 1))
     if "const" in node:
         return str(node["const"])
     if "items" in node:
@@ -149,7 +149,7 @@ def _type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
 
 def commented_yaml(config: BaseModel) -> str:
-    """`to_yaml` with the description of each setting beside it; it loads as the same config.
+    """Return `to_yaml` with the description of each setting as a comment; it loads as the same config.
 
     A setting whose value takes several lines has its comment above it.
     """
@@ -166,7 +166,7 @@ def commented_yaml(config: BaseModel) -> str:
 
 
 def _comments(node: yaml.Node, value: Any) -> Iterator[tuple[int, bool, str]]:
-    """Line, whether the comment fits beside what is there, and the comment, of each setting below a node."""
+    """Yield line, whether the comment fits on it, and the comment of each setting below a node."""
     if isinstance(node, yaml.SequenceNode) and isinstance(value, list | tuple):
         for item, inner in zip(node.value, value, strict=True):
             yield from _comments(item, inner)

@@ -5,7 +5,7 @@ is only the sugar for named nodes and the wording of errors.
 
 Named nodes: `method=lora method.rank=8` is short for `method: {name: lora, rank: 8}`, and
 `modifiers=[migu] modifiers.migu.threshold=0.7` for `modifiers: {migu: {threshold: 0.7}}`. Naming another
-choice drops the keys of the former one, since they belong to it; naming the same one keeps them.
+choice drops the keys of the former choice, which do not apply to it; naming the same choice keeps them.
 Interpolations (`${data.path}`) are resolved last: they see the overrides, and only what is written, never a
 default; `\\${` is a literal `${`.
 
@@ -42,10 +42,10 @@ Location = Annotated[str, AfterValidator(_absolute)]
 """A path or URI; local paths become absolute when the config is read: workers run in other folders."""
 
 PathOrUri = Location | None
-"""The same, or null."""
+"""A `Location`, or null."""
 
 Size = Annotated[int, Field(ge=1)]
-"""A number of something that is there, where no field of its own can say so: in mappings."""
+"""A positive number, for values of mappings, which have no field of their own to say so."""
 
 MARK = "# Every setting, written by raycl.\n"
 
@@ -56,7 +56,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
     folders: ClassVar[tuple[str, ...]] = ()
-    """Settings in here that name folders of samples, which a run reads."""
+    """Settings of the section that name folders of samples, which a run reads."""
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings in here that act on nothing, and `key=value` that makes it so; both as dotted paths from
@@ -112,19 +112,19 @@ def read_tree(path: str, below: Sequence[str] = ()) -> Tree:
     Args:
         below: resolved paths of files that extend this one.
     """
-    own = _read_file(path)
-    if "extends" not in own:
-        return own
-    base, place = own.pop("extends"), str(Path(path).resolve())
+    written = _read_file(path)
+    if "extends" not in written:
+        return written
+    base, resolved = written.pop("extends"), str(Path(path).resolve())
     if not isinstance(base, str) or not base:
         raise ConfigError(f"config file '{path}' extends {base!r}: expected the path of a YAML file from its folder")
-    target, chain = Path(path).parent / base, [*below, place]
+    target, chain = Path(path).parent / base, [*below, resolved]
     if str(target.resolve()) in chain:
         raise ConfigError(f"config file '{path}' extends '{base}', which extends it in turn: leave one of the two out")
     if not target.is_file():
         raise ConfigError(f"config file '{path}' extends '{base}', and '{target}' does not exist: correct the name")
     tree = read_tree(str(target), chain)
-    overlay(tree, own)
+    overlay(tree, written)
     return tree
 
 
@@ -184,13 +184,13 @@ def validate(model: type[ConfigT], tree: Tree) -> ConfigT:
 def _without_echoes(model: type[BaseModel], tree: Tree, details: list[ErrorDetails]) -> list[ErrorDetails]:
     """Drop errors that only repeat an inner error, and those of union members that were not selected."""
     places = [tuple(_place(model, tree, detail["loc"])[0]) for detail in details]
-    ours = {place for place, detail in zip(places, details, strict=True) if detail["type"] == "value_error"}
+    ours = {inner for inner, detail in zip(places, details, strict=True) if detail["type"] == "value_error"}
 
-    def is_echo(place: tuple[str, ...], detail: ErrorDetails) -> bool:
-        deeper = any(len(other) > len(place) and other[: len(place)] == place for other in places)
-        return deeper or (place in ours and detail["type"] != "value_error")
+    def is_echo(location: tuple[str, ...], detail: ErrorDetails) -> bool:
+        deeper = any(len(other) > len(location) and other[: len(location)] == location for other in places)
+        return deeper or (location in ours and detail["type"] != "value_error")
 
-    return [detail for place, detail in zip(places, details, strict=True) if not is_echo(place, detail)]
+    return [detail for inner, detail in zip(places, details, strict=True) if not is_echo(inner, detail)]
 
 
 def _explain(model: type[BaseModel], tree: Tree, detail: ErrorDetails) -> str:
@@ -227,13 +227,13 @@ Sections = list[type[BaseModel]]
 
 
 def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple[list[str], Sections, Sections]:
-    """Where a pydantic location is, in the user's words.
+    """Return a pydantic location in the terms of the user's file.
 
     pydantic puts the chosen member of a union into the location (`method.lora.rank`, `steps.int`), which the
     user's file does not contain.
 
     Returns:
-        dotted parts, the sections that the last part belongs to, and those that were not chosen in their place.
+        dotted parts, the sections that the last part belongs to, and those that were not chosen instead.
     """
     parts: list[str] = []
     owners: Sections = []
@@ -266,7 +266,7 @@ def _is_written(part: int | str, node: Any) -> bool:
 
 
 def _names(kind: type[BaseModel], part: int | str) -> bool:
-    """Return whether `part` is how pydantic calls this member of a union: its class name or the value of its tag."""
+    """Return whether `part` is pydantic's name for this member of a union: its class name or the value of its tag."""
     tag = kind.model_fields.get("name")
     return part == kind.__name__ or (tag is not None and part in get_args(tag.annotation))
 
@@ -303,18 +303,18 @@ def named_each(value: Any, known: Iterable[str]) -> Any:
         pairs = [(name, item) for name, item in value.items() if item is not None]
     else:
         return value
-    found: Tree = {}
+    by_name: Tree = {}
     for name, item in pairs:
         if name is None:
             raise ValueError(f"an entry with {item!r} has no name: expected some of {', '.join(known)}")
         if name not in known:
             raise ValueError(f"'{name}' is unknown: {meant(name, known)}")
-        if name in found:
+        if name in by_name:
             raise ValueError(f"'{name}' occurs twice: give each name once")
-        found[name] = {"name": name, **item} if isinstance(item, dict) else item
+        by_name[name] = {"name": name, **item} if isinstance(item, dict) else item
         if isinstance(item, dict) and item.get("name", name) != name:
             raise ValueError(f"the settings of '{name}' have the name '{item['name']}': expected the same name")
-    return found
+    return by_name
 
 
 def to_yaml(config: BaseModel) -> str:

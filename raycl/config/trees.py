@@ -26,16 +26,16 @@ def flatten(tree: Tree, prefix: str = "") -> Tree:
 
 def remaining(tree: Tree, without: Iterable[str]) -> Tree:
     """Return the tree without these sections and settings, by dotted path."""
-    left_out, kept = tuple(without), {}
+    left_out, rest = tuple(without), {}
     for key, value in tree.items():
         inner = [path.removeprefix(f"{key}.") for path in left_out if path.startswith(f"{key}.")]
         if key not in left_out:
-            kept[key] = remaining(value, inner) if inner and isinstance(value, dict) else value
-    return kept
+            rest[key] = remaining(value, inner) if inner and isinstance(value, dict) else value
+    return rest
 
 
 def fingerprint(config: BaseModel, without: Iterable[str] = ()) -> str:
-    """First 16 hex digits of the SHA-256 of the canonical tree, sections and settings `without` left out."""
+    """Return the first 16 hex digits of the SHA-256 of the canonical tree, sections and settings `without` left out."""
     tree = remaining(as_tree(config), without)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 

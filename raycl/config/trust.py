@@ -49,11 +49,11 @@ def require(paths: Iterable[str], overrides: Sequence[str], source: str, prefix:
     """Check that the command line allows what a config requests.
 
     Args:
-        paths: see `requested`. overrides: `key.path=value` as typed. source: where the config is from, for the message.
-        prefix: of these paths on the command line (`base.` of sweeps).
+        paths: see `requested`. overrides: `key.path=value` as typed. source: origin of the config, for the message.
+        prefix: prefix of these paths on the command line (`base.` for sweeps).
 
     Raises:
-        ConfigError: it does not; names the setting to allow it.
+        ConfigError: the command line does not allow it; the message names the setting that does.
     """
     typed: Tree = {}
     for override in overrides:
@@ -69,5 +69,5 @@ def require(paths: Iterable[str], overrides: Sequence[str], source: str, prefix:
 
 
 def as_overrides(tree: Tree) -> list[str]:
-    """Overrides that allow everything that a config tree requests."""
+    """Return overrides that allow everything that a config tree requests."""
     return [f"{path}=true" for path in requested(tree)]

@@ -1,4 +1,4 @@
-"""Settings that have no effect beside others: an error where the user wrote them, since they would be ignored.
+"""Settings that other settings leave without effect; they are errors where the user wrote them.
 
 `method.arm.weight=2` beside an ablation without that term looks as if it were tried. Each section lists its own unused
 settings (`Section.unused_settings`). Trees that raycl wrote hold every setting, and load as they are.
@@ -18,14 +18,14 @@ from raycl.errors import ConfigError, RayclError
 def unused_in(config: Section, prefix: str = "") -> dict[str, str]:
     """Return the dotted path of each setting, or section, of a config that acts on nothing -> the setting that makes it
     so."""
-    found = {f"{prefix}{path}": f"{prefix}{reason}" for path, reason in config.unused_settings()}
+    reasons = {f"{prefix}{path}": f"{prefix}{reason}" for path, reason in config.unused_settings()}
     for name in type(config).model_fields:
         value = getattr(config, name)
         nodes = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
         for path, node in nodes.items():
             if isinstance(node, Section):
-                found |= unused_in(node, f"{prefix}{path}.")
-    return found
+                reasons |= unused_in(node, f"{prefix}{path}.")
+    return reasons
 
 
 def written(path: str | None, overrides: Sequence[str] = ()) -> Tree:
@@ -50,15 +50,15 @@ def unused_written(
         by_file: the config of the file without overrides; may raise where the file needs them.
     """
     unused = unused_in(config)
-    found = found_in(written(path, overrides), unused)
-    if not found or path is None:
-        return found
+    reasons = found_in(written(path, overrides), unused)
+    if not reasons or path is None:
+        return reasons
     try:
         in_file = found_in(written(path), unused_in(by_file()))
     except RayclError:
-        return found
+        return reasons
     typed = found_in(written(None, overrides), unused)
-    return {setting: reason for setting, reason in found.items() if setting in in_file or setting in typed}
+    return {setting: reason for setting, reason in reasons.items() if setting in in_file or setting in typed}
 
 
 def leaves(tree: Tree) -> Tree:
@@ -67,13 +67,13 @@ def leaves(tree: Tree) -> Tree:
 
 
 def found_in(given: Tree, unused_settings: Mapping[str, str]) -> dict[str, str]:
-    """`path=value` of those that act on nothing, with the reason."""
+    """Return `path=value` of the settings that act on nothing, with the reason."""
     pairs = ((path, covering(path, unused_settings)) for path in given)
     return {setting(path, given[path]): unused_settings[above] for path, above in pairs if above is not None}
 
 
 def setting(path: str, value: Any) -> str:
-    """As one writes it on a command line."""
+    """Return a setting as it is written on a command line."""
     return f"{path}={_shown(value)}"
 
 
@@ -84,16 +84,23 @@ def _shown(value: Any) -> str:
 
 
 def covering(path: str, unused_settings: Iterable[str]) -> str | None:
-    """Return the unused setting that `path` is, or is below of."""
-    return next((one for one in unused_settings if path == one or path.startswith(f"{one}.")), None)
+    """Return the unused setting that `path` is or is below."""
+    return next(
+        (
+            setting_path
+            for setting_path in unused_settings
+            if path == setting_path or path.startswith(f"{setting_path}.")
+        ),
+        None,
+    )
 
 
-def refuse(found: Mapping[str, str], source: str) -> None:
+def refuse(unused_settings: Mapping[str, str], source: str) -> None:
     """Refuse written settings that have no effect.
 
     Raises:
         ConfigError: there are any.
     """
-    if found:
-        listed = "; ".join(f"{path} acts on nothing beside {reason}" for path, reason in found.items())
+    if unused_settings:
+        listed = "; ".join(f"{path} acts on nothing beside {reason}" for path, reason in unused_settings.items())
         raise ConfigError(f"{source}: {listed}: leave it out, or change the other")

@@ -169,7 +169,7 @@ def naming_rows(raw: RawRows, numbers: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except ConversationError as error:
-        raise DataError(f"{raw.where}, row {numbers[error.place]}: {error}") from error
+        raise DataError(f"{raw.where}, row {numbers[error.index]}: {error}") from error
 
 
 def _references(raw: ChunkedRows, rows: Indices, picks: Indices | None) -> list[list[str]]:
@@ -199,7 +199,7 @@ def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: i
         try:
             shorter = prompt.encode([prompt.shortened(texts[row], room[row], codec) for row in rows], codec)
         except ConversationError as error:
-            raise ConversationError(error.problem, rows[error.place]) from error
+            raise ConversationError(error.problem, rows[error.index]) from error
         for row, row_ids in zip(rows, shorter, strict=True):
             if len(row_ids) <= limit:
                 ids[row] = row_ids

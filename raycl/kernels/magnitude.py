@@ -20,20 +20,20 @@ def summed_magnitude(
 
     Args:
         weight_N: float32, 1 for tokens that count and 0 for the others; None: all count.
-        rows_K: numbers of those that count, if they are known: to find them, a GPU is waited for.
-        into_O: zeros, which become the sum.
+        rows_K: numbers of the tokens that count, if they are known; finding them waits for a GPU.
+        into_O: zeros into which the sum is written.
     """
     if y_NO.device.type == "cpu" and y_NO.dtype == torch.float32:
         sums_O = y_NO.new_zeros(y_NO.shape[1]) if into_O is None else into_O
         return _in_blocks(y_NO, y_NO.new_ones(len(y_NO)) if weight_N is None else weight_N, sums_O)
     if weight_N is not None:
         y_NO = y_NO.index_select(0, weight_N.nonzero().squeeze(1) if rows_K is None else rows_K)
-    found: Tensor = torch.linalg.vector_norm(y_NO, 1, dim=0, dtype=torch.float32, out=into_O)
-    return found
+    total: Tensor = torch.linalg.vector_norm(y_NO, 1, dim=0, dtype=torch.float32, out=into_O)
+    return total
 
 
 def _in_blocks(y_NO: Tensor, weight_N: Tensor, sums_O: Tensor) -> Tensor:
-    """Block by block, so that magnitudes are summed while they are in the cache: about half the time of all at once."""
+    """Sum block by block, so that magnitudes are in the cache when they are summed: about half the time."""
     size = max(1, BLOCK // y_NO.shape[1])
     if len(y_NO) <= size:
         return sums_O.addmv_(y_NO.abs().T, weight_N)
@@ -54,8 +54,8 @@ def summed_gated_magnitude(
     """Return `[R]` float32: sum over examples and tokens of `weight * |gate * h|`.
 
     Args:
-        gate_BR: of each row for each example, or `[B, T, R]` for each position.
-        rows_K, into_R: as in `summed_magnitude`.
+        gate_BR: gate of each row for each example, or `[B, T, R]` for each position.
+        rows_K, into_R: see `summed_magnitude`.
     """
     if h_BTR.device.type != "cpu":
         return in_few_kernels(h_BTR, gate_BR, weight_BT, rows_K, into_R)
@@ -63,10 +63,10 @@ def summed_gated_magnitude(
     if weight_BT is not None:
         magnitudes_BTR = magnitudes_BTR * weight_BT.unsqueeze(-1)
     if gate_BR.dim() == 3:
-        found = (magnitudes_BTR * gate_BR.abs().float()).sum((0, 1))
+        total = (magnitudes_BTR * gate_BR.abs().float()).sum((0, 1))
     else:
-        found = (magnitudes_BTR.sum(1) * gate_BR.abs().float()).sum(0)
-    return found if into_R is None else into_R.add_(found)
+        total = (magnitudes_BTR.sum(1) * gate_BR.abs().float()).sum(0)
+    return total if into_R is None else into_R.add_(total)
 
 
 def in_few_kernels(
@@ -76,7 +76,7 @@ def in_few_kernels(
     rows_K: Tensor | None = None,
     into_R: Tensor | None = None,
 ) -> Tensor:
-    """`summed_gated_magnitude` for a GPU, where the number of kernels counts."""
+    """Compute `summed_gated_magnitude` in few kernels, which matters on a GPU."""
     gate = gate_BR.float() if gate_BR.dim() == 3 else gate_BR.float().unsqueeze(1)
     gated_NR = (h_BTR * gate).view(-1, h_BTR.shape[-1])
     return summed_magnitude(gated_NR, None if weight_BT is None else weight_BT.reshape(-1), rows_K, into_R)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 WIDTH = 8
-"""On a GPU, so many rows or a multiple are multiplied at once, of which some are not chosen: other shapes are slow."""
+"""A GPU multiplies a multiple of this many rows, some of them not chosen, because other shapes are slow."""
 
 
 class Rows(NamedTuple):
@@ -40,46 +40,46 @@ def rows_of(kept_KO: Tensor, count: int | None = None, width: int | None = None)
 
     Args:
         kept_KO: bool.
-        count: how many are kept of every weight; None: not known, and to learn it, a GPU is waited for.
-        width: a multiple of it is formed, where there are so many rows; None: as the device needs it.
+        count: number of rows kept of every weight; None: unknown, and finding it waits for a GPU.
+        width: a multiple of this many rows is formed, where there are enough; None: as the device needs.
     """
     width = (WIDTH if kept_KO.is_cuda else 1) if width is None else width
     outputs, upto_KO = kept_KO.shape[1], kept_KO.cumsum(1)
     counts: Any = upto_KO[:, -1:] if count is None else count
     rows_KO = torch.arange(outputs, device=kept_KO.device).expand_as(kept_KO)
-    order_KO = torch.where(kept_KO, upto_KO - 1, rows_KO + counts - upto_KO)  # the kept ones first
+    order_KO = torch.where(kept_KO, upto_KO - 1, rows_KO + counts - upto_KO)  # kept rows first
     formed_KO = torch.empty_like(order_KO).scatter_(1, order_KO, rows_KO)
     places = (upto_KO * kept_KO).unbind()
     if count is not None:
         number = min(outputs, -(-count // width) * width)
         return [Rows(*both, number) for both in zip(formed_KO[:, :number].unbind(), places, strict=True)]
     widths = [min(outputs, -(-number // width) * width) for number in counts.flatten().tolist()]
-    found = zip(formed_KO.unbind(), places, widths, strict=True)
-    return [Rows(formed_O[:number], places_O, number) for formed_O, places_O, number in found]
+    parts = zip(formed_KO.unbind(), places, widths, strict=True)
+    return [Rows(formed_O[:number], places_O, number) for formed_O, places_O, number in parts]
 
 
 class Products:
-    """Memory for the gradients of chosen rows, below a row of zeros; weights of one width take it in turn."""
+    """Memory for the gradients of chosen rows, below a row of zeros; weights of one width share it."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[Any, ...], Tensor] = {}
         self._parts: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def take(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`[1 + rows, columns]`, the first row zero; and the rows below it."""
+        """Return `[1 + rows, columns]`, whose first row is zero, and the rows below it."""
         key = (rows, columns, dtype, device)
-        found = self._parts.get(key)
-        return self._new(key) if found is None else found
+        part = self._parts.get(key)
+        return self._new(key) if part is None else part
 
     def _new(self, key: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         rows, *kind = key
-        whole = self._memory.get(tuple(kind))
-        if whole is None or len(whole) <= rows:
+        memory = self._memory.get(tuple(kind))
+        if memory is None or len(memory) <= rows:
             self._parts = {other: parts for other, parts in self._parts.items() if other[1:] != key[1:]}
-            whole = torch.zeros(1 + rows, kind[0], dtype=kind[1], device=kind[2])
-            self._memory[tuple(kind)] = whole
-        found = self._parts[key] = (whole[: 1 + rows], whole[1 : 1 + rows])
-        return found
+            memory = torch.zeros(1 + rows, kind[0], dtype=kind[1], device=kind[2])
+            self._memory[tuple(kind)] = memory
+        part = self._parts[key] = (memory[: 1 + rows], memory[1 : 1 + rows])
+        return part
 
 
 @dataclass
@@ -87,7 +87,7 @@ class RowChoice:
     """The rows of one weight that get a gradient.
 
     Attributes:
-        rows: None: all. products: memory that may be shared with other weights.
+        rows: the chosen rows; None: all. products: memory that may be shared with other weights.
         formed: a gradient of chosen rows was computed; the modifier that chooses rows resets it.
     """
 
@@ -97,7 +97,7 @@ class RowChoice:
 
 
 class _RowLinear(torch.autograd.Function):
-    """`linear`, computed in a type if one is given, with a weight gradient in the chosen rows only."""
+    """`linear`, computed in the given type, if any, with a weight gradient in the chosen rows only."""
 
     @staticmethod
     def forward(
@@ -111,7 +111,7 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Autograd converts each to the type of what it is of."""
+        """Return the gradients; autograd converts each to the type of its tensor."""
         (g,) = gradients
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -128,8 +128,8 @@ class _RowLinear(torch.autograd.Function):
 
 
 def widens(x: Tensor, dtype: torch.dtype | None) -> bool:
-    """Return whether products of x can be written as they are summed, in float32: of 16 bits on a GPU, since torch
-    2.8."""
+    """Return whether products of x can be written in float32, in which they are summed: with 16 bits on a GPU, since
+    torch 2.8."""
     narrow = x.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
     return narrow and x.is_cuda and torch.version.cuda is not None and hasattr(torch.ops.aten.mm, "dtype_out")
 
@@ -137,10 +137,10 @@ def widens(x: Tensor, dtype: torch.dtype | None) -> bool:
 def weight_gradient(
     g_NO: Tensor, x_ND: Tensor, rows: Rows | None, products: Products | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`[O, D]`: `g^T x` in the chosen rows, zero in all others; None: all rows.
+    """Return `[O, D]`: `g^T x` in the chosen rows, zero in all others; None: all rows.
 
     Args:
-        products: memory to compute in. dtype: wanted; the result may have that of x.
+        products: memory to compute in. dtype: wanted dtype; the result may have that of x.
     """
     if rows is None:
         return g_NO.T @ x_ND
@@ -158,14 +158,14 @@ def weight_gradient(
 
 
 def row_linear(layer: nn.Linear, choice: RowChoice, x: Tensor) -> Tensor:
-    """`layer(x)`; under autocast in its type. Partitioned weights (ZeRO 3) take the plain way, gradient whole."""
+    """Return `layer(x)`, under autocast in its type. Partitioned weights (ZeRO 3) get complete gradients as usual."""
     weight, bias = layer.weight, layer.bias
     if not weight.requires_grad or not torch.is_grad_enabled() or hasattr(weight, "ds_id"):
         return linear(x, weight, bias)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    found: Tensor = _RowLinear.apply(x, weight, bias, choice, dtype)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _RowLinear.apply(x, weight, bias, choice, dtype)  # type: ignore[no-untyped-call]
+    return output
 
 
 def choose_rows(layer: nn.Linear, choice: RowChoice) -> Callable[[], None]:
@@ -178,11 +178,11 @@ def choose_rows(layer: nn.Linear, choice: RowChoice) -> Callable[[], None]:
 def adamw_rows(
     parameter: Tensor, moments: tuple[Tensor, Tensor], rows: Tensor, axis: int, step: int, group: dict[str, Any]
 ) -> None:
-    """One AdamW step (Loshchilov and Hutter 2019, as in torch) of chosen rows, in place; the others do not move.
+    """Take an AdamW step (Loshchilov and Hutter 2019, as in torch) of chosen rows, in place; the others do not move.
 
     Args:
-        parameter: with its whole `.grad`. moments: mean of gradients and of their squares, of its shape.
-        axis: of the rows. step: number of this step, from 1.
+        parameter: parameter with its full `.grad`. moments: means of gradients and of their squares, of its shape.
+        axis: axis of the rows. step: number of this step, from 1.
         group: `lr`, `betas`, `eps`, `weight_decay`, as torch's optimizers keep them.
     """
     assert parameter.grad is not None

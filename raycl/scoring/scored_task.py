@@ -16,15 +16,15 @@ from raycl.metrics.settings import EvalConfig
 from raycl.types import Batch, Score, Task, TextCodec
 
 Predictions = list[tuple[int, str]]
-"""Row and answer."""
+"""Pairs of row and answer."""
 
 
 @dataclass(frozen=True)
 class ScoredTask:
-    """A task's rows, and what their answers must be.
+    """The rows of a task and their references.
 
     Attributes:
-        split: None: as configured, which is sampled where `eval.subsample` is set.
+        split: the split; None: the configured one, sampled where `eval.subsample` is set.
     """
 
     stream: Stream
@@ -35,14 +35,14 @@ class ScoredTask:
 
     @cached_property
     def table(self) -> TokenTable:
-        """Its rows."""
+        """The tokenised rows."""
         if self.split is not None:
             return self.stream.table(self.task, self.split, self.codec)
         return self.stream.scored(self.task, self.settings.split, self.codec, self.settings.subsample)
 
     @property
     def texts(self) -> list[str]:
-        """Of its rows, without prompts."""
+        """The texts of the rows, without prompts."""
         return self.table.texts(range(len(self.table)))
 
     @property
@@ -52,7 +52,7 @@ class ScoredTask:
 
     @property
     def limit(self) -> int:
-        """Tokens of a generated answer at most."""
+        """The most tokens of a generated answer."""
         return self.settings.max_new_tokens or self.stream.limits(self.task, self.codec).target
 
     @property
@@ -65,8 +65,8 @@ class ScoredTask:
         """Return the score of an answer to each row."""
         others = {label for other in self.stream.tasks if other is not self.task for label in other.labels or ()}
         sources = last_contents(self.texts) if self.task.metric in NEED_SOURCES else ()
-        found = score_answers(self.task, answers, self.references, sources, others, self.settings)
-        return replace(found, extra={**found.extra, "truncated_sources": float(self.table.truncated_sources)})
+        score = score_answers(self.task, answers, self.references, sources, others, self.settings)
+        return replace(score, extra={**score.extra, "truncated_sources": float(self.table.truncated_sources)})
 
 
 def score_answers(
@@ -82,7 +82,7 @@ def score_answers(
     Args:
         sources: the texts, for metrics that compare with them (`NEED_SOURCES`).
         other_labels: label words of other tasks, which count as off-task answers.
-        settings: of the run that learned the task.
+        settings: evaluation settings of the run that learned the task.
     """
     return score(
         task.metric,
@@ -96,12 +96,12 @@ def score_answers(
     )
 
 
-def line_of(task: str, found: Score) -> str:
+def line_of(task: str, score: Score) -> str:
     """Return a score as logs show it."""
-    extra = found.extra
+    extra = score.extra
     off = f", {extra['off_task']:g} off task" if extra.get("off_task") else ""
     limits = f", 95 % interval {extra['low']:.1f} to {extra['high']:.1f}" if "low" in extra else ""
-    return f"    {task:<36} {found.value:5.1f}  ({counted(found.count, 'example')}{off}{limits})"
+    return f"    {task:<36} {score.value:5.1f}  ({counted(score.count, 'example')}{off}{limits})"
 
 
 def predict_share(batches: Iterable[Batch], predict: Callable[[Batch], list[str]]) -> Predictions:

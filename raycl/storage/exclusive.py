@@ -1,4 +1,4 @@
-"""Creation that exactly one of several racing writers wins, on object stores: what pyarrow.fs has no word for."""
+"""Creation on object stores that exactly one of several racing writers wins; pyarrow.fs does not offer it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from raycl.errors import StorageError, UnreachableError
 
 S3_ATTEMPTS = 4
-"""Tries of a conditional put that S3 answers with 409, 'another operation is under way, ask again'."""
+"""Attempts of a conditional put to which S3 answers 409, 'another operation is in progress, retry'."""
 
 
 def create_s3(bucket: str, key: str, data: bytes, endpoint: str | None, full: str, writer: str) -> bool:
     """Put an object unless there is one; False if there is one already.
 
     Args:
-        endpoint: of an S3-compatible server; None for AWS. full: URI for messages.
-        writer: the same word at every try of one creation: a put whose answer was lost is found to be our own.
+        endpoint: address of an S3-compatible server; None for AWS. full: URI for messages.
+        writer: the same word at every attempt of one creation, which identifies our own put when its answer was lost.
 
     Raises:
         UnreachableError: the store does not answer. StorageError: it cannot be written.
@@ -38,7 +38,7 @@ def create_s3(bucket: str, key: str, data: bytes, endpoint: str | None, full: st
                 if code != "ConditionalRequestConflict" or attempt == S3_ATTEMPTS:
                     raise
                 time.sleep(0.2 * attempt)
-        # boto3 repeats a put whose answer was lost; then the file that is in the way is our own
+        # boto3 repeats a put whose answer was lost; the existing file is then our own
         return bool(client.head_object(Bucket=bucket, Key=key)["Metadata"].get("writer") == writer)
     except (ConnectionError, HTTPClientError) as error:
         raise UnreachableError(f"cannot create '{full}': {error}") from error
@@ -50,7 +50,7 @@ def create_s3(bucket: str, key: str, data: bytes, endpoint: str | None, full: st
 
 
 def create_gs(bucket: str, key: str, data: bytes, endpoint: str | None, full: str, writer: str) -> bool:
-    """Return the same on Google Cloud Storage: generation 0 stands for 'no object yet'.
+    """Put an object on Google Cloud Storage unless there is one; generation 0 means that there is no object yet.
 
     Raises:
         UnreachableError: the store does not answer. StorageError: it cannot be written.
@@ -61,19 +61,19 @@ def create_gs(bucket: str, key: str, data: bytes, endpoint: str | None, full: st
     from google.auth.exceptions import GoogleAuthError
 
     try:
-        own: dict[str, Any] = {}
-        if endpoint:  # an own server needs no credentials
-            own = {"client_options": {"api_endpoint": endpoint}, "project": "none"}
-            own["credentials"] = AnonymousCredentials()  # type: ignore[no-untyped-call]
-        client = storage.Client(**own)
+        arguments: dict[str, Any] = {}
+        if endpoint:  # a local server needs no credentials
+            arguments = {"client_options": {"api_endpoint": endpoint}, "project": "none"}
+            arguments["credentials"] = AnonymousCredentials()  # type: ignore[no-untyped-call]
+        client = storage.Client(**arguments)
         blob = client.bucket(bucket).blob(key)
         blob.metadata = {"writer": writer}
         try:
             blob.upload_from_string(data, if_generation_match=0)
             return True
         except PreconditionFailed:
-            found = client.bucket(bucket).get_blob(key)
-            return found is not None and (found.metadata or {}).get("writer") == writer
+            existing = client.bucket(bucket).get_blob(key)
+            return existing is not None and (existing.metadata or {}).get("writer") == writer
     except (RetryError, ServerError, OSError) as error:  # requests' connection errors are OSErrors
         raise UnreachableError(f"cannot create '{full}': {error}") from error
     except (GoogleAPIError, GoogleAuthError) as error:
@@ -81,7 +81,7 @@ def create_gs(bucket: str, key: str, data: bytes, endpoint: str | None, full: st
 
 
 def _library(name: str, store: str, extra: str, full: str) -> Any:
-    """Return the only modules with conditional puts; optional dependencies."""
+    """Import a library with conditional puts, which is an optional dependency."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -26,10 +26,10 @@ from raycl.storage.unfinished import UNFINISHED, Buffer, finished_beside
 T = TypeVar("T")
 
 _OF_URIS = "%:/?#[]@!$&'()*+,;=~"
-"""Signs of a URI that stay as they are; pyarrow takes no others but letters and digits of ASCII."""
+"""Signs of a URI that are not encoded; pyarrow accepts no others except ASCII letters and digits."""
 
 _READ_ATTEMPTS = 10
-"""Reads of an object that is being replaced all the time before `read` gives up."""
+"""Attempts to read an object that is continually replaced before `read` gives up."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StoredFile:
     """One file of a listing.
 
     Attributes:
-        size: in bytes. age: seconds since it was last written. written: when that was, in seconds since 1970.
+        size: bytes. age: seconds since it was last written. written: time of that, in seconds since 1970.
         unfinished: its writer has not finished, or died.
     """
 
@@ -88,7 +88,7 @@ class Storage:
 
     @property
     def address(self) -> str:
-        """What `Storage.at` needs to open this folder again, elsewhere."""
+        """The address with which `Storage.at` opens this folder in another process."""
         if self.endpoint is None:
             return self.uri
         scheme, _, host = self.endpoint.partition("://")
@@ -114,8 +114,7 @@ class Storage:
         )
 
     def with_retries(self, seconds: float) -> Storage:
-        """Return the same folder, whose operations are retried for so long if the store does not answer, before they
-        fail."""
+        """Return the same folder, whose operations are retried for this many seconds if the store does not answer."""
         return replace(self, retry_s=seconds)
 
     def exists(self, name: str = "") -> bool:
@@ -134,18 +133,18 @@ class Storage:
         if self._kind(name) == pafs.FileType.File:
             raise StorageError(f"cannot list '{self._full(name)}': it is a file, give the folder that holds it")
         selector = pafs.FileSelector(self.path(name), allow_not_found=True)
-        found = self._with_retries("list", name, lambda: self._entries(selector))
-        return sorted(info.base_name for info in found if not UNFINISHED.search(info.base_name))
+        entries = self._with_retries("list", name, lambda: self._entries(selector))
+        return sorted(info.base_name for info in entries if not UNFINISHED.search(info.base_name))
 
     def files(self, name: str = "") -> dict[str, StoredFile]:
         """Return every file below a folder, unfinished ones too: name relative to this storage -> size and age."""
         selector = pafs.FileSelector(self.path(name), allow_not_found=True, recursive=True)
-        found = self._with_retries("list", name, lambda: self._entries(selector))
+        entries = self._with_retries("list", name, lambda: self._entries(selector))
         start, now = len(self.root) + 1, time.time()
-        return {info.path[start:]: _stored_file(info, now) for info in found if info.type == pafs.FileType.File}
+        return {info.path[start:]: _stored_file(info, now) for info in entries if info.type == pafs.FileType.File}
 
     def _entries(self, selector: pafs.FileSelector) -> Sequence[pafs.FileInfo]:
-        """Return what is there; a folder that appears while pyarrow looks whether it is absent is looked at again."""
+        """Return the entries; a folder that appears while pyarrow checks for it is listed again."""
         try:
             return self.filesystem.get_file_info(selector)  # type: ignore[no-any-return]
         except FileNotFoundError:
@@ -158,7 +157,7 @@ class Storage:
         between hands out a cut or zero-filled mixture; so the object's version is compared before and after.
 
         Args:
-            most: bytes that it may have; None: any number.
+            most: the largest size in bytes; None: any size.
 
         Raises:
             StorageError: it cannot be read. DamagedError: it is larger.
@@ -171,7 +170,7 @@ class Storage:
                         f"'{self._full(name)}' has {size:,} bytes: expected at most {most:,}, restore a copy"
                     )
                 version, data = stream.metadata(), bytes(stream.read())
-            if self.is_local:  # an open local file stays the one that was opened
+            if self.is_local:  # an open local file cannot be replaced
                 return data
             with self._stream(name) as stream:
                 return data if stream.metadata() == version else None
@@ -209,7 +208,7 @@ class Storage:
 
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """A seekable binary stream of a file that is not replaced meanwhile (see `read`).
+        """Open a seekable binary stream of a file that is not replaced meanwhile (see `read`).
 
         Raises:
             StorageError: it cannot be opened.
@@ -228,7 +227,7 @@ class Storage:
         """Write so that readers see the old file or the whole new one, never a part (HDFS: they may see a part).
 
         Args:
-            parts: of the file, one after another.
+            parts: the file's parts in order.
 
         Raises:
             StorageError: it cannot be written.
@@ -236,7 +235,7 @@ class Storage:
         self.write_parts(name, lambda: parts)
 
     def write_parts(self, name: str, parts: Callable[[], Iterable[Buffer]]) -> None:
-        """Write parts that are made one after another; see `write`.
+        """Write parts that are produced one after another; see `write`.
 
         Args:
             parts: called once, and again where a store that does not answer is retried.
@@ -247,7 +246,9 @@ class Storage:
                 with finished_beside(Path(self.path(name)), parts()) as temporary:
                     os.replace(temporary, self.path(name))
                 return
-            with self.filesystem.open_output_stream(self.path(name)) as stream:  # an object appears when closed
+            with self.filesystem.open_output_stream(
+                self.path(name)
+            ) as stream:  # an object becomes visible when it is closed
                 for part in parts():
                     stream.write(part)
                     del part
@@ -256,9 +257,9 @@ class Storage:
 
     @contextmanager
     def staging(self, folder: str, *parts: Buffer) -> Iterator[Callable[[str], None]]:
-        """Write a file whose name is found out meanwhile; yields what gives it its name, and without it no file stays.
+        """Write a file that gets its name afterwards; yields a function that names it. Without a name no file stays.
 
-        On local disk the writing continues beside the caller (a hash of the parts costs no time of its own).
+        On local disk the writing runs in parallel to the caller (hashing the parts costs no extra time).
 
         Args:
             folder: some folder below which the file will be.
@@ -302,11 +303,11 @@ class Storage:
             self._create_local(name, data)
             return
         bucket, _, key = self.path(name).partition("/")
-        place = (bucket, key, data, self.endpoint, self._full(name), uuid.uuid4().hex)
+        arguments = (bucket, key, data, self.endpoint, self._full(name), uuid.uuid4().hex)
         if isinstance(self.filesystem, pafs.S3FileSystem):
-            won = self._with_retries("create", name, lambda: create_s3(*place))
+            won = self._with_retries("create", name, lambda: create_s3(*arguments))
         elif isinstance(self.filesystem, pafs.GcsFileSystem):
-            won = self._with_retries("create", name, lambda: create_gs(*place))
+            won = self._with_retries("create", name, lambda: create_gs(*arguments))
         else:
             raise StorageError(
                 f"'{self.uri}' offers no exclusive creation, which commits need: use a local or shared path, s3:// or "
@@ -321,14 +322,14 @@ class Storage:
         def link() -> None:
             with finished_beside(path, (data,)) as temporary:
                 try:
-                    os.link(temporary, path)  # fails if the name is taken, and shows the file only when it is whole
+                    os.link(temporary, path)  # fails if the name exists, and shows only a complete file
                 except FileExistsError as error:
                     raise self._taken(name) from error
 
         self._with_retries("create", name, link)
 
     def delete(self, name: str) -> None:
-        """Remove a file or a folder with all it holds; nothing happens if it is absent.
+        """Remove a file or a folder with its content; nothing happens if it is absent.
 
         Raises:
             StorageError: it cannot be removed.
@@ -363,7 +364,7 @@ class Storage:
             raise StorageError(f"'{self._full(name)}' does not hold JSON lines: {error}") from error
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write `value` as indented JSON, whole or not at all."""
+        """Write `value` as indented JSON, atomically."""
         self.write(name, (json.dumps(value, indent=2) + "\n").encode())
 
     def _full(self, name: str) -> str:
@@ -373,7 +374,7 @@ class Storage:
         return AlreadyExistsError(f"'{self._full(name)}' exists already: another writer was first")
 
     def _with_retries(self, verb: str, name: str, action: Callable[[], T]) -> T:
-        """Return what `action` returns; what the file system raises becomes a StorageError that names the file."""
+        """Return the result of `action`; errors of the file system become a StorageError that names the file."""
         return with_retries(action, f"{verb} '{self._full(name)}'", self.retry_s, self.is_local)
 
 
@@ -383,7 +384,7 @@ def _stored_file(info: pafs.FileInfo, now: float) -> StoredFile:
 
 
 def _endpoint(uri: str) -> str | None:
-    """Return the endpoint_override of an S3 URI, so that both doors reach the same server."""
+    """Return the endpoint_override of an S3 URI, so that pyarrow and boto3 use the same server."""
     query = parse_qs(urlsplit(uri).query)
     if "endpoint_override" not in query:
         return None

@@ -20,12 +20,12 @@ from raycl.storage.records import Stamp, named_stamps, numbered, numbers, read_f
 NOTE = "newest.json"
 FORMAT = 1
 LISTINGS = 3
-"""Before a record counts as missing: a listing of a shared folder may miss what is just written."""
+"""Listings before a record counts as missing: a shared folder's listing may lack a file that was just written."""
 
 
 @dataclass(frozen=True)
 class _Note:
-    """Its record; the folder tells a note that was moved from its own."""
+    """The record of the note; its folder reveals a note that was moved."""
 
     folder: str
     newest: int
@@ -42,29 +42,29 @@ class NumberedRecords:
         self._noted: tuple[Stamp, int] | None = None
 
     def numbers(self) -> list[int]:
-        """Of all records that are there, ascending."""
+        """Return the numbers of all existing records, ascending."""
         return numbers(self.storage, self.folder)
 
     def there(self) -> dict[int, Stamp]:
-        """Return the number of each record that is there -> its stamp."""
+        """Return number -> stamp of each existing record."""
         return self._listed()[0]
 
     def stamps(self) -> dict[int, Stamp]:
-        """Return the same where the newest one is there. The note is read again only when its file has changed.
+        """Return number -> stamp, after checking the newest record. The note is read again only when its file changed.
 
         Raises:
             DamagedError: the newest record is missing.
         """
         for _ in range(LISTINGS):
-            found, note = self._listed()
-            if (noted := self._read(note)) <= max(found, default=0):
-                return found
+            listed, note = self._listed()
+            if (noted := self._read(note)) <= max(listed, default=0):
+                return listed
         raise self._missing(noted)
 
     def next_number(self) -> int:
         """Return the number of the next record, which no record had, lost ones included."""
-        found, note = self._listed()
-        return max([*found, self._read(note)], default=0) + 1
+        listed, note = self._listed()
+        return max([*listed, self._read(note)], default=0) + 1
 
     def create(self, number: int, record: dict[str, Any]) -> None:
         """Create a record, then note the newest one.
@@ -73,27 +73,27 @@ class NumberedRecords:
             AlreadyExistsError: another writer was first.
         """
         self.storage.create(f"{self.folder}/{numbered(number)}", seal(record))
-        note = _Note(self.folder, max(self.numbers(), default=number))  # of a writer that was faster, too
+        note = _Note(self.folder, max(self.numbers(), default=number))  # the record may be that of a faster writer
         self.storage.write(f"{self.folder}/{NOTE}", seal({"format": FORMAT, **vars(note)}))
 
     def problems(self) -> list[str]:
-        """One sentence for each record that is missing, and for a note that cannot be read."""
-        found, note = self._listed()
+        """Return a sentence for each record that is missing, and for a note that cannot be read."""
+        listed, note = self._listed()
         noted, problems = 0, []
         try:
             noted = self._note() if note is not None else 0
         except (DamagedError, FormatError) as error:
             problems.append(f"{error}; the next record writes it again")
-        last = max([*found, noted], default=0)
-        return problems + [str(self._missing(number)) for number in range(1, last + 1) if number not in found]
+        last = max([*listed, noted], default=0)
+        return problems + [str(self._missing(number)) for number in range(1, last + 1) if number not in listed]
 
     def _listed(self) -> tuple[dict[int, Stamp], Stamp | None]:
         """Return the records, and the note's stamp; None: there is no note."""
-        found = named_stamps(self.storage, self.folder)
-        return stamps(found), found.get(NOTE)
+        named = named_stamps(self.storage, self.folder)
+        return stamps(named), named.get(NOTE)
 
     def _read(self, stamp: Stamp | None) -> int:
-        """Return the number that is noted; 0: none is, or it cannot be read (`problems` says so)."""
+        """Return the noted number; 0: there is none, or it cannot be read (`problems` reports that)."""
         if stamp is None:
             return 0
         if self._noted is None or self._noted[0] != stamp:
@@ -104,10 +104,10 @@ class NumberedRecords:
         return self._noted[1]
 
     def _note(self) -> int:
-        found = read_fields(self.storage, f"{self.folder}/{NOTE}", FORMAT, _NOTE)
-        if found.folder != self.folder:
-            raise DamagedError(f"'{self.storage.uri}/{self.folder}/{NOTE}' is of '{found.folder}': it was moved")
-        return found.newest
+        record = read_fields(self.storage, f"{self.folder}/{NOTE}", FORMAT, _NOTE)
+        if record.folder != self.folder:
+            raise DamagedError(f"'{self.storage.uri}/{self.folder}/{NOTE}' is of '{record.folder}': it was moved")
+        return record.newest
 
     def _missing(self, number: int) -> DamagedError:
         return DamagedError(f"'{self.storage.uri}/{self.folder}/{numbered(number)}' is missing: restore a copy")

@@ -20,20 +20,20 @@ PAUSE_S, LONGEST_S = 0.5, 20.0
 """The first pause, and the one after which they no longer double."""
 
 AWAY = {errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENOTCONN}
-"""Of network file systems."""
+"""Error numbers of network file systems that are out of reach."""
 
 _AWAY = re.compile(
     r"NETWORK_CONNECTION|SERVICE_UNAVAILABLE|SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|REQUEST_TIMEOUT|HTTP status 5\d\d"
     r"|curlCode|UNAVAILABLE|DEADLINE_EXCEEDED|[Tt]imed out|[Cc]onnection refused|[Cc]onnection reset"
 )
-"""In the texts of pyarrow's S3, Google Cloud Storage and HDFS, whose errors have no types of their own."""
+"""Matches errors of pyarrow's S3, Google Cloud Storage and HDFS, which have no types of their own."""
 
 
 def is_unreachable(error: BaseException, local: bool) -> bool:
     """Return whether an error means that the store may answer later.
 
     Args:
-        local: of a local path, where only errors of network file systems count.
+        local: the path is local, where only errors of network file systems count.
     """
     if local:
         return isinstance(error, OSError) and error.errno in AWAY
@@ -41,10 +41,10 @@ def is_unreachable(error: BaseException, local: bool) -> bool:
 
 
 def with_retries(action: Callable[[], T], what: str, retry_s: float, local: bool) -> T:
-    """Return what `action` returns, retried while the store does not answer; whatever it raises becomes a StorageError.
+    """Return the result of `action`, retried while the store does not answer; its errors become StorageErrors.
 
     Args:
-        what: it does, for messages, as in "read 's3://bucket/file'". retry_s: how long it is retried.
+        what: the action, for messages, as in "read 's3://bucket/file'". retry_s: seconds during which it is retried.
 
     Raises:
         UnreachableError: the store is away for longer. StorageError: everything else that failed.

@@ -3,7 +3,7 @@
     {"record": {"format": 2, ...}, "sha256": "<of the record as compact JSON with sorted keys>"}
 
 Manifests, snapshots, activations, checkpoints and the journal decide what is loaded; each is read by one rule. The
-bytes must be exactly those that `seal` gives: a file that means the same but was edited is refused too.
+bytes must be exactly those that `seal` gives; an edited file with the same meaning is refused too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from raycl.storage.folder import Storage
 T = TypeVar("T")
 
 MAX_BYTES = 64 << 20
-"""Of a record: as JSON in memory it takes up to twenty times as much."""
+"""The largest record; parsed JSON takes up to twenty times as much memory."""
 MAX_DEPTH = 64
-"""Levels of lists and objects inside each other; every reader takes one of Python's nested calls for each."""
+"""The deepest nesting of lists and objects; readers take a nested Python call for each level."""
 
 _NUMBERED = re.compile(r"(\d{6,})\.json")
 
@@ -46,14 +46,14 @@ def without_hash(tree: Any, file: str) -> dict[str, Any]:
         file: its name for messages.
 
     Raises:
-        DamagedError: it was changed since, or has no hash.
+        DamagedError: the tree was changed since, or has no hash.
     """
     if not isinstance(tree, dict) or not isinstance(tree.get("sha256"), str):
         raise DamagedError(f"'{file}' has no hash of its content: expected the field sha256, as raycl writes it")
-    found = {name: value for name, value in tree.items() if name != "sha256"}
-    if _hash(found) != tree["sha256"]:
+    content = {name: value for name, value in tree.items() if name != "sha256"}
+    if _hash(content) != tree["sha256"]:
         raise DamagedError(f"'{file}' was changed after it was written (its hash differs)")
-    return found
+    return content
 
 
 def _hash(record: Any) -> str:
@@ -71,12 +71,12 @@ def unseal(data: bytes, file: str, version: int) -> dict[str, Any]:
         file: its name for messages. version: the format that the caller reads.
 
     Raises:
-        DamagedError: cut, changed, or no record at all. FormatError: of another format.
+        DamagedError: the record was cut or changed, or is none. FormatError: it has another format.
     """
     try:
         outer = json.loads(data)
         record, _ = outer["record"], outer["sha256"]
-        found = record["format"]
+        found_format = record["format"]
         if data.count(b"{") + data.count(b"[") > MAX_DEPTH and is_deeper(outer, MAX_DEPTH):
             raise ValueError(f"more than {MAX_DEPTH} levels of lists and objects inside each other")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -86,10 +86,10 @@ def unseal(data: bytes, file: str, version: int) -> dict[str, Any]:
         ) from error
     if _sealed(record) != data:
         raise DamagedError(f"'{file}' was changed after it was written (its hash differs): restore a copy")
-    if found != version:
-        older = isinstance(found, int) and found < version
+    if found_format != version:
+        older = isinstance(found_format, int) and found_format < version
         remedy = "write it again, or use the version that wrote it" if older else "upgrade raycl"
-        raise FormatError(f"'{file}' has format {found}, this version reads {version}: {remedy}")
+        raise FormatError(f"'{file}' has format {found_format}, this version reads {version}: {remedy}")
     return record  # type: ignore[no-any-return]
 
 
@@ -97,11 +97,11 @@ def is_deeper(value: Any, depth: int) -> bool:
     """Return whether a value of JSON has lists and objects on more levels than this."""
     level = [value]
     for _ in range(depth):
-        groups = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        groups = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
         level = [part for group in groups for part in group]
         if not level:
             return False
-    return any(isinstance(one, dict | list) for one in level)
+    return any(isinstance(item, dict | list) for item in level)
 
 
 def read_record(storage: Storage, name: str, version: int) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def read_record(storage: Storage, name: str, version: int) -> dict[str, Any]:
 
 
 def read_fields(storage: Storage, name: str, version: int, kind: TypeAdapter[T]) -> T:
-    """Return a record as an instance of `kind`: one with a right hash may still come from a stranger.
+    """Return a record as an instance of `kind`; even a record with a valid hash may come from a stranger.
 
     Raises:
         DamagedError, FormatError: see `unseal`; or a field is missing or of another type.
@@ -132,37 +132,36 @@ def fields_of(record: dict[str, Any], file: str, kind: TypeAdapter[T]) -> T:
     try:
         return kind.validate_python(record)
     except ValidationError as error:
-        one = error.errors()[0]
+        problem = error.errors()[0]
         raise DamagedError(
-            f"'{file}' is no valid record ({'.'.join(map(str, one['loc']))}: {one['msg']}): restore a copy"
+            f"'{file}' is no valid record ({'.'.join(map(str, problem['loc']))}: {problem['msg']}): restore a copy"
         ) from error
 
 
 def numbered(number: int) -> str:
-    """`000001.json`."""
+    """Return the file name `000001.json`."""
     return f"{number:06d}.json"
 
 
 def number_of(name: str, first: int = 1) -> int | None:
-    """Return the number in `000001.json`; None for every other name: what a file manager or an editor left there is no
-    record.
+    """Return the number in `000001.json`; None for every other name, such as files of editors.
 
     Args:
         first: the lowest number in use.
     """
-    found = _NUMBERED.fullmatch(name)
-    number = int(found[1]) if found else -1
+    match = _NUMBERED.fullmatch(name)
+    number = int(match[1]) if match else -1
     return number if number >= first and numbered(number) == name else None
 
 
 def numbers(storage: Storage, folder: str, first: int = 1) -> list[int]:
     """Return numbers of the records directly below a folder, ascending; other files are ignored."""
-    found = (number_of(name, first) for name in storage.list(folder))
-    return sorted(number for number in found if number is not None)
+    candidates = (number_of(name, first) for name in storage.list(folder))
+    return sorted(number for number in candidates if number is not None)
 
 
 Stamp = tuple[int, float]
-"""Size of a file and when it was written: another one under the same name has another."""
+"""Size of a file and time of writing, which differ for another file of the same name."""
 
 
 def named_stamps(storage: Storage, folder: str) -> dict[str, Stamp]:
@@ -172,5 +171,5 @@ def named_stamps(storage: Storage, folder: str) -> dict[str, Stamp]:
 
 def stamps(named: Mapping[str, Stamp]) -> dict[int, Stamp]:
     """Return the number of each record directly in the folder of `named_stamps` -> its stamp."""
-    found = {number_of(name): stamp for name, stamp in named.items()}
-    return {number: stamp for number, stamp in found.items() if number is not None}
+    by_number = {number_of(name): stamp for name, stamp in named.items()}
+    return {number: stamp for number, stamp in by_number.items() if number is not None}

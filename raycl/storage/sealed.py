@@ -1,10 +1,10 @@
-"""Files with a record beside them that seals them: a cache entry, or a part of many answers.
+"""Files sealed by a record next to them: a cache entry, or a part of many answers.
 
     0a1b.arrow     the data
     0a1b.json      written last: {"file": "0a1b.arrow", "key": ..., "sha256": ..., "bytes": ..., "info": {...}}
 
-What is taken up again is believed only if it is what was written, whole, and of what is asked for. The key names that:
-a file under the name of another one is refused like a damaged one.
+A file is used again only if it is complete, unchanged and belongs to the requested key: a file under the name of
+another is refused like a damaged one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Seal:
     """The record of one file.
 
     Attributes:
-        file: its name, without folders. key: of what is in it. info: of it, JSON-able.
+        file: file name without folders. key: identifies the content. info: description of the content, JSON-able.
     """
 
     file: str
@@ -44,21 +44,21 @@ _SEAL = TypeAdapter(Seal)
 
 
 def record_of(name: str) -> str:
-    """File of the record beside a file."""
+    """Return the name of a file's record."""
     return f"{name.rpartition('.')[0]}.json"
 
 
 def write_sealed(storage: Storage, name: str, key: str, data: Buffer, **info: Any) -> Seal:
     """Write a file, then its record."""
     storage.write(name, data)
-    found = Seal(name.rpartition("/")[2], key, hashlib.sha256(data).hexdigest(), len(data), info)
-    write_seal(storage, name, found)
-    return found
+    record = Seal(name.rpartition("/")[2], key, hashlib.sha256(data).hexdigest(), len(data), info)
+    write_seal(storage, name, record)
+    return record
 
 
-def write_seal(storage: Storage, name: str, found: Seal) -> None:
-    """Write the record of a file that is there: from now on it counts."""
-    storage.write(record_of(name), seal({"format": FORMAT, **asdict(found)}))
+def write_seal(storage: Storage, name: str, record: Seal) -> None:
+    """Write the record of an existing file, which is valid from now on."""
+    storage.write(record_of(name), seal({"format": FORMAT, **asdict(record)}))
 
 
 def read_seal(storage: Storage, name: str, key: str) -> Seal:
@@ -68,10 +68,10 @@ def read_seal(storage: Storage, name: str, key: str) -> Seal:
         DamagedError: it is damaged, or of another file or key. FormatError: of another version.
         StorageError: it cannot be read.
     """
-    found = read_fields(storage, record_of(name), FORMAT, _SEAL)
-    if (found.file, found.key) != (name.rpartition("/")[2], key):
-        raise DamagedError(f"'{storage.uri}/{record_of(name)}' is of '{found.file}', key {found.key}: it was moved")
-    return found
+    record = read_fields(storage, record_of(name), FORMAT, _SEAL)
+    if (record.file, record.key) != (name.rpartition("/")[2], key):
+        raise DamagedError(f"'{storage.uri}/{record_of(name)}' is of '{record.file}', key {record.key}: it was moved")
+    return record
 
 
 def read_sealed(storage: Storage, name: str, key: str) -> tuple[bytes, Seal]:
@@ -81,22 +81,22 @@ def read_sealed(storage: Storage, name: str, key: str) -> tuple[bytes, Seal]:
         DamagedError: one of them is damaged, or of another key. FormatError: of another version.
         StorageError: one of them cannot be read.
     """
-    found = read_seal(storage, name, key)
+    record = read_seal(storage, name, key)
     data = storage.read(name)
-    if hashlib.sha256(data).hexdigest() != found.sha256:
+    if hashlib.sha256(data).hexdigest() != record.sha256:
         raise _damaged(f"{storage.uri}/{name}")
-    return data, found
+    return data, record
 
 
 def check_sealed(path: Path, sha256: str) -> None:
-    """The same for a local file that is mapped into memory; a process reads one that stays the same once.
+    """Check a local file that is mapped into memory; a process reads an unchanged file only once.
 
     Raises:
         DamagedError: it is damaged. StorageError: it cannot be read.
     """
     try:
-        found = path.stat()
-        is_whole = _hash_of(path, found.st_size, found.st_mtime_ns, found.st_ino) == sha256
+        status = path.stat()
+        is_whole = _hash_of(path, status.st_size, status.st_mtime_ns, status.st_ino) == sha256
     except OSError as error:
         raise StorageError(f"cannot read '{path}': {error}") from error
     if not is_whole:
@@ -105,7 +105,7 @@ def check_sealed(path: Path, sha256: str) -> None:
 
 @lru_cache(maxsize=4096)
 def _hash_of(path: Path, *_: int) -> str:
-    """Of the file that has this size, time and inode."""
+    """Return the hash of the file with this size, time and inode."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -1,4 +1,4 @@
-"""Local files that are whole before they have their name."""
+"""Local files that get their name when they are complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.tmp$")
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """The name of a file next to `path` that is being written; it is gone afterwards unless it was moved."""
+    """Yield the name of a file next to `path` to write to; it is removed afterwards unless it was moved."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
@@ -29,13 +29,13 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def finished_beside(path: Path, parts: Iterable[Buffer]) -> Iterator[Path]:
-    """A complete file next to `path`, on disk before it is yielded and gone afterwards unless it was moved."""
+    """Yield a complete file next to `path`, flushed to disk; it is removed afterwards unless it was moved."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with unfinished(path) as temporary:
         with open(temporary, "wb") as file:
             for part in parts:
                 file.write(part)
-                del part  # its memory may be freed before the next one is made
+                del part  # its memory may be freed before the next part is produced
             file.flush()
             os.fsync(file.fileno())
         yield temporary

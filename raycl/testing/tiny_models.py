@@ -47,11 +47,11 @@ SHAPES = {
     "llama": "<s> $A",
     "gpt2": "$A",
 }
-"""Kind -> what a tokenized text looks like."""
+"""Kind -> the form of a tokenized text."""
 
 
 def word_tokenizer(kind: str, words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Whole words, with the special tokens of that kind of model first."""
+    """Return a tokenizer of whole words; the special tokens of that kind of model come first."""
     special, shape = SPECIAL[kind], SHAPES[kind]
     ids = {word: number for number, word in enumerate([*special.values(), *words])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=special["unk_token"]))
@@ -95,7 +95,7 @@ def save_model(kind: str, folder: Path, words: Sequence[str], positions: int = 6
 
 
 class Stop(Exception):
-    """What stands for a crash."""
+    """Raised in place of a crash."""
 
 
 class StoppingEngine:
@@ -110,7 +110,7 @@ class StoppingEngine:
     def step(
         self, modifiers: Modifiers, transform: Transform | None = None, constraint: Constraint | None = None
     ) -> float:
-        """Raise, or count."""
+        """Count a step, or raise."""
         if self.left[0] == 0:
             raise Stop("before a step")
         self.left[0] -= 1
@@ -118,6 +118,6 @@ class StoppingEngine:
 
 
 def stopping(open_engine: OpenEngine, after: int) -> OpenEngine:
-    """Engines that together do `after` steps and then raise `Stop`."""
+    """Return a factory of engines that together do `after` steps and then raise `Stop`."""
     left = [after]
     return lambda *phase: cast(Engine, StoppingEngine(open_engine(*phase), left))

@@ -1,6 +1,6 @@
-"""Which model a folder holds: SHA-256 over its files, each large one read once on a node.
+"""The identity of a model in a folder: SHA-256 over its files, each large file read once on a node.
 
-A record beside the files, `.raycl-hashes.json`, holds the hash of each large file with its size, modification time and
+A record next to the files, `.raycl-hashes.json`, holds the hash of each large file with its size, modification time and
 inode. A folder that cannot be written to has it in the cache, `hashes/` of `$RAYCL_CACHE` or `~/.cache/raycl`. Where
 several processes of a node ask at once, one reads the file and the others wait.
 """
@@ -29,12 +29,12 @@ log = logging.getLogger("raycl")
 RECORD = ".raycl-hashes.json"
 FORMAT = 1
 LARGE = 16 * 2**20
-"""Bytes from which a file's hash is kept: smaller ones are read in a moment."""
+"""Hashes of files from this size are stored; smaller files are read again."""
 
 
 @dataclass(frozen=True)
 class _Record:
-    """What a record holds."""
+    """The content of a record."""
 
     files: dict[str, dict[str, int | str]]
 
@@ -43,7 +43,7 @@ _RECORD = TypeAdapter(_Record)
 
 
 def fingerprint_of(name: str, revision: str | None = None, pickles: bool = False) -> str:
-    """SHA-256 over config, tokenizer and weight files.
+    """Return the SHA-256 over config, tokenizer and weight files.
 
     Args:
         pickles: see `folder_of`.
@@ -59,8 +59,8 @@ def fingerprint_of(name: str, revision: str | None = None, pickles: bool = False
 
 
 def parts_of(name: str, revision: str | None = None, pickles: bool = False, code: bool = False) -> dict[str, str]:
-    """SHA-256 over the files of each part: weights, config (with the layers of a sentence encoder), tokenizer (with its
-    chat template).
+    """Return the SHA-256 over the files of each part: weights, config (with the layers of a sentence encoder),
+    tokenizer (with its chat template).
 
     Args:
         pickles, code: see `folder_of`; the Python files count as config.
@@ -74,20 +74,20 @@ def parts_of(name: str, revision: str | None = None, pickles: bool = False, code
 
 
 def hash_of(file: Path) -> str:
-    """SHA-256 of a file in hex."""
+    """Return the SHA-256 of a file in hex."""
     if file.stat().st_size < LARGE:
         return _read(file)
     here, cached = file.parent / RECORD, _cached(file.parent)
     if (known := _known(file, here, cached)) is not None:
         return known
     with FileLock(_lock(cached)):
-        if (known := _known(file, here, cached)) is not None:  # of the process that had the lock
+        if (known := _known(file, here, cached)) is not None:  # written by the process that had the lock
             return known
         before = _version(file)
-        found: dict[str, int | str] = {**before, "sha256": _read(file)}
+        entry: dict[str, int | str] = {**before, "sha256": _read(file)}
         if _version(file) == before:
-            _keep(here if os.access(file.parent, os.W_OK) else cached, file.name, found)
-        return str(found["sha256"])
+            _keep(here if os.access(file.parent, os.W_OK) else cached, file.name, entry)
+        return str(entry["sha256"])
 
 
 def _read(file: Path) -> str:
@@ -96,9 +96,9 @@ def _read(file: Path) -> str:
 
 
 def _version(file: Path) -> dict[str, int]:
-    """Return what differs after a file was written again, or replaced by another."""
-    found = file.stat()
-    return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
+    """Return the properties that change when a file is written again or replaced."""
+    status = file.stat()
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
 
 
 def _known(file: Path, *records: Path) -> str | None:
@@ -123,7 +123,7 @@ def _entries(record: Path) -> dict[str, dict[str, int | str]]:
 
 
 def _keep(record: Path, name: str, entry: dict[str, int | str]) -> None:
-    """Add to a record, whole or not at all; where there is no place for it, the next process reads the file again."""
+    """Add to a record atomically; if the record cannot be written, the next process reads the file again."""
     try:
         others = _entries(record)
     except StorageError as error:
@@ -143,7 +143,7 @@ def _cached(folder: Path) -> Path:
 
 
 def _lock(cached: Path) -> Path:
-    """One for all processes of a node that read a folder; without a cache, in the folder for temporary files."""
+    """Return the lock of all processes of a node that read a folder; without a cache, in the temporary folder."""
     with suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
     if os.access(cached.parent, os.W_OK):

@@ -1,4 +1,4 @@
-"""Where pretrained models lie: packaged ones, local folders, hub ids and the files that are fetched of them."""
+"""Locations of pretrained models: packages, local folders, and hub ids with the files that are fetched."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REACH_S = 5.0
 
 
 def resolve_path(name: str) -> str:
-    """Absolute form of a local folder (workers run in another directory); other names as they are."""
+    """Return a local folder as an absolute path (workers run in another directory); other names are unchanged."""
     folder = Path(name).expanduser()
     return str(folder.absolute()) if name not in PACKAGED and folder.is_dir() else name
 
@@ -92,11 +92,11 @@ def folder_of(
 
     Args:
         pickles: fetch pickled weights where there are no safetensors. code: fetch Python files.
-        weights: else config and tokenizer alone.
+        weights: fetch weights too; False: config and tokenizer alone.
 
     Raises:
-        BackboneError: it does not exist, or holds an adapter too. OSError: the hub has no such model, or does not
-            answer.
+        BackboneError: the model does not exist, or its folder holds an adapter too. OSError: the hub has no such model,
+            or does not answer.
     """
     where = resolve(name)
     if Path(where).is_dir():
@@ -190,12 +190,12 @@ def present_folder(name: str, revision: str | None = None) -> Path | None:
 
     try:
         where = resolve(name)
-        found = (
+        config_file = (
             Path(where, CONFIG) if Path(where).is_dir() else try_to_load_from_cache(where, CONFIG, revision=revision)
         )
     except (BackboneError, HFValidationError):
         return None
-    return Path(found).parent if isinstance(found, str | Path) else None
+    return Path(config_file).parent if isinstance(config_file, str | Path) else None
 
 
 def weight_files(name: str, revision: str | None = None) -> list[Path]:
@@ -228,5 +228,9 @@ def part_files(folder: Path, code: bool) -> dict[str, list[Path]]:
     """Return the files of each part of a model that can change what it computes, by name."""
     weights = _safetensors(folder) or list(folder.glob("*.bin"))
     patterns = {"config": (*SETTINGS, *(CODE if code else ())), "tokenizer": TOKENIZER}
-    found = {part: {file for one in given for file in folder.glob(one)} for part, given in patterns.items()}
-    return {part: sorted(files) for part, files in {**found, "weights": {*weights, *folder.glob(LAYERS)}}.items()}
+    files_of_parts = {
+        part: {file for pattern in given for file in folder.glob(pattern)} for part, given in patterns.items()
+    }
+    return {
+        part: sorted(files) for part, files in {**files_of_parts, "weights": {*weights, *folder.glob(LAYERS)}}.items()
+    }

@@ -1,4 +1,4 @@
-"""How many positions a stack of layers reads.
+"""The number of positions that a stack of layers can read.
 
 Where positions have a table, it counts: RoBERTa and its kin begin behind the padding id, so that they have fewer
 positions than rows, and BART keeps two rows in front of the first. Positions without a table (rotary ones) can be
@@ -30,5 +30,5 @@ def positions_of(stack: Any) -> int | None:
 
 
 def _rows_in_front(table: nn.Embedding) -> int:
-    """Of the first position's."""
+    """Return the number of rows before that of the first position."""
     return int(getattr(table, "offset", 0)) if table.padding_idx is None else table.padding_idx + 1

@@ -14,9 +14,9 @@ def bound(host: str, port: int, shared: bool = False, setting: str = "port=") ->
     """Return a socket that listens.
 
     Args:
-        port: 0: any that is free.
-        shared: beside others of this user that share it too.
-        setting: how a port is chosen, for the message.
+        port: the port; 0: any free port.
+        shared: other processes of this user may listen on it too.
+        setting: the setting that chooses the port, for the message.
 
     Raises:
         LaunchError: the address is taken, or none of this machine's.
@@ -39,22 +39,22 @@ def bind_error(host: str, port: int, error: OSError, setting: str = "port=") -> 
 
 
 def url_of(host: str, port: int) -> str:
-    """Where a client finds it."""
+    """Return the URL for clients."""
     return f"http://{_written(host)}:{port}"
 
 
 def _written(host: str) -> str:
-    """As it stands before a port."""
+    """Return the host as it is written before a port."""
     return f"[{host}]" if ":" in host else host
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """IPv4 or IPv6."""
+    """Return IPv4 or IPv6."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_dual(host: str) -> bool:
-    """Return whether IPv4 clients come in by the same socket."""
+    """Return whether IPv4 clients connect to the same socket."""
     return host == "::" and socket.has_dualstack_ipv6()
 
 

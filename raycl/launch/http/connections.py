@@ -1,4 +1,4 @@
-"""HTTP connections with limits: uvicorn's protocol, which by itself lets a client send and hold as much as it likes.
+"""HTTP connections with limits: uvicorn's protocol alone lets a client send and hold any amount.
 
 Uvicorn has settings for idle connections after an answer, but none for the size of a head (of its faster parser), for
 the time until one is complete, for pipelined requests and for answers that a client does not read.
@@ -13,16 +13,16 @@ from httptools import HttpParserError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 20.0
-"""Time for a request's head, from the connection's first moment or the head's first byte; then the connection goes."""
+"""Seconds for a request's head, from the connection's start or the head's first byte; then it is closed."""
 
 HEAD_BYTES, FIELD_BYTES = 32 * 1024, 32
-"""Of a head at most, and what each of its fields counts besides its text (as in RFC 9113, 6.5.2); more: 431."""
+"""The largest head, and what each field counts in addition to its text (as in RFC 9113, 6.5.2); beyond: 431."""
 
 PIPELINED = 8
-"""Requests of one connection that wait for the answer before theirs; more: 429."""
+"""The most requests of one connection that wait for earlier answers; beyond: 429."""
 
 UNREAD_S, UNREAD_BYTES = 30.0, 64 * 1024
-"""Time in which a client takes the rest of what was written for it, or so much of it; then the connection goes."""
+"""A client must read the rest of its answer, or this many bytes, within this time; else the connection is closed."""
 
 
 _LARGE = f"the head of the request is larger than {HEAD_BYTES // 1024} KiB: send fewer and shorter header fields"
@@ -41,17 +41,17 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- the server's events ----
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there."""
+        """Start the time of the first head."""
         super().connection_made(transport)
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
-        """The first bytes of a head start its time, its end ends it; the time of a body is the application's matter."""
+        """Pass bytes to the parser. The time of a head runs from its first byte to its end; bodies are not timed."""
         if self._unread is not None and not self.transport.get_write_buffer_size():
             self._end_unread()
         self._since += len(data)
         super().data_received(data)
-        if self._since > HEAD_BYTES:  # the parser keeps a field until it is whole
+        if self._since > HEAD_BYTES:  # the parser keeps a field until it is complete
             self._refuse(431, _LARGE)
         if self.cycle is not None and not self.cycle.response_complete:
             self._end_wait()
@@ -59,63 +59,63 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wait_for_head()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than is written."""
+        """Start the time for reading, since the client reads more slowly than the server writes."""
         super().pause_writing()
         self._wait_for_reader()
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Stop the time, since the client has read."""
         self._end_unread()
         super().resume_writing()
 
     def on_response_complete(self) -> None:
-        """An answer is written, though perhaps not sent: closing a connection waits until it is."""
+        """Go on after an answer is written, though perhaps not sent; closing a connection waits until it is."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._wait_for_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """Stop all times when the client is gone."""
         self._end_wait()
         self._end_unread()
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self) -> None:
-        """Another protocol takes the connection."""
+        """Stop all times when another protocol takes the connection."""
         self._end_wait()
         super().handle_websocket_upgrade()
 
     # ---- the parser's events ----
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """Count the bytes of a new head."""
         self._head = self._since = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A part of the target."""
+        """Count a part of the target."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A field of the head, or one behind a body in chunks."""
+        """Count a field of the head, or one after a body in chunks."""
         self._count(len(name) + len(value) + FIELD_BYTES)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A head ends."""
+        """Stop the time of the head."""
         self._since = 0
         if len(self.pipeline) >= PIPELINED:
             self._stop(429, f"more than {PIPELINED} requests wait on this connection: read their answers first")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body."""
+        """Pass on a part of a body."""
         self._since = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request ends."""
+        """End a request."""
         self._since = 0
         super().on_message_complete()
 
@@ -132,14 +132,14 @@ class LimitedProtocol(HttpToolsProtocol):
         raise HttpParserError(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser could not, or should not, read."""
+        """Refuse a request that the parser could not, or should not, read."""
         status, message = self._refusal or (400, msg)
         self._refuse(status, message)
 
     def _refuse(self, status: int, message: str) -> None:
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:  # else it would stand in the midst of an answer
+        if self.cycle is None or self.cycle.response_complete:  # else it would be in the middle of an answer
             body = message.encode()
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: text/plain; charset=utf-8\r\n"
             self.transport.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)

@@ -19,7 +19,7 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""Ending -> what it is. A file of another kind is no part of a page."""
+"""Suffix -> media type. Files with other suffixes are not part of a page."""
 
 POLICY = (
     "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -37,19 +37,19 @@ HEADERS = {
 
 def page_files(package: str) -> dict[str, bytes]:
     """Return name -> content of the files that lie in a package, and of those that all pages share."""
-    found = {}
+    contents = {}
     for folder in (__package__, package):
         for file in resources.files(folder).iterdir():
             if file.name.endswith(tuple(TYPES)):
-                found[file.name] = file.read_bytes()
-    return found
+                contents[file.name] = file.read_bytes()
+    return contents
 
 
 def add_page(app: FastAPI, package: str, below: str) -> None:
     """Serve a page at `/`, and its files below a path.
 
     Args:
-        package: where `index.html` and the other files lie. below: a path such as `/playground`.
+        package: package with `index.html` and the other files. below: a path such as `/playground`.
     """
     for name, content in page_files(package).items():
         _add_file(app, "/" if name == INDEX else f"{below}/{name}", content, TYPES[f".{name.rpartition('.')[2]}"])
