@@ -29,8 +29,8 @@ def gate_device(config: ServeConfig) -> str:
 
 
 def replica_takes(config: ServeConfig) -> dict[str, float]:
-    """Ray's options of a replica that holds the model."""
-    return _takes(config, settled_device(config.device), config.gpus)
+    """Ray's options of a replica that holds the model, or that routes for another engine."""
+    return _takes(config, "cpu" if config.forwards else settled_device(config.device), config.gpus)
 
 
 def gate_takes(config: ServeConfig) -> dict[str, float]:

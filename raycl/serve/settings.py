@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -80,6 +81,48 @@ class GateConfig(Section):
     )
 
 
+class UpstreamConfig(Section):
+    """Another engine that answers, with the adapters of `raycl bank export --engine vllm`; what is here routes.
+
+    A request for `auto` gets the name of the adapter that the router gives the largest weight.
+    """
+
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://[^/\s]",
+        description="address of an OpenAI-compatible engine, http://127.0.0.1:8001; null: raycl answers itself",
+    )
+    export: PathOrUri = Field(
+        None, description="folder or URI of the export; its snapshot routes, whatever is published later"
+    )
+    key_env: str = Field(
+        "RAYCL_UPSTREAM_KEY", description="environment variable with the engine's API key; clients' keys stay here"
+    )
+
+    @model_validator(mode="after")
+    def _url_is_no_secret(self) -> UpstreamConfig:
+        parts = urlsplit(self.url or "")
+        if parts.username or parts.password or parts.query:
+            raise ValueError(
+                "url holds a user, a password or a query, which would end up in logs: expected http://HOST:PORT, and "
+                "the engine's key in the environment variable that key_env names"
+            )
+        return self
+
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
+        """All but the address, without one."""
+        if self.url is None:
+            yield from ((name, "url=null") for name in ("export", "key_env"))
+
+
+OF_A_MODEL = (
+    *("branch", "snapshot", "backbone", "device", "dtype", "gpus", "max_batch", "decoding"),
+    *("max_loaded_rows", "loaded_snapshots", "trust_remote_code", "follow", "gate"),
+    *(f"limits.{name}" for name in ("prompt_tokens", "inputs", "max_tokens", "n")),
+)
+"""Settings without effect where another engine answers."""
+
+
 class ServeConfig(Section):
     """The endpoint of one bank."""
 
@@ -151,6 +194,7 @@ class ServeConfig(Section):
     auth: AuthConfig = AuthConfig()
     follow: FollowConfig = FollowConfig()
     gate: GateConfig = GateConfig()
+    upstream: UpstreamConfig = UpstreamConfig()
 
     @property
     def permissions(self) -> Permissions:
@@ -170,14 +214,30 @@ class ServeConfig(Section):
     @property
     def gates(self) -> int:
         """Of following with a gate: 1 or 0."""
-        return int(self.follow.enabled and self.follow.gated)
+        return int(self.follow.enabled and self.follow.gated and not self.forwards)
+
+    @property
+    def forwards(self) -> bool:
+        """Whether another engine answers."""
+        return self.upstream.url is not None
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What belongs to an ingress or a way of following that is not chosen."""
         if self.ingress == "direct":
             yield "route_prefix", "ingress=direct"
-        if not self.follow.enabled:
+        if self.forwards:
+            yield from ((name, "upstream.url") for name in OF_A_MODEL)
+        elif not self.follow.enabled:
             yield "follow.gated", "follow.enabled=false"
+
+    @model_validator(mode="after")
+    def _export_is_named(self) -> ServeConfig:
+        if self.forwards and self.upstream.export is None:
+            raise ValueError(
+                "upstream.url is set and upstream.export is not: name the folder that "
+                "`raycl bank export --engine vllm` wrote"
+            )
+        return self
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> ServeConfig:

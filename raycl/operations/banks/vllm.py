@@ -3,7 +3,8 @@
 vLLM gives a whole request one adapter of weight 1, so that two kinds of snapshots can be served: a fixed mixture, which
 is one LoRA whose ranks are concatenated, exactly; and top-1 choice, where each adapter is a model of its own name.
 Limits of vLLM (0.22, `vllm.config.lora`, `vllm.lora.peft_helper`): one rank for all linears of an adapter, of which the
-largest is one of `RANKS`; no soft prompts, no heads; decoder-only models.
+largest is one of `RANKS`; no soft prompts, no heads; decoder-only models. A record beside them says of which snapshot
+they are (`raycl.serve.upstream`, the router in front).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from raycl.backbone.kinds import capabilities_of
 from raycl.bank import Bank, Snapshot
 from raycl.errors import BankError
 from raycl.operations.banks.exchange import card_metadata, export_peft, mixed
+from raycl.serve.upstream.export import ExportRecord
 from raycl.storage import Storage
 from raycl.types import AdapterState
 
@@ -90,6 +92,10 @@ def export_vllm(
     if config is not None:
         storage.write(CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
     models = {name: f"{model}:{name}" for name in states}
+    parts = {name: dict(weights) for name, weights in mixtures.items()}
+    ExportRecord(snapshot=snapshot.number, sha256=snapshot.sha256, base=model, models=models, mixtures=parts).write(
+        storage
+    )
     return Exported(storage, models, rank, config)
 
 

@@ -28,6 +28,9 @@ from raycl.serve.service.opening import close_service, open_service
 from raycl.serve.settings import ServeConfig, at_bank
 from raycl.serve.snapshots.decisions import decide_first
 from raycl.serve.snapshots.parts import backbone_of
+from raycl.serve.upstream.choice import open_choice
+from raycl.serve.upstream.export import read_record
+from raycl.serve.upstream.web import make_front_web
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +64,28 @@ class Endpoint:
             close_service(self.service)
 
 
+class Forward:
+    """The ingress and the router in front of an engine that is not raycl's."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        """Load the router of the exported snapshot."""
+        logging.getLogger("raycl").setLevel(logging.INFO)
+        config = configs.validate(ServeConfig, tree)
+        self.web = make_front_web(open_choice(config), config, check_access(config))
+        self.listener = Listener(self.web, config) if config.ingress == "direct" else None
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self.web
+
+    def check_health(self) -> None:
+        """Fail where the HTTP server has ended; see `Endpoint.check_health`."""
+        assert self.listener is None or self.listener.alive, "the HTTP server has ended"
+
+    def __del__(self) -> None:
+        if hasattr(self, "listener") and self.listener is not None:
+            self.listener.close()
+
+
 def build(args: Mapping[str, Any]) -> Any:
     """Return the application, for `serve run`, `serve deploy` and `raycl serve`.
 
@@ -86,6 +111,9 @@ def build_from(config: ServeConfig) -> Any:
         ConfigError, BankError: see `build`. BackboneError: `backbone` names none.
     """
     check_access(config)
+    if config.forwards:
+        read_record(config.upstream.export or "")  # a wrong folder is an error before anything starts
+        return serve.deployment(serve.ingress()(Forward), **options_of(config)).bind(configs.as_tree(config))
     bank = Bank.at(config.bank)
     first = decide_first(bank, config)
     if config.backbone and (present_folder(config.backbone) or cluster.named() is None):

@@ -38,7 +38,7 @@ def name_of(config: ServeConfig) -> str:
     """Of the application: the bank's folder, for people, and a digest of what answers, for Ray Serve."""
     parts = [part for part in re.split(r"[^A-Za-z0-9_-]+", config.bank.partition("?")[0]) if part]
     folder = next((part for part in reversed(parts) if part != "bank"), "bank")[:40]
-    answers = f"{config.bank}\n{config.branch}"
+    answers = "\n".join((config.bank, config.branch, config.upstream.export or ""))
     return f"raycl-{folder}-{hashlib.sha256(answers.encode()).hexdigest()[:8]}"
 
 

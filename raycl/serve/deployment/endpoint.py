@@ -76,7 +76,7 @@ class _News:
     """Log lines about what is to answer: moves of the branch that is followed, and decisions."""
 
     def __init__(self, config: ServeConfig) -> None:
-        self._follows = config.follow.enabled and not config.follow.gated
+        self._follows = config.follow.enabled and not config.follow.gated and not config.forwards
         self._activations = Activations(Bank.at(config.bank), config.branch)
         self._move = self._decision = -1
         self.log()

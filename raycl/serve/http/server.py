@@ -43,7 +43,7 @@ class Listener:
                 web,
                 http=LimitedProtocol,
                 ws="none",
-                lifespan="off",
+                lifespan="on" if config.forwards else "off",
                 log_config=None,
                 log_level="error",  # no line for each request that is none
                 access_log=config.access_log,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from raycl.serve.errors import InvalidRequestError
 from raycl.serve.http.schema import ChatRequest, ClassifyRequest
 from raycl.serve.http.web import add_errors
+from raycl.serve.upstream.web import PromptTexts, _json
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], '
 MANY = ", ".join(["[]"] * 60_000)
@@ -34,6 +38,7 @@ BODIES: dict[str, tuple[str, str | bytes, str]] = {
         "adapters: Input names 26000 adapters: at most",
     ),
     "fields": ("/chat", f'{CHAT}"raycl": {{{PINNED}}}}}', "raycl: '0' is unknown"),
+    "prompts": ("/prompts", f'{{"prompt": [{MANY.replace("[]", "{}")}]}}', "prompt.0: Input should be a valid string"),
 }
 
 
@@ -48,6 +53,9 @@ def client() -> Iterator[TestClient]:
     @app.post("/chat")
     async def chat(request: ChatRequest) -> None: ...
 
+    @app.post("/prompts")
+    async def prompts(request: PromptTexts) -> None: ...
+
     with TestClient(app, raise_server_exceptions=False) as found:
         yield found
 
@@ -59,3 +67,12 @@ def test_expensive_bodies_are_refused_at_once(client: TestClient, name: str) -> 
     answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
     assert time.process_time() - began < 1.5  # with a message for each of 60,000 it was 2 to 4 s
+
+
+def test_what_is_too_deep_to_be_sent_on_is_refused() -> None:
+    body: dict[str, Any] = {}
+    for _ in range(2_000):
+        body = {"a": body}
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        _json(body)
+    assert json.loads(_json({"a": [1]})) == {"a": [1]}

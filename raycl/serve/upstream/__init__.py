@@ -1,0 +1,1 @@
+"""The router in front of an engine that answers elsewhere: a request gets the name of an exported adapter."""

@@ -1,0 +1,208 @@
+"""The endpoints in front of another engine: OpenAI's, with `model: auto` replaced by the adapter for the text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
+
+from fastapi import Body as JsonBody
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import Field, ValidationError
+
+from raycl import __version__
+from raycl.serve.errors import InvalidRequestError, LimitExceededError, UnavailableError
+from raycl.serve.http.access import AccessMiddleware, Keys
+from raycl.serve.http.answers import HealthAnswer, ModelsAnswer
+from raycl.serve.http.schema import Message, Name, Text, Texts, Unsupported, Wire, conversation
+from raycl.serve.http.web import ERROR_RESPONSES, TOO_DEEP, add_errors
+from raycl.serve.settings import ServeConfig
+from raycl.serve.upstream.choice import AdapterChoice
+from raycl.serve.upstream.client import CONNECT_S, UpstreamClient
+
+AUTO, CHOSEN = "auto", "x-raycl-model"
+"""The model whose adapter is chosen here; header of an answer with what the engine was given for."""
+
+T = TypeVar("T", bound=Wire)
+Body = Annotated[dict[str, Any], JsonBody()]
+"""A JSON object, sent as such: FastAPI refuses another Content-Type, which a web page elsewhere may send unasked."""
+
+log = logging.getLogger(__name__)
+
+
+class Routing(Wire):
+    """What a request says about its adapter."""
+
+    task: Name | None = Field(None, description="the text's task, for routers that go by it")
+    input: Text | None = Field(None, description="what the router reads; null: the whole prompt")
+    adapters: Unsupported = None
+    snapshot: Unsupported = None
+    template: Unsupported = None
+
+
+class RoutedRequest(Wire):
+    """What is read of a request; all else is the engine's."""
+
+    model: Name = AUTO
+    raycl: Routing | None = None
+
+
+class ChatTexts(Wire):
+    """What the router reads of a chat."""
+
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+
+
+class PromptTexts(Wire):
+    """What the router reads of a completion."""
+
+    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+
+
+class Front:
+    """Requests on their way to the engine."""
+
+    def __init__(self, choice: AdapterChoice, client: UpstreamClient, config: ServeConfig) -> None:
+        self.choice, self.client, self.config = choice, client, config
+        self._thread = ThreadPoolExecutor(1, "raycl-route")  # the sentence encoder is one thread's
+
+    async def answer(self, path: str, request: Request, body: dict[str, Any], is_chat: bool) -> Response:
+        """The engine's answer, by the adapter that the request names or that is chosen for its text."""
+        given = _read(RoutedRequest, body)
+        if given.model == AUTO:
+            name = await self._choose(body, given.raycl or Routing(), is_chat)
+        else:
+            name = given.model
+        model = self.choice.record.model_of(name)
+        sent = _json({key: value for key, value in body.items() if key != "raycl"} | {"model": model})
+        return await self.client.post(path, sent, request.headers, {CHOSEN: quote(model, safe=":/@+ ")})
+
+    async def _choose(self, body: dict[str, Any], routing: Routing, is_chat: bool) -> str:
+        """The adapter for a request's texts.
+
+        Raises:
+            InvalidRequestError: they are no texts, or need different adapters. LimitExceededError: one is too long.
+        """
+        if self.choice.record.fixed is not None:
+            return self.choice.record.fixed
+        texts = [routing.input] if routing.input else _texts(body, is_chat)
+        longest = max(map(len, texts))
+        if longest > self.config.limits.text_chars:
+            raise LimitExceededError(
+                f"a text has {longest} characters: this endpoint reads at most {self.config.limits.text_chars}"
+            )
+        if self.config.log_prompts:
+            for text in dict.fromkeys(texts):
+                log.info("prompt: %r", text)
+        loop = asyncio.get_running_loop()
+        reads_chat = is_chat and not routing.input
+        found = await loop.run_in_executor(self._thread, self.choice.adapters, texts, routing.task, reads_chat)
+        if len(set(found)) > 1:
+            raise InvalidRequestError(
+                f"the prompts belong to different adapters ({', '.join(sorted(set(found))[:8])}), and the engine gives "
+                "a request one: send them one by one"
+            )
+        return found[0]
+
+    async def models(self) -> Response:
+        """The engine's own list, and `auto`."""
+        status, body = await self.client.get("/v1/models")
+        try:
+            found = json.loads(body) if status == 200 else {}
+            listed = list(found["data"]) if found else []
+        except (ValueError, LookupError, TypeError) as error:
+            raise UnavailableError(f"what answers at {self.client.url} is no OpenAI-compatible engine") from error
+        if status != 200:
+            return Response(body, status, media_type="application/json")
+        auto = {"id": AUTO, "object": "model", "created": 0, "owned_by": "raycl"}
+        return JSONResponse({**found, "data": [auto, *listed]})
+
+
+def _read(kind: type[T], body: dict[str, Any]) -> T:
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        raise RequestValidationError(found, body=body) from error
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(body).encode()
+    except RecursionError as error:
+        raise InvalidRequestError(TOO_DEEP) from error
+
+
+def _texts(body: dict[str, Any], is_chat: bool) -> list[str]:
+    """What the router reads: the conversation as one text, or each prompt.
+
+    Raises:
+        InvalidRequestError: token ids.
+    """
+    if is_chat:
+        return [conversation(_read(ChatTexts, body).messages)]
+    prompt = _read(PromptTexts, body).prompt
+    texts = [prompt] if isinstance(prompt, str) else [text for text in prompt if isinstance(text, str)]
+    if not texts:
+        raise InvalidRequestError("token ids cannot be routed: give the text in raycl.input, or name the model")
+    return texts
+
+
+def make_front_web(choice: AdapterChoice, config: ServeConfig, keys: Keys) -> Any:
+    """The ASGI application of one replica; connections to the engine are kept during its lifespan."""
+    client = UpstreamClient(config)
+    front = Front(choice, client, config)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with client.opened():
+            yield
+
+    settings: dict[str, Any] = {"docs_url": None, "redoc_url": None, "lifespan": lifespan}
+    app = FastAPI(title="raycl", version=__version__, responses=ERROR_RESPONSES, **settings)
+    add_errors(app)
+    _add_texts(app, front)
+    _add_health(app, front)
+    return AccessMiddleware(app, keys, config.limits)
+
+
+def _add_texts(app: FastAPI, front: Front) -> None:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(request: Request, body: Body) -> Response:
+        """The engine's answer to the messages."""
+        return await front.answer("/v1/chat/completions", request, body, is_chat=True)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(request: Request, body: Body) -> Response:
+        """What follows the prompt, by the engine."""
+        return await front.answer("/v1/completions", request, body, is_chat=False)
+
+    @app.get("/v1/models", response_model=None, responses={200: {"model": ModelsAnswer}})
+    async def models() -> Response:
+        """Every value of `model`."""
+        return await front.models()
+
+
+def _add_health(app: FastAPI, front: Front) -> None:
+    @app.get("/healthz", response_model=None, responses={200: {"model": HealthAnswer}})
+    async def healthy() -> Response:
+        """Whether this replica routes."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/readyz", response_model=None, responses={200: {"model": HealthAnswer}})
+    async def ready() -> Response:
+        """Whether the engine answers."""
+        status, _ = await front.client.get("/v1/models", CONNECT_S)
+        if status >= 500:
+            raise UnavailableError(f"the engine at {front.client.url} answers with status {status}")
+        return JSONResponse({"status": "ready", "snapshot": front.choice.record.snapshot})
