@@ -35,7 +35,7 @@ from raycl.bank.manifest import (
     read_bytes,
     snapshot_file,
 )
-from raycl.bank.tensors import dtype_of, pack, unpack, views
+from raycl.bank.tensors import DTYPES, dtype_of, pack, unpack, views
 from raycl.errors import AlreadyExistsError, BankError, StorageError
 from raycl.storage import Storage
 from raycl.storage.records import Stamp, named_stamps, numbers, stamps
@@ -213,6 +213,17 @@ class Bank:
                 write_as(info.file)
         return info
 
+    def restore_object(self, info: ObjectInfo, tensors: Mapping[str, Tensor]) -> bool:
+        """Write an object that is lost or damaged once more, if these tensors are what it was; returns whether so."""
+        kinds, size = {tensor.dtype for tensor in tensors.values()}, sum(tensor.nbytes for tensor in tensors.values())
+        if size > info.bytes or not kinds <= set(DTYPES.values()):
+            return False
+        parts = pack(tensors)
+        if _object_info(parts) != info:
+            return False
+        self.storage.write(info.file, *parts)
+        return True
+
     def get(self, info: ObjectInfo, what: str) -> dict[str, Tensor]:
         """Read them back, hash checked.
 
@@ -289,6 +300,23 @@ class Bank:
                 continue
             return created
         raise BankError(f"{RACES} snapshot numbers in a row were taken by other writers: try again later")
+
+    def restore_snapshot(self, record: bytes) -> Snapshot:
+        """Publish a snapshot that is lost or damaged once more, from a copy of its record.
+
+        Raises:
+            BankError: the record is damaged, or something that it names is missing.
+        """
+        snapshot = parse_snapshot(record, None)
+        for entry in snapshot.adapters:
+            for file in (entry.tensors.file, manifest_file(entry.name, entry.version)):
+                if not self.storage.exists(file):
+                    raise BankError(f"'{file}' is missing, which {entry} of snapshot {snapshot.number} needs")
+        router = snapshot.router.tensors
+        if router is not None and not self.storage.exists(router.file):
+            raise BankError(f"'{router.file}' is missing, which the router of snapshot {snapshot.number} needs")
+        self.storage.write(snapshot.file, record)
+        return snapshot
 
     def snapshots(self) -> list[int]:
         """Return numbers of all snapshots, ascending."""

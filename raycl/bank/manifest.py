@@ -50,6 +50,9 @@ def _hash(value: str) -> str:
     return value
 
 
+PUBLISHED_WITH = ("run", "fingerprint", "phase", "phase_name")
+"""What the provenance of an adapter and that of the snapshot that it is published with both say."""
+
 Name = Annotated[str, AfterValidator(_name)]
 Sha256 = Annotated[str, AfterValidator(_hash)]
 Layout = dict[str, tuple[int, int]]
@@ -222,6 +225,14 @@ class Snapshot(Section):
         """Return whether both are equal apart from number, parent, provenance, and training state (it names times)."""
         skip = {"number", "parent", "provenance", "training"}
         return self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
+
+
+def manifest_of(entry: SnapshotAdapter, snapshot: Snapshot) -> AdapterManifest:
+    """Return the manifest of an adapter's version as it was published with a snapshot that names it first."""
+    held = entry.model_dump(exclude={"layout"})
+    provenance = {key: snapshot.provenance[key] for key in PUBLISHED_WITH if key in snapshot.provenance}
+    whole = {"layout": snapshot.layouts[entry.layout], "backbone": snapshot.backbone, "provenance": provenance}
+    return AdapterManifest(**held, **whole)
 
 
 def manifest_file(name: str, version: int) -> str:

@@ -62,6 +62,18 @@ def put_state(
     return sha256
 
 
+def restore_record(
+    bank: Bank, snapshot: Snapshot, values: Mapping[str, Any], objects: Mapping[str, ObjectInfo]
+) -> bool:
+    """Write a lost or damaged record again if these values and objects are what it named; returns whether it did."""
+    data = _sealed(values, objects)
+    assert snapshot.training is not None, "the snapshot names a training state"
+    if has_state(bank, snapshot) or hashlib.sha256(data).hexdigest() != snapshot.training:
+        return False
+    bank.storage.write(state_file(snapshot.training), data)
+    return True
+
+
 def has_state(bank: Bank, snapshot: Snapshot) -> bool:
     """Return whether the record of the snapshot's training state can be read."""
     try:

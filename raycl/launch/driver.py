@@ -44,6 +44,7 @@ from raycl.run.folder import CONFIG, resume_arguments, run_at
 from raycl.storage import Storage
 from raycl.storage.records import hashed
 from raycl.training.records.journal import RunState, check_inputs, check_owner, last_attempt, read_state
+from raycl.training.records.publish import open_bank, publish_again
 from raycl.training.records.results import build_results
 from raycl.training.records.stops.request import HostStop
 from raycl.training.records.stops.signal import is_stopped
@@ -246,6 +247,9 @@ def _train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
             scaling = scaling_of(prepared.config, options.share)
             while (done := prepared.done) < phases and not is_stopped(prepared.storage, done):
                 _fit(prepared, scaling, done, options)
+    elif prepared.config.bank.publish:  # workers that continue look after this themselves
+        bank = open_bank(prepared.config.bank, prepared.storage)
+        publish_again(bank, prepared.storage, read_state(prepared.storage), continues=False)
     return finish(prepared)
 
 

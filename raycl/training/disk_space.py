@@ -153,7 +153,7 @@ def plan_from(
     end = (router if method.own_adapters else trained) + modifiers
     publishes = context.bank.publish and not method.trains_backbone
     own = trained - router if method.own_adapters else 0
-    stored = per_task + own if not publishes else 0
+    stored = per_task + own if context.bank.copies or not publishes else 0
     published = [trained + end + per_task + number * grows for number in range(1, count + 1)]
     exports = {"each": range(count), "last": range(count - 1, count), "none": range(0)}[context.checkpoint.export]
     model = trained if method.trains_backbone else 0

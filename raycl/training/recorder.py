@@ -78,7 +78,7 @@ class Recorder:
         self.context, self.storage = context, storage
         self.sink, self.on_phase = sink, on_phase
         bank = open_bank(context.bank, storage).storage if context.bank.publish or context.bank.start else None
-        self.objects = TensorObjects(storage, bank, shared)
+        self.objects = TensorObjects(storage, bank, shared, context.bank.copies)
         nodes = world.gather({"host": socket.gethostname(), "pid": os.getpid()})
         tasks, phases = _names(context)
         names = {"stream": context.stream.name, "tasks": tasks, "phases": phases, "versions": versions()}
@@ -130,7 +130,7 @@ class Recorder:
         if learned.not_served:
             explain_empty(open_bank(context.bank, self.storage), learned.not_served)
         elif learned.adapters:
-            done.published = publish(context, phase, learned, done, self.state, self.objects)
+            done.published, done.snapshot = publish(context, phase, learned, done, self.state, self.objects)
 
     def save(self, checkpoint: Checkpoint, beside: bool = False) -> None:
         """Write a checkpoint: files, then the journal's record, then checkpoints that are not needed are deleted.

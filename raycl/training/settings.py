@@ -12,7 +12,7 @@ from raycl.config import PathOrUri, Section
 from raycl.training.optimizers.registry import optimizer_class
 
 EXEMPT = (
-    *("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days"),
+    *("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days", "bank.copies"),
     "bank.allow_storage",
     *("eval.other_row", "checkpoint.asynchronous"),
 )
@@ -209,6 +209,11 @@ class BankConfig(Section):
 
     dir: PathOrUri = Field(None, description="folder or URI of a bank; null: bank/ in the run's folder")
     publish: bool = Field(True, description="publish adapters and a snapshot at the end of every task")
+    copies: bool = Field(
+        False,
+        description="keep what is published in the run's folder too: a bank that lost tensors is completed from there "
+        "when the run continues; false: checkpoints name the bank's tensors",
+    )
     start: str | None = Field(
         None,
         description="BANK@REFERENCE: start from a snapshot (its branch, number or hash), whose config is taken over; "
@@ -241,4 +246,4 @@ class BankConfig(Section):
         if not self.revise:
             yield "revise_from", "revise=null"
         if not self.publish:
-            yield from ((name, "publish=false") for name in ("dir", "branch", "sample_days"))
+            yield from ((name, "publish=false") for name in ("dir", "branch", "copies", "sample_days"))

@@ -23,7 +23,7 @@ from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.recorder import OnPhase, Recorder
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
-from raycl.training.records.publish import continue_branch
+from raycl.training.records.publish import complete_bank, restore_objects
 from raycl.training.records.results import untrained_cells
 from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.stops.request import StopRequested
@@ -124,14 +124,15 @@ class StreamLoop:
             RunError: phases are recorded, but no checkpoint can be continued from.
             BankError: the bank has lost what the next phase needs.
         """
-        resume_point = newest_resume_point(self.storage, self.state, self.world, self.recorder.objects)
+        restore = partial(restore_objects, self.context, self.storage, self.state)
+        resume_point = newest_resume_point(self.storage, self.state, self.world, self.recorder.objects, restore)
         if resume_point.problems:
             self.recorder.go_back(resume_point.checkpoints, resume_point.phases, resume_point.explanation)
         found = resume_point.checkpoint
         published = found.published if found is not None and found.published else None
         if published is None and self.state.phases:
             published = self.state.phases[-1].get("bank")
-        continue_branch(self.context, self.storage, self.state, self.world, published)
+        complete_bank(self.context, self.storage, self.state, self.world, published)
         if published and self.context.bank.publish and len(self.state.phases) < len(self.context.phases):
             self.recorder.hold_lease(published)  # it may have been lost or damaged while nothing ran
         if found is None:

@@ -1,23 +1,30 @@
-"""Lost snapshots: verify names them, a run that needs one is refused, prune records its removals."""
+"""Lost snapshots: verify names them, resume publishes them again from a checkpoint, prune records its removals."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import runpy
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from axes import sampled
 from tiny import Complete, Lab, Stop, exported, matrix, run
 
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
+from raycl.bank.branches import Branch, head_of
+from raycl.bank.leases import release_lease
+from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter
 from raycl.errors import BankError, RunError
 from raycl.launch import driver
 from raycl.operations.banks.maintenance import prune, verify
+from raycl.run.config import RunConfig
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 
@@ -114,6 +121,45 @@ def test_an_interrupted_prune_has_recorded_its_removals(
     assert prune(bank, keep_snapshots=1, grace_s=0.0).snapshots == [1, 2] and verify(bank).problems == []
 
 
+@pytest.mark.parametrize("harm", ["gone", "cut"])
+def test_resume_publishes_the_last_snapshot_again(
+    three: tuple[Any, Storage, Bank], caplog: pytest.LogCaptureFixture, harm: str
+) -> None:
+    """A finished run, through the same door as `--resume`."""
+    _, storage, bank = three
+    path = Path(bank.storage.path("snapshots/000003.json"))
+    whole = path.read_bytes()
+    path.unlink()
+    if harm == "cut":
+        path.write_bytes(whole[:50])
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        driver.train(driver.reopen(storage.uri))
+    assert path.read_bytes() == whole and verify(bank).problems == []
+    assert [one.message for one in caplog.records if "snapshot 3" in one.message and "published again" in one.message]
+    assert driver.reopen(storage.uri).done == 3
+
+
+def test_resume_logs_what_it_cannot_publish_again(
+    three: tuple[Any, Storage, Bank], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, storage, bank = three
+    bank.storage.delete("snapshots/000001.json")
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        driver.train(driver.reopen(storage.uri))
+    (said,) = [one.message for one in caplog.records if "snapshot 1" in one.message]
+    assert "no checkpoint of phase 0 is kept" in said
+    first = bank.open(3).adapter("colour").tensors.file
+    bank.storage.delete("snapshots/000003.json")
+    bank.storage.delete(first)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        driver.train(driver.reopen(storage.uri))
+    assert any("snapshot 3" in one.message and "is missing" in one.message for one in caplog.records)
+    said = [one.message for one in caplog.records if "tensors of colour@1" in one.message]
+    assert len(said) == 1 and f"no checkpoint of the run holds them; restore '{first}' from a copy" in said[0]
+    assert bank.snapshots() == [2]
+
+
 def damage(path: Path, harm: str) -> None:
     """Take an object away, or flip one bit in its middle."""
     whole = path.read_bytes()
@@ -122,6 +168,39 @@ def damage(path: Path, harm: str) -> None:
         path.unlink()
     else:
         path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+
+
+def resumed(done: Complete, tmp_path: Path, kind: str, method: str, copies: bool = False) -> tuple[Storage, Bank]:
+    """A copy of a finished run, with what `--resume` reads.
+
+    Args:
+        copies: as if it had been run with `bank.copies`.
+    """
+    complete = done(kind, method, "torch")
+    storage = complete.copy(tmp_path)
+    config = configs.validate(RunConfig, {**configs.as_tree(complete.config), "bank": {"copies": copies}})
+    storage.write(CONFIG, configs.to_yaml(config).encode())
+    bank = Bank(storage.sub("bank"))
+    for file in named(storage) & bank.storage.files().keys() if copies else ():
+        storage.write(file, bank.storage.read(file))
+    return storage, bank
+
+
+def named(storage: Storage) -> set[str]:
+    """Files of objects that the run's checkpoints name."""
+    manifests = [storage.read_json(f"checkpoints/{name}/manifest.json") for name in storage.list("checkpoints")]
+    return {ObjectInfo(**info).file for manifest in manifests for info in manifest["record"]["objects"].values()}
+
+
+def test_published_tensors_are_copied_where_that_is_asked_for(complete: Complete, tmp_path: Path) -> None:
+    """With `bank.copies` the run's folder has all tensors of its checkpoints, else those that no snapshot names."""
+    done = complete("bert", "sapt", "torch")
+    own = done.storage.files("objects").keys()
+    assert named(done.storage) > own and not own & done.storage.sub("bank").files().keys()
+    config = configs.validate(RunConfig, {**configs.as_tree(done.config), "bank": {"copies": True}})
+    storage = run(config, Storage.at(tmp_path)).storage
+    assert named(storage) == named(done.storage) == storage.files("objects").keys()
+    assert matrix(storage) == matrix(done.storage) and exported(storage) == exported(done.storage)
 
 
 @pytest.mark.parametrize("harm", ["gone", "flip"])
@@ -148,6 +227,88 @@ def test_without_copies_the_newest_adapter_is_learned_again(complete: Complete, 
     assert matrix(storage) == matrix(done.storage) and exported(storage) == exported(done.storage)
 
 
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What a run warns of, but for the few rows that SAPT keeps of tasks as short as these."""
+    found = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    return [said for said in found if "keeps a handful of training rows" not in said]
+
+
+METHODS = [(kind, method) for kind in ("bert", "llama") for method in ("lora", "inclora", "olora", "slm", "sapt")]
+METHODS += [("t5", "sapt-prompt"), ("bert", "slm-adapter")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "harm"),
+    sampled(
+        [(*one, harm) for one in METHODS for harm in ("gone", "flip")],
+        keep=[("bert", "slm", "gone"), ("bert", "slm", "flip"), ("llama", "sapt", "gone"), ("bert", "sapt", "flip")],
+    ),
+)
+def test_tensors_that_a_checkpoint_holds_are_published_again(
+    complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, method: str, harm: str
+) -> None:
+    """Adapters, routers and pseudo-samples of a finished run, byte for byte under the versions that they had."""
+    storage, bank = resumed(complete, tmp_path, kind, method, copies=True)
+    last = bank.open(2)
+    objects = [entry.tensors for entry in last.adapters]
+    objects += [summary for entry in last.adapters for summary in entry.extras.values()]
+    objects += [last.router.tensors] if last.router.tensors else []
+    assert len(objects) > 1 or method == "lora"
+    before = {file: bank.storage.read(file) for file in bank.storage.files()}
+    for summary in objects:
+        damage(Path(bank.storage.path(summary.file)), harm)
+    assert verify(bank).problems
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        driver.train(driver.reopen(storage.uri))
+    assert {file: bank.storage.read(file) for file in bank.storage.files()} == before
+    assert verify(bank).problems == []
+    said = next(said for said in warnings(caplog) if "published again from the run's checkpoints" in said)
+    assert f"{last.adapters[0]}" in said and said.count("@") == len(objects) - bool(last.router.tensors)
+    assert ("the router of snapshot 2" in said) is bool(last.router.tensors)
+    caplog.clear()
+    driver.train(driver.reopen(storage.uri))
+    assert warnings(caplog) == [], "what is whole is not mentioned"
+
+
+@pytest.mark.parametrize("method", ["lora", "slm", "sapt"])
+def test_tensors_that_no_checkpoint_holds_are_named_once(
+    complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """The first version of a LoRA that every task changes; and anything at all, once the checkpoints are damaged."""
+    storage, bank = resumed(complete, tmp_path, "bert", method, copies=True)
+    second = bank.open(2)
+    lost = {
+        "lora": bank.open(1).adapters[0].tensors,
+        "slm": second.router.tensors,
+        "sapt": second.adapters[0].extras.get("pseudo"),
+    }[method]
+    assert lost is not None
+    if method != "lora":
+        for name in storage.list("checkpoints"):
+            damage(Path(storage.path(f"checkpoints/{name}/manifest.json")), "flip")
+    bank.storage.delete(lost.file)
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        driver.train(driver.reopen(storage.uri))
+    (said,) = warnings(caplog)
+    what = {"lora": "lora@1", "slm": "the router of snapshot 2", "sapt": "animal@1 (pseudo)"}[method]
+    assert said.startswith(f"the tensors of {what} are gone from the bank '{bank.storage.uri}' or damaged: ")
+    assert said.endswith(f"no checkpoint of the run holds them; restore '{lost.file}' from a copy")
+    assert not bank.storage.exists(lost.file)
+
+
+@pytest.mark.parametrize("method", ["lora", "olora", "slm", "sapt"])
+def test_an_unfinished_run_republishes_its_tensors(complete: Complete, tmp_path: Path, method: str) -> None:
+    done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
+    config = configs.validate(RunConfig, {**configs.as_tree(done.config), "bank": {"copies": True}})
+    run(config, storage, on_phase=lambda record: False)
+    bank = Bank(storage.sub("bank"))
+    for file in [file for file in bank.storage.files() if file.startswith("objects/")]:
+        damage(Path(bank.storage.path(file)), "gone")
+    run(config, storage)
+    assert matrix(storage) == matrix(done.storage) and exported(storage) == exported(done.storage)
+    assert verify(bank).problems == []
+
+
 def test_a_run_that_needs_lost_tensors_fails_before_training(complete: Complete, tmp_path: Path) -> None:
     """One model per task: inside the second task no checkpoint holds the first one's adapter any more."""
     done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
@@ -159,7 +320,7 @@ def test_a_run_that_needs_lost_tensors_fails_before_training(complete: Complete,
     bank = Bank(storage.sub("bank"))
     file = bank.open(1).adapter("colour").tensors.file
     bank.storage.delete(file)
-    with pytest.raises(BankError, match=r"is missing from the bank .*the next phase is built on snapshot 1") as raised:
+    with pytest.raises(BankError, match=r"tensors of colour@1 are gone .*the next phase is built on them") as raised:
         run(config, storage, after=0)
     assert file in str(raised.value) and "\n" not in str(raised.value)
 
@@ -174,15 +335,64 @@ def test_pruned_snapshots_are_not_published_again(
     assert bank.snapshots() == [3] and caplog.records == []
 
 
-def test_an_unfinished_run_whose_snapshot_is_gone_is_refused(complete: Complete, tmp_path: Path) -> None:
+def prune_first(bank: Bank, storage: Storage, kept: Sequence[tuple[SnapshotAdapter, Layout]]) -> None:
+    """Another run continues with these adapters on another branch, and the first run's snapshot is pruned."""
+    first = bank.open(1)
+    third = bank.snapshot(kept, first.backbone, first.router, provenance={"by": "another run"})
+    Branch(bank, "other").advance(third, "test")
+    Branch(bank).delete("test")
+    assert 1 not in prune(bank, keep_snapshots=1, grace_s=0.0).snapshots, "the run may continue from the first"
+    release_lease(bank.storage, storage.address)
+    prune(bank, keep_snapshots=1, grace_s=0.0)
+    assert bank.snapshots() == [third.number]
+
+
+def test_a_run_whose_snapshot_was_pruned_names_the_way_on(complete: Complete, tmp_path: Path) -> None:
+    done, storage = complete("bert", "slm", "torch"), Storage.at(tmp_path)
+    run(done.config, storage, on_phase=lambda record: False)
+    bank = Bank(storage.sub("bank"))
+    prune_first(bank, storage, [])
+    with pytest.raises(
+        BankError, match=r"snapshot 1, from which the run continues, was pruned .*bank.start="
+    ) as raised:
+        run(done.config, storage, after=0)
+    assert "\n" not in str(raised.value) and bank.snapshots() == [2]
+
+
+@pytest.mark.parametrize("way", ["deleted", "pruned"])
+def test_an_unfinished_run_republishes_its_last_snapshot(complete: Complete, tmp_path: Path, way: str) -> None:
     done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
     run(done.config, storage, on_phase=lambda record: False)
     bank = Bank(storage.sub("bank"))
-    whole = bank.storage.read("snapshots/000001.json")
-    bank.storage.delete("snapshots/000001.json")
-    with pytest.raises(BankError, match="snapshot 1") as raised:
-        run(done.config, storage, after=0)
-    assert "\n" not in str(raised.value)
-    bank.storage.write("snapshots/000001.json", whole)
+    if way == "pruned":
+        first = bank.open(1)
+        bank.snapshot([], first.backbone, first.router, provenance={"by": "another run"})
+        kept = [(entry, first.layouts[entry.layout]) for entry in first.adapters]
+        prune_first(bank, storage, kept)
+    else:
+        bank.storage.delete("snapshots/000001.json")
     run(done.config, storage)
     assert matrix(storage) == matrix(done.storage) and exported(storage) == exported(done.storage)
+    assert 1 in bank.snapshots() and verify(bank).problems == []
+
+
+def test_an_unfinished_run_that_lost_its_bank_publishes_it_again_before_training(
+    complete: Complete, tmp_path: Path
+) -> None:
+    done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
+    run(done.config, storage, on_phase=lambda record: False)
+    bank = storage.sub("bank")
+    before = {file: bank.read(file) for file in bank.files() if not file.startswith(("branches/", "leases/"))}
+    shutil.rmtree(bank.root)
+    with pytest.raises(Stop):
+        run(done.config, storage, after=0)
+    assert {file: bank.read(file) for file in before} == before and head_of(Bank(bank)).number == 1
+
+
+def test_a_checkpoint_holds_the_banks_snapshot_record(complete: Complete) -> None:
+    done = complete("bert", "separate", "torch")
+    name = done.storage.list("checkpoints")[-1]
+    assert done.storage.read(f"checkpoints/{name}/snapshot.json") == done.storage.read("bank/snapshots/000002.json")
+    assert json.loads(done.storage.read(f"checkpoints/{name}/manifest.json"))["record"]["sha256"].keys() >= {
+        "snapshot.json"
+    }

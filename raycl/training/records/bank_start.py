@@ -14,9 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from raycl.bank import Bank, Snapshot
+from raycl.bank.bank import info_of
 from raycl.bank.leases import hold_lease
 from raycl.bank.tensor_groups import PUBLISHED, TensorGroups
-from raycl.bank.training_state import get_record, put_state
+from raycl.bank.training_state import get_record, put_state, restore_record
 from raycl.errors import BankError, CheckpointError
 from raycl.methods.base import Method, State, under
 from raycl.methods.per_task_adapter import PerTaskAdapter
@@ -44,6 +45,16 @@ def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]
     sha256 = put_state(bank, _values(done, phases), groups, infos)
     objects.are_published(infos.values())
     return sha256
+
+
+def restore_training_state(bank: Bank, snapshot: Snapshot, done: Checkpoint, phases: list[dict[str, Any]]) -> bool:
+    """Write the record of a training state that is lost or damaged again; returns whether it was.
+
+    Args:
+        done: the last checkpoint of the snapshot's phase. phases: as in `put_training_state`.
+    """
+    objects = {group: info_of(tensors) for group, tensors in groups_of(done).items()}
+    return restore_record(bank, snapshot, _values(done, phases), objects)
 
 
 def groups_of(done: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
@@ -137,6 +148,7 @@ def read_training_state(
         frozen_state=TensorGroups(groups),
         modifiers=values["modifiers"],
         router=values["router"],
+        snapshot=bank.storage.read(snapshot.file),
     )
     return checkpoint, values["phases"]
 

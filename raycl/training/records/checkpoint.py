@@ -35,7 +35,7 @@ from raycl.training.records.tensor_objects import TensorObjects
 
 FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.safetensors"
-MANIFEST = "manifest.json"
+MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
 FORMAT = 8
 PYTORCH = {"format": "pt"}
 """What `transformers` looks for in a header."""
@@ -58,6 +58,7 @@ class Checkpoint:
         published: what went to the bank at the end of the phase (`raycl.training.records.publish`).
         frozen_state: tensors of the method and of modifiers that are no parameters.
         modifiers: state of gradient modifiers by name.
+        snapshot: a copy of the snapshot's record, where one was published: the bank may lose its own.
         router: of the phase that ends here (`raycl.training.phase.routing`); its tensors are in `frozen_state`.
         places, is_part: of one worker's share, which is written and never read (`Share` of
             `raycl.training.engines.engine`).
@@ -73,6 +74,7 @@ class Checkpoint:
     published: dict[str, Any] = field(default_factory=dict)
     frozen_state: Mapping[str, Tensor] = field(default_factory=dict)
     modifiers: dict[str, Any] = field(default_factory=dict)
+    snapshot: bytes = b""
     router: dict[str, Any] = field(default_factory=dict)
     places: Mapping[str, Extent] = field(default_factory=dict)
     is_part: bool = False
@@ -174,8 +176,13 @@ def begin_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, object
 
     Nothing of it changes afterwards, whatever the method and modifiers do.
     """
+    folder = storage.sub(f"{FOLDER}/{name}")
     groups = TensorGroups.of(checkpoint.frozen_state).groups
     named = {group: objects.put(group, tensors) for group, tensors in groups.items()}
+    hashes = {}
+    if checkpoint.snapshot:
+        folder.write(SNAPSHOT, checkpoint.snapshot)
+        hashes[SNAPSHOT] = hashlib.sha256(checkpoint.snapshot).hexdigest()
     manifest = {
         "format": FORMAT,
         "phase": checkpoint.phase,
@@ -187,7 +194,7 @@ def begin_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, object
         "modifiers": checkpoint.modifiers,
         "router": checkpoint.router,
         "objects": {group: info.model_dump() for group, info in named.items()},
-        "sha256": {},
+        "sha256": hashes,
         "places": {},
     }
     return copy.deepcopy(manifest)
@@ -237,6 +244,7 @@ def read_checkpoint(
         manifest.published,
         TensorGroups(groups),
         manifest.modifiers,
+        files.get(SNAPSHOT, b""),
         manifest.router,
     )
 
@@ -263,6 +271,20 @@ def _joined_parts(files: Mapping[str, bytes], name: str, places: Mapping[str, An
             held = found.setdefault(one, torch.empty(*shape, dtype=tensor.dtype))
             (held if isinstance(of, int) else held.view(-1))[first : first + len(tensor)] = tensor
     return found
+
+
+def read_snapshot(storage: Storage, name: str, sha256: str) -> bytes:
+    """The snapshot's record that `checkpoints/<name>` has a copy of; empty if its phase is not over.
+
+    Args:
+        sha256: of the checkpoint's manifest.
+
+    Raises:
+        CheckpointError, RunError, StorageError: see `read_checkpoint`.
+    """
+    folder = storage.sub(f"{FOLDER}/{name}")
+    hashes = _manifest(folder, sha256).sha256
+    return _file(folder, SNAPSHOT, hashes[SNAPSHOT]) if SNAPSHOT in hashes else b""
 
 
 def delete_checkpoints(storage: Storage, names: Sequence[str], kept: Mapping[str, str], objects: TensorObjects) -> None:

@@ -6,27 +6,34 @@ Publishing the same again (an attempt that died before its checkpoint) gives the
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from raycl.bank import Bank
+from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, is_ancestor
-from raycl.bank.manifest import ModelInfo, TaskInfo
+from raycl.bank.manifest import AdapterRef, ModelInfo, TaskInfo, dump, manifest_of, parse_snapshot
+from raycl.bank.pruning import removed_from
 from raycl.bank.routers import put_router
-from raycl.errors import BankError, BranchMovedError, RunError, StorageError
+from raycl.bank.training_state import has_state
+from raycl.errors import BankError, BranchMovedError, CheckpointError, RunError, StorageError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.inputs import of_tasks, versions
-from raycl.training.records.bank_start import put_training_state
-from raycl.training.records.checkpoint import Checkpoint
+from raycl.training.records.bank_start import put_training_state, restore_training_state
+from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, read_snapshot
 from raycl.training.records.journal import RunState
+from raycl.training.records.rebuild import BankObject, lost_objects, objects_of, rebuild
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.settings import BankConfig
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase, Task
 
 log = logging.getLogger("raycl")
+
+LISTED = 10
+"""Names in a message before the rest is only counted."""
 
 
 def open_bank(config: BankConfig, storage: Storage) -> Bank:
@@ -36,14 +43,14 @@ def open_bank(config: BankConfig, storage: Storage) -> Bank:
 
 def publish(
     context: TrainingContext, phase: Phase, learned: Learned, done: Checkpoint, state: RunState, objects: TensorObjects
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], bytes]:
     """Publish a phase's adapters and a snapshot; only rank 0 calls it.
 
     Args:
         done: the phase's last checkpoint. state: the run before this phase. objects: of the run.
 
     Returns:
-        record for the journal: bank address, snapshot number and `name -> version`.
+        record for the journal (bank address, snapshot number and `name -> version`), and the snapshot's record.
     """
     storage = objects.storage
     bank = open_bank(context.bank, storage)
@@ -83,7 +90,7 @@ def publish(
         training=put_training_state(bank, done, state.phases, objects),
     )
     published = {entry.name: entry.version for entry in snapshot.adapters}
-    return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": published}
+    return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": published}, dump(snapshot)
 
 
 def move_branch(context: TrainingContext, storage: Storage, published: dict[str, Any], resumed: bool = False) -> None:
@@ -133,36 +140,203 @@ def went_back(config: BankConfig, storage: Storage, state: RunState) -> bool:
     return Branch(open_bank(config, storage), config.branch).left(published[-1]) is not None
 
 
-def continue_branch(
+def complete_bank(
     context: TrainingContext,
     storage: Storage,
     state: RunState,
     world: DistributedContext,
     published: dict[str, Any] | None,
 ) -> None:
-    """Before a run continues: its branch is moved to what it published last, if the run ended before that. Collective.
+    """Before a run continues: rank 0 publishes again what the bank has lost. Collective: its errors are raised by all.
+
+    Args:
+        published: what the run published last; its branch is moved there if the run ended before that.
 
     Raises:
-        BankError: the bank has lost what the next snapshot will name. RunError, StorageError: see `move_branch`.
+        BankError, RunError, StorageError: see `publish_again` and `move_branch`.
     """
     error = None
-    if world.is_first and context.bank.publish and published and len(state.phases) < len(context.phases):
+    if world.is_first and context.bank.publish:
+        continues = len(state.phases) < len(context.phases)
         try:
-            move_branch(context, storage, published, resumed=True)
-            if context.own_adapters:
-                _check_adapters(open_bank(context.bank, storage), published["snapshot"])
+            publish_again(open_bank(context.bank, storage), storage, state, continues, context.own_adapters)
+            if continues and published:
+                move_branch(context, storage, published, resumed=True)
         except (BankError, RunError, StorageError) as raised:
             error = raised
     world.raise_any(error)
 
 
-def _check_adapters(bank: Bank, number: int) -> None:
-    files = [entry.tensors.file for entry in bank.open(number).adapters]
-    if missing := [file for file in files if not bank.storage.exists(file)]:
+def restore_objects(context: TrainingContext, storage: Storage, state: RunState) -> bool:
+    """Write tensors that the bank has lost again, as far as checkpoints hold them; whether any was written.
+
+    Checkpoints name what is published, so one that cannot be read may be readable then.
+
+    Raises:
+        BankError: the snapshot that the run continues from was pruned, with tensors that no other snapshot names.
+    """
+    if not context.bank.publish or not state.checkpoints:
+        return False
+    bank = open_bank(context.bank, storage)
+    numbers, copies = set(bank.snapshots()), _copies(storage, state)
+    wanted = {record["bank"]["snapshot"] for record in state.phases if record["bank"]} | copies.keys()
+    removed = removed_from(bank.storage).snapshots - numbers
+    there = {n: _opened(bank, n, numbers) for n in sorted(wanted) if n not in removed or n == max(wanted)}
+    lost = lost_objects(bank, list(_with_copies(there, copies).values()))
+    again = rebuild(bank, storage, state, lost) if lost else set()
+    _log_restored(bank, lost, again)
+    if len(again) < len(lost) and max(wanted) in removed:
         raise BankError(
-            f"'{missing[0]}' is missing from the bank '{bank.storage.uri}', and the next phase is built on snapshot "
-            f"{number}, which names it: restore it from a copy of the bank"
+            f"snapshot {max(wanted)}, from which the run continues, was pruned from the bank '{bank.storage.uri}': "
+            f"start a run from one that is there, with bank.start={bank.storage.address}@REFERENCE "
+            f"(raycl bank --bank {bank.storage.address} branches lists them)"
         )
+    return bool(again)
+
+
+def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool, keeps_adapters: bool = True) -> None:
+    """Put back what the bank has lost of the run's snapshots, from the checkpoints that are left; the rest is logged.
+
+    Args:
+        continues: the run has phases to come: the next snapshot is made from the last one, even if that was pruned.
+        keeps_adapters: the next snapshot names the adapters of the last one too.
+
+    Raises:
+        BankError: what the next phase needs is lost for good. StorageError: bank or run are out of reach.
+    """
+    numbers, removed = set(bank.snapshots()), removed_from(bank.storage).snapshots
+    published = {record["bank"]["snapshot"]: record["phase"] for record in state.phases if record["bank"]}
+    copies = _copies(storage, state)
+    published |= {number: phase for number, (phase, _) in copies.items() if number not in published}
+    last = max(published) if continues and published else None
+    there = {n: _opened(bank, n, numbers) for n in sorted(published) if n not in removed or n == last}
+    known = _with_copies(there, copies)
+    _states_again(bank, storage, state, list(known.values()))
+    needed = objects_of(bank, known[last]) if last in known and keeps_adapters else []
+    _objects_again(bank, storage, state, list(known.values()), {one.summary.sha256 for one in needed if one.adapter})
+    _manifests_again(bank, known)
+    for number, found in there.items():
+        if found is not None:
+            continue
+        phase = published[number]
+        what = f"snapshot {number} of phase {phase} is gone from the bank '{bank.storage.uri}' or damaged"
+        try:
+            if number not in copies:
+                raise BankError(f"no checkpoint of phase {phase} is kept to publish it again from")
+            bank.restore_snapshot(copies[number][1])
+        except BankError as error:
+            if number == last:
+                raise BankError(
+                    f"{what}, and the next phase is built on it: {error}; restore it from a copy"
+                ) from error
+            log.warning("%s: %s", what, error)
+        else:
+            log.warning("%s: published again", what)
+
+
+def _manifests_again(bank: Bank, snapshots: Mapping[int, Snapshot]) -> None:
+    """Manifests of adapters that are gone or damaged, from the first snapshot that names each."""
+    removed, again = removed_from(bank.storage).adapters, []
+    seen: set[str] = set()
+    for _, snapshot in sorted(snapshots.items()):
+        for entry in snapshot.adapters:
+            if str(entry) in seen | removed:
+                continue
+            seen.add(str(entry))
+            with suppress(BankError):
+                bank.manifest(AdapterRef(name=entry.name, version=entry.version))
+                continue
+            lost = manifest_of(entry, snapshot)
+            bank.storage.write(lost.file, dump(lost))
+            again.append(str(entry))
+    if again:
+        log.warning(
+            "the manifest of %s is gone from the bank '%s' or damaged: published again",
+            _listed(again),
+            bank.storage.uri,
+        )
+
+
+def _states_again(bank: Bank, storage: Storage, state: RunState, snapshots: Sequence[Snapshot]) -> None:
+    """Records of training states that are gone or damaged; their tensors are looked after with all others."""
+    lost = {one.number: one for one in snapshots if one.training is not None and not has_state(bank, one)}
+    for name in reversed(state.checkpoints) if lost else ():
+        with suppress(CheckpointError):
+            objects = TensorObjects(storage, bank.storage)
+            checkpoint = read_checkpoint(storage, name, objects, sha256=state.manifests[name])
+            snapshot = lost.get(checkpoint.published.get("snapshot", 0))
+            if snapshot and restore_training_state(bank, snapshot, checkpoint, state.phases[: checkpoint.phase]):
+                del lost[snapshot.number]
+                log.warning("the training state of snapshot %d: published again", snapshot.number)
+    if lost:
+        numbers = ", ".join(map(str, sorted(lost)))
+        log.warning("the training state of snapshot %s is gone or damaged: no run can start from there", numbers)
+
+
+def _objects_again(
+    bank: Bank, storage: Storage, state: RunState, snapshots: Sequence[Snapshot], needed: Collection[str]
+) -> None:
+    """Tensors that are gone or damaged.
+
+    Args:
+        needed: hashes of those that the next snapshot names.
+    """
+    lost = lost_objects(bank, snapshots)
+    if not lost:
+        return
+    again = rebuild(bank, storage, state, lost)
+    _log_restored(bank, lost, again)
+    left = [one for one in lost if one.summary.sha256 not in again]
+    wanted = [one for one in left if one.summary.sha256 in needed]
+    if found := wanted or left:
+        files = _listed([f"'{one.summary.file}'" for one in found])
+        built_on = ", and the next phase is built on them" if wanted else ""
+        what = _gone([one.what for one in found], bank)
+        message = f"{what}{built_on}: no checkpoint of the run holds them; restore {files} from a copy"
+        if wanted:
+            raise BankError(message)
+        log.warning("%s", message)
+
+
+def _log_restored(bank: Bank, lost: Sequence[BankObject], again: Collection[str]) -> None:
+    if back := [one.what for one in lost if one.summary.sha256 in again]:
+        log.warning("%s: published again from the run's checkpoints", _gone(back, bank))
+
+
+def _gone(names: Sequence[str], bank: Bank) -> str:
+    return f"the tensors of {_listed(names)} are gone from the bank '{bank.storage.uri}' or damaged"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def _copies(storage: Storage, state: RunState) -> dict[int, tuple[int, bytes]]:
+    """Number of a snapshot -> its phase and the copy of its record in a checkpoint."""
+    found: dict[int, tuple[int, bytes]] = {}
+    for name in state.checkpoints:
+        with suppress(CheckpointError):
+            record = read_snapshot(storage, name, state.manifests[name])
+            if record:
+                snapshot = parse_snapshot(record, None)
+                found[snapshot.number] = (int(snapshot.provenance["phase"]), record)
+    return found
+
+
+def _with_copies(opened: Mapping[int, Snapshot | None], copies: Mapping[int, tuple[int, bytes]]) -> dict[int, Snapshot]:
+    """Snapshots, from the copies in checkpoints where the bank's are gone."""
+    return {n: found or parse_snapshot(copies[n][1], None) for n, found in opened.items() if found or n in copies}
+
+
+def _opened(bank: Bank, number: int, numbers: Collection[int]) -> Snapshot | None:
+    """The snapshot; None: it is gone or damaged."""
+    if number not in numbers:
+        return None
+    try:
+        return bank.open(number)
+    except BankError:
+        return None
 
 
 def _task_info(context: TrainingContext, task: Task) -> TaskInfo:

@@ -8,11 +8,11 @@ with the same error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raycl.errors import CheckpointError, RunError, StorageError
+from raycl.errors import BankError, CheckpointError, RunError, StorageError
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
@@ -50,20 +50,27 @@ def newest_resume_point(
     state: RunState,
     world: DistributedContext,
     objects: TensorObjects | None = None,
+    restore: Callable[[], bool] = lambda: False,
 ) -> ResumePoint:
     """The newest checkpoint that every worker can read. Collective.
 
     Args:
         objects: see `read_checkpoint`.
+        restore: completes the bank whose objects checkpoints name, and returns whether that changed anything; called
+            once, on the first worker, where a checkpoint cannot be read.
 
     Raises:
         RunError: phases are finished but no checkpoint is whole, or one is of another version.
         StorageError: the storage is out of reach.
     """
     names, phases, manifests = state.checkpoints, state.phases, state.manifests
-    found, problems, newest = None, [], len(names) - 1
+    found, problems, newest, tried = None, [], len(names) - 1, False
     while found is None and newest >= 0:
         found, reasons = _read_by_all(storage, names[newest], manifests, len(phases), world, objects)
+        if found is None and not tried:
+            tried = True
+            if _on_first(restore, world):
+                continue
         problems += reasons
         newest -= found is None
     if found is None and phases:
@@ -104,6 +111,17 @@ def _read_by_all(
     if not any(reasons):
         return found, []
     return None, _problems(reasons)
+
+
+def _on_first(restore: Callable[[], bool], world: DistributedContext) -> bool:
+    """What it returns on the first worker, the only one that calls it; its errors are raised by all."""
+    error, changed = None, False
+    try:
+        changed = world.is_first and restore()
+    except (RunError, StorageError, BankError) as raised:
+        error = raised
+    world.raise_any(error)
+    return bool(world.broadcast(changed))
 
 
 def _problems(reasons: Sequence[str]) -> list[str]:

@@ -3,8 +3,8 @@
     objects/<2 hex>/<sha256>.safetensors     one group of tensors, for example a frozen adapter
 
 Checkpoints name them instead of copying them, so a checkpoint does not grow with the number of tasks. What the run has
-published, or read from the bank that it started from, is in the bank alone. An object that is missing or damaged here
-is read from the bank.
+published, or read from the bank that it started from, is in the bank alone; with `bank.copies=true`, what is published
+is stored here too. An object that is missing or damaged here is read from the bank.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ class TensorObjects:
     Attributes:
         bank: storage of a bank that holds objects of the run, or None.
         shared: None: every process reads objects into memory of its own.
+        copies: whether published objects are also stored in the run's folder.
     """
 
-    def __init__(self, storage: Storage, bank: Storage | None = None, shared: SharedReader | None = None) -> None:
-        self.storage, self.bank, self.shared = storage, bank, shared
+    def __init__(
+        self, storage: Storage, bank: Storage | None = None, shared: SharedReader | None = None, copies: bool = False
+    ) -> None:
+        self.storage, self.bank, self.shared, self.copies = storage, bank, shared, copies
         self._hashed: dict[str, tuple[list[tuple[Tensor, int]], ObjectInfo]] = {}
         self._stored: set[str] = set()
         self._published: dict[str, str] = {}
@@ -67,8 +70,9 @@ class TensorObjects:
 
     def are_published(self, infos: Iterable[ObjectInfo]) -> None:
         """A snapshot of this run names these objects, so that they stay in the bank as long as the run needs them."""
-        self._published = {info.file: info.sha256 for info in infos}
-        self._stored |= set(self._published.values())
+        if not self.copies:
+            self._published = {info.file: info.sha256 for info in infos}
+            self._stored |= set(self._published.values())
 
     def delete_copies(self) -> None:
         """Delete what an earlier checkpoint stored in the run's folder and a snapshot names since."""

@@ -25,6 +25,7 @@ from raycl.training.records.checkpoint import (
     copy_checkpoint,
     delete_checkpoints,
     read_checkpoint,
+    read_snapshot,
     write_checkpoint,
     write_share,
 )
@@ -150,6 +151,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     assert found.checkpoint is not None and torch.equal(found.checkpoint.parameters["a"], made().parameters["a"])
     with pytest.raises(CheckpointError, match="is of another checkpoint"):
         copy_checkpoint(mine, "checkpoints/newer", theirs, "copy", state.manifests["newer"])
+    with pytest.raises(CheckpointError, match="is of another checkpoint"):
+        read_snapshot(mine, "newer", state.manifests["newer"])
 
 
 def test_objects_stay_where_a_kept_checkpoint_is_of_another_run(tmp_path: Path) -> None:
