@@ -18,6 +18,7 @@ from raycl.training.distributed import DistributedContext
 from raycl.training.engines.compilation import compile_layers
 from raycl.training.engines.engine import Engine, TorchEngine
 from raycl.training.engines.fsdp import FSDPEngine, Root, shard
+from raycl.training.optimizers.registry import optimizer_class
 from raycl.training.phase.trainer import OpenEngine
 from raycl.training.schedule import SCHEDULES
 from raycl.training.settings import DeepSpeedConfig, FSDPConfig
@@ -47,6 +48,7 @@ def build(
     if config.train.packing:
         backbone.check_packing()
         backbone.packs = True
+    optimizer_class(config.train.optimizer).check(world.device.type)
     make = method_class(config.method.name)
     root = None
     if is_sharded:

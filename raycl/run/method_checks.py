@@ -36,8 +36,8 @@ def check_engine(config: RunConfig) -> None:
     if isinstance(engine, DeepSpeedConfig | FSDPConfig) and not optimizer_class(config.train.optimizer).elementwise:
         able = " or ".join(name for name in optimizer_names() if optimizer_class(name).elementwise)
         raise ConfigError(
-            f"train.optimizer={config.train.optimizer} needs whole matrices, which engine={engine.name} shares out: "
-            f"expected {able}, or engine=torch"
+            f"train.optimizer={config.train.optimizer} updates whole parameters, which engine={engine.name} shares "
+            f"out: expected {able}, or engine=torch"
         )
     sharded = "engine=fsdp" if isinstance(engine, FSDPConfig) else ""
     if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3:
@@ -64,11 +64,12 @@ def check_engine(config: RunConfig) -> None:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Weight decay moves weights whose gradient is zero.
+    """Some optimizers are another package's, and weight decay moves weights whose gradient is zero.
 
     Raises:
-        ConfigError: the method holds such weights where they are.
+        ConfigError: the package is missing, or the method holds such weights where they are.
     """
+    optimizer_class(config.train.optimizer).check("")
     if config.train.weight_decay and method_class(config.method.name).holds_weights:
         raise ConfigError(
             f"train.weight_decay is {config.train.weight_decay:g}, and method '{config.method.name}' keeps weights "

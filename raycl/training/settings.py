@@ -54,7 +54,9 @@ class TrainConfig(Section):
     optimizer: str = Field(
         "adamw",
         description="adamw; adafactor: at the configured rate, without relative steps or scaling by the parameter, as "
-        "in the Hugging Face trainer; sgd: with momentum. engine=deepspeed and engine=fsdp have adamw and sgd",
+        "in the Hugging Face trainer; sgd: with momentum; adamw_8bit: bitsandbytes', a quarter of adamw's state; "
+        "muon: of torch 2.9 or newer, for weight matrices, and adamw for the rest. engine=deepspeed and engine=fsdp "
+        "run adamw and sgd",
     )
     learning_rate: float = Field(1e-3, gt=0, description="learning rate at its highest")
     learning_rate_by_task: dict[str, PositiveFloat] = Field(
@@ -90,7 +92,7 @@ class TrainConfig(Section):
     decay_norms_and_biases: bool = Field(
         False, description="weight decay acts on norms and biases too, which the Hugging Face trainer leaves out"
     )
-    momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd")
+    momentum: float | None = Field(None, ge=0, lt=1, description="momentum of sgd (null: 0) and of muon (null: 0.95)")
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay rates of AdamW's running averages")
     epsilon: float = Field(1e-8, gt=0, description="epsilon of AdamW")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0: no clipping")

@@ -49,6 +49,7 @@ DOORS = {
         "raycl/serve/",
         "benchmarks/",
     ),
+    "bitsandbytes": ("raycl/training/optimizers/adamw_8bit.py",),
     "deepspeed": ("raycl/training/engines/deepspeed.py",),
     "omegaconf": ("raycl/config/",),
     "boto3": ("raycl/storage/exclusive.py",),

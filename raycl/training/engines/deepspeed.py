@@ -30,6 +30,7 @@ from raycl.training.engines.engine import NO_RATES, NONE, Share, Transform, adva
 from raycl.training.engines.module_traces import hooks_of, put_parameters, remove_traces
 from raycl.training.engines.zero_config import zero_config
 from raycl.training.memory import MappedFiles, return_freed_memory
+from raycl.training.optimizers.base import ParameterSpec
 from raycl.training.optimizers.groups import groups_of, specs_of
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.settings import DeepSpeedConfig, TrainConfig
@@ -334,7 +335,7 @@ class DeepSpeedEngine:
             for moment in self.moments[name]:
                 self._set_moment(parameter, moment, optimizer[f"{name}/{moment}"].to(self.world.device))
         for updated, state in self.optimizer.state.items():
-            state |= self.kind.counters(updated, steps)
+            state |= self.kind.counters(updated, ParameterSpec(updated.shape), steps)
         advance(self.schedule, steps)
 
     def _create_state(self) -> None:

@@ -308,7 +308,7 @@ class TorchEngine:
         for name, part in self.parts.items():
             wanted = self.kind.state(self.specs[name])
             found = {moment: self._own(name, optimizer[f"{name}/{moment}"]) for moment in wanted}
-            set_state(self.kind, self.optimizer, part, found, steps)
+            set_state(self.kind, self.optimizer, part, self.specs[name], found, steps)
         advance(self.schedule, steps)
 
     def close(self) -> None:

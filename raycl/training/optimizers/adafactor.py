@@ -34,6 +34,6 @@ class AdafactorKind(OptimizerKind):
             return {"exp_avg_sq": StateTensor(shape)}
         return {"exp_avg_sq_row": StateTensor(shape[:-1]), "exp_avg_sq_col": StateTensor(shape[:-2] + shape[-1:])}
 
-    def counters(self, parameter: Tensor, steps: int) -> dict[str, Any]:
+    def counters(self, parameter: Tensor, spec: ParameterSpec, steps: int) -> dict[str, Any]:
         """The size of the parameter is measured anew in each step, so it is not needed."""
         return {"step": steps, "RMS": 0.0}

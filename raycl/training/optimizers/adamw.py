@@ -38,7 +38,7 @@ class AdamWKind(OptimizerKind):
         """Means of gradients and of their squares."""
         return dict.fromkeys(MOMENTS, StateTensor(tuple(parameter.shape)))
 
-    def counters(self, parameter: Tensor, steps: int) -> dict[str, Any]:
+    def counters(self, parameter: Tensor, spec: ParameterSpec, steps: int) -> dict[str, Any]:
         """Steps, as torch counts them."""
         return {"step": torch.tensor(float(steps))}
 

@@ -89,8 +89,12 @@ class OptimizerKind:
         """Names and shapes of the tensors that it keeps for a parameter, by the library's names."""
         raise NotImplementedError(f"{type(self).__name__} has no state")
 
-    def counters(self, parameter: Tensor, steps: int) -> dict[str, Any]:
-        """What else it keeps for a parameter after `steps` steps: step counts, and what follows from nothing else."""
+    def counters(self, parameter: Tensor, spec: ParameterSpec, steps: int) -> dict[str, Any]:
+        """What else it keeps for a parameter after `steps` steps: step counts, and constants.
+
+        Args:
+            parameter: what it updates, or a part of that by which elementwise ones keep state.
+        """
         return {}
 
     def first_moment(self) -> tuple[str, float] | None:

@@ -18,6 +18,8 @@ OPTIMIZERS: dict[str, str] = {
     "adamw": "raycl.training.optimizers.adamw:AdamWKind",
     "adafactor": "raycl.training.optimizers.adafactor:AdafactorKind",
     "sgd": "raycl.training.optimizers.sgd:SGDKind",
+    "adamw_8bit": "raycl.training.optimizers.adamw_8bit:AdamW8bitKind",
+    "muon": "raycl.training.optimizers.muon:MuonKind",
 }
 """Optimizer name -> class."""
 

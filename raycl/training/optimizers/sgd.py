@@ -16,7 +16,7 @@ class SGDKind(OptimizerKind):
     def build(self, groups: list[Group]) -> Optimizer:
         """Weight decay is added to the gradient."""
         train = self.train
-        return SGD(groups, lr=train.learning_rate, momentum=train.momentum, weight_decay=train.weight_decay)
+        return SGD(groups, lr=train.learning_rate, momentum=train.momentum or 0.0, weight_decay=train.weight_decay)
 
     def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:
         """The sum of gradients, in which old ones fade."""

@@ -28,10 +28,15 @@ def state_of(
 
 
 def set_state(
-    kind: OptimizerKind, optimizer: Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor], steps: int
+    kind: OptimizerKind,
+    optimizer: Optimizer,
+    parameter: nn.Parameter,
+    spec: ParameterSpec,
+    tensors: Mapping[str, Tensor],
+    steps: int,
 ) -> None:
     """Put state tensors in place, as after `steps` steps."""
-    optimizer.state[parameter] = {**tensors, **kind.counters(parameter, steps)}
+    optimizer.state[parameter] = {**tensors, **kind.counters(parameter, spec, steps)}
 
 
 def state_bytes(kind: OptimizerKind, parameters: Iterable[ParameterSpec]) -> int:

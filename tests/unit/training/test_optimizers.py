@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim import AdamW8bit
 from built import built
 from phases import begin_phase
 from tiny import ENGINES, Lab, Stop, run, trace
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 from transformers import Trainer, TrainingArguments
 
 from raycl.config import as_tree, validate
@@ -22,15 +24,15 @@ from raycl.operations.plan.opening import opened
 from raycl.operations.plan.shapes import numbers
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
-from raycl.run.method_checks import check_engine
+from raycl.run.method_checks import check_engine, check_optimizer
 from raycl.storage import Storage
 from raycl.training.disk_space import plan_of
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.optimizers.base import Group, OptimizerKind, ParameterSpec, StateTensor
 from raycl.training.optimizers.groups import specs_of
-from raycl.training.optimizers.registry import OPTIMIZERS, register_optimizer
-from raycl.training.optimizers.state import hold, release, set_state, state_of
+from raycl.training.optimizers.registry import OPTIMIZERS, optimizer_kind, register_optimizer
+from raycl.training.optimizers.state import hold, release, set_state, state_bytes, state_of
 from raycl.training.settings import TrainConfig
 from raycl.training.training_context import TrainingContext
 
@@ -44,7 +46,7 @@ class Toy(Optimizer):
         super().__init__(groups, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -66,7 +68,7 @@ class ToyKind(OptimizerKind):
     def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:
         return {"mean": StateTensor(tuple(parameter.shape), torch.float16)}
 
-    def counters(self, parameter: torch.Tensor, steps: int) -> dict[str, Any]:
+    def counters(self, parameter: torch.Tensor, spec: ParameterSpec, steps: int) -> dict[str, Any]:
         return {"done": steps}
 
 
@@ -77,6 +79,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adafactor": {"optimizer": "adafactor", "weight_decay": 0.1},
     "sgd": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1},
     "plain sgd": {"optimizer": "sgd"},
+    "adamw_8bit": {"optimizer": "adamw_8bit", "weight_decay": 0.1},
+    "muon": {"optimizer": "muon", "weight_decay": 0.1},
 }
 
 OWN: dict[str, dict[str, Any]] = {**SETTINGS, "toy": {"optimizer": "toy"}}
@@ -85,18 +89,36 @@ OWN: dict[str, dict[str, Any]] = {**SETTINGS, "toy": {"optimizer": "toy"}}
 
 def parameters() -> dict[str, nn.Parameter]:
     draw = torch.Generator().manual_seed(3)
-    return {name: nn.Parameter(torch.randn(shape, generator=draw)) for name, shape in (("a", (4, 3)), ("b", (5,)))}
+    shapes = {"a": (4, 3), "b": (5,), "c": (80, 60)}
+    return {name: nn.Parameter(torch.randn(shape, generator=draw)) for name, shape in shapes.items()}
 
 
-def theirs(trained: list[nn.Parameter], name: str, train: TrainConfig) -> torch.optim.Optimizer:
-    """What the papers' code or torch would build."""
+class Both:
+    """Two optimizers one after the other, as torch's documentation of Muon has it."""
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts = parts
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
+def theirs(trained: list[nn.Parameter], name: str, train: TrainConfig) -> Optimizer | Both:
+    """What the papers' code or the libraries would build."""
+    if name == "adamw_8bit":
+        return AdamW8bit(trained, lr=train.learning_rate, weight_decay=train.weight_decay)  # type: ignore[no-untyped-call]
+    if name == "muon":
+        matrices, others = ([p for p in trained if (p.dim() == 2) is wanted] for wanted in (True, False))
+        settings = {"lr": train.learning_rate, "weight_decay": train.weight_decay}
+        return Both(Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings), AdamW(others, **settings))
     if name == "adamw":
         return AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay)
     if name == "adafactor":
         arguments = TrainingArguments(optim="adafactor", learning_rate=train.learning_rate, report_to=[], use_cpu=True)
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
         return kind(trained, weight_decay=train.weight_decay, **settings)
-    return SGD(trained, lr=train.learning_rate, momentum=train.momentum, weight_decay=train.weight_decay)
+    return SGD(trained, lr=train.learning_rate, momentum=train.momentum or 0, weight_decay=train.weight_decay)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -110,7 +132,7 @@ def test_steps_are_those_of_the_library_and_go_on_from_their_state(name: str) ->
             for key, parameter in later.items():
                 parameter.data.copy_(mine[key].data)
                 copies = {part: tensor.clone() for part, tensor in state_of(kind, ours, mine[key], specs[key]).items()}
-                set_state(kind, resumed, parameter, copies, steps=3)
+                set_state(kind, resumed, parameter, specs[key], copies, steps=3)
         for group in (mine, other, later):
             draw = torch.Generator().manual_seed(step)
             for parameter in group.values():
@@ -211,19 +233,59 @@ def test_entries_of_the_table_know_all_their_library_keeps(name: str) -> None:
     optimizer.step()
     for key, parameter in trained.items():
         kept = optimizer.state[parameter]
-        assert kept.keys() == {*kind.state(specs[key]), *kind.counters(parameter, 1)}
+        assert kept.keys() == {*kind.state(specs[key]), *kind.counters(parameter, specs[key], 1)}
         for part, tensor in kind.state(specs[key]).items():
             assert (tuple(kept[part].shape), kept[part].dtype) == (tensor.shape, tensor.dtype)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "sgd"])
+def test_eight_bits_are_a_quarter_of_adamws_state() -> None:
+    kind, large = optimizer_kind(TrainConfig(optimizer="adamw_8bit")), [ParameterSpec(torch.Size((80, 64)))]
+    assert state_bytes(kind, large) == 2 * (80 * 64 + 20 * 4)
+    assert state_bytes(kind, [ParameterSpec(torch.Size((5,)))]) == 2 * 5 * 4
+
+
+def test_muon_leaves_embeddings_heads_and_vectors_to_adamw(lab: Lab) -> None:
+    context, open_engine = build(lab.config("bert", "finetune", train={"optimizer": "muon"}), WORLD)
+    begin_phase(context)
+    engine = open_engine(1, 4)
+    assert isinstance(engine, TorchEngine)
+    matrices = {name for name in engine.trained if set(engine.kind.state(engine.specs[name])) == {"momentum_buffer"}}
+    others = {name for name in engine.trained if name not in matrices}
+    assert {name for name in others if engine.trained[name].dim() == 2} == {
+        "head.weight",
+        *(f"model.embeddings.{table}_embeddings.weight" for table in ("word", "position", "token_type")),
+    }
+    assert matrices and all(engine.trained[name].dim() == 2 for name in matrices)
+
+
+def test_what_is_not_there_is_refused_before_any_work(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = lab.config("bert", "lora", train={"optimizer": "adamw_8bit"})
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"adamw_8bit needs the package bitsandbytes: pip install"):
+            check_optimizer(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(AdamW8bit, "step", refuse)
+        check_optimizer(config)  # the device of the workers is not known yet
+        with pytest.raises(ConfigError, match=r"adamw_8bit does not work on this device \('cpu'\)"):
+            build(config, WORLD)
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ConfigError, match=r"muon needs torch 2\.9 or newer, and this is"):
+        check_optimizer(lab.config("bert", "lora", train={"optimizer": "muon"}))
+
+
+def refuse(self: Optimizer) -> None:
+    raise NotImplementedError("no kernel")
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "plain sgd"])
 def test_held_rows_do_not_move(name: str) -> None:
     trained, train = parameters(), TrainConfig(learning_rate=0.1, **SETTINGS[name])
     kind, optimizer, specs = built(trained, train)
     held = torch.tensor([True, False, True, False])[:, None]
     before = trained["a"].detach().clone()
     for _ in range(2):
-        trained["a"].grad = torch.ones(4, 3)
+        trained["a"].grad = torch.tensor([[1.0, -1.0, 1.0], [2.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, 2.0, -1.0]])
         kept = hold(kind, optimizer, trained["a"], specs["a"], held)
         optimizer.step()
         release(kept)
@@ -232,9 +294,9 @@ def test_held_rows_do_not_move(name: str) -> None:
 
 
 def test_a_run_with_masked_rows_trains_with_each(lab: Lab, tmp_path: Path) -> None:
-    for number, name in enumerate(("adafactor", "sgd", "sgd")):
-        train = {**SETTINGS[name], **({"weight_decay": 0.0} if number == 2 else {})}  # whose momentum is checked
-        config = lab.config("bert", "finetune", train=train, modifiers={"migu": {"mask_update": number < 2}})
+    for number, name in enumerate(("adafactor", "sgd", "adamw_8bit", "muon", "sgd")):
+        train = {**SETTINGS[name], **({"weight_decay": 0.0} if number == 4 else {})}  # whose momentum is checked
+        config = lab.config("bert", "finetune", train=train, modifiers={"migu": {"mask_update": number < 4}})
         run(config, Storage.at(tmp_path / str(number)))
         assert len(trace(Storage.at(tmp_path / str(number)))) == 8
 
@@ -245,6 +307,6 @@ def test_settings_of_another_optimizer_and_engine_are_named(lab: Lab) -> None:
     assert {"betas", "epsilon", "momentum"} <= set(unused["adafactor"]) and "momentum" not in unused["sgd"]
     config = lab.config("bert", "lora", {"name": "deepspeed"}, train={"optimizer": "adafactor"})
     with pytest.raises(
-        ConfigError, match=r"adafactor needs whole matrices, which engine=deepspeed shares out: expected"
+        ConfigError, match=r"adafactor updates whole parameters, which engine=deepspeed shares out: expected"
     ):
         check_engine(validate(RunConfig, as_tree(config)))
