@@ -83,10 +83,10 @@ def runs(root: Path) -> dict[str, dict[str, Any]]:
             settings = functools.reduce(lambda inner, key: {key: inner}, reversed(path), value)
             quick = {"generator": GENERATOR} if value == "generated" else {}
             add(".".join((method, *path, str(value))), kind, {"name": method, **settings, **quick})
-        for schedule in ("separate", "joint"):
+        for schedule in ("separate", "joint") if method not in WRAPPERS else ():
             add(f"{schedule}-{method}", kind, (schedule, method))
     for wrapper in WRAPPERS:
-        for learner in ("finetune", "olora", "slm", "sapt"):
+        for learner in ("finetune", "olora"):
             add(f"{wrapper}-{learner}", "t5", {"name": wrapper, "learner": {"name": learner}})
     for kind in KINDS:
         for modifier in MODIFIERS:
@@ -98,7 +98,8 @@ def runs(root: Path) -> dict[str, dict[str, Any]]:
     for method in ("slm", "sapt", "mocl", "epi", "l2p", "lora"):
         for kind in ("bert", "t5"):
             stream = {"tasks": lab.tasks, "unseen": [lab.unseen]}
-            add(f"chosen-{method}", kind, method, stream=stream, eval={"instruction": "chosen", "untrained": True})
+            evaluation = {"instruction": "chosen", "untrained": kind != "bert"}  # labels are answered once learned
+            add(f"chosen-{method}", kind, method, stream=stream, eval=evaluation)
             add(f"own-labels-{method}", kind, method, eval={"labels": "task", "tasks": "all", "decoding": "generate"})
     for engine in ENGINES:
         if engine != "torch":
@@ -178,7 +179,7 @@ def work(tree: Path, folder: Path, listed: Mapping[str, dict[str, Any]]) -> None
             continue
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir(parents=True)
-        alone = config["launch"]["workers"] == 1
+        alone = config["launch"]["workers"] == 1 and "deepspeed" not in str(config["engine"])  # it runs once a process
         if in_process or not alone:
             _join_ray()
         options = {"in_process": alone} if in_process else {}
