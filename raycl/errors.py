@@ -2,6 +2,7 @@
 
     RayclError
     ├── ConfigError        an unknown key, a wrong value, settings that contradict each other
+    │   └── PluginError         what another package adds cannot be used, or is not installed here
     ├── DataError          a file, a row or a label that cannot be used (names file and row)
     │   └── MissingTasksError   tasks of a named benchmark that are not on disk, all listed at once
     ├── BackboneError      a model or tokenizer that cannot be loaded or does not fit the task
@@ -45,6 +46,10 @@ class RayclError(Exception):
 
 class ConfigError(RayclError):
     """A configuration key or value is wrong; the message names its dotted path."""
+
+
+class PluginError(ConfigError):
+    """A method, router or the like of another package cannot be used here; the message names the package."""
 
 
 class DataError(RayclError):

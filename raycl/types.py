@@ -324,6 +324,7 @@ class RouterState:
         tensors: `<what>/<adapter or task>` -> values on the CPU, so that an adapter or task can be removed.
         encoder: settings of the sentence encoder, or None for kinds that read no text.
         encoder_sha256: hash of that encoder.
+        package: `name version` of the package that the kind comes from; empty: raycl.
     """
 
     kind: str
@@ -331,3 +332,4 @@ class RouterState:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     encoder: dict[str, Any] | None = None
     encoder_sha256: str = ""
+    package: str = ""

@@ -159,6 +159,7 @@ class RouterInfo(Section):
     kind: str
     settings: dict[str, Any] = Field(default_factory=dict)
     tensors: ObjectInfo | None = None
+    package: str = Field("", description="package and version that the kind comes from; empty: raycl")
 
 
 class Snapshot(Section):

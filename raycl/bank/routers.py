@@ -13,9 +13,10 @@ ENCODER = "encoder"
 def put_router(bank: Bank, state: RouterState) -> tuple[RouterInfo, ModelInfo | None]:
     """Store its tensors; its entry in a snapshot, and that of its encoder."""
     tensors = bank.put(state.tensors) if state.tensors else None
+    settings = state.settings if state.encoder is None else {**state.settings, ENCODER: state.encoder}
+    router = RouterInfo(kind=state.kind, settings=settings, tensors=tensors, package=state.package)
     if state.encoder is None:
-        return RouterInfo(kind=state.kind, settings=state.settings, tensors=tensors), None
-    router = RouterInfo(kind=state.kind, settings={**state.settings, ENCODER: state.encoder}, tensors=tensors)
+        return router, None
     return router, ModelInfo(name=str(state.encoder["name"]), sha256=state.encoder_sha256, kind="sentence encoder")
 
 
@@ -32,4 +33,4 @@ def get_router(reader: ObjectReader, snapshot: Snapshot) -> RouterState:
         (data,) = reader.read_objects([(what, router.tensors)])
         tensors = views(data, what)
     encoder = snapshot.encoder.sha256 if snapshot.encoder else ""
-    return RouterState(router.kind, settings, tensors, router.settings.get(ENCODER), encoder)
+    return RouterState(router.kind, settings, tensors, router.settings.get(ENCODER), encoder, router.package)

@@ -42,6 +42,7 @@ COMMANDS = {
     "report": Command("raycl.cli.runs.report", "tables and pictures of finished runs"),
     "probe": Command("raycl.cli.runs.probe", "large outputs of finished models that tasks share, layer by layer"),
     "status": Command("raycl.cli.runs.status", "state and progress of a run, and the next command"),
+    "plugins": Command("raycl.cli.plugins", "what installed packages add: methods, routers, optimizers and more"),
     "clean": Command("raycl.cli.runs.clean", "remove caches and checkpoints that are not needed any more"),
     "demo": Command("raycl.cli.runs.demo", "learn five short tasks in two ways: one forgets, one does not"),
 }

@@ -30,6 +30,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import ErrorDetails
 
 from raycl.config.assignment import Tree, apply_override, name_of, one_line, overlay, without_name
+from raycl.config.choices import UNKNOWN, choice_in
 from raycl.config.environment import reading
 from raycl.errors import ConfigError, meant
 
@@ -201,6 +202,8 @@ def _explain(model: type[BaseModel], tree: Tree, detail: ErrorDetails) -> str:
     if detail["type"] == "union_tag_invalid":
         tag, expected = detail["ctx"]["tag"], re.findall(r"'(.*?)'", detail["ctx"]["expected_tags"])
         return f"config key '{path}' names '{tag}': {meant(str(tag), expected)}"
+    if detail["type"] == UNKNOWN:
+        return f"config key '{path}' names '{detail['ctx']['name']}': {detail['ctx']['hint']}"
     if detail["type"] == "missing":
         return f"config key '{path}' is missing: it has no default, give it a value"
     if detail["type"] in ("value_error", "assertion_error"):
@@ -238,7 +241,7 @@ def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple
     parts: list[str] = []
     owners: Sections = []
     left_out: Sections = []
-    here, others, node = [model], list[type[BaseModel]](), tree
+    here, others, node, choice = [model], list[type[BaseModel]](), tree, None
     for part in loc:
         field = next((kind.model_fields[part] for kind in here if part in kind.model_fields), None)
         chosen = [kind for kind in here if _names(kind, part)]
@@ -254,7 +257,11 @@ def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple
             node = next(item for item in node if name_of(item) == part)
         else:
             node = node[part] if written else None
-        here, others = (sections_in(field.annotation), []) if field is not None else (here, others)
+        if field is not None:
+            here, others, choice = sections_in(field.annotation), [], choice_in(field)
+        section = choice.section(name_of(node) or part) if choice is not None else None
+        if section is not None:
+            here, others, choice = [section], here, None
     return parts, owners, left_out
 
 

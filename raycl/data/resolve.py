@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raycl.data.benchmarks import builtin
-from raycl.data.benchmarks.knowledge import OLORA_INSTRUCTIONS, TASKS, TaskInfo, canonical
+from raycl.data.benchmarks.knowledge import OLORA_INSTRUCTIONS, TASKS, TaskInfo, canonical, folder_names
 from raycl.data.benchmarks.layout import LABELS_FILE, SPLITS, TaskFolder, check_name, locate, task_folder
 from raycl.data.benchmarks.orders import Benchmark, find, require
 from raycl.data.language import TOKEN_ACCURACY
@@ -84,8 +84,9 @@ def resolve(config: StreamConfig) -> StreamPlan:
     _refuse_twice(wanted, "stream.tasks")
     _refuse_twice(unseen, "stream.unseen")
     _refuse_trained(wanted, unseen)
-    plans, dropped = _plans(config, wanted, _needed(config, benchmark))
-    tested, absent = _plans(config, unseen, ("test",)) if unseen else ((), [])
+    known = {**TASKS, **(benchmark.known if benchmark else {})}
+    plans, dropped = _plans(config, wanted, _needed(config, benchmark), known)
+    tested, absent = _plans(config, unseen, ("test",), known) if unseen else ((), [])
     missing = [*dropped, *absent]
     notes = (f"tasks left out because they are missing on disk: {', '.join(missing)}",) if missing else ()
     return StreamPlan(benchmark.name if benchmark else _free_name(config, plans), plans, tested, notes)
@@ -107,15 +108,16 @@ def missing_files(config: StreamConfig) -> str:
 
 
 def _plans(
-    config: StreamConfig, wanted: Sequence[str | TaskSpec], needed: Sequence[str]
+    config: StreamConfig, wanted: Sequence[str | TaskSpec], needed: Sequence[str], known: Mapping[str, TaskInfo]
 ) -> tuple[tuple[TaskPlan, ...], list[str]]:
     """Return the tasks in their order, and the names of those that `allow_missing` leaves out."""
     names = [task for task in wanted if isinstance(task, str)]
     if config.root is None:
         named = {name: _builtin(name, config) for name in names}
     else:
-        folders = locate(Storage.at(config.root), names, needed, config.allow_missing, _one_file(config))
-        named = {name: _known(name, folder, config) for name, folder in folders.items()}
+        possible = {name: folder_names(name, known.get(name)) for name in names}
+        folders = locate(Storage.at(config.root), possible, needed, config.allow_missing, _one_file(config))
+        named = {name: _known(name, known.get(name), folder, config) for name, folder in folders.items()}
     plans = [_custom(task, config, needed) if isinstance(task, TaskSpec) else named.get(task) for task in wanted]
     plans_kept = tuple(_read_as_set(plan, config) for plan in plans if plan is not None)
     if config.objective != "answer":
@@ -209,9 +211,9 @@ def _builtin(name: str, config: StreamConfig) -> TaskPlan:
     )
 
 
-def _known(name: str, located: TaskFolder, config: StreamConfig) -> TaskPlan:
+def _known(name: str, known: TaskInfo | None, located: TaskFolder, config: StreamConfig) -> TaskPlan:
     """Return a task found by name below the root."""
-    info = TASKS.get(name, _UNKNOWN)
+    info = known or _UNKNOWN
     files = _without_unused_dev(located.files, config)
     labels, prompt, definition = info.labels, info.prompt, info.instruction
     if info.prompt != "llama2_chat" and _is_olora(files):
@@ -219,7 +221,7 @@ def _known(name: str, located: TaskFolder, config: StreamConfig) -> TaskPlan:
         definition = OLORA_INSTRUCTIONS.get(info.group, "")
     keep = config.unlabelled == "keep"
     reading = Reading("auto", info.columns, labels, info.unlabelled, keep, words=_words(info.words, config))
-    metric = _metric(info.metric if name in TASKS else None, labels, config)
+    metric = _metric(info.metric if known else None, labels, config)
     folder = located.folder.uri.rpartition("/")[2]
     return TaskPlan(name, files, reading, metric, definition, info.group, folder, prompt, type=info.type)
 
@@ -293,7 +295,7 @@ def _task_files(
             f"task '{spec.name}' names a config or splits of '{spec.path}': datasets in the hub's layout are read from "
             f"local folders and {HUB} names, copy it to one"
         )
-    folder_files = {} if named else task_folder(folder, _one_file(config)).files
+    folder_files = {} if named else task_folder(folder, _one_file(config), spec.format).files
     files: dict[str, Source] = dict(_without_unused_dev(folder_files, config))
     absent = [split for split in needed if split not in files and getattr(spec, split) is None]
     if named or (absent and folder.is_local and is_dataset_folder(Path(spec.path))):

@@ -208,7 +208,7 @@ def task_prompts(snapshot: Snapshot) -> TaskPrompts:
     """Return those of a snapshot whose router is not loaded."""
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
     prompts = {task.name: Prompt.of(task) for task in snapshot.tasks}
-    return TaskPrompts(router_class(snapshot.router.kind), owners, prompts)
+    return TaskPrompts(router_class(snapshot.router), owners, prompts)
 
 
 def check_templates(snapshot: Snapshot) -> None:

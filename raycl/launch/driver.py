@@ -310,6 +310,7 @@ def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 
         "phases": len(prepared.phases),
         "fork_points": options.fork_points,
         "commit": run_config.commit_of(prepared.config),
+        "plugins": prepared.info.plugins,
         "stop": options.stop,
     }
 

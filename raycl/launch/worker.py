@@ -22,6 +22,7 @@ from raycl.bank.object_store import shared_readers
 from raycl.errors import RayclError, RunError, UnreachableError
 from raycl.launch.console import LOGS, log_to
 from raycl.launch.starting import scores_of, start_from_bank
+from raycl.plugins import require
 from raycl.run import assembly
 from raycl.run.config import RunConfig
 from raycl.run.folder import CONFIG
@@ -84,6 +85,7 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world = _world(job, device)
+    require(job["plugins"])
     config = configs.validate(RunConfig, job["config"])
     hang_s = None if job["in_process"] else config.launch.hang_s  # the host's process must not be ended
     with Control(storage, world, job["driver"], hang_s, host=job["stop"]) as control, _Crash(storage, world, control):

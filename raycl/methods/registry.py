@@ -1,19 +1,25 @@
-"""The literal tables of what a run can be made of, and the config types built from them.
+"""The tables of methods and gradient modifiers, and the config types built from them; packages add to them.
 
-Why literal: the same on every worker, no import side effects, and a name that is missing is visible in a diff.
+Why literal: the same on every worker, no import side effects, and a name that is missing is visible in a diff. Names
+that are not in a table are looked up in the entry points of installed packages (`raycl.plugins`).
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args
 
 from pydantic import Field
 
 from raycl.config import Section, validate
+from raycl.config.choices import Choice
+from raycl.errors import PluginError, meant
 from raycl.methods.base import Method, MethodConfig
 from raycl.methods.modifier import GradientModifier, ModifierConfig
+from raycl.plugins import Kind, Names, find, load_class
+
+ClassT = TypeVar("ClassT")
 
 LEARNERS: dict[str, str] = {
     "finetune": "raycl.methods.finetune:Finetune",
@@ -62,12 +68,34 @@ MODIFIERS: dict[str, str] = {
 """Gradient modifier name -> class; a run takes any number of them beside its one method."""
 
 
+METHOD_NAMES = Names("method", METHODS)
+MODIFIER_NAMES = Names("modifier", MODIFIERS)
+"""Built-in names and those of packages."""
+
+
 def method_class(name: str) -> type[Method]:
-    """The class behind a name of `METHODS`."""
-    module, _, attribute = METHODS[name].partition(":")
-    found = getattr(importlib.import_module(module), attribute)
-    assert isinstance(found, type) and issubclass(found, Method), f"METHODS['{name}'] is not a Method"
-    return found
+    """Return the class behind a name: of `METHODS`, else of an installed package.
+
+    Raises:
+        PluginError: neither has it, or the package cannot be used.
+    """
+    found = _builtin(METHODS[name], Method) if name in METHODS else load_class("method", name, Method)
+    if found is None:
+        raise PluginError(f"unknown method '{name}': {meant(name, METHOD_NAMES)}; is its package installed here?")
+    return _named(found, found.Config, "method", name)
+
+
+def modifier_class(name: str) -> type[GradientModifier]:
+    """Return the class behind a name: of `MODIFIERS`, else of an installed package.
+
+    Raises:
+        PluginError: neither has it, or the package cannot be used.
+    """
+    builtin = name in MODIFIERS
+    found = _builtin(MODIFIERS[name], GradientModifier) if builtin else load_class("modifier", name, GradientModifier)
+    if found is None:
+        raise PluginError(f"unknown modifier '{name}': {meant(name, MODIFIER_NAMES)}; is its package installed here?")
+    return _named(found, found.Config, "modifier", name)
 
 
 def method_config(tree: Mapping[str, Any]) -> MethodConfig:
@@ -80,12 +108,42 @@ def method_config(tree: Mapping[str, Any]) -> MethodConfig:
     return found
 
 
-def modifier_class(name: str) -> type[GradientModifier]:
-    """The class behind a name of `MODIFIERS`."""
-    module, _, attribute = MODIFIERS[name].partition(":")
+def _builtin(place: str, base: type[ClassT]) -> type[ClassT]:
+    module, _, attribute = place.partition(":")
     found = getattr(importlib.import_module(module), attribute)
-    assert isinstance(found, type) and issubclass(found, GradientModifier), f"MODIFIERS['{name}'] is no modifier"
+    assert isinstance(found, type) and issubclass(found, base), f"'{place}' is no {base.__name__}"
     return found
+
+
+def _named(found: type[ClassT], config: type[Section], kind: Kind, name: str) -> type[ClassT]:
+    """Return the class, if its settings carry the name that chooses it."""
+    field = config.model_fields.get("name")
+    if field is None or get_args(field.annotation) != (name,):
+        raise PluginError(
+            f"{find(kind, name)} has the settings {config.__module__}.{config.__name__}: expected their field name: "
+            f'Literal["{name}"] = "{name}"'
+        )
+    return found
+
+
+def _method_section(name: str) -> type[MethodConfig]:
+    return method_class(name).Config
+
+
+def _learner_section(name: str) -> type[MethodConfig]:
+    """Return the settings class of a method that is around no other.
+
+    Raises:
+        PluginError: it is.
+    """
+    section = _method_section(name)
+    if "learner" in section.model_fields:
+        raise PluginError(f"method.learner is '{name}', a method around another one: expected one that learns, as lora")
+    return section
+
+
+def _modifier_section(name: str) -> type[ModifierConfig]:
+    return modifier_class(name).Config
 
 
 if TYPE_CHECKING:
@@ -97,15 +155,17 @@ else:
     def __getattr__(attribute: str) -> Any:
         """`LearnerChoice`, `MethodChoice`, `ModifierChoice`: config classes, distinguished by their `name`."""
         if attribute == "LearnerChoice":
-            return _union([method_class(name).Config for name in LEARNERS])
+            return _union(Names("method", LEARNERS), _learner_section)
         if attribute == "MethodChoice":
-            return _union([method_class(name).Config for name in METHODS])
+            return _union(METHOD_NAMES, _method_section)
         if attribute == "ModifierChoice":
-            return _union([modifier_class(name).Config for name in MODIFIERS])
+            return _union(MODIFIER_NAMES, _modifier_section)
         raise AttributeError(attribute)
 
 
-def _union(configs: Sequence[type[Section]]) -> Any:
-    if len(configs) == 1:
-        return configs[0]
-    return Annotated[Union[tuple(configs)], Field(discriminator="name")]  # noqa: UP007  built at run time
+def _union(names: Names, section_of: Callable[[str], type[Section]]) -> Any:
+    """Return the union of the built-in settings classes, and with them those of packages."""
+    builtin: list[Any] = [section_of(name) for name in names.builtin]
+    if len(builtin) == 1:
+        return Annotated[builtin[0], Choice(names, section_of)]
+    return Annotated[Union[tuple(builtin)], Field(discriminator="name"), Choice(names, section_of)]  # noqa: UP007

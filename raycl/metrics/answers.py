@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 References = Sequence[Sequence[str]]
@@ -34,11 +35,30 @@ class Answers(NamedTuple):
         return zip(self.predictions, self.references, strict=True)
 
 
-Metric = Callable[[Answers], tuple[float, dict[str, float]]]
+Compute = Callable[[Answers], tuple[float, dict[str, float]]]
 """Answers -> value 0-100, extra numbers."""
 
 
-def mean_best(match: Callable[[str, str], float]) -> Metric:
+@dataclass(frozen=True)
+class Metric:
+    """How answers become a score, and what callers must know of it.
+
+    Attributes:
+        overlap: it measures overlapping text, to which the off-task rule does not apply.
+        mean_of_rows: it is the mean of what it gives for each row alone, so that a score of a sample has an interval.
+        needs_sources: it compares with the input texts.
+        library: the optional module that it needs. install: what installs it.
+    """
+
+    compute: Compute
+    overlap: bool = False
+    mean_of_rows: bool = True
+    needs_sources: bool = False
+    library: str = ""
+    install: str = ""
+
+
+def mean_best(match: Callable[[str, str], float]) -> Compute:
     """Return a metric out of a rule for one prediction and one reference: best reference, mean over examples, times
     100."""
 

@@ -1,7 +1,8 @@
 """Per-task scores: predicted texts against reference texts, one number from 0 to 100.
 
-The papers score the same tasks by different rules (whole string, first word, Rouge-L, F1), so each rule has a name, its
-source, and a test. `METRICS` is the list of names; a task carries one of them.
+Why it exists: the papers score the same tasks by different rules (whole string, first word, Rouge-L, F1), so each
+rule has a name, its source, and a test. `METRICS` is the table; packages add to it. A task carries one name.
+What it does not know: how predictions were made, the order of tasks, what is done with scores.
 
 Labels: `exact_match` ignores case and punctuation, as SAPT does, and would take `-1` for `1` and `C++` for `C`. Where
 it cannot tell two labels of a task apart, the task's answers are compared as they are. Published tasks have no such
@@ -11,7 +12,7 @@ Off-task answers: SLM (section 4.3) states that replies outside the task score 0
 Here a reply counts as off-task when it is, after normalisation, a label word of another task and neither a label of
 its own task nor one of its own references (`yes` belongs to several tasks). In a task with labels, so does a reply that
 differs from them by punctuation and is a label of another task as it stands. Such replies score 0, except under metrics
-of overlapping text (`OVERLAP`), and are counted in `Score.extra` under every metric.
+of overlapping text (`Metric.overlap`), and are counted in `Score.extra` under every metric.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from raycl.metrics.averages import ACCURACY
 from raycl.metrics.intervals import interval
 from raycl.metrics.overlap import bleu, edit_similarity, rouge, rouge_ascii
 from raycl.metrics.sari import sari
+from raycl.plugins import Names, load_object
 from raycl.types import Score
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -49,14 +51,14 @@ def score(
     """Return the score one task; the best of several references counts.
 
     Args:
-        metric: a name in `METRICS`.
+        metric: a name in `METRICS`, or of a package.
         predictions: one text per example, markers and prompt already cut off.
         references: per example one or more accepted texts.
         labels: the task's closed label set, None for free text.
         other_labels: label words of the other tasks; replies equal to one of them are off-task.
-        sources: the input texts, for metrics in `NEED_SOURCES`.
-        off_task_is_wrong: off-task replies score 0, unless the metric is in `OVERLAP`; else they are only counted.
-        with_interval: add `low` and `high`, the limits of the 95 % interval, where the metric is in `ROW_MEANS`.
+        sources: the input texts, for metrics that need them (`Metric.needs_sources`).
+        off_task_is_wrong: off-task replies score 0, but under metrics of overlapping text; else they are only counted.
+        with_interval: add `low` and `high`, the limits of the 95 % interval, where the metric is a mean of rows.
 
     Returns:
         Value 0-100, count, and in `extra` at least `off_task` and `empty` (numbers of examples).
@@ -65,34 +67,45 @@ def score(
         ConfigError: unknown metric, or its library is not installed.
         DataError: nothing to score, an example without reference, references that the metric cannot use.
     """
-    check_metric(metric)
+    rule = check_metric(metric)
     _check_examples(predictions, references)
     foreign = _Foreign(labels, other_labels)
     off_task = [foreign.has(*example) for example in zip(predictions, references, strict=True)]
-    zeroed = off_task if off_task_is_wrong and metric not in OVERLAP else [False] * len(off_task)
+    zeroed = off_task if off_task_is_wrong and not rule.overlap else [False] * len(off_task)
     judged = tuple(None if wrong else text for text, wrong in zip(predictions, zeroed, strict=True))
     answers = Answers(judged, references, labels, sources)
-    value, extra = METRICS[metric](answers)
-    if with_interval and metric in ROW_MEANS:
-        low, high = interval([METRICS[metric](row)[0] for row in answers.rows()])
+    value, extra = rule.compute(answers)
+    if with_interval and rule.mean_of_rows:
+        low, high = interval([rule.compute(row)[0] for row in answers.rows()])
         extra = {**extra, "low": low, "high": high}
     empty = sum(not prediction.strip() for prediction in predictions)
     return Score(value, len(predictions), {"off_task": float(sum(off_task)), "empty": float(empty), **extra})
 
 
-def check_metric(name: str) -> None:
-    """Refuse a metric that `score` could not compute, before any work starts.
+def metric_of(name: str) -> Metric:
+    """Return the metric of a name: of `METRICS`, else of an installed package.
 
     Raises:
-        ConfigError: unknown name (with the nearest one), or an optional library is missing.
+        ConfigError: unknown name (with the nearest one). PluginError: the package cannot be used.
     """
-    if name not in METRICS:
-        raise ConfigError(f"unknown metric '{name}': {meant(name, sorted(METRICS))}")
-    library, extra = _LIBRARIES.get(name, ("", ""))
-    if library and importlib.util.find_spec(library) is None:
+    found = METRICS.get(name) or load_object("metric", name, Metric)
+    if found is None:
+        raise ConfigError(f"unknown metric '{name}': {meant(name, sorted(METRIC_NAMES))}")
+    return found
+
+
+def check_metric(name: str) -> Metric:
+    """Return the metric of a name, if `score` can compute it, before any work starts.
+
+    Raises:
+        ConfigError: see `metric_of`; or an optional library is missing.
+    """
+    found = metric_of(name)
+    if found.library and importlib.util.find_spec(found.library) is None:
         raise ConfigError(
-            f"metric '{name}' needs the library {library.replace('_', '-')}: pip install 'raycl[{extra}]'"
+            f"metric '{name}' needs the library {found.library.replace('_', '-')}: pip install {found.install}"
         )
+    return found
 
 
 def check_labels(metric: str, task: str, labels: Labels) -> None:
@@ -268,42 +281,29 @@ def _bertscore(answers: Answers) -> tuple[float, dict[str, float]]:
 
 METRICS: dict[str, Metric] = {
     # SAPT, O-LoRA and MIGU: normalised whole-string equality (SAPT src/compute_metrics.py).
-    "exact_match": _exact_match,
+    "exact_match": Metric(_exact_match),
     # Equality of label texts as they are, for label heads (SLM's BERT: argmax over the head) and DAS.
-    "accuracy": mean_best(_equal),
+    "accuracy": Metric(mean_best(_equal)),
     # SAPT, SuperNI tasks: rouge_score, stemming on, F-measure; words of every script. The published numbers are of
     # rouge_l_ascii, which reads ASCII letters and digits alone; both agree on ASCII texts.
-    "rouge_l": rouge,
-    "rouge_l_ascii": rouge_ascii,
+    "rouge_l": Metric(rouge, overlap=True),
+    "rouge_l_ascii": Metric(rouge_ascii, overlap=True),
     # SLM, T5 and LLaMA choice tasks: first words compared case-sensitively.
-    "first_word": mean_best(_first),
-    "first_word_lower": mean_best(_first_lower),
+    "first_word": Metric(mean_best(_first)),
+    "first_word_lower": Metric(mean_best(_first_lower)),
     # DAS (MIGU section on continual pre-training): sklearn's F1 over label texts; ChemProt reports micro-F1.
-    "macro_f1": _macro_f1,
-    "micro_f1": _micro_f1,
+    "macro_f1": Metric(_macro_f1, mean_of_rows=False),
+    "micro_f1": Metric(_micro_f1),
     # SLM, medical task.
-    "bertscore": _bertscore,
+    "bertscore": Metric(_bertscore, mean_of_rows=False, library="bert_score", install="'raycl[bertscore]'"),
     # Papineni et al. 2002, over the whole task, by sacrebleu.
-    "bleu": bleu,
+    "bleu": Metric(bleu, overlap=True, mean_of_rows=False, library="sacrebleu", install="'raycl[scores]'"),
     # Xu et al. 2016, simplification (TRACE: 20Minuten).
-    "sari": sari,
+    "sari": Metric(sari, True, False, needs_sources=True, library="sacrebleu", install="'raycl[scores]'"),
     # rapidfuzz: 200 * longest common subsequence of characters / characters of both (TRACE: Py150).
-    "edit_similarity": edit_similarity,
+    "edit_similarity": Metric(edit_similarity, overlap=True, library="rapidfuzz", install="'raycl[scores]'"),
 }
 """Metric name -> how it is computed."""
 
-OVERLAP = frozenset({"rouge_l", "rouge_l_ascii", "bleu", "sari", "edit_similarity"})
-"""Metrics of overlapping text, to which the off-task rule does not apply."""
-
-ROW_MEANS = frozenset(METRICS) - {"macro_f1", "bleu", "sari", "bertscore"}
-"""Metrics that are the mean of what they give for each row alone, so that scores of samples have intervals."""
-
-NEED_SOURCES = frozenset({"sari"})
-"""Metrics that compare with the input text."""
-
-_LIBRARIES = {
-    "bertscore": ("bert_score", "bertscore"),
-    **dict.fromkeys(("bleu", "sari"), ("sacrebleu", "scores")),
-    "edit_similarity": ("rapidfuzz", "scores"),
-}
-"""Metric -> the optional library that it needs, and the extra that installs it."""
+METRIC_NAMES = Names("metric", METRICS)
+"""Built-in names and those of packages."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from raycl.config import validate
-from raycl.errors import BankError, RetrievalError
+from raycl.errors import BankError, RetrievalError, meant
+from raycl.plugins import Names, find, load_class
 from raycl.routing.attention import AttentionRouter
 from raycl.routing.class_gaussians import ClassGaussiansRouter
 from raycl.routing.encoder import SERVED_TEXTS, EncoderConfig, SentenceEncoder
@@ -219,15 +220,47 @@ ROUTERS: dict[str, type[Router]] = {
 """Kind in a snapshot -> its class."""
 
 
-def router_class(kind: str) -> type[Router]:
-    """Return the class of a kind of router.
+ROUTER_NAMES = Names("router", ROUTERS)
+"""Built-in kinds and those of packages."""
+
+
+class KindOfRouter(Protocol):
+    """What names a kind of router: the state of one, or its entry in a snapshot."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def package(self) -> str:
+        """`name version` of the package that the kind comes from; empty: raycl, or not known."""
+        ...
+
+
+def router_class(of: KindOfRouter) -> type[Router]:
+    """Return the class of a kind of router: of `ROUTERS`, else of an installed package.
 
     Raises:
-        BankError: an unknown kind.
+        BankError: an unknown kind, or one of a package that is not installed here. PluginError: of one that cannot be
+            used.
     """
-    if kind not in ROUTERS:
-        raise BankError(f"unknown router kind '{kind}': this version supports {', '.join(ROUTERS)}; upgrade raycl")
-    return ROUTERS[kind]
+    found = ROUTERS.get(of.kind) or load_class("router", of.kind, Router)
+    if found is None and of.package:
+        package, _, version = of.package.rpartition(" ")
+        raise BankError(
+            f"router '{of.kind}' comes from package '{package}' {version}, which is not installed here: pip install "
+            f"{package}=={version}"
+        )
+    if found is None:
+        raise BankError(
+            f"unknown router kind '{of.kind}': {meant(of.kind, ROUTER_NAMES)}; upgrade raycl, or install the package "
+            "that it comes from"
+        )
+    return found
+
+
+def with_package(state: RouterState) -> RouterState:
+    """Return the state with the package that its kind comes from."""
+    plugin = None if state.kind in ROUTERS else find("router", state.kind)
+    return state if plugin is None else replace(state, package=plugin.source)
 
 
 def make_router(state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Router:
@@ -237,9 +270,9 @@ def make_router(state: RouterState, owners: Owners, encoders: Sequence[SentenceE
         encoders: those that are loaded; the router's own is used if it is among them.
 
     Raises:
-        BankError: an unknown kind, or adapters that do not fit it. RetrievalError: another encoder.
+        BankError, PluginError: see `router_class`; or adapters that do not fit it. RetrievalError: another encoder.
     """
-    return router_class(state.kind).restored(state, owners, encoders)
+    return router_class(state).restored(state, owners, encoders)
 
 
 def without(state: RouterState, task: str) -> RouterState:
@@ -248,7 +281,7 @@ def without(state: RouterState, task: str) -> RouterState:
     Raises:
         BankError: an unknown kind.
     """
-    task_of, settings = router_class(state.kind).task_of, dict(state.settings)
+    task_of, settings = router_class(state).task_of, dict(state.settings)
     for key in ("tasks", "prompt_order"):
         if key in settings:
             held = settings[key]

@@ -23,7 +23,8 @@ from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
-from raycl.methods.registry import WRAPPERS, method_class, modifier_class
+from raycl.methods.registry import method_class, modifier_class
+from raycl.methods.wrapper import WrapperConfig
 from raycl.metrics.per_example import check_labels, check_metric, taken_for_same
 from raycl.metrics.run_results import read_results
 from raycl.run.banks import snapshot_at
@@ -296,7 +297,7 @@ def check_singles(config: RunConfig, theirs: Tree, name: str) -> None:
     schedule = theirs["stream"]["schedule"]
     if schedule != "separate":
         raise ConfigError(f"{name} is a run under stream.schedule={schedule}: expected separate")
-    learner = mine["method"]["learner"] if config.method.name in WRAPPERS else mine["method"]
+    learner = mine["method"]["learner"] if isinstance(config.method, WrapperConfig) else mine["method"]
     shared = ("seed", "stream", "backbone", "train", "modifiers")
     expected = {"method": learner, **{key: mine[key] for key in shared}}
     found = {"method": theirs["method"], **{key: theirs[key] for key in shared}}

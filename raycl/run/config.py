@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
+from raycl import plugins
 from raycl.backbone import BackboneConfig, at_commit
 from raycl.backbone.load import because_of_kind, known_capabilities
 from raycl.backbone.markup.chat_templates import with_template_files
@@ -17,16 +18,22 @@ from raycl.config import Section, Tree, trust
 from raycl.config.addresses import announce
 from raycl.config.names import problem_of, shown
 from raycl.config.unused import refuse, unused_written
+from raycl.data.benchmarks.orders import BUILTIN, ORDERS
+from raycl.data.settings import TaskSpec
+from raycl.data.sources.formats import AUTO, FORMATS
 from raycl.data.stream import Stream, StreamConfig
 from raycl.errors import ConfigError
 from raycl.methods.lora_settings import LoraConfig
-from raycl.methods.registry import MODIFIERS, WRAPPERS, MethodChoice, ModifierChoice, method_class
+from raycl.methods.registry import METHODS, MODIFIER_NAMES, MODIFIERS, MethodChoice, ModifierChoice, method_class
+from raycl.methods.wrapper import WrapperConfig
+from raycl.metrics.per_example import METRICS
 from raycl.metrics.settings import EvalConfig
 from raycl.run.settings import LaunchConfig, OutputConfig
 from raycl.run.start import read_start, refuse_changes
 from raycl.storage import Storage
 from raycl.tracking import TrackingConfig
 from raycl.training.inputs import Inputs
+from raycl.training.optimizers.registry import OPTIMIZERS
 from raycl.training.schedule import SCHEDULES
 from raycl.training.settings import (
     EXEMPT,
@@ -85,7 +92,7 @@ class RunConfig(Section):
     @field_validator("modifiers", mode="before")
     @classmethod
     def _modifiers_by_name(cls, value: Any) -> Any:
-        return configs.named_each(value, MODIFIERS)
+        return configs.named_each(value, MODIFIER_NAMES)
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What belongs to methods or backbones of another kind.
@@ -121,7 +128,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _wrapper_has_earlier_tasks(self) -> Self:
-        if self.stream.schedule != "sequential" and self.method.name in WRAPPERS:
+        if self.stream.schedule != "sequential" and isinstance(self.method, WrapperConfig):
             raise ValueError(
                 f"method '{self.method.name}' needs what is kept of earlier tasks, and under stream.schedule="
                 f"{self.stream.schedule} there are none: expected its learner as the method, or schedule sequential"
@@ -193,7 +200,32 @@ def info_of(
     config: RunConfig, singles: dict[str, float] | None = None, replaces: str = "", inputs: Inputs | None = None
 ) -> RunInfo:
     """What identifies the run of this config."""
-    return RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles, replaces, inputs or {})
+    tree, used = configs.as_tree(config), plugins_of(config)
+    return RunInfo(config.seed, tree, fingerprint(config), singles, replaces, used, inputs or {})
+
+
+def plugins_of(config: RunConfig) -> plugins.Used:
+    """Return what the run uses of other packages, by its config; routers are named in its snapshots."""
+    method = config.method
+    own = [task for task in (*(config.stream.tasks or ()), *(config.stream.unseen or ())) if isinstance(task, TaskSpec)]
+    return plugins.used(
+        {
+            "method": [method.name, *([method.learner.name] if isinstance(method, WrapperConfig) else [])],
+            "modifier": list(config.modifiers),
+            "optimizer": [config.train.optimizer],
+            "metric": [task.metric for task in own if task.metric],
+            "format": [task.format for task in own if task.format != AUTO],
+            "order": [config.stream.name] if config.stream.name != BUILTIN else [],
+        },
+        {
+            "method": METHODS,
+            "modifier": MODIFIERS,
+            "optimizer": OPTIMIZERS,
+            "metric": METRICS,
+            "format": FORMATS,
+            "order": ORDERS,
+        },
+    )
 
 
 def phases(config: RunConfig, stream: Stream) -> tuple[Phase, ...]:

@@ -11,7 +11,7 @@ from raycl.data.sources.conversation import last_contents
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import counted
-from raycl.metrics.per_example import NEED_SOURCES, score
+from raycl.metrics.per_example import metric_of, score
 from raycl.metrics.settings import EvalConfig
 from raycl.types import Batch, Score, Task, TextCodec
 
@@ -64,7 +64,7 @@ class ScoredTask:
     def score(self, answers: Sequence[str]) -> Score:
         """Return the score of an answer to each row."""
         others = {label for other in self.stream.tasks if other is not self.task for label in other.labels or ()}
-        sources = last_contents(self.texts) if self.task.metric in NEED_SOURCES else ()
+        sources = last_contents(self.texts) if metric_of(self.task.metric).needs_sources else ()
         score = score_answers(self.task, answers, self.references, sources, others, self.settings)
         return replace(score, extra={**score.extra, "truncated_sources": float(self.table.truncated_sources)})
 
@@ -80,7 +80,7 @@ def score_answers(
     """Return the score of answers to texts, by the task's own metric.
 
     Args:
-        sources: the texts, for metrics that compare with them (`NEED_SOURCES`).
+        sources: the texts, for metrics that compare with them (`Metric.needs_sources`).
         other_labels: label words of other tasks, which count as off-task answers.
         settings: evaluation settings of the run that learned the task.
     """

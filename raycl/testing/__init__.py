@@ -1,1 +1,1 @@
-"""Tiny models for tests of methods, here and in other packages."""
+"""For authors of packages that add to raycl: the checks that raycl's own methods, routers and the like pass."""

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from typing import Any
 
+from raycl.plugins import Used
+
 Inputs = dict[str, Any]
 """`models`: setting -> name, and SHA-256 of each part; `tasks`: name -> split -> `rows` (their number), `where` they
 are from, `sha256`; `files`: setting and file -> `path`, `sha256`."""
@@ -81,10 +83,14 @@ def _hashes(old: str, new: str) -> str:
     return f"SHA-256 {old[:DIGITS] or 'none'} then, {new[:DIGITS] or 'none'} now"
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of the installed packages that a run uses."""
+def versions(plugins: Used) -> dict[str, str]:
+    """Of Python and of the installed packages that a run uses.
+
+    Args:
+        plugins: what it uses of packages that add to raycl: `method my-method` -> `my-package 1.0`.
+    """
     found = {package: _version(package) for package in (*COMPUTE, *OTHERS)}
-    return {"python": platform.python_version()} | {name: one for name, one in found.items() if one}
+    return {"python": platform.python_version()} | {name: one for name, one in found.items() if one} | plugins
 
 
 def version_changes(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -100,7 +106,8 @@ def version_changes(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def different_versions(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     """`torch 2.9.0, before 2.8.0`, and so on; "": none differs."""
-    pairs = {name: (old.get(name, "none"), new.get(name, "none")) for name in COMPUTE}
+    plugins = [name for name in {**old, **new} if " " in name]
+    pairs = {name: (old.get(name, "none"), new.get(name, "none")) for name in (*COMPUTE, *plugins)}
     return ", ".join(f"{name} {now}, before {before}" for name, (before, now) in pairs.items() if before != now)
 
 

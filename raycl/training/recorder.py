@@ -81,7 +81,12 @@ class Recorder:
         self.objects = TensorObjects(storage, bank, shared, context.bank.copies)
         nodes = world.gather({"host": socket.gethostname(), "pid": os.getpid()})
         tasks, phases = _names(context)
-        names = {"stream": context.stream.name, "tasks": tasks, "phases": phases, "versions": versions()}
+        names = {
+            "stream": context.stream.name,
+            "tasks": tasks,
+            "phases": phases,
+            "versions": versions(context.info.plugins),
+        }
         claims = partial(Journal.claim, storage, context.info, workers=world.size, driver=driver, nodes=nodes, **names)
         self.journal = claims() if world.is_first else None
         self.state: RunState = world.broadcast(self.journal.state if self.journal else RunState())

@@ -102,7 +102,7 @@ class Separate(Schedule):
         """Each adapter under its task's name, chosen by the task id; nothing where a router chose among them."""
         if method.own_adapters:
             return learned
-        if learned.adapters and not learned.not_served and router_class(learned.router.kind).chooses:
+        if learned.adapters and not learned.not_served and router_class(learned.router).chooses:
             return Learned(not_served=NOT_SERVED.format(method.config.name))
         several = len(learned.adapters) > 1
         adapters = {f"{phase.name}.{name}" if several else phase.name: one for name, one in learned.adapters.items()}

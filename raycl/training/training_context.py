@@ -13,6 +13,7 @@ from raycl.data.stream import Stream
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.metrics.settings import EvalConfig
+from raycl.plugins import Used
 from raycl.training.distributed import load_parameters
 from raycl.training.inputs import Inputs
 from raycl.training.schedule import Schedule
@@ -28,6 +29,7 @@ class RunInfo:
         tree: the resolved config. fingerprint: of its parts that can change a result.
         singles: task -> score of the task trained alone by the same method, for FWT.
         replaces: fingerprint of the config that the run had so far, where it continues with more tasks.
+        plugins: what it uses of other packages, which its records name (`raycl.plugins`).
         inputs: fingerprints of what it reads (`raycl.training.inputs`); empty where nothing is to be learned.
     """
 
@@ -36,6 +38,7 @@ class RunInfo:
     fingerprint: str
     singles: dict[str, float] | None = None
     replaces: str = ""
+    plugins: Used = field(default_factory=dict)
     inputs: Inputs = field(default_factory=dict)
 
 

@@ -62,6 +62,7 @@ def test_evaluation_routes_by_the_router_that_is_published(
             "settings": published.settings,
             "encoder": published.encoder,
             "encoder_sha256": published.encoder_sha256,
+            "package": "",
             "owners": [],
         }
         tensors = under(f"{PUBLISHED}/", last.frozen_state)

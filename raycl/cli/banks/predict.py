@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from raycl.serve.settings import ServeConfig
     from raycl.storage import Storage
 
-FORMATS = ("auto", "jsonl", "csv", "parquet", "text", "olora", "natural_instructions", "phrasebank")
-
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
@@ -44,7 +42,12 @@ def add_input(found: argparse.ArgumentParser) -> None:
     """Arguments that name the snapshot and the rows."""
     found.add_argument("bank", metavar="BANK[@REFERENCE]", help="branch, number or hash of a snapshot; default: main")
     found.add_argument("words", nargs="+", metavar="FILE key.path=value", help="files or folders; settings of serving")
-    found.add_argument("--format", choices=FORMATS, default="auto", help="of the files (default: by their suffix)")
+    found.add_argument(
+        "--format",
+        metavar="NAME",
+        default="auto",
+        help="of the files, as stream.tasks has it (default: by their suffix)",
+    )
     found.add_argument("--text", metavar="COLUMN", help="column of the text (default: text, input or sentence)")
     found.add_argument("--depth", metavar="N", type=int, help="levels that a row of JSON may have (default: 64)")
     found.add_argument("--row-mb", metavar="N", type=int, help="MiB that a row may have (default: 16)")
@@ -101,13 +104,17 @@ def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
     """Return the rows; with a label, which `predict` does not read."""
     from raycl import config as configs
     from raycl.data.sources.fields import TEXT_NAMES, Columns
+    from raycl.data.sources.formats import AUTO, reader_of
     from raycl.data.sources.limits import ReadLimits
     from raycl.serve.offline.prediction_input import Input, files_at
 
     given = {name: getattr(options, name) for name in ReadLimits.model_fields}
     limits = configs.validate(ReadLimits, {name: value for name, value in given.items() if value is not None})
     text = (options.text,) if options.text else TEXT_NAMES
-    return Input(files_at(options.files, options.split, options.config, limits), Columns(text, label), options.format)
+    if options.format != AUTO:
+        reader_of(options.format)
+    files = files_at(options.files, options.split, options.config, limits, options.format)
+    return Input(files, Columns(text, label), options.format)
 
 
 def run(options: argparse.Namespace) -> int:

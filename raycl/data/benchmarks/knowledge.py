@@ -230,9 +230,13 @@ def canonical(name: str) -> str:
     return _CANONICAL.get(fold(name), name)
 
 
-def folder_names(name: str) -> frozenset[str]:
-    """Folded names that the task's folder may have on disk."""
-    info = TASKS.get(name)
+def folder_names(name: str, info: TaskInfo | None = None) -> frozenset[str]:
+    """Folded names that the task's folder may have on disk.
+
+    Args:
+        info: what is known of it; None: what `TASKS` says.
+    """
+    info = info or TASKS.get(name)
     return frozenset({fold(name), *(fold(other) for other in (info.folders if info else ()))})
 
 

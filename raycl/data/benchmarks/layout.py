@@ -8,11 +8,11 @@ or with a folder of CSV files for each split (MMLU).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from raycl.config.names import REFERENCE_SIGNS, problem_of, shown
-from raycl.data.benchmarks.knowledge import OLORA_GROUPS, fold, folder_names
+from raycl.data.benchmarks.knowledge import OLORA_GROUPS, fold
 from raycl.data.sources.source import SourceFile, SourceFiles
 from raycl.errors import DataError, MissingTasksError, counted
 from raycl.storage import Storage
@@ -46,21 +46,21 @@ def check_name(name: str) -> None:
         )
 
 
-def task_folder(folder: Storage, one_file: bool = False) -> TaskFolder:
+def task_folder(folder: Storage, one_file: bool = False, format: str = "auto") -> TaskFolder:
     """Return the split files `{train,dev,test}.*` directly in `folder`, else folders of CSV files for each split.
 
     Args:
-        one_file: where there are no split files, a single data file is train.
+        one_file: without any, a single data file is train. format: of the files, whose suffix may also be its name.
     """
-    names = _list(folder)
+    names, suffixes = _list(folder), (*_SUFFIXES, f".{format}")
     files: dict[str, SourceFile | SourceFiles] = {
         split: SourceFile(folder, f"{split}{suffix}")
         for split in SPLITS
-        for suffix in reversed(_SUFFIXES)
+        for suffix in reversed(suffixes)
         if f"{split}{suffix}" in names
     }
     files = files or _split_folders(folder, names)
-    data = [name for name in names if name.endswith(_SUFFIXES) and name != LABELS_FILE]
+    data = [name for name in names if name.endswith(suffixes) and name != LABELS_FILE]
     if one_file and not files and len(data) == 1:
         files["train"] = SourceFile(folder, data[0])
     return TaskFolder(folder, files)
@@ -81,11 +81,16 @@ def _split_folders(folder: Storage, names: Sequence[str]) -> dict[str, SourceFil
 
 
 def locate(
-    root: Storage, tasks: Sequence[str], needed: Sequence[str], allow_missing: bool, one_file: bool = False
+    root: Storage,
+    tasks: Mapping[str, Collection[str]],
+    needed: Sequence[str],
+    allow_missing: bool,
+    one_file: bool = False,
 ) -> dict[str, TaskFolder]:
-    """Return the folders of `tasks` (canonical names) below `root`, in their order.
+    """Return the folders of `tasks` below `root`, in their order.
 
     Args:
+        tasks: canonical name -> folded names that its folder may have.
         needed: splits that each task must have a file for.
         one_file: a task may be a single file, in its folder or by its name.
         allow_missing: leave missing tasks out with a warning instead of raising.
@@ -96,7 +101,7 @@ def locate(
     for name in tasks:
         check_name(name)
     candidates = _candidates(root)
-    folders = {name: _best(candidates, name, needed, one_file) for name in tasks}
+    folders = {name: _best(candidates, name, names, needed, one_file) for name, names in tasks.items()}
     missing = {name: lack for name, lack in folders.items() if isinstance(lack, str)}
     if missing:
         listing = ", ".join(f"{name} ({lack})" for name, lack in missing.items())
@@ -111,11 +116,15 @@ def locate(
 
 
 def _best(
-    candidates: Mapping[str, list[Storage]], name: str, needed: Sequence[str], one_file: bool
+    candidates: Mapping[str, list[Storage]],
+    name: str,
+    folders: Collection[str],
+    needed: Sequence[str],
+    one_file: bool,
 ) -> TaskFolder | str:
     """Return the first candidate folder with all needed files, or what is lacking."""
     lack = "no folder"
-    for folded in sorted(folder_names(name), key=lambda other: other != fold(name)):
+    for folded in sorted(folders, key=lambda other: other != fold(name)):
         for folder in candidates.get(folded, []):
             if folder.root.endswith(_SUFFIXES):
                 file = SourceFile.at(folder.uri)

@@ -7,10 +7,16 @@ numbers are aliases with the paper in front.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from raycl.errors import ConfigError, meant
+from raycl import plugins
+from raycl.data.benchmarks.knowledge import TaskInfo
+from raycl.errors import ConfigError, PluginError, meant
+from raycl.plugins import load_object
+
+BUILTIN = "builtin"
+"""The stream of short tasks that need no files."""
 
 
 @dataclass(frozen=True)
@@ -19,17 +25,32 @@ class Benchmark:
 
     Attributes:
         test_only: its tasks are never trained on, so no train files are needed.
+        known: task -> what is known of it, where `knowledge.TASKS` does not have it.
     """
 
     name: str
     tasks: tuple[str, ...]
     test_only: bool = False
+    known: Mapping[str, TaskInfo] = field(default_factory=dict)
 
 
 def find(name: str) -> Benchmark | None:
-    """Return the benchmark called `name`, or whose alias that is; None if there is none. Case does not matter."""
+    """Return the benchmark called `name`, or whose alias that is, else one of an installed package, else None.
+
+    Case does not matter but for those of packages.
+
+    Raises:
+        PluginError: the package cannot be used.
+    """
     folded = name.lower()
-    return _BY_NAME.get(ALIASES.get(folded, folded))
+    found = _BY_NAME.get(ALIASES.get(folded, folded))
+    if found is None and name != BUILTIN:
+        found = load_object("order", name, Benchmark)
+        if found is not None and found.name != name:
+            raise PluginError(
+                f"{plugins.find('order', name)} is a benchmark of the name '{found.name}': expected the same"
+            )
+    return found
 
 
 def require(name: str) -> Benchmark:
@@ -40,7 +61,7 @@ def require(name: str) -> Benchmark:
     """
     benchmark = find(name)
     if benchmark is None:
-        hint = meant(name, sorted({"builtin", *ORDERS, *ALIASES}))
+        hint = meant(name, sorted({BUILTIN, *ORDERS, *ALIASES, *plugins.names("order")}))
         raise ConfigError(f"unknown stream '{name}': {hint}; a stream of your own needs 'tasks'")
     return benchmark
 

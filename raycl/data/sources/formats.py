@@ -1,4 +1,4 @@
-"""Readers: a file of one of eight formats becomes a stream of rows, one at a time.
+"""Readers: a file of one of eight formats, or of one that a package adds, becomes a stream of rows, one at a time.
 
 Data comes as NaturalInstructions objects, lists of sentences, JSON lines, CSV, Parquet or plain text, and the code
 after the reader sees one type, `Row`. Every error names file and row, the value, what was expected and what to do.
@@ -10,7 +10,9 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from raycl.data.sources.chats import CHAT_NAMES
 from raycl.data.sources.fields import INSTRUCTION, QUESTION, Columns, Row, usable_rows
@@ -20,19 +22,24 @@ from raycl.data.sources.json_values import JsonStream, json_line
 from raycl.data.sources.parquet import parquet_items
 from raycl.data.sources.source import SourceFile, SourceFiles
 from raycl.data.sources.table_cells import table_items
-from raycl.errors import DataError
+from raycl.errors import DataError, PluginError, meant
+from raycl.plugins import Names, find, load_function
 
-Format = Literal["auto", "natural_instructions", "olora", "object", "jsonl", "csv", "parquet", "text", "phrasebank"]
+AUTO = "auto"
+"""In the place of a format: by the file's suffix, and for `.json` by how the file begins."""
 
 Source = SourceFile | SourceFiles | HubSplit
 """Where the rows of a split come from."""
+
+Reader = Callable[[SourceFile, Columns, Findings], Iterator[Row]]
+"""Reads a file: its columns of text and label, and where bad rows are noted."""
 
 _SENTIMENTS = ("negative", "neutral", "positive")
 _PEEK = 1 << 16
 
 
 def read_rows(
-    file: Source, format: Format = "auto", columns: Columns | None = None, findings: Findings | None = None
+    file: Source, format: str = AUTO, columns: Columns | None = None, findings: Findings | None = None
 ) -> Iterator[Row]:
     """Yield the rows of `file` in order, streaming; `format` applies to files only.
 
@@ -48,13 +55,14 @@ def read_rows(
         return file.open().rows(columns, findings)
     if isinstance(file, SourceFiles):
         return _joined(file, format, columns, findings)
-    chosen = detect(file) if format == "auto" else format
+    chosen = detect(file) if format == AUTO else format
+    read = reader_of(chosen)
     if chosen != "parquet" and (encoding := file.encoding()) != "UTF-8":
         findings.note(f"{file.name}: read as {encoding}, by its byte order mark")
-    return _READERS[chosen](file, columns, findings)
+    return read(file, columns, findings)
 
 
-def _joined(source: SourceFiles, format: Format, columns: Columns, findings: Findings) -> Iterator[Row]:
+def _joined(source: SourceFiles, format: str, columns: Columns, findings: Findings) -> Iterator[Row]:
     """Yield the rows of all files, numbered through."""
     number = before = 0
     for file in source.files:
@@ -64,8 +72,8 @@ def _joined(source: SourceFiles, format: Format, columns: Columns, findings: Fin
         before = number
 
 
-def detect(file: SourceFile) -> Format:
-    """Detect the format of `file` by its suffix, and for `.json` by how it begins.
+def detect(file: SourceFile) -> str:
+    """Detect the format of `file` by its suffix, and for `.json` by how it begins; `.name` for a format of a package.
 
     Raises:
         DataError: neither is of a known format.
@@ -75,6 +83,8 @@ def detect(file: SourceFile) -> Format:
         return "phrasebank"
     if suffix in _SUFFIXES:
         return _SUFFIXES[suffix]
+    if suffix != ".json" and suffix.removeprefix(".") in FORMAT_NAMES:
+        return suffix.removeprefix(".")
     if suffix != ".json":
         file.refuse(
             f"the suffix '{suffix}' is of no known format: expected .json, .jsonl, .csv, .tsv, .parquet or .txt, or "
@@ -100,7 +110,7 @@ def _is_phrasebank(file: SourceFile) -> bool:
     return first.rpartition("@")[2] in _SENTIMENTS and "@" in first
 
 
-def _format_of_object(file: SourceFile) -> Format:
+def _format_of_object(file: SourceFile) -> str:
     """Detect the format of a JSON file that begins with an object: NaturalInstructions, rows in a field, or JSON
     lines."""
     head = _head(file)
@@ -242,7 +252,7 @@ def _text(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Ro
             yield Row(number, line.strip(), ("",))
 
 
-_SUFFIXES: Mapping[str, Format] = {
+_SUFFIXES: Mapping[str, str] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".csv": "csv",
@@ -251,7 +261,7 @@ _SUFFIXES: Mapping[str, Format] = {
     ".txt": "text",
 }
 
-_READERS: Mapping[str, Callable[[SourceFile, Columns, Findings], Iterator[Row]]] = {
+FORMATS: Mapping[str, Reader] = {
     "natural_instructions": _natural_instructions,
     "olora": _olora,
     "object": _object,
@@ -261,3 +271,45 @@ _READERS: Mapping[str, Callable[[SourceFile, Columns, Findings], Iterator[Row]]]
     "text": _text,
     "phrasebank": _phrasebank,
 }
+"""Format -> what reads the rows of a file in it."""
+
+FORMAT_NAMES = Names("format", FORMATS)
+"""Built-in names and those of packages."""
+
+
+def check_format(name: str) -> str:
+    """Return the name, if files in that format can be read.
+
+    Raises:
+        ValueError: it is unknown. PluginError: its package cannot be used.
+    """
+    if name != AUTO and name not in FORMAT_NAMES:
+        raise ValueError(f"'{name}' is no known format: {meant(name, [AUTO, *FORMAT_NAMES])}")
+    return name
+
+
+Format = Annotated[str, AfterValidator(check_format)]
+"""A setting: `auto`, or the name of a format."""
+
+
+def reader_of(name: str) -> Reader:
+    """Return what reads the rows of a file: of `FORMATS`, else of an installed package.
+
+    Raises:
+        PluginError: neither has it, or the package cannot be used.
+    """
+    found = FORMATS.get(name) or load_function("format", name)
+    if found is None:
+        raise PluginError(f"unknown format '{name}': {meant(name, FORMAT_NAMES)}; is its package installed here?")
+    return found
+
+
+def package_of(file: Source, format: str) -> str:
+    """Return `my-package 1.0` where a package reads the file, on which caches of rows depend; else empty."""
+    if isinstance(file, HubSplit):
+        return ""
+    first = file.files[0] if isinstance(file, SourceFiles) else file
+    suffix = PurePosixPath(first.name).suffix.lower()
+    name = format if format != AUTO else "" if suffix in (*_SUFFIXES, ".json") else suffix.removeprefix(".")
+    plugin = None if not name or name in FORMATS else find("format", name)
+    return "" if plugin is None else plugin.source

@@ -21,7 +21,7 @@ from raycl.data.sources.cache import Entry, Info, entry, key_of
 from raycl.data.sources.chunks import ChunkedRows, Indices
 from raycl.data.sources.fields import Columns, Refuse, Row
 from raycl.data.sources.findings import BadRow, Findings, OnBadRow
-from raycl.data.sources.formats import Format, Source, detect, read_definition, read_rows
+from raycl.data.sources.formats import AUTO, Source, detect, package_of, read_definition, read_rows
 from raycl.data.sources.hub import NO_LABEL, HubSplit, OpenSplit
 from raycl.data.sources.source import SourceFiles
 from raycl.errors import counted
@@ -51,7 +51,7 @@ class Reading:
         on_bad_row: refuse: a row that cannot be used is an error; skip: it is left out and counted.
     """
 
-    format: Format = "auto"
+    format: str = AUTO
     columns: Columns = field(default_factory=Columns)
     labels: Labels = None
     unlabelled: tuple[str, ...] = ()
@@ -167,7 +167,9 @@ def ingest(file: Source, reading: Reading, cache: Path) -> RawRows:
         DataError: the file, a row or a label cannot be used, or there are no rows.
     """
     opened = file.open() if isinstance(file, HubSplit) else file
-    key = key_of(_VERSION, "file", opened.content_hash(cache), file.name, asdict(reading), file.limits.model_dump())
+    package = [one] if (one := package_of(file, reading.format)) else []
+    read_as = (asdict(reading), file.limits.model_dump(), *package)
+    key = key_of(_VERSION, "file", opened.content_hash(cache), file.name, *read_as)
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
         findings = Findings(reading.on_bad_row)
@@ -176,7 +178,7 @@ def ingest(file: Source, reading: Reading, cache: Path) -> RawRows:
             counts = write_rows(rows, _with_classes(reading, opened), writer, file.refuse, findings)
             return {**counts, "definition": ""}
         first = opened.files[0] if isinstance(opened, SourceFiles) else opened
-        format = detect(first) if reading.format == "auto" else reading.format
+        format = detect(first) if reading.format == AUTO else reading.format
         rows = read_rows(opened, format, reading.columns, findings)
         definition = read_definition(first) if format == "natural_instructions" else ""
         return {**write_rows(rows, reading, writer, file.refuse, findings), "definition": definition}

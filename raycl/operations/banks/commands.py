@@ -131,7 +131,7 @@ def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> An
     """Return a fixed mixture as one adapter; without one, each adapter by itself, of which a router chooses."""
     if options.merged or options.with_samples:
         raise BankError("--engine vllm writes adapters alone: leave --merged and --with-samples out")
-    if options.adapters or not router_class(snapshot.router.kind).chooses:
+    if options.adapters or not router_class(snapshot.router).chooses:
         weights = _weights(options.adapters) if options.adapters else _always(bank, snapshot)
         mixtures = {next(iter(weights)) if len(weights) == 1 else MIXTURE: weights}
     else:
@@ -151,7 +151,7 @@ def _always(bank: Bank, snapshot: Snapshot) -> dict[str, float]:
     Raises:
         BankError: the mixture depends on the text.
     """
-    if router_class(snapshot.router.kind).chooses:
+    if router_class(snapshot.router).chooses:
         raise BankError(
             f"router '{snapshot.router.kind}' of snapshot {snapshot.number} mixes adapters for each text: name some of "
             f"{', '.join(entry.name for entry in snapshot.adapters)} with --adapters"

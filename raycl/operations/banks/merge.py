@@ -53,7 +53,7 @@ def merge(bank: Bank, ours: Snapshot, theirs: Snapshot, other: Bank, with_sample
             )
     state = _merged_router(get_router(bank, ours), get_router(other, theirs), ours, theirs)
     if method_config(ours.provenance["config"]["method"]).selects_router:
-        state = router_class(state.kind).selected(state, _dev_queries(bank, ours) | _dev_queries(other, theirs))
+        state = router_class(state).selected(state, _dev_queries(bank, ours) | _dev_queries(other, theirs))
     router, encoder = put_router(bank, state)
     kept: list[Entry] = [(entry, ours.layouts[entry.layout]) for entry in ours.adapters]
     mine = {entry.name: entry for entry in ours.adapters}
@@ -121,7 +121,7 @@ def _merged_router(one: RouterState, two: RouterState, ours: Snapshot, theirs: S
         raise BankError(
             f"{both} cannot be merged: router '{one.kind}' and router '{two.kind}', or its settings, differ"
         )
-    kind = router_class(one.kind)
+    kind = router_class(one)
     tensors: dict[str, Tensor] = dict(one.tensors)
     for name, tensor in two.tensors.items():
         if not torch.equal(tensors.setdefault(name, tensor), tensor):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from raycl import config as configs
-from raycl.errors import RayclError
-from raycl.methods.registry import METHODS, WRAPPERS, method_class, method_config
+from raycl.errors import ConfigError, RayclError
+from raycl.methods.registry import METHODS, method_class, method_config
+from raycl.methods.wrapper import WrapperConfig
 from raycl.operations.plan.opening import opened
 from raycl.operations.plan.shapes import phases_of
+from raycl.plugins import installed
 from raycl.run.config import RunConfig
 
 BACKBONES = {"T5-large": "google-t5/t5-large", "MiniLM": "minilm"}
@@ -25,16 +27,22 @@ HEAD = (
 
 
 def methods_table() -> str:
-    """As Markdown: a row for each method with its default settings."""
+    """As Markdown: a row for each method with its default settings, and a line for each of a package that has none."""
     lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}", *(f"| {' | '.join(row(name))} |" for name in METHODS)]
-    return "\n".join(lines)
+    left_out = []
+    for name in (plugin.name for plugin in installed("method") if plugin.name not in METHODS):
+        try:
+            lines.append(f"| {' | '.join(row(name))} |")
+        except RayclError as error:
+            left_out.append(f"\nnot in the table: {error}")
+    return "\n".join([*lines, *left_out])
 
 
 def row(name: str) -> list[str]:
     """Return the cells of one method, in the order of `HEAD`."""
     config = method_config({"name": name})
     traits = (config.keeps_data, config.task_id_in_training, config.needs_task, config.fine_tunes, config.pre_trains)
-    shown = f"`{name}` around `lora`" if name in WRAPPERS else f"`{name}`"
+    shown = f"`{name}` around `lora`" if isinstance(config, WrapperConfig) else f"`{name}`"
     return [shown, *("yes" if trait else "no" for trait in traits), *_parameters(name)]
 
 
@@ -49,7 +57,7 @@ def _parameters(name: str) -> tuple[str, str]:
         own = method_class(name).own_adapters
         where = "" if backbone == next(iter(BACKBONES)) else f" ({backbone})"
         return f"{_short(second.count)}{where}", _short(second.adapters) if own else "0"
-    raise AssertionError(f"method '{name}' works with none of {', '.join(BACKBONES)}")
+    raise ConfigError(f"method '{name}' works with none of {', '.join(BACKBONES)}")
 
 
 def _config(method: str, backbone: str) -> RunConfig:

@@ -12,7 +12,7 @@ from raycl.config import Tree
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.fields import Columns, Row, other_fields
 from raycl.data.sources.findings import BadRow, Findings
-from raycl.data.sources.formats import Format, Source, read_rows
+from raycl.data.sources.formats import AUTO, Source, read_rows
 from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
 from raycl.data.sources.limits import ReadLimits
 from raycl.data.sources.source import SourceFile
@@ -50,7 +50,7 @@ class Input:
 
     files: tuple[Source, ...]
     columns: Columns
-    format: Format = "auto"
+    format: str = AUTO
 
     def rows(self) -> Iterator[tuple[Source, Row]]:
         """Yield each row with its file.
@@ -99,28 +99,34 @@ class Input:
 
 
 def files_at(
-    addresses: Sequence[str], split: str = "test", config: str | None = None, limits: ReadLimits | None = None
+    addresses: Sequence[str],
+    split: str = "test",
+    config: str | None = None,
+    limits: ReadLimits | None = None,
+    format: str = AUTO,
 ) -> tuple[Source, ...]:
     """Return files at paths or URIs; of a folder, those with a known suffix, in the order of their names; datasets.
 
     Args:
         split, config: of a dataset: an `hf://` name, or a local folder in the hub's layout.
         limits: beyond which they are refused; None: the usual ones.
+        format: of the files, whose suffix may also be its name.
 
     Raises:
         DataError: a file does not exist, or a folder has none.
     """
     found: list[Source] = []
+    suffixes = (*SUFFIXES, f".{format}")
     for address in addresses:
-        if address.startswith(HUB) and not address.endswith(SUFFIXES):
+        if address.startswith(HUB) and not address.endswith(suffixes):
             found.append(HubSplit(address, split, config))
             continue
         file, folder = SourceFile.at(address), Storage.at(address)
-        if file.name.endswith(SUFFIXES):
+        if file.name.endswith(suffixes):
             file.require()
             found.append(file)
             continue
-        names = sorted(name for name in folder.list() if name.endswith(SUFFIXES))
+        names = sorted(name for name in folder.list() if name.endswith(suffixes))
         local = Path(folder.root) if folder.is_local else None
         is_saved = local is not None and any((local / name).is_file() for name in SAVED)
         if local is not None and is_dataset_folder(local) and (config or is_saved or not names):

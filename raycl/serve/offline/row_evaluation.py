@@ -14,7 +14,7 @@ from raycl.data.sources.conversation import last_contents, messages_of
 from raycl.data.sources.fields import Row
 from raycl.data.sources.ingest import MAX_AUTO_LABELS
 from raycl.errors import DataError
-from raycl.metrics.per_example import NEED_SOURCES, check_metric, taken_for_same
+from raycl.metrics.per_example import check_metric, taken_for_same
 from raycl.metrics.settings import EvalConfig
 from raycl.scoring.scored_task import score_answers
 from raycl.serve.offline.model import OfflineModel, Text
@@ -52,22 +52,21 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     Its `eval.off_task` counts here too, and its `eval.labels` where the task is named.
 
     Args:
-        metric: a name in `raycl.metrics.per_example.METRICS`; None: that of the task whose rows these
+        metric: a name in `raycl.metrics.per_example.METRICS` or of a package; None: that of the task whose rows these
             are (`_task_of`), else `exact_match`.
         settings: of `OfflineModel.predict`.
 
     Raises:
         ConfigError: no such metric. DataError: no rows, or one cannot be used.
     """
-    if metric is not None:
-        check_metric(metric)
+    needs_sources = metric is None or check_metric(metric).needs_sources
     references: list[tuple[str, ...]] = []
     sources: list[str] = []
 
     def texts() -> Iterator[Text]:
         for _, row in given.rows():
             references.append(row.references)
-            if metric is None or metric in NEED_SOURCES:
+            if needs_sources:
                 sources.extend(last_contents([row.text]) if row.is_chat else [row.text])
             yield _text_of(row)
 

@@ -73,7 +73,7 @@ def open_choice(config: ServeConfig) -> AdapterChoice:
 
 
 def _check_router(snapshot: Snapshot) -> None:
-    needed = {"embeddings", "hidden_states"} & router_class(snapshot.router.kind).needs
+    needed = {"embeddings", "hidden_states"} & router_class(snapshot.router).needs
     if needed:
         raise ConfigError(
             f"router '{snapshot.router.kind}' of snapshot {snapshot.number} reads the backbone's "

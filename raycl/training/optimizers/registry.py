@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from raycl.errors import meant
+from raycl.plugins import load_class, names
 
 if TYPE_CHECKING:
     from raycl.training.optimizers.base import OptimizerKind
@@ -61,7 +62,7 @@ def register_optimizer(name: str, kind: type[OptimizerKind]) -> None:
 
 def optimizer_names() -> tuple[str, ...]:
     """All names that `train.optimizer` may have."""
-    return (*OPTIMIZERS, *REGISTERED.names())
+    return (*OPTIMIZERS, *REGISTERED.names(), *names("optimizer"))
 
 
 def optimizer_class(name: str) -> type[OptimizerKind]:
@@ -72,6 +73,8 @@ def optimizer_class(name: str) -> type[OptimizerKind]:
     """
     from raycl.training.optimizers.base import OptimizerKind  # brings torch, which settings do without
 
+    if name not in OPTIMIZERS and (found := load_class("optimizer", name, OptimizerKind)) is not None:
+        return found
     if (registered := REGISTERED.kind(name)) is not None:
         return registered
     if name not in OPTIMIZERS:

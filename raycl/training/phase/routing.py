@@ -98,7 +98,7 @@ def router_record(learned: Learned, tasks: Sequence[str]) -> tuple[dict[str, Any
     if not owners:
         return {}, {}
     state = learned.router
-    values = {name: getattr(state, name) for name in ("kind", "settings", "encoder", "encoder_sha256")}
+    values = {name: getattr(state, name) for name in ("kind", "settings", "encoder", "encoder_sha256", "package")}
     pairs = [[name, list(tasks)] for name, tasks in owners.items()]  # their order counts
     return {**values, "owners": pairs}, {f"{PUBLISHED}/{name}": one for name, one in state.tensors.items()}
 

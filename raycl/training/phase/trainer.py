@@ -15,6 +15,7 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.loader import GlobalOrder, Loader
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import Step, TaskContext
+from raycl.routing.routers import with_package
 from raycl.training.control import Control
 from raycl.training.disk_space import growth, plan_of, shortage
 from raycl.training.distributed import DistributedContext, load_parameters, whole
@@ -250,6 +251,7 @@ class TaskTrainer:
         kept = trained_names(context.backbone)
         done.parameters = {name: done.parameters[name] for name in kept if name in done.parameters}
         if learned is not None:
+            learned.router = with_package(learned.router)
             seen = [task.name for one in context.phases[: phase.index + 1] for task in one.tasks]
             done.router, tensors = router_record(learned, seen)
             done.frozen_state = TensorGroups.of(done.frozen_state) | tensors

@@ -85,7 +85,12 @@ def publish(
         [_task_info(context, task) for task in seen],
         encoder,
         parent=parent.number if parent else None,
-        provenance={**provenance, "config": context.info.tree, "inputs": inputs, "versions": versions()},
+        provenance={
+            **provenance,
+            "config": context.info.tree,
+            "inputs": inputs,
+            "versions": versions(context.info.plugins),
+        },
         again=all(manifest.version in known[manifest.name] for manifest in fresh),
         training=put_training_state(bank, done, state.phases, objects),
     )

@@ -48,7 +48,7 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
         "train_s": seconds,
         "trained_parameters": max((entry.get("trained_parameters", 0) for entry in times), default=0) or None,
         "peak_memory_mb": max((entry["peak_memory_mb"] for entry in times), default=None),
-        "versions": versions(),
+        "versions": versions(info.plugins),
         "version_changes": version_changes(state.attempts),
         "seeds": {"run": info.seed},
         "attempts": len(state.attempts),

@@ -32,6 +32,7 @@ class _Router(TypedDict, total=False):
     settings: dict[str, Any]
     encoder: dict[str, Any] | None
     encoder_sha256: str
+    package: str
     owners: list[tuple[str, list[str]]]
 
 

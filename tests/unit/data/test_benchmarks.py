@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raycl.data.benchmarks import builtin
-from raycl.data.benchmarks.knowledge import OLORA_GROUPS, TASKS, canonical
+from raycl.data.benchmarks.knowledge import OLORA_GROUPS, TASKS, canonical, folder_names
 from raycl.data.benchmarks.layout import check_name, locate
 from raycl.data.benchmarks.orders import ALIASES, ORDERS, find, require
 from raycl.errors import ConfigError, DataError, MissingTasksError
@@ -91,14 +91,14 @@ def touch(folder: Path, *names: str) -> None:
 )
 def test_tasks_are_found_in_every_layout(tmp_path: Path, place: str) -> None:
     touch(tmp_path / place, "train.json", "test.json", "dev.json")
-    found = locate(Storage.at(tmp_path), ["agnews"], ["train", "test"], allow_missing=False)
+    found = locate(Storage.at(tmp_path), {"agnews": folder_names("agnews")}, ["train", "test"], allow_missing=False)
     assert found["agnews"].folder.uri == str(tmp_path / place)
     assert set(found["agnews"].files) == {"train", "dev", "test"}
 
 
 def test_a_group_folder_of_the_same_name_is_not_the_task(tmp_path: Path) -> None:
     touch(tmp_path / "QQP" / "QQP", "train.json", "test.json")
-    found = locate(Storage.at(tmp_path), ["qqp"], ["train", "test"], allow_missing=False)
+    found = locate(Storage.at(tmp_path), {"qqp": folder_names("qqp")}, ["train", "test"], allow_missing=False)
     assert found["qqp"].folder.uri == str(tmp_path / "QQP" / "QQP")
 
 
@@ -106,14 +106,15 @@ def test_all_missing_tasks_are_named_at_once(tmp_path: Path, caplog: pytest.LogC
     touch(tmp_path / "agnews", "train.json", "test.json")
     touch(tmp_path / "yelp", "train.json")
     root, tasks = Storage.at(tmp_path), ["agnews", "yelp", "wic"]
+    wanted = {name: folder_names(name) for name in tasks}
     with pytest.raises(
         MissingTasksError, match=r"2 of 3 tasks .*yelp \(no test file\), wic \(no folder\).*allow_missing"
     ):
-        locate(root, tasks, ["train", "test"], allow_missing=False)
-    assert list(locate(root, tasks, ["train", "test"], allow_missing=True)) == ["agnews"]
+        locate(root, wanted, ["train", "test"], allow_missing=False)
+    assert list(locate(root, wanted, ["train", "test"], allow_missing=True)) == ["agnews"]
     assert "continuing without 2 tasks" in caplog.text
     with pytest.raises(MissingTasksError):
-        locate(root, ["wic"], ["train", "test"], allow_missing=True)
+        locate(root, {"wic": folder_names("wic")}, ["train", "test"], allow_missing=True)
 
 
 @pytest.mark.parametrize("name", ["", " ", "a/b", "a\\b", "..", "x..y"])
@@ -125,5 +126,5 @@ def test_names_with_a_path_in_them_are_refused(name: str) -> None:
 def test_json_is_preferred_where_a_split_comes_in_two_formats(tmp_path: Path) -> None:
     touch(tmp_path / "t", "train.json", "train.csv", "test.csv")
     (tmp_path / "t" / "train.json").write_text(json.dumps([]))
-    files = locate(Storage.at(tmp_path), ["t"], ["train", "test"], allow_missing=False)["t"].files
+    files = locate(Storage.at(tmp_path), {"t": folder_names("t")}, ["train", "test"], allow_missing=False)["t"].files
     assert (files["train"].name, files["test"].name) == ("train.json", "test.csv")

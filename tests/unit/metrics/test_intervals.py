@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raycl.metrics.intervals import interval
-from raycl.metrics.per_example import _LIBRARIES, ROW_MEANS, score
+from raycl.metrics.per_example import METRICS, score
 
 
 def test_rows_that_are_right_or_wrong_have_wilsons_interval() -> None:
@@ -27,9 +27,9 @@ def test_other_scores_have_the_interval_of_a_bootstrap() -> None:
     assert interval([40.0] * 3) == (40.0, 40.0)
 
 
-@pytest.mark.parametrize("metric", sorted(ROW_MEANS))
+@pytest.mark.parametrize("metric", sorted(name for name, metric in METRICS.items() if metric.mean_of_rows))
 def test_such_metrics_are_means_over_rows(metric: str) -> None:
-    if importlib.util.find_spec(_LIBRARIES.get(metric, ("re", ""))[0]) is None:
+    if importlib.util.find_spec(METRICS[metric].library or "re") is None:
         return
     given, accepted = ["red", "the blue", "", "cat"], [["red"], ["blue", "a"], ["cat"], ["dog"]]
     labels = ["red", "blue", "cat", "dog"]

@@ -20,6 +20,7 @@ from raycl.operations.sweep.definition.config import SweepConfig
 from raycl.operations.sweep.definition.folder import SweepFolder, plain
 from raycl.operations.sweep.definition.space import Draw, Settings, in_order, key_of, step_value
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
+from raycl.run.config import plugins_of
 from raycl.training.records.stops.request import HostStop
 from raycl.training.records.stops.signal import is_stopped
 
@@ -53,8 +54,9 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
         self.numbers[trial_id] = number
         self.folder.clear_failure(number)
         self.folder.write_settings(number, settings)
-        run = configs.as_tree(self.folder.config(self.sweep, number, settings))  # here, where relative paths are valid
-        return {"number": number, "settings": settings, "run": json.dumps(run)}
+        config = self.folder.config(self.sweep, number, settings)  # here, where relative paths are valid
+        texts = {"run": json.dumps(configs.as_tree(config)), "plugins": json.dumps(plugins_of(config))}
+        return {"number": number, "settings": settings, **texts}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Nothing to learn from it."""

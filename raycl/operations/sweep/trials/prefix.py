@@ -7,8 +7,8 @@ phases; settings classes remove what a method or modifier does not use yet (`cac
 Removed: tasks to come (their names stay, as a set: answers are also compared with the labels of all other tasks),
 epochs and learning rates of tasks to come, `stream.unseen` (evaluated after the last phase, and before the first with
 `eval.untrained`), `eval.singles` (it is read when results are written), sections about where a run writes and is
-followed. Kept besides the config: raycl's version, the number of phases, workers and their CPUs (sums of floats depend
-on both).
+followed. Kept besides the config: versions of raycl and of packages that add to it, the number of phases, workers and
+their CPUs (sums of floats depend on both).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from raycl import __version__
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.run.config import RunConfig
+from raycl.run.config import RunConfig, plugins_of
 from raycl.training.settings import EXEMPT
 
 BY_PHASE = ("epochs", "epochs_by_task", "learning_rate", "learning_rate_by_task")
@@ -60,7 +60,7 @@ def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
     kept["train"] = {key: value for key, value in kept["train"].items() if key not in BY_PHASE}
     kept["eval"].pop("singles")
     workers = {key: tree["launch"][key] for key in ("workers", "cpus_per_worker", "gpus_per_worker")}
-    return {**kept, "raycl": __version__, "workers": workers}
+    return {**kept, "raycl": __version__, "plugins": plugins_of(config), "workers": workers}
 
 
 def _phase(config: RunConfig, index: int, tasks: Sequence[str]) -> Tree:

@@ -19,8 +19,9 @@ from raycl.config import Tree
 from raycl.config.names import FolderName
 from raycl.errors import DamagedError, FormatError
 from raycl.launch import driver
-from raycl.methods.registry import WRAPPERS, method_class
-from raycl.run.config import RunConfig
+from raycl.methods.registry import method_class
+from raycl.methods.wrapper import WrapperConfig
+from raycl.run.config import RunConfig, plugins_of
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
 
@@ -45,7 +46,7 @@ def separate_tree(config: RunConfig) -> Tree:
     """Return the run under schedule `separate`, else as in `config`; tasks sorted, since their order does not matter to
     it."""
     tree = configs.as_tree(config)
-    tree["method"] = tree["method"]["learner"] if config.method.name in WRAPPERS else tree["method"]
+    tree["method"] = tree["method"]["learner"] if isinstance(config.method, WrapperConfig) else tree["method"]
     tree["stream"]["schedule"] = "separate"
     tree["eval"]["singles"] = tree["stream"]["unseen"] = None
     tree["eval"]["untrained"] = False
@@ -62,7 +63,8 @@ def separate_key(tree: Tree) -> str:
     unused = method_class(kept["method"]["name"]).Config.unused_for_single_task
     kept["method"] = configs.remaining(kept["method"], unused)
     workers = {key: tree["launch"][key] for key in ("workers", "cpus_per_worker", "gpus_per_worker")}
-    return hashlib.sha256(json.dumps([kept, workers, __version__], sort_keys=True).encode()).hexdigest()[:24]
+    used = plugins_of(configs.validate(RunConfig, tree))
+    return hashlib.sha256(json.dumps([kept, workers, __version__, used], sort_keys=True).encode()).hexdigest()[:24]
 
 
 def singles_of(config: RunConfig, directory: str, options: driver.RunOptions | None = None) -> RunConfig:

@@ -29,6 +29,7 @@ from raycl.operations.sweep.definition.folder import SWEEP, SweepFolder
 from raycl.operations.sweep.definition.measure import measured
 from raycl.operations.sweep.trials.prefix import fork_records, prefix_keys
 from raycl.operations.sweep.trials.single_tasks import singles_of
+from raycl.plugins import Used, require
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
@@ -63,11 +64,12 @@ class Work:
     shared: frozenset[str] = field(default_factory=frozenset)
 
 
-def run_trial(work: Work, number: int, config: RunConfig) -> None:
+def run_trial(work: Work, number: int, tree: Tree, plugins: Used) -> None:
     """Run, or continue with, trial `number`; what fails is tried again, then written down and reported.
 
     Args:
-        config: of its run, all paths absolute: this process works in a folder of Tune's.
+        tree: config of its run, all paths absolute: this process works in a folder of Tune's.
+        plugins: what it uses of other packages, as the driver has them.
     """
     log.handlers = [logging.NullHandler()]  # a run has a log file of its own
     log.propagate = False
@@ -77,19 +79,19 @@ def run_trial(work: Work, number: int, config: RunConfig) -> None:
         raise RunError(
             f"the node {socket.gethostname()} does not see '{folder.storage.uri}': use --dir on shared storage"
         )
-    trial = Trial(sweep, folder, number, config, work)
     for tries in range(1, sweep.retries + 2):
         if work.stop.is_requested:
             return
         try:
-            trial.learn()
+            require(plugins)
+            Trial(sweep, folder, number, configs.validate(RunConfig, tree), work).learn()
             return
         except RayclError as error:
             if isinstance(error, StoppedError) and work.stop.is_requested:
                 return
             if tries > sweep.retries or isinstance(error, ConfigError | DataError):
                 message = f"{error} (tried {tries} times)" if tries > 1 else str(error)
-                trial.folder.write_failure(number, message)
+                folder.write_failure(number, message)
                 tune.report({FAILED: message})
                 return
 
@@ -197,7 +199,7 @@ def as_trainable(work: Work) -> Callable[[dict[str, Any]], None]:
     """Return the function that Tune calls for each trial."""
 
     def trial(config: dict[str, Any], work: Work) -> None:
-        run_trial(work, int(config["number"]), configs.validate(RunConfig, json.loads(config["run"])))
+        run_trial(work, int(config["number"]), json.loads(config["run"]), json.loads(config["plugins"]))
 
     given: Callable[[dict[str, Any]], None] = tune.with_parameters(trial, work=work)  # references travel in the store
     return given
