@@ -37,6 +37,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
 OPTIMIZERS = ("adafactor", "sgd")
