@@ -170,7 +170,7 @@ class Routed:
 def work(tree: Path, folder: Path, listed: Mapping[str, dict[str, Any]]) -> None:
     """Train the runs that `folder` does not hold, in this process, which runs the code in `tree`."""
     import raycl
-    from raycl.errors import RayclError
+    from raycl.errors import RayclError, StoppedError
 
     assert tree in Path(raycl.__file__).parents, f"raycl is imported from {raycl.__file__}, not from {tree}"
     in_process = "in_process" in inspect.signature(raycl.train).parameters
@@ -188,6 +188,8 @@ def work(tree: Path, folder: Path, listed: Mapping[str, dict[str, Any]]) -> None
         begun, end = time.time(), {"trained": True}
         try:
             _train(raycl, sections, folder / name, options)
+        except StoppedError:  # by a signal: the run is trained by the next call
+            raise
         except RayclError as error:
             end = {"refused": str(error)}
         except FAULTS:
