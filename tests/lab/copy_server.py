@@ -38,7 +38,6 @@ LIBRARIES = (
     "aiohttp_cors",
     "colorful",
     "deepspeed",
-    "faiss",
     "fastapi",
     "fsspec.implementations.local",
     "google.protobuf.json_format",
