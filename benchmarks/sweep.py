@@ -20,6 +20,8 @@ from typing import Any
 from benchmarks.figures import Figure, Report, machine
 from raycl import config as configs
 from raycl.launch import driver
+from raycl.launch.cluster import joined
+from raycl.launch.prepared_run import prepare
 from raycl.operations.sweep.definition.config import SweepConfig
 from raycl.operations.sweep.drive import run_sweep
 from raycl.operations.sweep.outcome import Outcome
@@ -66,7 +68,10 @@ def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
     before = os.getloadavg()[0]
     figures: list[Figure] = []
-    with tempfile.TemporaryDirectory(prefix="raycl-bench-") as folder, driver.cluster(base(options), dashboard=True):
+    with (
+        tempfile.TemporaryDirectory(prefix="raycl-bench-") as folder,
+        joined(base(options).launch.address, dashboard=True),
+    ):
         if options.part != "asha":
             figures += overhead(options, Path(folder))
         if options.part != "overhead":
@@ -96,7 +101,7 @@ def overhead(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
         log.info("run alone, then as a trial: %d of %d", number + 1, options.repeats)
         own = {**tree(options, TASKS[:2]), "seed": number, "output": {"dir": str(folder), "name": f"alone-{number}"}}
         began = time.monotonic()
-        driver.train(driver.prepare(configs.validate(RunConfig, own)))
+        driver.train(prepare(configs.validate(RunConfig, own)))
         alone.append(time.monotonic() - began)
         space = {"seed": {"grid": [number]}}
         one = {"name": f"one-{number}", "base": tree(options, TASKS[:2]), "space": space, "search": "grid"}

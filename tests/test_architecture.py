@@ -143,7 +143,7 @@ SOUND = [
         "raycl/data/x.py",
         "from raycl.data.y import z\nfrom . import y\nfrom raycl import __version__\nfrom raycl.types import Task",
     ),
-    ("raycl/launch/driver.py", "import ray.train\nfrom raycl.run.assembly import build"),
+    ("raycl/launch/ray_train.py", "import ray.train\nfrom raycl.run.assembly import build"),
     ("raycl/backbone/load.py", "AutoModel.from_pretrained('x')"),
     ("raycl/backbone.py", "AutoModel.from_pretrained('x')"),
     ("raycl/backbone/load.py", "x = EncoderBackbone if kind == 'encoder' else {'decoder': CausalBackbone}[kind]"),

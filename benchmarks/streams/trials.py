@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.streams.worksheet import Sheet
 from raycl.errors import RunError
 from raycl.launch import driver
+from raycl.launch.prepared_run import prepare
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
@@ -111,7 +112,7 @@ def worker_niceness() -> int:
 def run_raycl(config: RunConfig) -> Trial:
     """Return a run through Ray Train, from an empty folder and an empty cache to its results."""
     began = time.time()
-    prepared = driver.prepare(config)
+    prepared = prepare(config)
     called = time.time()
     results = driver.train(prepared)
     wall = time.time() - began

@@ -17,8 +17,8 @@ from raycl.api.models import Model, load
 from raycl.api.tasks import InMemoryTask
 from raycl.config import Tree
 from raycl.errors import ConfigError, RunError
-from raycl.launch import commands, console, driver
-from raycl.launch.driver import Prepared, RunOptions
+from raycl.launch import console, driver, prepared_run, requested_run
+from raycl.launch.prepared_run import Prepared
 from raycl.metrics.run_results import method_of, metric_of, read_results, tasks_of, values_of
 from raycl.operations.report.plots import heatmap
 from raycl.operations.report.tables import matrix_table
@@ -45,7 +45,6 @@ def train(
     dir: str | None = None,
     on_phase: OnPhase | None = None,
     quiet: bool = False,
-    in_process: bool = False,
     **sections: Any,
 ) -> Run:
     """Train on a stream of tasks, one after another, to its end.
@@ -57,8 +56,8 @@ def train(
         name, dir: of the run's folder (`output.name`, `output.dir`).
         on_phase: see `OnPhase`.
         quiet: print no progress.
-        in_process: the only worker is this process.
-        sections: other sections of the config, for example train={"epochs": 3}, bank={"dir": "bank"}.
+        sections: other sections of the config, for example train={"epochs": 3}, bank={"dir": "bank"};
+            launch={"mode": "local"} trains in this process, without Ray.
 
     Raises:
         ConfigError: a setting that does not exist or fit. RayclError: as of `raycl train`.
@@ -68,7 +67,7 @@ def train(
     tree: Tree = {**sections, "output": output, "stream": _stream(stream, directory), "method": _named(method)}
     if backbone is not None:
         tree["backbone"] = _named(backbone)
-    return _trained(driver.prepare(run_config.from_tree(tree)), on_phase, quiet, in_process)
+    return _trained(prepared_run.prepare(run_config.from_tree(tree)), on_phase, quiet)
 
 
 class Run:
@@ -84,7 +83,7 @@ class Run:
         Raises:
             ResumeError: there is none.
         """
-        self._storage, self._config, _ = driver.run_in(folder)
+        self._storage, self._config, _ = prepared_run.run_in(folder)
         self.folder = self._storage.address
 
     @property
@@ -127,26 +126,26 @@ class Run:
         Where its branch of the bank was rolled back, a new run learns them from there, and this one stays as it is.
 
         Args:
-            options: on_phase, quiet, in_process: see `train`.
+            options: on_phase, quiet: see `train`.
         """
         added = [json.dumps(one) if isinstance(one, dict) else one for one in _specs(tasks, self._directory)]
-        return _trained(commands.prepared(None, (), self.folder, added, None), **options)
+        return _trained(requested_run.prepared(None, (), self.folder, added, None), **options)
 
     def revise(self, task: Task, name: str | None = None, **options: Any) -> Run:
         """Learn one task again, with new data if given; returns a new run, this one stays as it is.
 
         Args:
-            name: of the new run's folder. options: on_phase, quiet, in_process: see `train`.
+            name: of the new run's folder. options: on_phase, quiet: see `train`.
         """
         (spec,) = _specs([task], self._directory)
         given = json.dumps(spec) if isinstance(spec, dict) else spec
         overrides = [f"output.name={name}"] if name else []
-        prepared = commands.prepared(None, overrides, self.folder, (), given)
+        prepared = requested_run.prepared(None, overrides, self.folder, (), given)
         return _trained(prepared, **options)
 
     def resume(self, **options: Any) -> Run:
         """Continue a run that was stopped; the result is that of a run that was not."""
-        return _trained(driver.reopen(self.folder), **options)
+        return _trained(prepared_run.reopen(self.folder), **options)
 
     def plot(self, path: str | Path | None = None) -> Path:
         """Draw the matrix as a heat map; returns the file (default: matrix.png, in the run's folder if it is local)."""
@@ -179,11 +178,11 @@ class Run:
         return f"Run('{self.folder}', {method_of(results)}, tasks={tasks_of(results)}{score})"
 
 
-def _trained(prepared: Prepared, on_phase: OnPhase | None = None, quiet: bool = False, in_process: bool = False) -> Run:
+def _trained(prepared: Prepared, on_phase: OnPhase | None = None, quiet: bool = False) -> Run:
     if not quiet:
         console.log_to_stderr()
     with _watched(prepared.storage, on_phase):
-        driver.train(prepared, RunOptions(in_process=in_process))
+        driver.train(prepared)
     return Run(prepared.storage.address)
 
 

@@ -26,6 +26,7 @@ from ray._private.state import jobs
 from ray.exceptions import RayError
 
 from raycl.errors import LaunchError
+from raycl.launch.termination import exit_on_sigterm, exits_on_sigterm
 
 log = logging.getLogger("raycl")
 
@@ -77,6 +78,29 @@ def connect(
             "here, or, where it needs a token, export RAY_AUTH_MODE=token"
         ) from error
     log.info("Ray %s in %.0f s", f"joined at {given}" if given else "started here", time.monotonic() - began)
+
+
+@contextmanager
+def joined(address: str | None, dashboard: bool = False) -> Iterator[None]:
+    """Join the cluster that is named, or start one here, unless this process has one; it is left again on exit.
+
+    Args:
+        address: from the config. dashboard: start it too; without it Train's cleaner of what a dead trial leaves behind
+            cannot work.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    # Progress comes through the run's own log (`follow`): Ray's forwarding would mix in its helpers' chatter. Without
+    # the dashboard a local start takes a third of the time; what it would clean up ends with the cluster anyway.
+    exits = exits_on_sigterm()
+    connect(address, dashboard=dashboard)
+    if exits:  # Ray has put its own handler there
+        exit_on_sigterm()
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 @contextmanager

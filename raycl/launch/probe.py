@@ -11,7 +11,7 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.config import Tree, trust
 from raycl.errors import ConfigError, RunError, StorageError
-from raycl.launch.driver import run_in
+from raycl.launch.prepared_run import run_in
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.storage import Storage

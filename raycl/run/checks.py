@@ -270,6 +270,14 @@ def check_untrained(config: RunConfig, stream: Stream, codec: TextCodec) -> None
         )
 
 
+def needs_ray(what: str) -> ConfigError:
+    """For those that start processes for runs of `launch.mode=local`."""
+    return ConfigError(
+        f"{what} runs on Ray, in processes of its own, and launch.mode is local: leave launch.mode at ray, or train "
+        "each run with raycl train"
+    )
+
+
 def read_singles(config: RunConfig) -> dict[str, float] | None:
     """Task -> score when trained alone, from `eval.singles`.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Iterator
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from raycl.config import Section
 from raycl.config.names import FolderName
@@ -11,6 +14,11 @@ from raycl.config.names import FolderName
 class LaunchConfig(Section):
     """Workers, and the Ray cluster that they run on."""
 
+    mode: Literal["ray", "local"] = Field(
+        "ray",
+        description="ray: workers of Ray Train; local: this process is the only worker, without Ray: it starts in "
+        "seconds, and a debugger stops in it",
+    )
     workers: int = Field(1, ge=1, description="processes that train together")
     cpus_per_worker: float | None = Field(
         None, gt=0, description="CPUs of a worker; null: the cluster's CPUs shared evenly"
@@ -35,6 +43,21 @@ class LaunchConfig(Section):
         "never. Longer than its longest step: an optimizer step, the evaluation of one task, preparing one",
     )
     fresh_workers_per_task: bool = Field(False, description="new worker processes for every task")
+
+    @model_validator(mode="after")
+    def _one_worker_in_this_process(self) -> Self:
+        if self.mode == "local" and self.workers > 1:
+            raise ValueError(
+                f"launch.workers is {self.workers}, and with launch.mode=local this process is the only worker: set "
+                "launch.workers to 1, or launch.mode to ray"
+            )
+        return self
+
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
+        """What is about Ray, and about other processes, in a run of this process alone."""
+        if self.mode == "local":
+            names = ("address", "max_failures", "wait_for_nodes", "hang_s", "fresh_workers_per_task")
+            yield from ((name, "mode=local") for name in names)
 
 
 class OutputConfig(Section):

@@ -20,7 +20,7 @@ from raycl.bank.manifest import FORMAT
 from raycl.bank.routers import get_router
 from raycl.bank.training_state import state_objects
 from raycl.errors import BankError, ConfigError, RayclError, RunError, StorageError, UnreachableError
-from raycl.launch import driver, worker
+from raycl.launch import prepared_run
 from raycl.methods.base import at
 from raycl.operations.banks.maintenance import prune, verify
 from raycl.operations.banks.merge import merge
@@ -30,6 +30,7 @@ from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.storage.records import seal, unseal
 from raycl.training.records.journal import Journal, read_state
+from raycl.training.records.tensor_objects import SharedReader
 
 GENERATED = {
     "name": "replay",
@@ -66,11 +67,11 @@ def tree_of(lab: Lab, case: str, tasks: list[Any], bank: Path) -> dict[str, Any]
     return {**tree, "bank": {"dir": str(bank)}}
 
 
-def begun(tree: dict[str, Any], folder: Path) -> Storage:
+def begun(tree: dict[str, Any], folder: Path, shared: SharedReader | None = None) -> Storage:
     """A run as `jobs/train_stream.py` prepares it, on one worker without Ray."""
     config = run_config.from_tree({**tree, "output": {"dir": str(folder.parent), "name": folder.name}})
-    work(driver.prepare(config))
-    driver.finish(driver.reopen(str(folder)))
+    work(prepared_run.prepare(config), shared)
+    prepared_run.finish(prepared_run.reopen(str(folder)))
     return Storage.at(folder)
 
 
@@ -101,8 +102,7 @@ def test_it_equals_the_run_that_knew_all_tasks(
     shutil.rmtree(tmp_path / "runs/first")
     bank, other = Bank.at(tmp_path / "bank"), Bank.at(tmp_path / "other")
     start = {"bank": {"start": f"{tmp_path / 'bank'}@main"}, "stream": {"tasks": tasks[2:]}}
-    monkeypatch.setattr(worker, "_shared_reader", lambda config, world: Bank)
-    later = begun(start, tmp_path / "runs/later")
+    later = begun(start, tmp_path / "runs/later", Bank)
     first_objects = {info.file for info in state_objects(bank, bank.open(2)).values()}
     assert not first_objects & later.files("objects").keys(), "a tensor of the snapshot was copied"
     assert not whole.files("objects").keys() & other.storage.files("objects").keys(), "a published tensor was copied"
@@ -154,13 +154,13 @@ def test_a_run_that_died_before_its_first_record_starts_again(
     bank = learned(tmp_path)
     given = {"bank": {"start": f"{bank.storage.uri}@main"}, "stream": {"tasks": lab.tasks[1:]}}
     tree = {**given, "output": {"dir": str(tmp_path), "name": "died"}}
-    prepared = driver.prepare(run_config.from_tree(tree))
+    prepared = prepared_run.prepare(run_config.from_tree(tree))
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "begin_with", lambda *_: (_ for _ in ()).throw(UnreachableError("the store is away")))
         with pytest.raises(UnreachableError):
             work(prepared)
     assert read_state(prepared.storage).attempts and not read_state(prepared.storage).checkpoints
-    work(driver.reopen(prepared.storage.uri))
+    work(prepared_run.reopen(prepared.storage.uri))
     assert {step[0] for step in trace(prepared.storage)} == {1}
 
 
@@ -198,7 +198,7 @@ def test_replay_needs_the_rows_of_earlier_tasks(lab: Lab, tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "old")
     config = started(str(tmp_path / "bank"), lab.tasks[1:], output={"dir": str(tmp_path), "name": "later"})
     with pytest.raises(ConfigError, match=r"method 'replay' trains on rows of colour again, and their data is out of"):
-        driver.prepare(config)
+        prepared_run.prepare(config)
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,7 @@ def test_a_snapshot_of_a_run_that_used_all_tasks_at_once_is_refused(lab: Lab, me
     third = {**lab.tasks[0], "name": "third"}
     given = {"bank": {"start": f"{tmp_path / 'bank'}@main"}, "stream": {"tasks": [third]}}
     with pytest.raises(RunError, match="start a new run instead"):
-        driver.prepare(run_config.from_tree({**given, "output": {"dir": str(tmp_path), "name": "later"}}))
+        prepared_run.prepare(run_config.from_tree({**given, "output": {"dir": str(tmp_path), "name": "later"}}))
 
 
 def test_a_branch_that_has_moved_on_is_said_before_training_and_nothing_learned_is_lost(
@@ -321,24 +321,24 @@ def test_a_branch_that_has_moved_on_is_said_before_training_and_nothing_learned_
     bank, tasks = learned(tmp_path), lab.tasks[1:]
     given = {"bank": {"start": f"{bank.storage.uri}@1"}, "stream": {"tasks": tasks}}
     held = {**given, "output": {"dir": str(tmp_path), "name": "slow"}}
-    slow = driver.prepare(run_config.from_tree(held))
+    slow = prepared_run.prepare(run_config.from_tree(held))
     begun({**given, "train": {"epochs_by_task": {"animal": 2}}}, tmp_path / "fast")
     with pytest.raises(
         RunError, match=r"points at snapshot 2, not at 1, from which .*bank.branch=NAME.*bank.start=.*@main"
     ):
-        driver.prepare(run_config.from_tree({**held, "output": {"dir": str(tmp_path), "name": "late"}}))
+        prepared_run.prepare(run_config.from_tree({**held, "output": {"dir": str(tmp_path), "name": "late"}}))
     with pytest.raises(
         RayclError, match=r"snapshot \d is stored, but branch 'main' .* with --resume \S+ bank.branch=NAME"
     ):
         work(slow)
     assert head_of(bank).provenance["run"].endswith("fast") and len(read_state(slow.storage).checkpoints) >= 1
     slow.storage.delete("errors")  # the next driver has another name
-    again = driver.reopen(slow.storage.uri, overrides=("bank.branch=mine",))
+    again = prepared_run.reopen(slow.storage.uri, overrides=("bank.branch=mine",))
     work(again)
-    assert driver.finish(driver.reopen(slow.storage.uri))["finished"]
+    assert prepared_run.finish(prepared_run.reopen(slow.storage.uri))["finished"]
     assert head_of(bank, "mine").provenance["run"].endswith("slow") and head_of(bank, "mine").parent == 1
     with pytest.raises(RunError, match="is at snapshot 2, and this run starts from none: publish onto another branch"):
-        driver.prepare(run_config.from_tree(tree_of(lab, "lora", lab.tasks[:1], tmp_path / "bank")))
+        prepared_run.prepare(run_config.from_tree(tree_of(lab, "lora", lab.tasks[:1], tmp_path / "bank")))
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "version"])
@@ -359,7 +359,7 @@ def test_a_damaged_training_state_starts_nothing(
             "output": {"dir": str(tmp_path), "name": "run"},
         }
     )
-    prepared, path = driver.prepare(config), Path(bank.storage.path(named))
+    prepared, path = prepared_run.prepare(config), Path(bank.storage.path(named))
     data = path.read_bytes()
     changed = {"cut": data[:-7], "flipped": data[:-7] + bytes([data[-7] ^ 1]) + data[-6:], "version": b"{}" + data[2:]}
     path.unlink()

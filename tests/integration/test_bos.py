@@ -16,7 +16,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError, ConfigError, ResumeError
 from raycl.generation.requests import Sampling
-from raycl.launch import driver
+from raycl.launch import prepared_run
 from raycl.operations.banks.merge import merge
 from raycl.run import config as run_config
 from raycl.storage import Storage
@@ -66,7 +66,7 @@ def test_the_setting_stays_with_the_run(done: Done, lab: Lab, tmp_path: Path) ->
     """On resume, in runs that start from its snapshot, beside snapshots that were learned otherwise."""
     copied = done.copy(tmp_path)
     with pytest.raises(ResumeError, match=r"backbone\.bos"):
-        driver.reopen(copied.uri, overrides=("backbone.bos=tokenizer",))
+        prepared_run.reopen(copied.uri, overrides=("backbone.bos=tokenizer",))
     bank = Bank(copied.sub("bank"))
     start = {"bank": {"start": f"{bank.storage.uri}@main"}, "stream": {"tasks": [{**lab.tasks[0], "name": "third"}]}}
     assert run_config.from_tree(start).backbone.bos == "none"

@@ -14,7 +14,7 @@ from tiny import Lab, work
 
 from raycl import config as configs
 from raycl.errors import ResumeError, StorageError
-from raycl.launch import console, driver
+from raycl.launch import console, prepared_run
 from raycl.run.config import RunConfig, fingerprint
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
@@ -34,7 +34,7 @@ def test_the_second_of_two_that_start_in_one_folder_is_refused(lab: Lab, tmp_pat
     for name, (first, second) in {"in-order": (0, 1), "crossed": (1, 0)}.items():
         folder = tmp_path / name
         both = [
-            driver.prepare(one.model_copy(update={"output": one.output.model_copy(update={"dir": str(folder)})}))
+            prepared_run.prepare(one.model_copy(update={"output": one.output.model_copy(update={"dir": str(folder)})}))
             for one in (mine, other)
         ]
         work(both[first])
@@ -42,7 +42,7 @@ def test_the_second_of_two_that_start_in_one_folder_is_refused(lab: Lab, tmp_pat
         with pytest.raises(ResumeError, match="is a run with other settings, claimed on "):
             work(both[second])
         with pytest.raises(ResumeError, match="is a run with other settings"):
-            driver.finish(both[second])
+            prepared_run.finish(both[second])
         storage = Storage.at(folder / "race")
         assert storage.read("results.json") == written
         assert len(read_state(storage).attempts) == 1
@@ -51,7 +51,7 @@ def test_the_second_of_two_that_start_in_one_folder_is_refused(lab: Lab, tmp_pat
 
 
 def test_the_error_names_the_settings_that_differ(lab: Lab, tmp_path: Path) -> None:
-    first, second = (driver.prepare(one) for one in two(lab, tmp_path))
+    first, second = (prepared_run.prepare(one) for one in two(lab, tmp_path))
     work(first)
     with pytest.raises(ResumeError, match=REFUSED + r"choose another output\.name$"):
         work(second)
@@ -60,52 +60,52 @@ def test_the_error_names_the_settings_that_differ(lab: Lab, tmp_path: Path) -> N
 def test_the_config_is_read_from_the_claim(lab: Lab, tmp_path: Path) -> None:
     """A driver that was slow may write its config after the other's claim; a hand may change it."""
     mine, other = two(lab, tmp_path)
-    work(driver.prepare(mine))
+    work(prepared_run.prepare(mine))
     storage = Storage.at(tmp_path / "race")
     storage.write("config.yaml", configs.to_yaml(other).encode())
-    assert driver.reopen(storage.uri).config.train.learning_rate == 0.01
+    assert prepared_run.reopen(storage.uri).config.train.learning_rate == 0.01
     with pytest.raises(ResumeError, match=r"learning_rate was 0\.01, now 0\.5"):
-        driver.reopen(storage.uri, other)
+        prepared_run.reopen(storage.uri, other)
 
 
 def test_two_that_add_different_tasks_at_once(lab: Lab, tmp_path: Path) -> None:
     whole = lab.config("bert", output={"dir": str(tmp_path), "name": "grown"})
     tree = configs.as_tree(whole)
     tree["stream"]["tasks"] = lab.tasks[:1]
-    work(driver.prepare(configs.validate(RunConfig, tree)))
+    work(prepared_run.prepare(configs.validate(RunConfig, tree)))
     folder = str(tmp_path / "grown")
     later = {"name": "later", "path": lab.tasks[1]["path"]}
     texts = [yaml.safe_dump(task, default_flow_style=True, width=1000).strip() for task in (lab.tasks[1], later)]
-    one, two = (driver.extend(folder, [text]) for text in texts)
+    one, two = (prepared_run.extend(folder, [text]) for text in texts)
     work(one)
     with pytest.raises(ResumeError, match="is a run with other settings"):
         work(two)
     results = Storage.at(folder).read_json("results.json")
     assert results["stream"]["tasks"] == [task["name"] for task in lab.tasks] and results["finished"]
-    assert [task.name for task in driver.reopen(folder).stream.tasks] == results["stream"]["tasks"]
+    assert [task.name for task in prepared_run.reopen(folder).stream.tasks] == results["stream"]["tasks"]
 
 
 def test_a_run_that_never_started_is_replaced(lab: Lab, tmp_path: Path) -> None:
     mine, other = two(lab, tmp_path)
-    driver.prepare(mine)
-    work(driver.prepare(other))
-    assert driver.reopen(str(tmp_path / "race")).config.train.learning_rate == 0.5
+    prepared_run.prepare(mine)
+    work(prepared_run.prepare(other))
+    assert prepared_run.reopen(str(tmp_path / "race")).config.train.learning_rate == 0.5
 
 
 def test_unnamed_runs_that_start_at_once_get_folders_of_their_own(lab: Lab, tmp_path: Path) -> None:
     config = lab.config("bert", output={"dir": str(tmp_path)})
     with ThreadPoolExecutor(4) as pool:
-        names = [prepared.name for prepared in pool.map(driver.prepare, [config] * 4)]
+        names = [prepared.name for prepared in pool.map(prepared_run.prepare, [config] * 4)]
     assert len(set(names)) == 4
 
 
 def test_a_config_that_is_not_utf8_is_an_error(lab: Lab, tmp_path: Path) -> None:
-    prepared = driver.prepare(two(lab, tmp_path)[0])
+    prepared = prepared_run.prepare(two(lab, tmp_path)[0])
     prepared.storage.write("config.yaml", b"seed: \xff\n")
     with pytest.raises(StorageError, match=r"race/config\.yaml' is not valid UTF-8"):
-        driver.reopen(prepared.storage.uri)
+        prepared_run.reopen(prepared.storage.uri)
     work(prepared)
-    assert driver.reopen(prepared.storage.uri).config.seed == 42
+    assert prepared_run.reopen(prepared.storage.uri).config.seed == 42
 
 
 def test_the_log_is_followed_through_a_storage_that_fails_for_a_moment(
@@ -136,7 +136,7 @@ def test_the_log_is_followed_through_a_storage_that_fails_for_a_moment(
 def test_a_requeued_job_resumes_an_unnamed_run(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYCL_RUN_NAME", "slurm-4711")
     config = lab.config("bert", output={"dir": str(tmp_path), "exists": "resume"})
-    work(driver.prepare(config))
-    again = driver.prepare(config)
+    work(prepared_run.prepare(config))
+    again = prepared_run.prepare(config)
     assert (again.name, again.done) == ("slurm-4711", len(lab.tasks))
-    assert driver.prepare(two(lab, tmp_path)[0]).name == "race", "output.name comes first"
+    assert prepared_run.prepare(two(lab, tmp_path)[0]).name == "race", "output.name comes first"

@@ -19,8 +19,9 @@ from tiny import Lab, run
 
 from raycl import config as configs
 from raycl.errors import ConfigError, StoppedError
-from raycl.launch import driver
-from raycl.launch.driver import Prepared, RunOptions
+from raycl.launch import cluster, driver, prepared_run
+from raycl.launch.driver import RunOptions
+from raycl.launch.prepared_run import Prepared
 from raycl.launch.termination import stopped_by
 from raycl.metrics.run_results import find_results
 from raycl.operations.report.tables import comparison_table
@@ -39,9 +40,9 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
             with one_at_a_time:  # torch draws from one generator
                 run(prepared.config, prepared.storage)
             done.append(prepared.name)
-        return driver.finish(prepared)
+        return prepared_run.finish(prepared)
 
-    monkeypatch.setattr(driver, "cluster", lambda config: nullcontext())
+    monkeypatch.setattr(cluster, "joined", lambda address: nullcontext())
     monkeypatch.setattr(driver, "train", train)
     runs = {
         "separate": {"set": ["stream.schedule=separate"]},
@@ -91,7 +92,7 @@ def test_a_signal_stops_all_runs_with_a_checkpoint(
         learn(prepared.config, prepared.storage, 3, send, stop)
         raise stopped_by(stop.reason, prepared.name)
 
-    monkeypatch.setattr(driver, "cluster", lambda config: nullcontext())
+    monkeypatch.setattr(cluster, "joined", lambda address: nullcontext())
     monkeypatch.setattr(driver, "train", train)
     runs = {name: {"set": ["method=lora", f"method.rank={rank}"]} for rank, name in enumerate(("a", "b", "c"), 1)}
     tree: dict[str, Any] = {"name": "table", "base": lab.tree("bert"), "runs": runs, "seeds": [3], "at_once": 2}

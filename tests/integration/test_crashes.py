@@ -12,8 +12,8 @@ from tiny import Lab, work
 
 from raycl import config as configs
 from raycl.errors import RunError
-from raycl.launch import driver
-from raycl.launch.driver import Prepared
+from raycl.launch import prepared_run
+from raycl.launch.prepared_run import Prepared
 from raycl.launch.status import status_of
 from raycl.run import assembly
 from raycl.run.config import RunConfig
@@ -24,7 +24,7 @@ from raycl.training.records.journal import read_state
 @pytest.fixture
 def prepared(lab: Lab, tmp_path: Path) -> Prepared:
     tree = {**lab.tree("bert", "lora"), "output": {"dir": str(tmp_path), "name": "run"}}
-    return driver.prepare(configs.validate(RunConfig, tree))
+    return prepared_run.prepare(configs.validate(RunConfig, tree))
 
 
 def failing(patch: pytest.MonkeyPatch, is_due: Callable[[int], bool]) -> None:

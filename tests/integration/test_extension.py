@@ -14,7 +14,7 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.branches import Branch, line_of
 from raycl.errors import ConfigError, ResumeError, RunError
-from raycl.launch import commands, driver
+from raycl.launch import prepared_run, requested_run
 from raycl.run.checks import check
 from raycl.run.config import RunConfig
 from raycl.run.extension import with_tasks
@@ -51,11 +51,11 @@ def test_an_added_task_is_learned_as_if_configured_from_the_start(lab: Lab, meth
     folder = Storage.at(tmp_path / "first")
     run(first, folder)
     folder.write(CONFIG, configs.to_yaml(first).encode())
-    before = driver.finish(driver.reopen(str(tmp_path / "first")))
-    grown = driver.extend(str(tmp_path / "first"), [later])
+    before = prepared_run.finish(prepared_run.reopen(str(tmp_path / "first")))
+    grown = prepared_run.extend(str(tmp_path / "first"), [later])
     assert (grown.done, len(grown.phases)) == (1, 2)
     work(grown)
-    results = driver.finish(driver.reopen(str(tmp_path / "first")))
+    results = prepared_run.finish(prepared_run.reopen(str(tmp_path / "first")))
     assert results["finished"] and results["matrix"][0][0] == before["matrix"][0][0]
     assert trace(folder) == trace(Storage.at(tmp_path / "whole"))
     assert matrix(folder) == matrix(Storage.at(tmp_path / "whole"))
@@ -71,16 +71,16 @@ def test_a_task_added_after_a_rollback_is_learned_from_where_the_branch_is(lab: 
     whole, _, _ = halves(lab, "sapt")
     tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
     tree = {**configs.as_tree(whole), "output": {"dir": str(tmp_path), "name": "run"}}
-    work(driver.prepare(configs.validate(RunConfig, {**tree, "stream": {**tree["stream"], "tasks": tasks[:2]}})))
+    work(prepared_run.prepare(configs.validate(RunConfig, {**tree, "stream": {**tree["stream"], "tasks": tasks[:2]}})))
     folder = Storage.at(tmp_path / "run")
     bank = Bank(folder.sub("bank"))
     Branch(bank).go_back(bank.open(1), "wrong rows")
     added = yaml.safe_dump(tasks[2], default_flow_style=True, width=1000).strip()
-    stays = driver.extend(folder.uri, [added])
+    stays = prepared_run.extend(folder.uri, [added])
     with pytest.raises(RunError, match=r"branch 'main' of '.*bank' went back from snapshot 2 to 1, and this run"):
         work(stays)
     assert Branch(bank).head() == 1
-    prepared = commands.prepared(None, ["output.name=again"], folder.uri, [added], None)
+    prepared = requested_run.prepared(None, ["output.name=again"], folder.uri, [added], None)
     work(prepared)
     again = Storage.at(tmp_path / "again")
     straight = configs.validate(RunConfig, {**tree, "stream": {**tree["stream"], "tasks": [tasks[0], tasks[2]]}})
@@ -88,7 +88,7 @@ def test_a_task_added_after_a_rollback_is_learned_from_where_the_branch_is(lab: 
     assert matrix(again) == matrix(Storage.at(tmp_path / "straight"))
     assert list(line_of(bank, "main")) == [3, 1] and bank.snapshots() == [1, 2, 3]
     assert len(read_state(folder).phases) == 2, "the first run stays as it is"
-    more = commands.prepared(None, ["output.name=more"], folder.uri, [added.replace("third", "fourth")], None)
+    more = requested_run.prepared(None, ["output.name=more"], folder.uri, [added.replace("third", "fourth")], None)
     assert [task.name for task in more.stream.tasks] == ["colour", "third", "fourth"]
 
 
@@ -98,16 +98,16 @@ def test_a_task_whose_training_failed_can_be_added_again(lab: Lab, tmp_path: Pat
     folder = Storage.at(tmp_path / "run")
     folder.write(CONFIG, configs.to_yaml(first).encode())
     run(first, folder)
-    taught = driver.extend(str(tmp_path / "run"), [later])
+    taught = prepared_run.extend(str(tmp_path / "run"), [later])
     with pytest.raises(Stop):
         run(taught.config, folder, after=1, takes_over=True)
-    again = driver.extend(str(tmp_path / "run"), [later])
+    again = prepared_run.extend(str(tmp_path / "run"), [later])
     assert again.config == taught.config and again.replaces == read_state(folder).fingerprint
     with pytest.raises(ConfigError, match="more than once"):
-        driver.extend(str(tmp_path / "run"), [later.replace("{", "{labels: [cat, dog, cow], ", 1)])
+        prepared_run.extend(str(tmp_path / "run"), [later.replace("{", "{labels: [cat, dog, cow], ", 1)])
     run(again.config, folder)
     with pytest.raises(ConfigError, match="more than once"):
-        driver.extend(str(tmp_path / "run"), [later])
+        prepared_run.extend(str(tmp_path / "run"), [later])
 
 
 def test_impossible_extensions_are_refused_and_change_nothing(lab: Lab, tmp_path: Path) -> None:
@@ -125,15 +125,17 @@ def test_impossible_extensions_are_refused_and_change_nothing(lab: Lab, tmp_path
         ([later], ("stream.train_rows_by_task.colour=3",), ResumeError, "rows_by_task.colour"),
     ):
         with pytest.raises(kind, match=message):
-            driver.extend(str(tmp_path / "run"), added, overrides)
+            prepared_run.extend(str(tmp_path / "run"), added, overrides)
         assert folder.read(CONFIG) == written
     own = str(lab.tasks[1]["name"])
     its_own = (*(f"train.{key}_by_task.{own}=2" for key in ("epochs", "learning_rate")),)
-    taught = driver.extend(str(tmp_path / "run"), [later], (*its_own, f"stream.train_rows_by_task.{own}=5")).config
+    taught = prepared_run.extend(
+        str(tmp_path / "run"), [later], (*its_own, f"stream.train_rows_by_task.{own}=5")
+    ).config
     assert (taught.train.epochs_of(own), taught.stream.train_rows_of(own)) == (2, 5)
     assert [taught.train.of_task(name).learning_rate for name in ("colour", own)] == [0.01, 2.0]
     with pytest.raises(ResumeError, match="holds no run"):
-        driver.extend(str(tmp_path / "nothing"), [later])
+        prepared_run.extend(str(tmp_path / "nothing"), [later])
 
 
 def test_an_added_task_may_have_longer_texts_and_older_ones_keep_their_limits(lab: Lab, tmp_path: Path) -> None:
@@ -147,7 +149,9 @@ def test_an_added_task_may_have_longer_texts_and_older_ones_keep_their_limits(la
     folder.write(CONFIG, configs.to_yaml(first).encode())
     run(first, folder)
     later = yaml.safe_dump(lab.tasks[1], default_flow_style=True, width=1000).strip()
-    grown = driver.extend(str(tmp_path / "run"), [later], ("stream.max_source_tokens=12", "stream.max_target_tokens=3"))
+    grown = prepared_run.extend(
+        str(tmp_path / "run"), [later], ("stream.max_source_tokens=12", "stream.max_target_tokens=3")
+    )
     stream = grown.config.stream
     assert [stream.limits_of(name) for name in ("colour", own)] == [(8, 2), (12, 3)] == [(8, 2), stream.token_limits]
     work(grown)
@@ -202,8 +206,8 @@ def test_a_new_task_may_have_a_size_of_its_own(lab: Lab, tmp_path: Path) -> None
     Storage.at(tmp_path / "run").write(CONFIG, configs.to_yaml(first).encode())
     own = str(lab.tasks[1]["name"])
     with pytest.raises(ResumeError, match=r"method\.rank_by_task\.colour"):
-        driver.extend(str(tmp_path / "run"), [later], ("method.rank_by_task.colour=3",))
-    grown = driver.extend(str(tmp_path / "run"), [later], (f"method.rank_by_task.{own}=3",)).config
+        prepared_run.extend(str(tmp_path / "run"), [later], ("method.rank_by_task.colour=3",))
+    grown = prepared_run.extend(str(tmp_path / "run"), [later], (f"method.rank_by_task.{own}=3",)).config
     assert grown.method.settings_by_task()["rank_by_task"] == {own: 3}
 
 
@@ -216,11 +220,11 @@ def test_mistakes_in_data_are_said_before_it_is_trained_on(
     output = {"dir": str(tmp_path / "runs"), "name": "first"}
     config = lab.config("bert", stream={"tasks": [{"name": "dirty", "path": str(tmp_path)}]}, output=output)
     expected = {"rows whose label is written otherwise in most rows", "test rows with a text that is in train"}
-    driver.prepare(config)
+    prepared_run.prepare(config)
     assert expected <= {line.split(": ")[1] for line in caplog.messages if line.startswith("dirty: ")}
     caplog.clear()
     Storage.at(tmp_path / "other").write(CONFIG, configs.to_yaml(halves(lab, "lora")[1]).encode())
-    driver.extend(str(tmp_path / "other"), [f"{{name: dirty, path: {tmp_path}}}"])
+    prepared_run.extend(str(tmp_path / "other"), [f"{{name: dirty, path: {tmp_path}}}"])
     assert expected <= {line.split(": ")[1] for line in caplog.messages if line.startswith("dirty: ")}
     assert not any(line.startswith(f"{lab.tasks[0]['name']}: ") for line in caplog.messages), "looked at before"
 

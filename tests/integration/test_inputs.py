@@ -20,7 +20,7 @@ from tiny import Lab, Stop, matrix, run, work
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.errors import BankError, ResumeError
-from raycl.launch import commands, driver
+from raycl.launch import prepared_run, requested_run
 from raycl.operations.banks.merge import merge
 from raycl.operations.report.tables import matrix_table
 from raycl.run import config as run_config
@@ -59,7 +59,7 @@ def place(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Place:
 def stopped(place: Place) -> Storage:
     """A run that died inside its second task."""
     tree = {**place.tree, "output": {**place.tree["output"], "name": "stopped"}}
-    prepared = driver.prepare(configs.validate(RunConfig, tree))
+    prepared = prepared_run.prepare(configs.validate(RunConfig, tree))
     with pytest.raises(Stop):
         run(prepared.config, prepared.storage, after=6)
     return prepared.storage
@@ -70,7 +70,7 @@ def first(place: Place) -> Storage:
     """A finished run of the first task."""
     tree = {**place.tree, "output": {**place.tree["output"], "name": "first"}}
     tree["stream"] = {**tree["stream"], "tasks": tree["stream"]["tasks"][:1]}
-    prepared = driver.prepare(configs.validate(RunConfig, tree))
+    prepared = prepared_run.prepare(configs.validate(RunConfig, tree))
     work(prepared)
     return prepared.storage
 
@@ -126,11 +126,11 @@ def changed(place: Place, case: str) -> Iterator[str]:
 def test_a_resume_with_other_inputs_is_refused(place: Place, stopped: Storage, case: str, tmp_path: Path) -> None:
     """By the command, before Ray starts, and by the workers, which may see other files."""
     folder = Storage.at(shutil.copytree(stopped.root, tmp_path / "run"))
-    prepared = driver.reopen(folder.uri)
+    prepared = prepared_run.reopen(folder.uri)
     with changed(place, case) as message:
         sentence = rf"^'{folder.uri}' cannot continue, since what it reads has changed: {message}.*; restore what it"
         with pytest.raises(ResumeError, match=sentence):
-            driver.reopen(folder.uri)
+            prepared_run.reopen(folder.uri)
         with pytest.raises(ResumeError, match=sentence):
             work(prepared)
     assert len(read_state(folder).attempts) == 1
@@ -144,7 +144,7 @@ def test_the_restored_inputs_are_those_that_it_began_with(
         path.write_bytes(path.read_bytes())
     monkeypatch.setenv("RAYCL_CACHE", str(tmp_path))
     folder = Storage.at(shutil.copytree(stopped.root, tmp_path / "copy"))
-    work(driver.reopen(folder.uri))
+    work(prepared_run.reopen(folder.uri))
     assert len(matrix(folder)) == 2 and not folder.read_json("results.json")["version_changes"]
 
 
@@ -156,22 +156,22 @@ def test_what_starts_from_a_run_or_its_snapshots_reads_the_same(place: Place, fi
     third = {**start, "stream": {"tasks": [json.loads(place.third)]}}
     with changed(place, case) as message:
         with pytest.raises(ResumeError, match=f"cannot continue, since what it reads has changed: {message}"):
-            commands.prepared(None, [], first.uri, [place.third], None)
+            requested_run.prepared(None, [], first.uri, [place.third], None)
         with pytest.raises(BankError, match=rf"cannot start from snapshot 1, which was learned .* inputs: .*{message}"):
-            driver.prepare(run_config.from_tree(third))
+            prepared_run.prepare(run_config.from_tree(third))
 
 
 def test_a_task_is_learned_again_from_other_rows_and_beside_the_same_ones(
     place: Place, lab: Lab, tmp_path: Path
 ) -> None:
     tree = {**place.tree, "output": {"dir": str(tmp_path), "name": "two"}}
-    prepared = driver.prepare(configs.validate(RunConfig, tree))
+    prepared = prepared_run.prepare(configs.validate(RunConfig, tree))
     work(prepared)
     folder = prepared.storage
     with changed(place, "train rows") as message:
-        assert commands.prepared(None, ["output.name=a"], folder.uri, [], "colour").config.bank.revise == "colour"
+        assert requested_run.prepared(None, ["output.name=a"], folder.uri, [], "colour").config.bank.revise == "colour"
         with pytest.raises(BankError, match=message):
-            commands.prepared(None, ["output.name=b"], folder.uri, [], "animal")
+            requested_run.prepared(None, ["output.name=b"], folder.uri, [], "animal")
     _check_merge(place, folder)
 
 
@@ -209,10 +209,10 @@ def test_other_libraries_are_a_warning_that_stays_in_the_results(
         record = unseal(folder.read(name), name, FORMAT)
         record["change"]["attempts"][0]["versions"]["torch"] = "0.4.1"
         folder.write(name, seal(record))
-    prepared = driver.reopen(folder.uri)
+    prepared = prepared_run.reopen(folder.uri)
     work(prepared)
     sentence = f"attempt 2 computes with other libraries than the one before it: torch {torch}, before 0.4.1"
-    results = driver.finish(driver.reopen(folder.uri))
+    results = prepared_run.finish(prepared_run.reopen(folder.uri))
     assert results["version_changes"] == [sentence] and f"warning: {sentence}" in matrix_table(results)
     assert any(sentence in folder.read_text(f"log/{name}") for name in folder.list("log"))
 
@@ -225,21 +225,21 @@ def test_samples_in_files_are_inputs_too(lab: Lab, tmp_path: Path) -> None:
         (samples / f"{task}.jsonl").write_text('{"text": "the sea is cold"}\n')
     replay = {"name": "replay", "source": "file", "files": str(samples), "share": 0.5}
     tree = {**lab.tree("t5", replay), "output": {"dir": str(tmp_path), "name": "run"}}
-    prepared = driver.prepare(configs.validate(RunConfig, tree))
+    prepared = prepared_run.prepare(configs.validate(RunConfig, tree))
     with pytest.raises(Stop):
         run(prepared.config, prepared.storage, after=6)
     (samples / "third.jsonl").write_text('{"text": "fire is warm"}\n')
-    driver.reopen(prepared.storage.uri)
+    prepared_run.reopen(prepared.storage.uri)
     (samples / "colour.jsonl").write_text('{"text": "fire is warm"}\n')
     with pytest.raises(ResumeError, match=r"method.files has another file '.*/samples/colour.jsonl' \(SHA-256 "):
-        driver.reopen(prepared.storage.uri)
+        prepared_run.reopen(prepared.storage.uri)
 
 
 def test_a_run_that_has_learned_nothing_may_get_other_rows(place: Place) -> None:
     """A file that was mended before the first step is mixed with nothing."""
     tree = {**place.tree, "output": {**place.tree["output"], "name": "begun"}}
-    prepared = driver.prepare(configs.validate(RunConfig, tree))
+    prepared = prepared_run.prepare(configs.validate(RunConfig, tree))
     with pytest.raises(Stop):
         run(prepared.config, prepared.storage, after=1)
     with changed(place, "train rows"):
-        assert driver.reopen(prepared.storage.uri).done == 0
+        assert prepared_run.reopen(prepared.storage.uri).done == 0

@@ -10,7 +10,7 @@ from tiny import Complete
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.launch import driver
+from raycl.launch import driver, prepared_run
 from raycl.operations.banks.maintenance import verify
 from raycl.run.folder import CONFIG
 
@@ -34,7 +34,7 @@ def test_resume_publishes_a_lost_manifest_again(
     if snapshot == "gone":
         bank.storage.delete("snapshots/000002.json")
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        driver.train(driver.reopen(storage.uri))
+        driver.train(prepared_run.reopen(storage.uri))
     assert [path.read_bytes() for path in paths] == whole and verify(bank).problems == []
     (said,) = [one.message for one in caplog.records if "the manifest of" in one.message]
     assert f"the manifest of {first}, {last} is gone from the bank" in said and bank.open(2) == newest

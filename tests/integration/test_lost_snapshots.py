@@ -22,7 +22,7 @@ from raycl.bank.branches import Branch, head_of
 from raycl.bank.leases import release_lease
 from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter
 from raycl.errors import BankError, RunError
-from raycl.launch import driver
+from raycl.launch import driver, prepared_run
 from raycl.operations.banks.maintenance import prune, verify
 from raycl.run.config import RunConfig
 from raycl.run.folder import CONFIG
@@ -133,10 +133,10 @@ def test_resume_publishes_the_last_snapshot_again(
     if harm == "cut":
         path.write_bytes(whole[:50])
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        driver.train(driver.reopen(storage.uri))
+        driver.train(prepared_run.reopen(storage.uri))
     assert path.read_bytes() == whole and verify(bank).problems == []
     assert [one.message for one in caplog.records if "snapshot 3" in one.message and "published again" in one.message]
-    assert driver.reopen(storage.uri).done == 3
+    assert prepared_run.reopen(storage.uri).done == 3
 
 
 def test_resume_logs_what_it_cannot_publish_again(
@@ -145,7 +145,7 @@ def test_resume_logs_what_it_cannot_publish_again(
     _, storage, bank = three
     bank.storage.delete("snapshots/000001.json")
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        driver.train(driver.reopen(storage.uri))
+        driver.train(prepared_run.reopen(storage.uri))
     (said,) = [one.message for one in caplog.records if "snapshot 1" in one.message]
     assert "no checkpoint of phase 0 is kept" in said
     first = bank.open(3).adapter("colour").tensors.file
@@ -153,7 +153,7 @@ def test_resume_logs_what_it_cannot_publish_again(
     bank.storage.delete(first)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        driver.train(driver.reopen(storage.uri))
+        driver.train(prepared_run.reopen(storage.uri))
     assert any("snapshot 3" in one.message and "is missing" in one.message for one in caplog.records)
     said = [one.message for one in caplog.records if "tensors of colour@1" in one.message]
     assert len(said) == 1 and f"no checkpoint of the run holds them; restore '{first}' from a copy" in said[0]
@@ -259,14 +259,14 @@ def test_tensors_that_a_checkpoint_holds_are_published_again(
         damage(Path(bank.storage.path(summary.file)), harm)
     assert verify(bank).problems
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        driver.train(driver.reopen(storage.uri))
+        driver.train(prepared_run.reopen(storage.uri))
     assert {file: bank.storage.read(file) for file in bank.storage.files()} == before
     assert verify(bank).problems == []
     said = next(said for said in warnings(caplog) if "published again from the run's checkpoints" in said)
     assert f"{last.adapters[0]}" in said and said.count("@") == len(objects) - bool(last.router.tensors)
     assert ("the router of snapshot 2" in said) is bool(last.router.tensors)
     caplog.clear()
-    driver.train(driver.reopen(storage.uri))
+    driver.train(prepared_run.reopen(storage.uri))
     assert warnings(caplog) == [], "what is whole is not mentioned"
 
 
@@ -288,7 +288,7 @@ def test_tensors_that_no_checkpoint_holds_are_named_once(
             damage(Path(storage.path(f"checkpoints/{name}/manifest.json")), "flip")
     bank.storage.delete(lost.file)
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        driver.train(driver.reopen(storage.uri))
+        driver.train(prepared_run.reopen(storage.uri))
     (said,) = warnings(caplog)
     what = {"lora": "lora@1", "slm": "the router of snapshot 2", "sapt": "animal@1 (pseudo)"}[method]
     assert said.startswith(f"the tensors of {what} are gone from the bank '{bank.storage.uri}' or damaged: ")
@@ -331,7 +331,7 @@ def test_pruned_snapshots_are_not_published_again(
     _, storage, bank = three
     prune(bank, keep_snapshots=1, grace_s=0.0)
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        driver.train(driver.reopen(storage.uri))
+        driver.train(prepared_run.reopen(storage.uri))
     assert bank.snapshots() == [3] and caplog.records == []
 
 

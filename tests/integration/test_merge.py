@@ -16,6 +16,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import head_of
 from raycl.bank.routers import get_router
 from raycl.errors import BankError
+from raycl.launch import prepared_run
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.merge import merge
 from raycl.operations.banks.unlearning import forget
@@ -104,13 +105,11 @@ def test_branches_of_one_snapshot_are_merged_by_the_command_with_the_router_sele
     bank = Bank.at(tmp_path / "first/bank")
     from tiny import work
 
-    from raycl.launch import driver
-
     for name, task, tokens in (("main", one, 24), ("team", two, 40)):
         stream = {"tasks": [task], "max_source_tokens": tokens}
         given = {"bank": {"start": f"{bank.storage.uri}@1", "branch": name}, "stream": stream}
         config = run_config.from_tree({**given, "output": {"dir": str(tmp_path), "name": f"run-{name}"}})
-        work(driver.prepare(config))
+        work(prepared_run.prepare(config))
     main = runpy.run_path(str(REPO / "jobs/bank.py"))["main"]
     assert main(["--bank", bank.storage.uri, "merge", "main", "team"]) == 0
     said = capsys.readouterr().out

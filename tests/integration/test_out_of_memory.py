@@ -12,7 +12,7 @@ from tiny import Lab, work
 
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.errors import RunError
-from raycl.launch import driver
+from raycl.launch import prepared_run
 
 
 def too_much_for_the_cpu(*given: Any, **named: Any) -> Any:
@@ -31,7 +31,7 @@ def too_much_for_python(*given: Any, **named: Any) -> Any:
 def refused(lab: Lab, folder: Path, **sections: Any) -> str:
     config = lab.config("bert", output={"dir": str(folder), "name": "mine"}, **sections)
     with pytest.raises(RunError) as raised:
-        work(driver.prepare(config))
+        work(prepared_run.prepare(config))
     return str(raised.value)
 
 
@@ -67,4 +67,4 @@ def test_other_errors_are_unchanged(lab: Lab, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(EncoderBackbone, "forward", broken)
     config = lab.config("bert", output={"dir": str(tmp_path), "name": "mine"})
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        work(driver.prepare(config))
+        work(prepared_run.prepare(config))

@@ -17,7 +17,7 @@ from raycl.backbone import load_codec
 from raycl.cli import main
 from raycl.data.stream import open_stream
 from raycl.errors import ConfigError, RunError
-from raycl.launch import driver
+from raycl.launch import prepared_run
 from raycl.launch.probe import FILE, ProbeSettings, probe
 from raycl.operations.report.output_rows_by_task import unpacked_rows
 from raycl.storage import Storage
@@ -30,7 +30,7 @@ MIGU = [{"name": "migu", "threshold": 0.7, "skip_first_task": False}]
 def finished(lab: Lab, folder: Path, name: str, kind: str = "t5", method: Any = "finetune", **sections: Any) -> str:
     """Address of a complete run."""
     config = lab.config(kind, method, output={"dir": str(folder), "name": name}, **sections)
-    work(driver.prepare(config))
+    work(prepared_run.prepare(config))
     return str(folder / name)
 
 
@@ -179,7 +179,7 @@ def test_runs_that_have_no_one_model_at_the_end_are_refused(lab: Lab, tmp_path: 
     with pytest.raises(RunError, match="has a model for each task"):
         probe(separate, HALF)
     config = lab.config("t5", "lora", output={"dir": str(tmp_path), "name": "stopped"})
-    prepared = driver.prepare(config)
+    prepared = prepared_run.prepare(config)
     with pytest.raises(Stop):
         run(config, prepared.storage, after=5)
     with pytest.raises(RunError, match="has finished 1 of 2 phases: continue it with raycl train --resume"):

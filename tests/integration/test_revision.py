@@ -17,7 +17,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, head_of
 from raycl.bank.training_state import get_state
 from raycl.errors import BankError, ConfigError, RunError
-from raycl.launch import commands
+from raycl.launch import requested_run
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import forget
 from raycl.operations.report.tables import matrix_table
@@ -182,20 +182,22 @@ def test_the_gate_judges_a_revised_task_on_the_rows_that_it_had_too(three: Learn
 def test_on_the_command_line_a_finished_run_names_the_bank(three: Learned, lab: Lab, tmp_path: Path) -> None:
     bank, first = three("slm")
     spec = json.dumps({**lab.tasks[1], "path": lab.tasks[1]["path"]})
-    prepared = commands.prepared(None, [f"output.dir={tmp_path}", "bank.branch=mine"], first.uri, [], spec)
+    prepared = requested_run.prepared(None, [f"output.dir={tmp_path}", "bank.branch=mine"], first.uri, [], spec)
     config = prepared.config
     assert config.bank.start == f"{bank.storage.address}@{bank.open(3).sha256}"
     assert (config.bank.revise, config.bank.revise_from, config.bank.branch) == ("animal", "previous", "mine")
     assert [phase.name for phase in prepared.phases] == ["colour", "third", "animal"]
     resolved = run_config.from_tree(run_config.configs.as_tree(config))
     assert run_config.fingerprint(resolved) == run_config.fingerprint(config), "the config of the run, given as it is"
-    by_name = commands.prepared(None, [f"output.dir={tmp_path}", "bank.branch=mine"], first.uri, [], "animal").config
+    by_name = requested_run.prepared(
+        None, [f"output.dir={tmp_path}", "bank.branch=mine"], first.uri, [], "animal"
+    ).config
     assert run_config.fingerprint(by_name) == run_config.fingerprint(config)
     for added, task, message in (([], "{path: x}", "names no task"), (["x"], "animal", "use one after the other")):
         with pytest.raises(ConfigError, match=message):
-            commands.prepared(None, [], first.uri, added, task)
+            requested_run.prepared(None, [], first.uri, added, task)
     with pytest.raises(ConfigError, match="--add names the next tasks of a run"):
-        commands.prepared(None, [], None, ["x"], None)
+        requested_run.prepared(None, [], None, ["x"], None)
 
 
 def test_what_cannot_be_revised_is_refused(three: Learned, lab: Lab, tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from at_step import learn, started
 from tiny import Complete, Lab, work
 
 from raycl.errors import ResumeError, RunError
-from raycl.launch import console, run_files, termination
-from raycl.launch import driver as launch
+from raycl.launch import console, prepared_run, run_files, termination
 from raycl.launch.status import Status, status_of
 from raycl.training import control as controls
 from raycl.training.records.stops.request import request_stop
@@ -93,14 +92,14 @@ def test_status_while_stopping_and_when_stopped(complete: Complete, tmp_path: Pa
     assert stopped.state == "stopped" and "by SIGTERM at 20" in stopped.message and "exit status 75" in stopped.message
     assert stopped.details["from"].startswith("it continues after step 3 of task 2")
     assert stopped.command == f"raycl train --resume {storage.uri}"
-    work(launch.reopen(storage.uri))
+    work(prepared_run.reopen(storage.uri))
     assert status_of(storage.uri).state == "finished"
 
 
 def test_status_names_the_failure(lab: Lab, tmp_path: Path) -> None:
     output = {"dir": str(tmp_path), "name": "mine"}
     config = lab.config("bert", output=output, train={"learning_rate": 1e30, "max_grad_norm": 0})
-    prepared = launch.prepare(config)
+    prepared = prepared_run.prepare(config)
     with pytest.raises(RunError):
         work(prepared)
     failed = status_of(prepared.storage.uri)
@@ -112,7 +111,7 @@ def test_status_names_the_failure(lab: Lab, tmp_path: Path) -> None:
 def test_on_an_object_store_the_command_can_be_pasted(complete: Complete, s3_uri: Callable[[str], str]) -> None:
     done = complete("bert", "lora", "torch")
     output = done.config.output.model_copy(update={"dir": s3_uri(""), "name": "mine"})
-    prepared = launch.prepare(done.config.model_copy(update={"output": output}))
+    prepared = prepared_run.prepare(done.config.model_copy(update={"output": output}))
     found = status_of(prepared.storage.address)
     assert found.command == f"raycl train --resume '{prepared.storage.address}'"
 

@@ -26,7 +26,7 @@ from tiny import Complete, Lab, matrix, work
 
 from raycl.cli.main import main
 from raycl.errors import ResumeError, RunError
-from raycl.launch import driver, run_files
+from raycl.launch import prepared_run, run_files
 from raycl.launch.page import server
 from raycl.launch.page.progress import POINTS
 from raycl.launch.page.server import RunReader, make_app
@@ -133,7 +133,7 @@ def test_progress_of_a_waiting_a_running_a_crashed_and_a_finished_run(
 def test_a_failed_run_and_a_loss_that_json_does_not_have(lab: Lab, tmp_path: Path) -> None:
     output = {"dir": str(tmp_path), "name": "mine"}
     config = lab.config("bert", output=output, train={"learning_rate": 1e30, "max_grad_norm": 0})
-    prepared = driver.prepare(config)
+    prepared = prepared_run.prepare(config)
     with pytest.raises(RunError):
         work(prepared)
     trace = Trace(prepared.storage, 1)

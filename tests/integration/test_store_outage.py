@@ -16,7 +16,7 @@ from tiny import Complete, exported, matrix, run, trace, work
 
 from raycl.bank import Bank
 from raycl.errors import AlreadyExistsError, StorageError, UnreachableError
-from raycl.launch import driver
+from raycl.launch import prepared_run
 from raycl.operations.banks.maintenance import verify
 from raycl.storage import Storage, outage
 
@@ -129,11 +129,11 @@ def test_a_run_that_gives_up_can_be_resumed(complete: Complete, store: Store) ->
     done = complete("bert", "lora", "torch")
     settings = {"dir": store.uri(""), "name": "given-up", "retry_s": 0.5}
     config = done.config.model_copy(update={"output": done.config.output.model_copy(update=settings)})
-    prepared = driver.prepare(config)
+    prepared = prepared_run.prepare(config)
     store.stop()
     with pytest.raises(UnreachableError):
         work(prepared)
     store.start()
     assert prepared.storage.list("errors") == [], "its driver would take an error for the end of the run"
-    work(driver.reopen(prepared.storage.address))
+    work(prepared_run.reopen(prepared.storage.address))
     assert matrix(prepared.storage) == matrix(done.storage)

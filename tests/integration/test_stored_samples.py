@@ -16,7 +16,7 @@ from raycl.bank import Bank
 from raycl.bank.branches import head_of
 from raycl.cli.banks.bank import parser
 from raycl.errors import BankError
-from raycl.launch import driver
+from raycl.launch import prepared_run
 from raycl.operations.banks.commands import answer
 from raycl.operations.banks.maintenance import prune, verify
 from raycl.operations.banks.samples import sample_texts, stored_samples
@@ -102,9 +102,9 @@ def test_a_run_that_still_has_removed_samples_does_not_put_them_back(lab: Lab, t
     tree = tree_of(lab, "sapt text", lab.tasks, tmp_path / "bank")
     first, bank = begun(tree, tmp_path / "runs/first"), Bank.at(tmp_path / "bank")
     removed = prune(bank, sample_days=0.0).samples
-    prepared = driver.extend(first.uri, [json.dumps({**lab.tasks[0], "name": "third"})])
+    prepared = prepared_run.extend(first.uri, [json.dumps({**lab.tasks[0], "name": "third"})])
     work(prepared)
-    assert driver.finish(driver.reopen(first.uri))["finished"]
+    assert prepared_run.finish(prepared_run.reopen(first.uri))["finished"]
     assert removed and not any(bank.storage.exists(file) for file in removed)
     assert list(stored_samples(bank, head_of(bank))) == ["third"] and verify(bank).problems == []
 

@@ -19,7 +19,7 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.config.trust import Permissions
 from raycl.errors import BackboneError, BankError, ConfigError, RunError
-from raycl.launch import driver
+from raycl.launch import prepared_run
 from raycl.operations.banks.unlearning import forget
 from raycl.operations.sweep.comparison import load_comparison
 from raycl.operations.sweep.definition.config import load_sweep
@@ -87,7 +87,7 @@ def custom(lab: Lab, tmp_path: Path, modules: None) -> Custom:
 @pytest.fixture
 def trained(custom: Custom) -> Storage:
     """A finished run, whose files all ask for the code."""
-    prepared = driver.prepare(run_config.load_config(str(custom.file), [TYPED]))
+    prepared = prepared_run.prepare(run_config.load_config(str(custom.file), [TYPED]))
     work(prepared)
     assert custom.ran, "the command allowed it"
     return prepared.storage
@@ -123,14 +123,14 @@ def test_a_config_file_cannot_permit_any_risk(lab: Lab, tmp_path: Path, path: st
 
 def test_a_run_starts_with_permission_on_the_command_line(custom: Custom, trained: Storage) -> None:
     with pytest.raises(ConfigError, match=rf"sets backbone\.trust_remote_code.*add {TYPED} to the command"):
-        driver.reopen(trained.uri)
+        prepared_run.reopen(trained.uri)
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        driver.extend(trained.uri, ["{name: later, path: x}"])
+        prepared_run.extend(trained.uri, ["{name: later, path: x}"])
     assert not custom.ran
     with pytest.raises(RunError, match=rf"continue with --resume {trained.uri} {TYPED}, or"):
-        driver.prepare(run_config.load_config(str(custom.file), [TYPED]))
-    assert driver.reopen(trained.uri, overrides=(TYPED,)).done == 2
-    again = driver.prepare(run_config.load_config(str(custom.file), [TYPED, "output.exists=resume"]))
+        prepared_run.prepare(run_config.load_config(str(custom.file), [TYPED]))
+    assert prepared_run.reopen(trained.uri, overrides=(TYPED,)).done == 2
+    again = prepared_run.prepare(run_config.load_config(str(custom.file), [TYPED, "output.exists=resume"]))
     assert again.done == 2 and custom.ran, "the same command, given again at the restart"
 
 

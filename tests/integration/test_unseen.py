@@ -15,7 +15,7 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.config import Tree
 from raycl.errors import ConfigError
-from raycl.launch import driver
+from raycl.launch import prepared_run
 from raycl.operations.banks import unlearning
 from raycl.operations.report.compare import to_csv
 from raycl.operations.report.tables import comparison_table, matrix_table
@@ -117,7 +117,7 @@ def test_a_run_killed_before_unseen_tasks_evaluates_them_on_resume(
     killed.write(CONFIG, configs.to_yaml(config).encode())
     monkeypatch.setattr(scoring, "evaluate_unseen", kill)
     run(config, killed)
-    assert driver.finish(driver.reopen(killed.address))["unseen"] == results(whole)["unseen"]
+    assert prepared_run.finish(prepared_run.reopen(killed.address))["unseen"] == results(whole)["unseen"]
 
 
 def test_extending_a_run_evaluates_unseen_tasks_again(lab: Lab, tmp_path: Path) -> None:
@@ -128,8 +128,8 @@ def test_extending_a_run_evaluates_unseen_tasks_again(lab: Lab, tmp_path: Path) 
     run(first, folder)
     folder.write(CONFIG, configs.to_yaml(first).encode())
     assert results(folder)["unseen"]["cells"].keys() == {"mixed"}
-    grown = driver.extend(folder.address, [json.dumps(lab.tasks[1])])
-    assert driver.finish(grown)["unseen"] is None, "that was of the model before"
+    grown = prepared_run.extend(folder.address, [json.dumps(lab.tasks[1])])
+    assert prepared_run.finish(grown)["unseen"] is None, "that was of the model before"
     work(grown)
     run(whole, Storage.at(tmp_path / "whole"))
     assert results(folder)["unseen"] == results(Storage.at(tmp_path / "whole"))["unseen"]

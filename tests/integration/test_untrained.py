@@ -17,7 +17,7 @@ from raycl.config import Tree
 from raycl.data.benchmarks.knowledge import TASKS as KNOWN
 from raycl.data.benchmarks.orders import require
 from raycl.errors import ConfigError
-from raycl.launch import driver
+from raycl.launch import prepared_run
 from raycl.operations.report.compare import compare, to_csv
 from raycl.operations.report.tables import comparison_table, matrix_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
@@ -110,7 +110,7 @@ def test_extending_a_run_measures_its_new_task(lab: Lab, bare: dict[str, Storage
     run(first, storage)
     assert results(storage)["untrained"]["cells"].keys() == {"colour", "mixed"}
     storage.write(CONFIG, configs.to_yaml(first).encode())
-    work(driver.extend(storage.address, [json.dumps(lab.tasks[1])]))
+    work(prepared_run.extend(storage.address, [json.dumps(lab.tasks[1])]))
     assert results(storage)["untrained"] == results(bare["t5"])["untrained"]
 
 

@@ -41,9 +41,7 @@ APART = {
 DOORS = {
     "ray": (
         "raycl/launch/cluster.py",
-        "raycl/launch/driver.py",
-        "raycl/launch/trainer.py",
-        "raycl/launch/worker.py",
+        "raycl/launch/ray_train.py",
         "raycl/operations/sweep/",
         "raycl/bank/object_store.py",
         "raycl/serve/",

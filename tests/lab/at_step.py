@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tiny import Done
 
-from raycl.launch import driver
+from raycl.launch import prepared_run
 from raycl.run import assembly
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
@@ -46,5 +46,5 @@ def started(done: Done, folder: Path | str) -> tuple[RunConfig, Storage]:
     """The same run below another folder, prepared."""
     output = done.config.output.model_copy(update={"dir": str(folder), "name": "mine"})
     train = done.config.train.model_copy(update={"log_every_s": 0.001})
-    prepared = driver.prepare(done.config.model_copy(update={"output": output, "train": train}))
+    prepared = prepared_run.prepare(done.config.model_copy(update={"output": output, "train": train}))
     return prepared.config, prepared.storage

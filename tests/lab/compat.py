@@ -33,7 +33,7 @@ TESTS = (
     "tests/contract/test_streams.py",
     "tests/contract/test_learned.py",
     "tests/contract/test_serving_engine.py",
-    "tests/ray/test_api.py",
+    "tests/integration/test_api.py",
     "tests/ray/test_serve.py",
     "tests/ray/test_submit.py",
     "tests/ray/test_sweep.py",

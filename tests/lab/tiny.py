@@ -22,8 +22,10 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch
 from raycl.generation.answers import predict
 from raycl.generation.routing import route_batch
-from raycl.launch import driver
-from raycl.launch.worker import in_process_worker, worker_main
+from raycl.launch import worker
+from raycl.launch.driver import RunOptions, job_of
+from raycl.launch.local import in_process_worker
+from raycl.launch.prepared_run import Prepared
 from raycl.methods.registry import METHODS, method_class
 from raycl.routing.memory_slots import key_maps
 from raycl.run.assembly import build
@@ -35,11 +37,12 @@ from raycl.storage import Storage
 from raycl.testing import tiny_models as models
 from raycl.tracking import MetricsSink
 from raycl.training.distributed import DistributedContext
+from raycl.training.job import Resources
 from raycl.training.phase.routing import PublishedRouter
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import read_state
 from raycl.training.records.progress import read_trace
-from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.training_context import TrainingContext
 from raycl.types import Batch
@@ -295,10 +298,11 @@ def run(
     return loop
 
 
-def work(prepared: driver.Prepared) -> None:
+def work(prepared: Prepared, shared: SharedReader | None = None) -> None:
     """What the one worker of a prepared run does, without Ray: whose run it is decides its claim."""
+    job = replace(job_of(prepared, RunOptions(in_process=Resources(1.0))), driver="driver")
     with in_process_worker():
-        worker_main(driver.job_of(prepared, driver.RunOptions(in_process=True), "driver"))
+        worker.work(job, worker.Worker(DistributedContext.alone(torch.device("cpu")), shared, restarts=True))
 
 
 class SnapshotModel:

@@ -28,7 +28,7 @@ from tiny import Lab, run
 
 from raycl.launch import cluster
 from raycl.launch.http.connections import HEAD_S
-from raycl.launch.worker import in_process_worker
+from raycl.launch.local import in_process_worker
 from raycl.storage import Storage
 
 REPO = Path(__file__).resolve().parents[2]

@@ -26,6 +26,7 @@ from store import Store
 from raycl.bank import Bank
 from raycl.errors import LaunchError, ResumeError, RunError
 from raycl.launch import driver as launch
+from raycl.launch import prepared_run
 from raycl.launch.status import status_of
 from raycl.run import config as run_config
 from raycl.storage import Storage
@@ -52,9 +53,9 @@ def small(lab: tiny.Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def prepared(small: Path, folder: Path, *overrides: str) -> launch.Prepared:
+def prepared(small: Path, folder: Path, *overrides: str) -> prepared_run.Prepared:
     """A small run below `folder`."""
-    return launch.prepare(run_config.load_config(str(small), [f"output.dir={folder}", *overrides]))
+    return prepared_run.prepare(run_config.load_config(str(small), [f"output.dir={folder}", *overrides]))
 
 
 def losses(storage: Storage) -> list[tuple[int, int, float]]:
@@ -191,7 +192,7 @@ def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
     results, attempts = storage.read_json("results.json"), read_state(storage).attempts
     assert cells(results) == cells(whole[1]) and results["attempts"] == len(attempts) == 7
     assert status_of(storage.address).state == "finished"
-    assert launch.train(launch.reopen(storage.address))["matrix"] == results["matrix"]
+    assert launch.train(prepared_run.reopen(storage.address))["matrix"] == results["matrix"]
     assert read_state(storage).attempts == attempts, "a finished run was started again"
     store.stop()
 
@@ -214,10 +215,10 @@ def assert_stopped_by_sigterm(storage: Storage, driver: subprocess.Popen[str]) -
 
 def test_a_changed_config_is_refused_by_name(whole: tuple[Storage, dict[str, Any]]) -> None:
     with pytest.raises(ResumeError, match=r"train\.learning_rate was 0\.01, now 0\.5.*start a new run"):
-        launch.reopen(whole[0].uri, overrides=("train.learning_rate=0.5",))
-    assert launch.reopen(whole[0].uri, overrides=("launch.workers=1",)).config.launch.workers == 1
+        prepared_run.reopen(whole[0].uri, overrides=("train.learning_rate=0.5",))
+    assert prepared_run.reopen(whole[0].uri, overrides=("launch.workers=1",)).config.launch.workers == 1
     with pytest.raises(ResumeError, match="holds no run"):
-        launch.reopen(f"{whole[0].uri}/checkpoints")
+        prepared_run.reopen(f"{whole[0].uri}/checkpoints")
 
 
 def test_an_existing_run_is_not_overwritten(whole: tuple[Storage, dict[str, Any]], small: Path) -> None:
@@ -250,7 +251,7 @@ def test_a_newer_driver_takes_over_and_the_older_stops(
     late_writer = with_checkpoint(storage).attempts[-1]["pid"]
     os.kill(late_writer, signal.SIGSTOP)
     with ThreadPoolExecutor(1, "newer") as pool:
-        new = pool.submit(lambda: launch.train(launch.reopen(str(folder))))
+        new = pool.submit(lambda: launch.train(prepared_run.reopen(str(folder))))
         until(lambda: len(read_state(storage).attempts) == 2)
         os.kill(late_writer, signal.SIGCONT)
         assert new.result(timeout=280)["finished"]

@@ -10,8 +10,7 @@ import pytest
 import ray
 
 from raycl.errors import LaunchError
-from raycl.launch import cluster, driver
-from raycl.run.config import load_config
+from raycl.launch import cluster
 
 
 class Reached(Exception):
@@ -40,8 +39,7 @@ def test_a_run_starts_a_ray_unless_one_is_named(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
-    config = load_config(None, [f"launch.address={setting}"] if setting else [])
-    with pytest.raises(Reached, match=rf"^{reached}$"), driver.cluster(config):
+    with pytest.raises(Reached, match=rf"^{reached}$"), cluster.joined(setting):
         pass
     assert os.environ.get("RAY_ADDRESS") == variable
 

@@ -101,11 +101,11 @@ def run(options: argparse.Namespace) -> int:
 
         echo(status_of(options.status))
         return 0
-    from raycl.launch import commands, console, termination
+    from raycl.launch import console, requested_run, termination
 
     console.log_to_stderr()
     termination.exit_on_sigterm()
-    prepared = commands.prepared(config, options.overrides, options.resume, options.add, options.revise)
+    prepared = requested_run.prepared(config, options.overrides, options.resume, options.add, options.revise)
     from raycl.launch import driver
     from raycl.operations.report.plots import heatmap
     from raycl.operations.report.tables import matrix_table

@@ -28,7 +28,7 @@ from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch.status import status_of
 from raycl.launch.termination import StopOnSignal, stopped_by
 from raycl.metrics.published import Published, row_of
-from raycl.run.checks import check_singles
+from raycl.run.checks import check_singles, needs_ray
 from raycl.run.config import RunConfig
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage
@@ -155,11 +155,11 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     planned = _planned(comparison, directory, only)
     if not planned:
         return Outcome({}, {})
-    from raycl.launch import driver
+    from raycl.launch.cluster import joined
 
     if comparison.published is not None:
         comparison.published.write(Storage.at(directory).sub(comparison.name))
-    with driver.cluster(next(iter(planned.values()))):
+    with joined(next(iter(planned.values())).launch.address):
         if comparison.at_once > 1:
             outcome = _side_by_side(comparison, planned, directory)
         else:
@@ -232,6 +232,7 @@ def _needed(comparison: ComparisonConfig, name: str) -> str:
 
 def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int, stop: HostStop | None) -> Tree:
     from raycl.launch import driver
+    from raycl.launch.prepared_run import prepare
 
     if first is not None:
         first.exception()  # the run that it needs is listed before it, so is running already
@@ -239,7 +240,7 @@ def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int,
         raise stopped_by(stop.reason, f"'{name}' has not begun")
     log.info("== %s", name)
     options = driver.RunOptions(share=at_once, label=f"{name}: " if at_once > 1 else "", stop=stop)
-    return driver.train(driver.prepare(config), options)
+    return driver.train(prepare(config), options)
 
 
 def _outcome(results: Mapping[str, Callable[[], Tree]]) -> Outcome:
@@ -271,5 +272,8 @@ def plan(comparison: ComparisonConfig, directory: str) -> dict[str, RunConfig]:
             tree["output"] = {"dir": folder.address, "name": f"{name}-s{seed}", "exists": "resume"}
             if entry.singles is not None:
                 tree.setdefault("eval", {})["singles"] = folder.sub(f"{entry.singles}-s{seed}").address
-            planned[f"{name}-s{seed}"] = configs.validate(RunConfig, with_template_files(tree))
+            config = configs.validate(RunConfig, with_template_files(tree))
+            if config.launch.mode == "local":
+                raise needs_ray("a comparison")
+            planned[f"{name}-s{seed}"] = config
     return planned

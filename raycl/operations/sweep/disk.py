@@ -78,9 +78,9 @@ def _checkpoints(directory: Storage) -> Iterator[Storage]:
 
 
 def _can_start_from_bank(folder: Storage) -> bool:
-    from raycl.launch import driver
+    from raycl.launch.prepared_run import run_in
 
-    storage, config, state = driver.run_in(folder.address)
+    storage, config, state = run_in(folder.address)
     published = state.phases[-1]["bank"]
     if not published:
         return False

@@ -20,9 +20,8 @@ from raycl.bank.object_store import ObjectStoreCache
 from raycl.data.stream import open_stream
 from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError
 from raycl.launch import cluster as clusters
-from raycl.launch import driver
+from raycl.launch.ray_train import worker_resources
 from raycl.launch.termination import StopOnSignal, stopped_by
-from raycl.launch.trainer import scaling_of
 from raycl.operations.sweep.definition.config import SweepConfig, examples
 from raycl.operations.sweep.definition.folder import SWEEP, SweepFolder, plain
 from raycl.operations.sweep.definition.space import Settings
@@ -81,7 +80,7 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outco
     _claim(sweep, folder, resume)
     plan = make_plan(sweep, folder)
     first = _first(sweep, plan)
-    with driver.cluster(first, dashboard=True):
+    with clusters.joined(first.launch.address, dashboard=True):
         shared = ObjectStoreCache(Bank.at(str(first.bank.dir)), detached=False) if first.bank.start else None
         _tune(sweep, directory, folder, plan)
         del shared  # it kept the bank's cache actor alive, between trials too
@@ -131,6 +130,8 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> Plan:
         )
     for config in _kinds([config for config, _ in found]):
         checks.check(config)
+    if any(config.launch.mode == "local" for config, _ in found):
+        raise checks.needs_ray("a sweep")
     keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(found, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
@@ -250,8 +251,7 @@ def _held(sweep: SweepConfig) -> dict[str, float]:
     """Return what a trial's own process reserves: its worker's share if that works there, else next to nothing."""
     if not sweep.in_process:
         return {"CPU": 0, "memory": SMALL}
-    scaling = scaling_of(configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}))
-    return dict(scaling.resources_per_worker)
+    return worker_resources(configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]})).named()
 
 
 def _restarts(sweep: SweepConfig) -> int:

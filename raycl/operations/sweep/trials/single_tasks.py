@@ -19,6 +19,7 @@ from raycl.config import Tree
 from raycl.config.names import FolderName
 from raycl.errors import DamagedError, FormatError
 from raycl.launch import driver
+from raycl.launch.prepared_run import prepare
 from raycl.methods.registry import method_class
 from raycl.methods.wrapper import WrapperConfig
 from raycl.run.config import RunConfig, plugins_of
@@ -87,7 +88,7 @@ def singles_of(config: RunConfig, directory: str, options: driver.RunOptions | N
     if run is None:
         name = f"{key}-{config.output.name}"
         tree["output"] = {"dir": root.address, "name": name, "exists": "resume"}
-        driver.train(driver.prepare(configs.validate(RunConfig, tree)), options)
+        driver.train(prepare(configs.validate(RunConfig, tree)), options)
         write_pointer(root, key, name)
         run = name
     found = configs.as_tree(config)

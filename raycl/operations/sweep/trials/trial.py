@@ -1,7 +1,7 @@
 """One trial: a run on a whole stream inside a Tune trial, in its process or on workers of its own.
 
-Tune's supported way to try Train runs is a function that builds a trainer and fits it. A trial of one worker fits it in
-its own process, which the next trial finds with everything imported (Train's local mode). This one reads the rows of
+Tune's supported way to try Train runs is a function that builds a trainer and fits it. A trial of one worker learns in
+its own process (`raycl.launch.local`), which the next trial finds with everything imported. This one reads the rows of
 the accuracy matrix from the run's own journal and reports them; Ray's callback for that would bring them through one
 more actor for each trial, two seconds later, and not after a crash.
 """
@@ -14,16 +14,19 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray import tune
 
 from raycl import config as configs
+from raycl.bank.object_store import shared_readers
 from raycl.config import Tree
 from raycl.errors import ConfigError, DamagedError, DataError, RayclError, RunError, StoppedError
 from raycl.launch import driver
-from raycl.launch.driver import Prepared, RunOptions
+from raycl.launch.driver import RunOptions
+from raycl.launch.prepared_run import Prepared, prepare
+from raycl.launch.ray_train import worker_resources
 from raycl.operations.sweep.definition.config import SweepConfig
 from raycl.operations.sweep.definition.folder import SWEEP, SweepFolder
 from raycl.operations.sweep.definition.measure import measured
@@ -128,18 +131,22 @@ class Trial:
             for done, key in enumerate(keys, 1)
             if key in self.work.shared and done > prepared.done
         }
-        options = RunOptions(
-            in_process=self.sweep.in_process,
+        options = replace(
+            self._options,
             awaits_decision=self.sweep.scheduler.name != "none",
             fork_points=fork_points,
-            stop=self.work.stop,
         )
         self._fit(prepared, options, report)
 
     def _prepared(self) -> Prepared:
-        options = RunOptions(in_process=self.sweep.in_process, stop=self.work.stop)
-        needed = singles_of(self.config, self.work.directory, options) if self.sweep.singles else self.config
-        return driver.prepare(needed)
+        needed = singles_of(self.config, self.work.directory, self._options) if self.sweep.singles else self.config
+        return prepare(needed)
+
+    @property
+    def _options(self) -> RunOptions:
+        """Where the trial's runs work, and what stops them."""
+        here = worker_resources(self.config) if self.sweep.in_process else None
+        return RunOptions(here, shared_readers() if self.config.bank.start else None, stop=self.work.stop)
 
     def _start_from_fork_point(self, storage: Storage, config: RunConfig, keys: Sequence[str]) -> None:
         """Begin with the longest stretch that another trial has already learned and that is whole."""

@@ -1,6 +1,6 @@
 """Which run `raycl train` starts or continues.
 
-Settings and places are checked before the driver is imported, which brings Ray.
+Settings and places are checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raycl.storage import Storage
 from raycl.training.records.publish import open_bank, went_back
 
 if TYPE_CHECKING:
-    from raycl.launch.driver import Prepared
+    from raycl.launch.prepared_run import Prepared
 
 log = logging.getLogger("raycl")
 
@@ -47,32 +47,32 @@ def prepared(
     if revised or not resume:
         config = load_present(file, [*(_revision(revised, resume) if revised else []), *overrides])
     log.info("checking the backbone and the data")
-    from raycl.launch import driver
+    from raycl.launch import prepared_run
 
     if config is not None:
-        return driver.prepare(config)
+        return prepared_run.prepare(config)
     assert resume, "without a config, a run is continued"
-    return _extended(resume, added, overrides) if added else driver.reopen(resume, overrides=tuple(overrides))
+    return _extended(resume, added, overrides) if added else prepared_run.reopen(resume, overrides=tuple(overrides))
 
 
 def _extended(folder: str, added: Sequence[str], overrides: Sequence[str]) -> Prepared:
     """The run with more tasks; where its branch was rolled back, a new run that learns them from where that is now."""
-    from raycl.launch import driver
+    from raycl.launch import prepared_run
 
-    storage, config, state = driver.run_in(folder)
+    storage, config, state = prepared_run.run_in(folder)
     if not went_back(config.bank, storage, state):
-        return driver.extend(folder, added, tuple(overrides))
+        return prepared_run.extend(folder, added, tuple(overrides))
     start = _start_at_branch(storage, config)
     log.info("branch '%s' went back behind this run: a new one starts from %s", config.bank.branch, start[0])
     tasks = f"stream.tasks={json.dumps(list(map(task_of, added)))}"
-    return driver.prepare(run_config.load_config(None, [*start, tasks, *overrides]))
+    return prepared_run.prepare(run_config.load_config(None, [*start, tasks, *overrides]))
 
 
 def _start_at_branch(storage: Storage, config: RunConfig) -> list[str]:
-    """Overrides of a new run that starts from the head of this run's branch, beside it."""
-    bank = open_bank(config.bank, storage).storage.address
-    found = [f"bank.start={bank}@{config.bank.branch}", f"bank.branch={config.bank.branch}"]
-    return found + ([f"output.dir={config.output.dir}"] if config.output.dir else [])
+    """Return overrides of a new run that starts from the head of this run's branch, beside it and launched alike."""
+    bank, branch = open_bank(config.bank, storage).storage.address, config.bank.branch
+    beside = [f"output.dir={config.output.dir}"] if config.output.dir else []
+    return [f"bank.start={bank}@{branch}", f"bank.branch={branch}", f"launch.mode={config.launch.mode}", *beside]
 
 
 def _revision(task: str, resume: str | None) -> list[str]:
@@ -92,8 +92,8 @@ def _revision(task: str, resume: str | None) -> list[str]:
     if isinstance(spec, dict):
         found.append(f"stream.tasks={json.dumps([spec])}")
     if resume:
-        from raycl.launch import driver
+        from raycl.launch import prepared_run
 
-        storage, config, _ = driver.run_in(resume)
+        storage, config, _ = prepared_run.run_in(resume)
         found += _start_at_branch(storage, config)
     return found

@@ -1,0 +1,107 @@
+"""Exceptions of a worker that are none of ours, and where errors of ours are left for the process that started it."""
+
+from __future__ import annotations
+
+import socket
+import time
+import traceback
+from types import TracebackType
+from typing import Any
+
+from raycl.config import Tree
+from raycl.errors import RayclError, RunError
+from raycl.storage import Storage
+from raycl.training.control import Control
+from raycl.training.distributed import DistributedContext
+from raycl.training.memory import is_out_of_memory, out_of_memory
+
+SETUP = ("starting", "preparing")
+"""Activities before a phase's first step."""
+
+
+def error_file(driver: str) -> str:
+    """Where on a run's storage an error of ours is left for its driver."""
+    return f"errors/{driver}.json"
+
+
+def leave_error(storage: Storage, driver: str, error: Exception) -> None:
+    """Write what ended a run's workers for their driver, and for the status of the run."""
+    record = {"type": type(error).__name__, "message": str(error), "time": time.time()}
+    storage.write_json(error_file(driver), record)
+
+
+class Crashes:
+    """While it is entered, exceptions that end this worker become errors of ours where a new start cannot help.
+
+    Memory that does not suffice is an error with what to lower. Where workers are started again, from the last
+    checkpoint, an exception that came back at the same step would come back each time; one of the set-up is not tried
+    again at all.
+    """
+
+    def __init__(
+        self, storage: Storage, world: DistributedContext, control: Control, config: Tree, restarts: bool
+    ) -> None:
+        """Args:
+        config: tree of the run's config. restarts: whether a worker that fails is started again.
+        """
+        self.storage, self.world, self.control = storage, world, control
+        self.config, self.restarts = config, restarts
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, RayclError):
+            return
+        if isinstance(error, MemoryError | RuntimeError) and is_out_of_memory(error):
+            world = self.world
+            where = f"worker {world.rank + 1} of {world.size} on {socket.gethostname()}, {world.device.type.upper()}"
+            raise RunError(out_of_memory(self.control.activity, self.config, world.size, where)) from error
+        if self.restarts:
+            self._refuse_again(error)
+
+    def _refuse_again(self, error: Exception) -> None:
+        """Record an exception.
+
+        Raises:
+            RunError: it would come back.
+        """
+        frames = traceback.extract_tb(error.__traceback__)
+        if self.world.size > 1 and "/torch/distributed/" in frames[-1].filename:
+            return  # another worker is gone
+        at = f"{frames[-1].filename}:{frames[-1].lineno}"
+        crash = {
+            "type": type(error).__name__,
+            "at": at,
+            "position": self.control.position,
+            "rows": self.control.failed_rows,
+        }
+        file = f"errors/crash-{self.world.rank}.json"
+        before = self.storage.read_json(file) if self.storage.exists(file) else {}
+        self.storage.write_json(file, {**crash, "message": str(error), "time": time.time()})
+        again = crash == {key: before.get(key) for key in crash}
+        if not again and not _is_of_setup(error, self.control.activity):
+            return
+        ours = [f"{one.filename}:{one.lineno}" for one in frames if "/raycl/" in one.filename][-1:]
+        called = f", called at {ours[0]}" if ours and ours[0] != at else ""
+        rows = f", in a micro-batch of {', '.join(self.control.failed_rows)}" if self.control.failed_rows else ""
+        raise RunError(
+            f"{type(error).__name__}: {error} (at {at}{called}), {'twice ' if again else ''}while "
+            f"{_described(self.control.position)}{rows}: it would come back, so it is not tried again; mend its cause "
+            "first"
+        ) from error
+
+
+def _is_of_setup(error: Exception, activity: str) -> bool:
+    """Whether an exception comes from modules, config or data; stores, devices and networks may fail once."""
+    if isinstance(error, ImportError | SyntaxError):
+        return True
+    return activity in SETUP and not isinstance(error, OSError | RuntimeError)
+
+
+def _described(position: dict[str, Any]) -> str:
+    task = f" task '{position['task']}'" if "task" in position else ""
+    step = f" after step {position['step']}" if position["activity"] == "training" and "step" in position else ""
+    return f"{position['activity']}{task}{step}"

@@ -1,0 +1,133 @@
+"""This process as the only worker of a run: no Ray, no other process, so a debugger stops inside a method."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from raycl.errors import LaunchError, RayclError, RunError, StorageError, UnreachableError
+from raycl.launch.crashes import leave_error
+from raycl.launch.worker import Worker, work
+from raycl.run.settings import LaunchConfig
+from raycl.storage import Storage
+from raycl.training.distributed import DistributedContext
+from raycl.training.job import Resources, TrainingJob
+from raycl.training.memory import forget_peak
+
+if TYPE_CHECKING:
+    from raycl.launch.driver import RunOptions
+    from raycl.launch.prepared_run import Prepared
+
+log = logging.getLogger("raycl")
+
+
+class LocalProcess:
+    """Launches a run in this process.
+
+    Attributes:
+        resources: what the run uses of this process.
+    """
+
+    def __init__(self, prepared: Prepared, options: RunOptions) -> None:
+        """Nothing is started.
+
+        Raises:
+            LaunchError: the config asks for a GPU, and there is none.
+        """
+        self._prepared, self._options = prepared, options
+        self.resources = options.in_process or own_resources(prepared.config.launch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def work(self, job: TrainingJob) -> None:
+        """Do the job here.
+
+        An exception that is none of ours is raised as it is, with its trace; the run's status says so.
+
+        Raises:
+            RunError: the run failed. UnreachableError: its store does not answer.
+        """
+        options, storage = self._options, self._prepared.storage
+        device = torch.device("cuda" if self.resources.gpus else "cpu")
+        is_hosted = options.in_process is not None
+        worker = Worker(DistributedContext.alone(device), options.shared, restarts=is_hosted)
+        try:
+            with in_process_worker(), _Left(storage, job.driver):
+                work(job, worker)
+        except UnreachableError:
+            raise
+        except RayclError as error:
+            raise RunError(f"{error} (run {storage.uri})") from error
+
+
+def own_resources(launch: LaunchConfig) -> Resources:
+    """What a run with `launch.mode=local` uses: all CPUs and a GPU that this process may use, unless the config says.
+
+    Raises:
+        LaunchError: the config asks for a GPU, and there is none.
+    """
+    cpus = launch.cpus_per_worker or float(available_cpus())
+    gpus = float(torch.cuda.is_available()) if launch.gpus_per_worker is None else launch.gpus_per_worker
+    if gpus and not torch.cuda.is_available():
+        raise LaunchError(
+            f"launch.gpus_per_worker={gpus:g} with launch.mode=local, but this process sees no GPU: leave it out to "
+            "train on the CPU"
+        )
+    return Resources(cpus, gpus)
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use; fewer than the machine has, where it is a container's."""
+    try:
+        cpus = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cpus = os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no such group, or "max" of it
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cpus = min(cpus, math.ceil(quota / period))
+    return cpus
+
+
+@contextmanager
+def in_process_worker() -> Iterator[None]:
+    """A worker inside a process that is not its own: on exit its changes are reverted and its memory is freed."""
+    threads = torch.get_num_threads()
+    forget_peak()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class _Left:
+    """While it is entered, an exception that is none of ours is left for the status of the run, and goes on."""
+
+    def __init__(self, storage: Storage, driver: str) -> None:
+        self.storage, self.driver = storage, driver
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, RayclError):
+            with suppress(StorageError):
+                leave_error(self.storage, self.driver, RunError(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,187 @@
+"""Runs in their folders: a new one that is checked, one that continues, and one with more tasks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raycl import config as configs
+from raycl.config import trust
+from raycl.config.addresses import announce
+from raycl.data.stream import Stream
+from raycl.errors import AlreadyExistsError, ResumeError, RunError
+from raycl.run import checks
+from raycl.run import config as run_config
+from raycl.run.config import RunConfig
+from raycl.run.extension import other_changes, own_limits, with_tasks
+from raycl.run.fingerprints import inputs_of
+from raycl.run.folder import CONFIG, resume_arguments, run_at
+from raycl.storage import Storage
+from raycl.storage.records import hashed
+from raycl.training.records.journal import RunState, check_inputs, check_owner, last_attempt, read_state
+from raycl.training.records.results import build_results
+from raycl.training.settings import EXEMPT
+from raycl.training.training_context import RunInfo
+from raycl.types import Phase
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A validated run with its folder, ready to start or to continue.
+
+    Attributes:
+        replaces: fingerprint of the config that the folder's claims had when this one was compared with it.
+    """
+
+    config: RunConfig
+    stream: Stream
+    storage: Storage
+    name: str
+    singles: dict[str, float] | None
+    replaces: str = ""
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """What is trained one after another."""
+        return run_config.phases(self.config, self.stream)
+
+    @property
+    def info(self) -> RunInfo:
+        """What identifies the run."""
+        return run_config.info_of(self.config, self.singles, self.replaces)
+
+    @property
+    def done(self) -> int:
+        """Phases that are trained and evaluated."""
+        return len(read_state(self.storage).phases)
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Validate a new run and give it a folder. The first worker's claim decides which run owns it.
+
+    Raises:
+        RayclError: bad input, or the folder holds a run already.
+    """
+    name = run_config.name_of(config)
+    if name is not None:
+        storage = run_config.directory(config).sub(name)
+        if storage.exists(CONFIG) and last_attempt(storage):  # a run that never started holds nothing to lose
+            if config.output.exists == "resume":
+                return reopen(storage.address, config)
+            raise RunError(
+                f"'{storage.uri}' holds a run already: continue with {resume_line(storage, config)}, or choose another "
+                "output.name"
+            )
+    stream, singles = checks.check_new_run(config)
+    text = configs.to_yaml(config).encode()
+    if name is None:
+        storage, name = _new_folder(config, text)
+    else:
+        storage.write(CONFIG, text)
+    return Prepared(config, stream, storage, name, singles)
+
+
+def _new_folder(config: RunConfig, text: bytes) -> tuple[Storage, str]:
+    """Create a new folder with the config; two runs that start at once get one each."""
+    root = run_config.directory(config)
+    for name in run_config.free_names(config):
+        try:
+            root.sub(name).create(CONFIG, text)
+        except AlreadyExistsError:
+            continue
+        return root.sub(name), name
+    raise AssertionError("there is always a free name")
+
+
+def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, ...] = ()) -> Prepared:
+    """Go on with the run in `folder`.
+
+    Args:
+        wanted: the config that the caller has; None: the run's own, with `overrides`.
+
+    Raises:
+        ResumeError: there is no run, or a setting, data or a model that changes what is learned differs.
+        ConfigError: the run requests what `overrides` do not allow (`raycl.config.trust`).
+    """
+    storage, old, state = run_in(folder)
+    new = wanted or _allowed(_config_of(storage, state, overrides), overrides, storage)
+    _refuse(folder, configs.differences(configs.as_tree(old), configs.as_tree(new), without=EXEMPT))
+    return _continued(new, storage, state)
+
+
+def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -> Prepared:
+    """Go on with the run in `folder`, finished or not, with more tasks at the end of its stream.
+
+    Args:
+        added: see `raycl.run.extension.with_tasks`.
+
+    Raises:
+        ResumeError: there is no run, its method takes no more tasks, or another setting differs.
+        ConfigError, DataError: the tasks are not there.
+    """
+    storage, old, state = run_in(folder)
+    learned = [str(record["times"]["phase"]) for record in state.phases]
+    new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added, learned)
+    new = own_limits(old, new, len(added))
+    _refuse(folder, other_changes(old, new, len(added)))
+    found = _continued(new, storage, state)
+    checks.warn_of_mistakes(found.stream, len(added))
+    return found
+
+
+def _continued(config: RunConfig, storage: Storage, state: RunState) -> Prepared:
+    """The run with a config that may follow that of `state`; the next claim records it."""
+    stream, singles = checks.check(config), checks.read_singles(config)
+    check_inputs(storage, state, inputs_of(config, stream))
+    return Prepared(config, stream, storage, storage.root.rsplit("/", 1)[-1], singles, state.fingerprint)
+
+
+def run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
+    """Folder, config and state of a run (`ResumeError`: there is none); its data is not looked at."""
+    storage = run_at(folder)
+    state = read_state(storage)
+    config = _config_of(storage, state)
+    announce(configs.as_tree(config), storage.address)
+    return storage, config, state
+
+
+def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
+    if changed:
+        listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
+        raise ResumeError(f"'{folder}' cannot continue with a changed config: {listed}; start a new run instead")
+
+
+def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) -> RunConfig:
+    """The config, if these overrides allow what it requests (`raycl.config.trust`)."""
+    trust.require(trust.requested(configs.as_tree(config)), overrides, f"the run '{storage.uri}'")
+    return config
+
+
+def resume_line(storage: Storage, config: RunConfig) -> str:
+    """Arguments of the job that resume a run."""
+    return resume_arguments(storage, configs.as_tree(config))
+
+
+def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """The config that the run's claims recorded; before the first, and of older versions, its file."""
+    tree: dict[str, Any] = copy.deepcopy(state.config) or configs.from_yaml(
+        storage.read_text(CONFIG), f"{storage.uri}/{CONFIG}"
+    )
+    for override in overrides:
+        configs.apply_override(tree, override)
+    return configs.validate(RunConfig, tree)
+
+
+def finish(prepared: Prepared) -> dict[str, Any]:
+    """Results from the journal, written to `results.json`.
+
+    Raises:
+        ResumeError: what is in the journal is another run's.
+    """
+    state = read_state(prepared.storage)
+    check_owner(prepared.storage, state, prepared.info)
+    results = build_results(prepared.info, prepared.stream, prepared.phases, state)
+    prepared.storage.write_json("results.json", hashed(results))
+    return results

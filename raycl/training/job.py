@@ -1,0 +1,66 @@
+"""What the workers of a run are given: plain values, since they travel to other processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raycl.config import Tree
+from raycl.plugins import Used
+from raycl.storage import Storage
+from raycl.training.records.stops.request import HostStop
+
+
+@dataclass(frozen=True)
+class Resources:
+    """CPUs and GPUs of one process."""
+
+    cpus: float
+    gpus: float = 0.0
+
+    @property
+    def threads(self) -> int:
+        """Torch threads of the process."""
+        return max(1, int(self.cpus))
+
+    def named(self) -> dict[str, float]:
+        """As Ray names them, without those that are zero."""
+        return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A run as its workers get it, all of them the same.
+
+    Attributes:
+        config: tree of its config. folder: address of its folder. name: of the folder.
+        driver: the process that starts the workers, for the journal and requests to stop.
+        phases: number of phases of the run. stop_after: phases after which workers end; None: at the last one.
+        threads: torch threads of each worker.
+        singles, replaces: see `RunInfo`.
+        commit: of the backbone on the hub; None: it lies in a folder.
+        plugins: what the run uses of other packages, which every worker must have.
+        awaits_decision: after every phase but the last, workers wait for a decision
+            (`raycl.training.records.stops.signal`).
+        fork_points: number of finished phases -> folder that then gets a fork point.
+        stop: where a sweep or a comparison requests that its runs stop.
+    """
+
+    config: Tree
+    folder: str
+    name: str
+    driver: str
+    phases: int
+    stop_after: int | None = None
+    threads: int = 1
+    singles: dict[str, float] | None = None
+    replaces: str = ""
+    commit: str | None = None
+    plugins: Used = field(default_factory=dict)
+    awaits_decision: bool = False
+    fork_points: dict[int, str] = field(default_factory=dict)
+    stop: HostStop | None = None
+
+    @property
+    def storage(self) -> Storage:
+        """The run's folder, with the retries of its config."""
+        return Storage.at(self.folder).with_retries(self.config["output"]["retry_s"])

@@ -1,0 +1,163 @@
+"""`launch.mode=local`: this process is the only worker, without Ray; how it starts, stops, fails and can be debugged.
+
+That its results are those of Ray Train is tested in tests/ray/test_train_on_ray.py.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import Lab, trace
+
+from raycl import config as configs
+from raycl.errors import ConfigError
+from raycl.launch import driver, prepared_run
+from raycl.launch.status import status_of
+from raycl.operations.sweep.comparison import ComparisonConfig, run_comparison
+from raycl.operations.sweep.definition.config import SweepConfig
+from raycl.operations.sweep.definition.folder import SweepFolder
+from raycl.operations.sweep.drive import make_plan
+from raycl.run.config import load_config
+from raycl.storage import Storage
+
+WITHOUT_RAY = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class NoRay(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+sys.meta_path.insert(0, NoRay())
+"""
+"""Begins a script of a machine that has no Ray."""
+
+STOPPED = """
+import threading
+from raycl.training.phase import trainer
+step = trainer.train_step
+
+def stops(*given):
+    trainer.train_step = step
+    inside = threading.current_thread() is threading.main_thread()
+    breakpoint()
+    return step(*given)
+
+trainer.train_step = stops
+"""
+"""The first optimizer step stops in the debugger."""
+
+
+@pytest.fixture
+def file(lab: Lab, tmp_path: Path) -> Path:
+    """The config of a small run of this process."""
+    tree = lab.tree("bert", "lora", launch={"mode": "local"}, checkpoint={"every_steps": 2})
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(file: Path, tmp_path: Path) -> Start:
+    """Starts `raycl train small.yaml OVERRIDES` behind these lines of Python."""
+
+    def begin(before: str, *overrides: str) -> subprocess.Popen[str]:
+        words = ["train", *overrides]
+        script = f"{textwrap.dedent(before)}\nfrom raycl.cli.main import main\nstatus = main({words!r})\n"
+        script += "import sys\nassert 'ray' not in sys.modules\nsys.exit(status)\n"
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        return subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, text=True, **pipes)
+
+    return begin
+
+
+def test_a_debugger_stops_in_a_run_of_a_machine_without_ray(file: Path, start: Start, tmp_path: Path) -> None:
+    process = start(WITHOUT_RAY + STOPPED, str(file), "output.name=mine")
+    said, errors = process.communicate("p ('main', inside)\np sorted(given[1].state_dict())\nc\n", timeout=120)
+    assert process.returncode == 0, errors
+    assert "('main', True)" in said and "(Pdb)" in said and "after animal" in said
+    assert "[2/2] animal" in errors, "progress is printed as it comes"
+    run = Storage.at(tmp_path / "runs/mine")
+    assert status_of(run.uri).state == "finished" and run.exists("bank/branches/main")
+    (log,) = run.list("log")
+    assert run.read_text(f"log/{log}") in errors, "its lines are in the run's folder too"
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "reason"), [(signal.SIGTERM, 75, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
+)
+def test_a_signal_writes_a_checkpoint_and_the_run_resumes(
+    lab: Lab, file: Path, start: Start, tmp_path: Path, number: signal.Signals, status: int, reason: str
+) -> None:
+    """Results of a run that was stopped are those of one that was not."""
+    slow = "\nimport time\nfrom raycl.training.phase import trainer\nstep = trainer.train_step\n"
+    slow += "trainer.train_step = lambda *given: (time.sleep(0.3), step(*given))[1]\n"
+    process = start(WITHOUT_RAY + slow, str(file), "output.name=mine", "checkpoint.every_steps=null")
+    run = tmp_path / "runs/mine"
+    end = time.monotonic() + 100
+    while not list(run.glob("log/*.txt")) and process.poll() is None:
+        assert time.monotonic() < end, "it never trained"
+        time.sleep(0.05)
+    process.send_signal(number)
+    errors = process.communicate(timeout=100)[1]
+    assert process.returncode == status and "Traceback" not in errors, errors
+    assert f"{reason}: the workers write a checkpoint" in errors and f"error: stopped by {reason}, 0 of 2" in errors
+    assert "checkpoint 'phase000-step" in errors and status_of(str(run)).state == "stopped"
+    resumed = driver.train(prepared_run.reopen(str(run)))
+    whole = driver.train(prepared_run.prepare(load_config(str(file), [f"output.dir={tmp_path}", "output.name=whole"])))
+    assert resumed["matrix"] == whole["matrix"] and resumed["attempts"] == 2
+    assert trace(Storage.at(run)) == trace(Storage.at(tmp_path / "whole"))
+
+
+def test_an_exception_of_a_method_is_raised_as_it_is(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the second time: nothing starts the worker again, and its trace is what a developer needs."""
+    from raycl.methods.lora.lora import Lora
+
+    def fails(*given: Any) -> None:
+        raise KeyError("mine")
+
+    monkeypatch.setattr(Lora, "end_task", fails)
+    prepared = prepared_run.prepare(load_config(str(file), [f"output.dir={tmp_path}", "output.name=mine"]))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            driver.train(prepared)
+    status = status_of(str(tmp_path / "mine"))
+    assert status.state == "failed" and status.message == "KeyError: 'mine'"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("launch.workers=2", r"launch\.workers is 2.* this process is the only worker: set launch\.workers to 1"),
+        ("launch.address=auto", r"launch\.address.*launch\.mode=local"),
+        ("launch.hang_s=9", r"launch\.hang_s.*launch\.mode=local"),
+    ],
+)
+def test_what_needs_other_processes_is_refused(file: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(file), [override])
+
+
+def test_many_runs_need_ray(lab: Lab, tmp_path: Path) -> None:
+    base = lab.tree("bert", launch={"mode": "local"})
+    sweep = configs.validate(SweepConfig, {"name": "mine", "base": base, "space": {"seed": {"grid": [1, 2]}}})
+    with pytest.raises(ConfigError, match=r"a sweep runs on Ray.* launch\.mode"):
+        make_plan(sweep, SweepFolder(Storage.at(tmp_path), "mine"))
+    table = configs.validate(ComparisonConfig, {"name": "mine", "base": base, "runs": {"a": {}}, "seeds": [1]})
+    with pytest.raises(ConfigError, match=r"a comparison runs on Ray.* launch\.mode"):
+        run_comparison(table, str(tmp_path))
