@@ -18,7 +18,6 @@ from raycl.launch.console import LOGS
 from raycl.launch.crashes import Crashes, error_file, leave_error
 from raycl.launch.starting import scores_of, start_from_bank
 from raycl.plugins import require
-from raycl.plugins import require
 from raycl.run import assembly
 from raycl.run.config import RunConfig
 from raycl.run.folder import CONFIG
