@@ -31,7 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from run_difference import RECORD, ROUTED, SERVED, compared, table
+from run_difference import RECORD, ROUTED, SERVED, STATED, compared, table
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -52,10 +52,6 @@ ROUTES = (
     ("class TextAlone", "TextAlone._route"),
 )
 """Line of a definition -> function of that module that routes a batch in evaluation, in either tree."""
-
-STATED = ("kept router",)
-"""Kinds whose differences are stated and do not count: since a phase is evaluated by the router that it publishes, that
-router is kept with its checkpoint."""
 
 FAULTS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """Errors of a run that leave the process able to train the next one."""

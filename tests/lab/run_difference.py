@@ -27,6 +27,10 @@ RECORD, ROUTED, SERVED = "record.json", "routed.json", "served.json"
 """Files beside a run's folder: how it ended, the weights of every text that was routed in evaluation, and what its last
 snapshot answers where it is served."""
 
+STATED = ("kept router",)
+"""Kinds whose differences are counted and are none of the run: since a phase is evaluated by the router that it
+publishes, that router is kept with its checkpoint."""
+
 SMALLEST = 5e-324
 """The difference of zeros of both signs."""
 
@@ -104,7 +108,7 @@ def values_of(folder: Path) -> dict[str, Values]:
     values["scores"] = {label: value for key in SCORES for label, value in _leaves(results.get(key), key)}
     for path in sorted((run / "bank" / "snapshots").glob("*.json")):
         router = _json(path).get("record", {}).get("router", {})
-        values["router"] |= dict(_leaves({key: router[key] for key in router if key != "tensors"}, path.stem))
+        values["router"] |= dict(_leaves({key: router.get(key) for key in ("kind", "settings")}, path.stem))
     for label, tensor in _tensors(run):
         values["kept router" if " objects published/" in label else "tensors"][label] = tensor
     for text, weights in _json(folder / ROUTED).items():
@@ -179,6 +183,8 @@ def table(differences: Mapping[str, Mapping[str, Difference]]) -> str:
     lines = ["| run | differ | of | largest difference | where |", "|---|---:|---:|---:|---|"]
     for name, kinds in differences.items():
         for kind, one in kinds.items():
+            if kind in STATED:
+                continue
             if one.differ:
                 largest = "" if one.largest is None else f"{one.largest:.3g}"
                 lines.append(f"| {name} | {one.differ} {kind} | {one.compared} | {largest} | {one.where[:90]} |")
