@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raycl.config import Tree
-from raycl.operations.report.sweeps.plots import pareto_front, sensitivity
+from raycl.operations.report.sweeps.plots import parallel_coordinates, pareto_front, sensitivity
 from raycl.operations.report.sweeps.tables import group_table, sweep_csv, sweep_table
 from raycl.operations.sweep.definition.folder import SweepFolder
 from raycl.operations.sweep.outcome import Outcome
 from raycl.storage import Storage
 
 PICTURES: dict[str, Callable[[Tree, str | Path], Path]] = {
+    "parallel.png": parallel_coordinates,
     "sensitivity.png": sensitivity,
     "pareto.png": pareto_front,
 }

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from raycl.config import Tree
 from raycl.errors import RunError
-from raycl.operations.report.plots import COLOURS, new_figure, save_png
+from raycl.operations.report.plots import COLOUR_MAP, COLOURS, new_figure, save_png
 from raycl.operations.report.sweeps.tables import text
 
 PANEL, HEIGHT = 3.2, 3.0
@@ -24,8 +29,42 @@ KINDS = 6
 NOMINAL = {"seed"}
 """Settings whose numbers are names: nothing lies between two of them."""
 
+BAND = 0.06
+"""Share of an axis: how far trials of one value are spread."""
+
 LOG_FROM = 20
 """Positive numbers are drawn on a logarithmic axis where the largest is more than so many times the smallest."""
+
+
+def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
+    """Draw every finished trial as a line over its settings and scores, coloured by the first metric, as a PNG.
+
+    Raises:
+        RunError: no trial is done.
+    """
+    rows = done_rows(summary)
+    paths, same = varied(summary["paths"], rows)
+    titles = [*map(_short, paths), *summary["metric"]]
+    columns = [Column.of([row["settings"].get(one) for row in rows]) for one in paths]
+    columns += [Column.of([row["scores"][place] for row in rows]) for place in range(len(summary["metric"]))]
+    figure = new_figure(max(5.0, 1.7 * len(columns)), 4.2)
+    axes = figure.subplots()
+    scores = [row["scores"][0] for row in rows]
+    colour = Normalize(min(scores), max(scores) if max(scores) > min(scores) else min(scores) + 1)
+    for place in sorted(range(len(rows)), key=lambda place: scores[place]):
+        points = [column.spread[place] for column in columns]
+        axes.plot(points, color=colormaps[COLOUR_MAP](colour(scores[place])), linewidth=1.4, alpha=0.85)
+    for place, column in enumerate(columns):
+        axes.axvline(place, color="0.7", linewidth=0.8, zorder=0)
+        for height, name in column.ticks:
+            axes.text(place + 0.03, height, name, fontsize=7, va="center")
+    axes.set_xticks(range(len(columns)), titles, fontsize=8, rotation=15)
+    axes.set_yticks([])
+    axes.set_ylim(-0.06, 1.06)
+    axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
+    figure.colorbar(ScalarMappable(colour, COLOUR_MAP), ax=axes, label=summary["metric"][0])
+    _note(figure, same)
+    return save_png(figure, path)
 
 
 def sensitivity(summary: Tree, path: str | Path) -> Path:
@@ -107,6 +146,42 @@ def _note(figure: Figure, same: Sequence[str]) -> None:
         figure.text(0.01, 0.99, f"the same in all trials: {', '.join(same)}", fontsize=7, color="0.4", va="top")
 
 
+class Column:
+    """One upright axis of the parallel coordinates.
+
+    Attributes:
+        heights: 0 to 1, of each trial. ticks: height and name.
+        spread: heights at which trials are drawn: those of one value side by side, so that none covers another.
+    """
+
+    def __init__(self, heights: list[float], ticks: list[tuple[float, str]]) -> None:
+        self.heights, self.ticks = heights, ticks
+        levels = sorted(set(heights))
+        room = min([BAND, *(0.5 * (high - low) for low, high in pairwise(levels))])
+        self.spread = list(heights)
+        for level in levels:
+            mine = [place for place, height in enumerate(heights) if height == level]
+            for number, place in enumerate(mine[: None if len(mine) > 1 else 0]):
+                self.spread[place] = level + room * (number / (len(mine) - 1) - 0.5)
+
+    @staticmethod
+    def of(values: Sequence[Any]) -> Column:
+        """Return numbers by size (in the logarithm where they span much), anything else by first appearance."""
+        if is_numeric(values):
+            wide = is_wide(values)
+            places = [math.log(value) if wide else float(value) for value in values]
+            low, high = min(places), max(places)
+            heights = [(place - low) / (high - low) if high > low else 0.5 for place in places]
+            chosen = _spread_out(sorted(set(zip(heights, values, strict=True))))
+            return Column(heights, [(height, text(value)) for height, value in chosen])
+        names = list(dict.fromkeys(map(text, values)))
+        step = 1 / max(1, len(names) - 1)
+        return Column(
+            [names.index(text(value)) * step for value in values],
+            [(place * step, name) for place, name in enumerate(names)],
+        )
+
+
 def kinds_of(paths: Sequence[str], rows: Sequence[Tree]) -> list[str] | None:
     """Return each trial's value of the first setting that takes between two and `KINDS` words; None: no setting
     does."""
@@ -125,6 +200,15 @@ def is_numeric(values: Sequence[Any]) -> bool:
 def is_wide(values: Sequence[float]) -> bool:
     """Return whether the values are spread widely enough for a logarithmic axis."""
     return min(values) > 0 and max(values) > LOG_FROM * min(values)
+
+
+def _spread_out(points: list[tuple[float, Any]], gap: float = 0.06) -> list[tuple[float, Any]]:
+    """Return points that are far enough apart for their names."""
+    kept: list[tuple[float, Any]] = []
+    for point in points:
+        if not kept or point[0] - kept[-1][0] >= gap:
+            kept.append(point)
+    return kept
 
 
 def draw_setting(

@@ -15,7 +15,7 @@ from run_records import phase_record
 
 from raycl import config as configs
 from raycl.operations.report.plots import new_figure
-from raycl.operations.report.sweeps.plots import draw_setting, kinds_of, pareto_front, sensitivity
+from raycl.operations.report.sweeps.plots import draw_setting, kinds_of, parallel_coordinates, pareto_front, sensitivity
 from raycl.operations.report.sweeps.tables import group_table, sweep_csv, sweep_table, text
 from raycl.operations.sweep.definition.config import SweepConfig
 from raycl.operations.sweep.definition.folder import SweepFolder
@@ -147,7 +147,7 @@ def test_the_front_is_pareto_optimal() -> None:
 def test_all_files_are_written(four: Written) -> None:
     said, files = write_outcome(four.outcome(), four.directory)
     names = {file.rpartition("/")[2] for file in files}
-    assert names == {"summary.txt", "summary.csv", "best.yaml", "sensitivity.png"}
+    assert names == {"summary.txt", "summary.csv", "best.yaml", "parallel.png", "sensitivity.png"}
     assert "67.50 ± 3.54" in said and "failed" in said and "stopped" in said and "best" in said
     rows = list(csv.DictReader(io.StringIO(four.folder.storage.read("summary.csv").decode())))
     assert [row["trial"] for row in rows] == ["2", "3", "1", "4", "6", "5"]
@@ -181,7 +181,7 @@ def summary(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_pictures_of_all_kinds_of_settings(summary: dict[str, Any], tmp_path: Path) -> None:
-    for draw in (sensitivity, pareto_front):
+    for draw in (parallel_coordinates, sensitivity, pareto_front):
         written = draw(summary, tmp_path / f"{draw.__name__}.png")
         assert written.read_bytes().startswith(b"\x89PNG") and written.stat().st_size > 5000
 
