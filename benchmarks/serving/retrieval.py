@@ -1,4 +1,4 @@
-"""What routing costs per request: encoder, search and weights.
+"""What routing costs per request: encoder, search and weights; and how well the large index finds the true slots.
 
 Keys and texts of the large banks are drawn: every task a centre, its keys and texts around it.
 """
@@ -23,10 +23,12 @@ from benchmarks.serving.banks import LIMITS_MS, WIDTH, drawn_router
 from benchmarks.streams.stream import default_models
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.routing.encoder import EncoderConfig, SentenceEncoder
-from raycl.routing.memory_slots.keys import KeyConfig, learn_keys
+from raycl.routing.memory_slots.codes import search_threads
+from raycl.routing.memory_slots.index import KeyIndex
+from raycl.routing.memory_slots.keys import KeyConfig, cosines, learn_keys, split_groups
 from raycl.routing.memory_slots.slots import KINDS, SlotRouter
 
-BUSY = 0.5
+RECALL, BUSY = 0.99, 0.5
 EPOCHS, BATCH = 3, 16
 """Of the fine-tuning that key learning is compared with."""
 
@@ -35,7 +37,7 @@ SETTINGS = ("tasks", "slots", "groups", "top_k", "threads", "rounds", "texts")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Sizes; the defaults end within five minutes on two cores."""
-    parser.add_argument("--tasks", type=int, nargs="+", default=[10, 100, 1_000], help="tasks in the bank")
+    parser.add_argument("--tasks", type=int, nargs="+", default=[10, 100, 10_000], help="tasks in the bank")
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--groups", type=int, default=6)
     parser.add_argument("--top-k", type=int, default=2)
@@ -49,6 +51,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
     before, threads = os.getloadavg()[0], torch.get_num_threads()
     torch.set_num_threads(options.threads)
+    search_threads(options.threads)
     try:
         figures = [*_encoder(options), *_learning(options), *_share(options)]
         for tasks in options.tasks:
@@ -109,7 +112,7 @@ def _router(tasks: int, options: argparse.Namespace) -> tuple[SlotRouter, Tensor
 
 
 def _bank(tasks: int, options: argparse.Namespace) -> Iterator[Figure]:
-    router, _, texts = _router(tasks, options)
+    router, keys, texts = _router(tasks, options)
     name = f"{tasks:,} tasks, {tasks * options.slots * options.groups:,} keys"
     largest = tasks == max(options.tasks)
     for kind in KINDS:
@@ -122,6 +125,22 @@ def _bank(tasks: int, options: argparse.Namespace) -> Iterator[Figure]:
             yield Figure(title, median(times) / batch, "ms", limit if largest else None)
         if largest:
             yield Figure(f"{name}: building what {kind} needs", building / 1000, "s")
+    if largest:
+        yield _recall(
+            name, router.index_on(texts.device), texts, keys.view(-1, options.groups, WIDTH // options.groups), options
+        )
+
+
+def _recall(name: str, index: KeyIndex, texts: Tensor, keys: Tensor, options: argparse.Namespace) -> Figure:
+    """Return the share of the truly nearest slots that are found, over all groups."""
+    queries = split_groups(texts[:256], options.groups)
+    found = index.search(queries, options.top_k)[1]
+    exact = torch.cat(
+        [cosines(part, keys).topk(options.top_k).indices for part in queries.view(-1, 32, *queries.shape[1:])]
+    )
+    share = (found[..., :, None] == exact[..., None, :]).any(-1).float().mean()
+    kind = "exact" if index.exact else "codes, then keys"
+    return Figure(f"{name}: recall of the chosen slots", float(share), "", RECALL, ">=", kind)
 
 
 def _ms(work: Callable[[], Any]) -> float:

@@ -37,14 +37,13 @@ class LimitsConfig(Section):
 
 
 class AuthConfig(Section):
-    """API keys: one a line in a file, or separated by commas in an environment variable; none: open, on loopback only.
+    """API keys: one a line in a file, or separated by commas in RAYCL_API_KEYS; none: open, on loopback only.
 
     A line `admin:KEY` makes a key that may also activate snapshots; without such a key, snapshots are
     activated by `raycl serve activate` only.
     """
 
     keys_file: PathOrUri = Field(None, description="file with one API key per line; null: none")
-    keys_env: str = Field("RAYCL_API_KEYS", description="environment variable with API keys, separated by commas")
 
 
 class FollowConfig(Section):

@@ -55,6 +55,7 @@ DOORS = {
     "google": ("raycl/storage/exclusive.py",),
     "datasets": ("raycl/data/sources/hub.py",),
     "jinja2": ("raycl/backbone/markup/render_process.py",),
+    "faiss": ("raycl/routing/memory_slots/codes.py",),
     "optuna": ("raycl/operations/sweep/search/searchers.py",),
     "sentence_transformers": ("raycl/routing/encoder.py",),
     "triton": ("raycl/kernels/",),

@@ -38,6 +38,7 @@ LIBRARIES = (
     "aiohttp_cors",
     "colorful",
     "deepspeed",
+    "faiss",
     "fastapi",
     "fsspec.implementations.local",
     "google.protobuf.json_format",

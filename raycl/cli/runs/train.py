@@ -52,6 +52,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--utilisation", metavar="SHARE", type=float, default=0.4, help="of the GPU's FLOP/s in training (default: 0.4)"
     )
     plan.add_argument("--methods", action="store_true", help="what each method keeps, needs and trains, and stop")
+    plan.add_argument("--sizes", action="store_true", help="the table of sizes in cluster/README.md, and stop")
     plan.add_argument("--json", action="store_true", help="the plan as JSON")
     found.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
     return found
@@ -89,6 +90,11 @@ def run(options: argparse.Namespace) -> int:
         from raycl.operations.plan.methods_table import methods_table
 
         echo(methods_table())
+        return 0
+    if options.sizes:
+        from raycl.operations.plan.sizes_table import sizes_table
+
+        echo(sizes_table())
         return 0
     if options.plan:
         return _plan(options, config)

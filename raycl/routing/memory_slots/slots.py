@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raycl.errors import RetrievalError
-from raycl.routing.memory_slots.index import KeyIndex
+from raycl.routing.memory_slots.index import EXACT_UP_TO, KeyIndex
 from raycl.routing.memory_slots.keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
 from raycl.routing.memory_slots.weights import RetrievalConfig, slot_weights, sparse_weights
 from raycl.routing.statistics.discriminant import Discriminant, Statistics
@@ -22,9 +22,6 @@ from raycl.types import Mixture, RouterState
 
 Kind = Literal["keys", "discriminant"]
 KINDS: tuple[Kind, ...] = ("keys", "discriminant")
-
-DENSE_UP_TO = 4_000
-"""Slots up to which a mixture has a column for each of them; beyond, for the chosen ones alone."""
 
 
 class SlotRouter:
@@ -239,14 +236,14 @@ class SlotRouter:
 
     @property
     def _is_large(self) -> bool:
-        """Too many slots for a mixture with a column for each, and a rule that needs no others than the chosen ones."""
+        """Too many slots to work out every cosine, and a rule that needs no others than the chosen ones."""
         plain = (
             self.config.rule == "group_union"
             and self.config.similarity == "cosine"
             and self.config.scope == "instance"
             and not self.per_group
         )
-        return plain and len(self._joined) > DENSE_UP_TO
+        return plain and len(self._joined) > EXACT_UP_TO
 
     def _searched(self, queries_BC: Tensor) -> Mixture:
         """From the index, or from the slots of the chosen tasks: only chosen slots have a column."""
@@ -281,7 +278,7 @@ class SlotRouter:
         """Over the keys of all tasks so far."""
         joined = self._joined_on(device)
         if self._index is None:
-            self._index = KeyIndex(joined)
+            self._index = KeyIndex(joined, self.config.top_k)
         return self._index
 
     def _by_task(self, queries_BC: Tensor, similar_BgN: Tensor, owner_N: Tensor) -> Tensor:

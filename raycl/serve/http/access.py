@@ -25,6 +25,9 @@ LOCAL_ONLY = (
 DRAINED = 16
 """How much of too large a body is read, in multiples of the limit: clients read no response while they send."""
 
+KEYS_ENV = "RAYCL_API_KEYS"
+"""Environment variable with API keys, separated by commas."""
+
 
 class Keys:
     """API keys and those that may also administer."""
@@ -35,7 +38,7 @@ class Keys:
         Raises:
             ConfigError: the file cannot be read, or holds no key.
         """
-        lines = os.environ.get(config.keys_env, "").split(",")
+        lines = os.environ.get(KEYS_ENV, "").split(",")
         if config.keys_file is not None:
             try:
                 lines += Path(config.keys_file).read_text(encoding="utf-8").splitlines()
@@ -68,7 +71,7 @@ def check_access(config: ServeConfig) -> Keys:
     if not keys and not is_loopback(config.host):
         raise ConfigError(
             f"host={config.host} lets others on the network in, and there are no API keys: set auth.keys_file, or "
-            f"{config.auth.keys_env}, or host=127.0.0.1"
+            f"{KEYS_ENV}, or host=127.0.0.1"
         )
     return keys
 

@@ -30,7 +30,7 @@ from raycl.types import Mixture
 
 REPO = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
-BLOCKED = ("ray", "deepspeed", "wandb", "optuna", "fastapi", "starlette", "uvicorn")
+BLOCKED = ("ray", "deepspeed", "faiss", "wandb", "optuna", "fastapi", "starlette", "uvicorn")
 ALONE = """
 import runpy, sys
 for name in {blocked}:

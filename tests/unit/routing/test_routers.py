@@ -226,7 +226,7 @@ def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, more: int, m
     """Also where tasks have different numbers of slots."""
     router, texts = large(kind, more=more)
     dense = router.route(texts)
-    monkeypatch.setattr("raycl.routing.memory_slots.slots.DENSE_UP_TO", 100)
+    monkeypatch.setattr("raycl.routing.memory_slots.slots.EXACT_UP_TO", 100)
     sparse = router.route(texts)
     assert len(sparse.names) <= len(dense.names)
     spread = torch.zeros_like(dense.weights)
@@ -237,14 +237,19 @@ def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, more: int, m
     assert len(few.names) <= 2 * 2 * (2 + more), "only slots that a text selected have a column"
 
 
-def test_the_nearest_keys_of_each_group() -> None:
-    router, texts = large("keys", 50)
+def test_the_approximate_index_finds_what_it_promises() -> None:
+    router, texts = large("keys", 1500)
     parts = texts.view(-1, 2, 8)
-    cosines, slots = KeyIndex(router._joined).search(parts, 2)
+    exact = KeyIndex(router._joined, 2, exact_up_to=10_000)
+    index = KeyIndex(router._joined, 2, exact_up_to=100)
+    assert exact.exact and exact.recall == 1 and not index.exact and index.recall >= 0.99
+    cosines, slots = index.search(parts, 2)
+    found = (slots[..., :, None] == exact.search(parts, 2)[1][..., None, :]).any(-1).float().mean()
+    assert float(found) > 0.98
     unit = torch.nn.functional.normalize(parts, dim=-1)
     near = torch.nn.functional.normalize(router._joined, dim=-1)[slots[:, 0, 0], 0]
-    torch.testing.assert_close(cosines[:, 0, 0], (unit[:, 0] * near).sum(-1))
-    assert KeyIndex(router._joined).search(parts[:1], 10_000)[0].shape == (1, 2, 150), "K is capped at the bank"
+    torch.testing.assert_close(cosines[:, 0, 0], (unit[:, 0] * near).sum(-1))  # scored exactly
+    assert exact.search(parts[:1], 10_000)[0].shape == (1, 2, 4500), "K is capped at the bank"
 
 
 def test_maps_of_keys() -> None:

@@ -303,6 +303,13 @@ def test_the_command_prints_text_and_json(lab: Lab, capsys: pytest.CaptureFixtur
     assert "sentence encoder 'no/encoder' is not on this machine" in capsys.readouterr().out
 
 
+def test_the_table_of_sizes_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).resolve().parents[3] / "cluster" / "README.md").read_text()
+    assert train.run(train.arguments(["--sizes"])) == 0
+    shown = readme.partition("<!-- sizes -->")[2].partition("<!-- /sizes -->")[0]
+    assert shown.strip() == capsys.readouterr().out.strip()
+
+
 @pytest.mark.parametrize(
     ("method", "cells"),
     [  # T5-large: 72 attentions with two linears of 1024 x 1024, rank 8 on both sides

@@ -54,6 +54,6 @@ def test_without_keys_others_on_the_network_are_refused(path: str, peer: str | N
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await gate({**scope, "client": peer and (peer, 50_000)}, receive, send)
 
-    gate = AccessMiddleware(PlainTextResponse("in"), Keys(AuthConfig(keys_env="NONE")), LimitsConfig())
+    gate = AccessMiddleware(PlainTextResponse("in"), Keys(AuthConfig()), LimitsConfig())
     found = TestClient(app, base_url="http://localhost").post(path)
     assert found.status_code == status and (status == 200 or "only requests from this machine" in found.text)

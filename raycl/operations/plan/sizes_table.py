@@ -1,0 +1,78 @@
+"""The table of sizes in `cluster/README.md`: large backbones on GPUs of the market, what fits and what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from raycl import config as configs
+from raycl.operations.plan.hardware import GPUS, Cluster
+from raycl.operations.plan.opening import opened
+from raycl.operations.plan.report import Report, report
+from raycl.operations.plan.shapes import engine_of, numbers
+from raycl.run.config import RunConfig
+from raycl.training.settings import DeepSpeedConfig, EngineConfig, FSDPConfig, TorchConfig
+
+BACKBONES = {
+    "T5-large, 0.7B": "google-t5/t5-large",
+    "T5-3B": "google-t5/t5-3b",
+    "LLaMA, 7B": "meta-llama/Llama-2-7b-hf",
+    "LLaMA, 13B": "meta-llama/Llama-2-13b-hf",
+}
+"""Name in the table -> hub id (`raycl.backbone.architecture.SIZES`)."""
+
+WAYS: dict[str, tuple[str, str, EngineConfig]] = {
+    "LoRA, torch": ("lora", "none", TorchConfig()),
+    "LoRA on nf4, torch": ("lora", "nf4", TorchConfig()),
+    "LoRA, fsdp": ("lora", "none", FSDPConfig()),
+    "all weights, ZeRO 3": ("finetune", "none", DeepSpeedConfig(zero_stage=3)),
+}
+"""Name in the table -> method, quantization of the backbone, and engine."""
+
+COUNTS = (1, 8, 64, 512)
+
+STEPS = (200,) * 4
+"""Optimizer steps of each task."""
+
+MICRO, SOURCE, TARGET = 4, 448, 64
+
+
+def sizes_table() -> str:
+    """As Markdown: a row for each backbone, way and number of GPUs, a column for each GPU."""
+    lines = [
+        f"| backbone | trained, engine | GPUs | {' | '.join(GPUS)} |",
+        f"|{'---|' * (3 + len(GPUS))}",
+        *(f"| {' | '.join(row)} |" for row in _rows()),
+    ]
+    return "\n".join(lines)
+
+
+def _rows() -> Iterator[list[str]]:
+    for name, backbone in BACKBONES.items():
+        kinds = {(method, bits) for method, bits, _ in WAYS.values()}
+        by_kind = {kind: numbers(opened(_config(backbone, *kind))) for kind in sorted(kinds)}
+        for way, (method, bits, engine) in WAYS.items():
+            model, step, _, run = by_kind[method, bits]
+            for count in COUNTS:
+                divided = engine_of(engine, model, count)
+                long_run = replace(run, steps=STEPS)
+                found = [report(model, step, divided, long_run, Cluster(gpu, count)) for gpu in GPUS.values()]
+                yield [name, way, str(count), *map(_cell, found)]
+
+
+def _config(backbone: str, method: str, bits: str) -> RunConfig:
+    """With a stream of four tasks whose data is not looked for."""
+    tree = {
+        "stream": {"name": "std-1", "max_source_tokens": SOURCE, "max_target_tokens": TARGET},
+        "backbone": {"name": backbone, "quantization": bits, "gradient_checkpointing": True},
+        "method": {"name": method},
+        "train": {"batch_size": MICRO},
+        "eval": {"save_predictions": False},
+    }
+    return configs.validate(RunConfig, tree)
+
+
+def _cell(found: Report) -> str:
+    if not found.fits:
+        return f"no: {found.bottleneck} {100 * found.share:.0f} %"
+    return f"{found.bottleneck} {100 * found.share:.0f} %, {found.seconds.step:.2g} s"
