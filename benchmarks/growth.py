@@ -22,7 +22,7 @@ from benchmarks.figures import Figure, Report, machine
 from raycl import config as configs
 from raycl.adapters import AdapterStack
 from raycl.data.loader import Collate
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.context import TaskContext
 from raycl.methods.pseudo_samples.samples import PseudoSamples

@@ -22,9 +22,9 @@ from raycl import config as configs
 from raycl.launch import driver
 from raycl.launch.cluster import joined
 from raycl.launch.prepared_run import prepare
-from raycl.operations.sweep.definition.config import SweepConfig
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.drive import run_sweep
-from raycl.operations.sweep.outcome import Outcome
+from raycl.operations.sweep.outcome import SweepOutcome
 from raycl.run.config import RunConfig
 
 log = logging.getLogger("benchmarks")
@@ -127,20 +127,22 @@ def against_grid(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
     yield Figure("ASHA's winner behind the grid's", max(behind), "AP", WINNER_LIMIT, detail=detail)
 
 
-def _learned(outcome: Outcome) -> int:
+def _learned(outcome: SweepOutcome) -> int:
     return sum(row.tasks for row in outcome.rows)
 
 
-def _settings(outcome: Outcome, number: int | None) -> str:
+def _settings(outcome: SweepOutcome, number: int | None) -> str:
     return "none" if number is None else ", ".join(f"{value:g}" for value in outcome.row(number).settings.values())
 
 
-def _score(outcome: Outcome, number: int | None) -> float:
+def _score(outcome: SweepOutcome, number: int | None) -> float:
     score = None if number is None else outcome.row(number).scores[0]
     return float("-inf") if score is None else score
 
 
-def _swept(name: str, scheduler: str, order: int, options: argparse.Namespace, folder: Path) -> tuple[Outcome, float]:
+def _swept(
+    name: str, scheduler: str, order: int, options: argparse.Namespace, folder: Path
+) -> tuple[SweepOutcome, float]:
     log.info("twenty trials: %s", name)
     found = {
         "name": name,

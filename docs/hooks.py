@@ -31,11 +31,11 @@ from nbconvert import MarkdownExporter
 from raycl.cli import commands as cli
 from raycl.cli import main
 from raycl.config import Section
-from raycl.config.reference import Group, groups
+from raycl.config.reference import SettingsGroup, groups
 from raycl.operations.banks.commands import COMMANDS
 from raycl.operations.plan.methods_table import BACKBONES, methods_table
 from raycl.operations.sweep.comparison import ComparisonConfig
-from raycl.operations.sweep.definition.config import SweepConfig
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.run.config import RunConfig
 from raycl.serve.settings import ServeConfig
 
@@ -132,7 +132,7 @@ def settings_page(title: str, model: type[Section], text: str) -> str:
     return f"# {title}\n\n{text}\n\n" + "\n\n".join(map(_section, groups(model))) + "\n"
 
 
-def _section(group: Group) -> str:
+def _section(group: SettingsGroup) -> str:
     rows = [
         f"| `{one.path}` | {_cell(one.type)} | {f'`{one.default}`' if one.default else ''} | {_cell(one.description)} |"
         for one in group.settings

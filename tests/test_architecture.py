@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -46,6 +47,15 @@ def test_the_code_keeps_the_rules(modules: list[Module], name: str) -> None:
 def test_no_folders_import_one_another_in_a_circle(modules: list[Module]) -> None:
     found = [loop for loop in loops(modules) if not loop.startswith("raycl/training/")]  # its loops are being mended
     assert not found, "\n" + "\n".join(found)
+
+
+def test_a_class_has_a_name_of_its_own(modules: list[Module]) -> None:
+    paths: dict[str, list[str]] = {}
+    for module in modules:
+        for node in module.nodes if module.path.startswith("raycl/") else ():
+            if isinstance(node, ast.ClassDef):
+                paths.setdefault(node.name, []).append(module.path)
+    assert {name: named for name, named in paths.items() if len(named) > 1} == {}, "say whose it is in the name"
 
 
 def test_the_tables_name_what_exists(modules: list[Module]) -> None:

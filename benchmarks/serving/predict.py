@@ -24,7 +24,7 @@ from benchmarks.serving.banks import drawn_bank, texts_of
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.data.loader import batch_of
 from raycl.data.sources.fields import Columns
-from raycl.generation.answers import predict as answer
+from raycl.generation.batch_answers import predict as answer
 from raycl.run.banks import snapshot_at
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.offline.model import WINDOW, OfflineModel

@@ -40,8 +40,8 @@ from raycl.generation.requests import LabelScores, ResponseMetadata, Started
 from raycl.routing.routers import TextRouter
 from raycl.serve.deployment.app import Endpoint, options_of
 from raycl.serve.deployment.application import start
+from raycl.serve.engine.engine_requests import EngineRequest
 from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
-from raycl.serve.engine.requests import EngineRequest
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import decide_first
 from raycl.types import Mixture

@@ -27,7 +27,7 @@ Rule = Literal["probability", "logit", "sum", "label_count"]
 
 
 @dataclass
-class _Rows:
+class _HeadRows:
     """Head rows of one adapter: weight `[C, D]`, bias `[C]`, index of each row's label."""
 
     weight: Tensor
@@ -53,7 +53,7 @@ class MixedHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(0, width, device=stack.device))
         self.bias = nn.Parameter(torch.zeros(0, device=stack.device))
         self._stack = stack
-        self._rows: dict[str, tuple[object, _Rows]] = {}
+        self._rows: dict[str, tuple[object, _HeadRows]] = {}
 
     def grow(self, labels: Sequence[str]) -> None:
         """Add labels; no row is added (`begin_training` does that)."""
@@ -163,7 +163,7 @@ class MixedHead(nn.Module):
         used = {name: column for column, name in enumerate(plan.mixture.names) if name in plan.used}
         return used, plan.weights(len(pooled_BD)).to(pooled_BD.dtype)
 
-    def _head_rows(self, names: Mapping[str, int]) -> list[tuple[int, _Rows]]:
+    def _head_rows(self, names: Mapping[str, int]) -> list[tuple[int, _HeadRows]]:
         """Return (column of the mixture, head rows) of every active adapter with labels."""
         heads = []
         trainable = list(self._stack.trainable)
@@ -172,16 +172,18 @@ class MixedHead(nn.Module):
                 heads.append((column, self._loaded(name)))
             elif name in trainable and self.trainable_labels:
                 rows = self._trainable_rows(trainable.index(name))
-                heads.append((column, _Rows(self.weight[rows], self.bias[rows], self._index(self.trainable_labels))))
+                heads.append(
+                    (column, _HeadRows(self.weight[rows], self.bias[rows], self._index(self.trainable_labels)))
+                )
         return heads
 
-    def _loaded(self, name: str) -> _Rows:
+    def _loaded(self, name: str) -> _HeadRows:
         state = self._stack.states[name]
         if name not in self._rows or self._rows[name][0] is not state:
             assert state.head_weight is not None and state.head_bias is not None
             self.grow(state.labels)
             device = self.weight.device
-            rows = _Rows(state.head_weight.to(device), state.head_bias.to(device), self._index(state.labels))
+            rows = _HeadRows(state.head_weight.to(device), state.head_bias.to(device), self._index(state.labels))
             self._rows = {key: kept for key, kept in self._rows.items() if key in self._stack.states}
             self._rows[name] = (state, rows)
         return self._rows[name][1]

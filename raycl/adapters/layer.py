@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Queries:
+class AttentionQueries:
     """The last output of an attention layer's query projection, for its output projection.
 
     Attributes:
@@ -65,7 +65,7 @@ class StackedLora(nn.Module):
         self.register_parameter("lora_B", None)
         self.lora_A: nn.Parameter | None
         self.lora_B: nn.Parameter | None
-        self.queries: Queries | None = None
+        self.queries: AttentionQueries | None = None
         self.unit_masks: Callable[[], tuple[Tensor, Tensor | None]] | None = None
         self.low_observer: Callable[[Tensor, Tensor], None] | None = None
         self._stack = stack

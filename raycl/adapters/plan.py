@@ -17,7 +17,7 @@ from raycl.types import Mixture
 
 
 @dataclass
-class Plan:
+class MixturePlan:
     """What layers need while a mixture is active.
 
     Attributes:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from raycl.adapters.layer import Queries, StackedLora, base_dtype, linear_shape
-from raycl.adapters.plan import Plan, gate_of, neighbours, own_form
+from raycl.adapters.layer import AttentionQueries, StackedLora, base_dtype, linear_shape
+from raycl.adapters.plan import MixturePlan, gate_of, neighbours, own_form
 from raycl.adapters.pool import RowPool
 from raycl.adapters.rows import RowTable
 from raycl.adapters.state import check_fits
@@ -83,7 +83,7 @@ class AdapterStack:
         self.trainable: dict[str, int] = {}
         self.trainable_scale = 1.0
         self.dropout = 0.0
-        self.plan: Plan | None = None
+        self.plan: MixturePlan | None = None
         self.static: StaticRows | None = None
         self._open = False
         self.heads: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class AdapterStack:
             self.layers[path].queries = queries
             setattr(self.model.get_submodule(parent), name, self.layers[path])
 
-    def _queries(self, path: str) -> Queries:
+    def _queries(self, path: str) -> AttentionQueries:
         """Return those of the attention layer whose output projection is at `path`, kept in each of its forward
         passes."""
         assert self._query_of is not None, "a stack of prefixes needs `query_of`"
@@ -107,7 +107,7 @@ class AdapterStack:
         heads = int(config.num_attention_heads)
         attention = self.model.get_submodule(projection.rpartition(".")[0])
         width = linear_shape(self.model.get_submodule(projection))[1]
-        queries = Queries(heads, float(getattr(attention, "scaling", (width // heads) ** -0.5)))
+        queries = AttentionQueries(heads, float(getattr(attention, "scaling", (width // heads) ** -0.5)))
         self._hooks.append(self.model.get_submodule(projection).register_forward_hook(queries))
         return queries
 
@@ -316,7 +316,7 @@ class AdapterStack:
             raise AdapterError(f"the mixture of {', '.join(mixture.names)} has weights that are not finite")
         active = torch.ones(len(mixture.names), dtype=torch.bool) if weights.requires_grad else (weights != 0).any(0)
         used = [name for name, yes in zip(mixture.names, active.tolist(), strict=True) if yes]
-        plan = Plan(Mixture(mixture.names, weights), copies, frozenset(used), self.pool)
+        plan = MixturePlan(Mixture(mixture.names, weights), copies, frozenset(used), self.pool)
         column = {name: number for number, name in enumerate(mixture.names)}
         trainable = [(column.get(name, -1), rank, self.trainable_scale) for name, rank in self.trainable.items()]
         if any(name in self.trainable for name in used):
@@ -324,7 +324,7 @@ class AdapterStack:
         self._plan_loaded(plan, column, [name for name in used if name not in self.trainable])
         self.plan = plan
 
-    def _plan_loaded(self, plan: Plan, column: Mapping[str, int], names: Sequence[str]) -> None:
+    def _plan_loaded(self, plan: MixturePlan, column: Mapping[str, int], names: Sequence[str]) -> None:
         self.need(names)
         plan.pool = self.pool  # loading may have replaced a pool that grows
         names = self._in_order([name for name in names if self.states[name].rank])

@@ -24,10 +24,10 @@ from raycl.backbone.codec import Bos, HFCodec
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.backbone.heads.language import LanguageHead
 from raycl.backbone.kinds import KINDS, Kind
-from raycl.backbone.limits import check_limits
 from raycl.backbone.linears.cpu import prefers_onednn, warn_of_slow_bfloat16
 from raycl.backbone.linears.quantization import Quantization, make_consistent, quantized
 from raycl.backbone.markup.chat_templates import template_source
+from raycl.backbone.position_limits import check_limits
 from raycl.backbone.positions import join_last_states
 from raycl.backbone.pretrained import (
     CONFIG,

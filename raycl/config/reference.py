@@ -42,7 +42,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Group:
+class SettingsGroup:
     """The settings of one section.
 
     Attributes:
@@ -57,17 +57,17 @@ class Group:
     settings: list[Setting] = field(default_factory=list)
 
 
-def groups(model: type[BaseModel]) -> list[Group]:
+def groups(model: type[BaseModel]) -> list[SettingsGroup]:
     """Return all sections of a config class, each before those inside it; a section that occurs twice is described
     once."""
     return list(_groups(model, "", "", set()))
 
 
-def _groups(model: type[BaseModel], path: str, choice: str, seen: set[type[BaseModel]]) -> Iterator[Group]:
+def _groups(model: type[BaseModel], path: str, choice: str, seen: set[type[BaseModel]]) -> Iterator[SettingsGroup]:
     seen.add(model)
     schema = model.model_json_schema()
     prefix = f"{path}." if path else ""
-    group = Group(path, choice, " ".join((model.__doc__ or "").split()))
+    group = SettingsGroup(path, choice, " ".join((model.__doc__ or "").split()))
     inner = []
     for name, info in model.model_fields.items():
         text = _type(schema["properties"][name], schema.get("$defs", {}))

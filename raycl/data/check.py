@@ -29,7 +29,7 @@ _BATCH = 1024
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthSummary:
     """Tokens of sources or targets, special tokens included.
 
     Attributes:
@@ -65,8 +65,8 @@ class SplitCheck:
     answers: int
     repeated: int
     unusable: int = 0
-    sources: Lengths | None = None
-    targets: Lengths | None = None
+    sources: LengthSummary | None = None
+    targets: LengthSummary | None = None
 
 
 @dataclass(frozen=True)
@@ -185,12 +185,12 @@ def _lengths(check: TaskCheck, stream: Stream, task: Task, codec: TextCodec, see
         check.splits[name] = replace(check.splits[name], sources=measured[0], targets=measured[1])
 
 
-def _of(lengths: Sequence[int], limit: int) -> Lengths | None:
+def _of(lengths: Sequence[int], limit: int) -> LengthSummary | None:
     if not lengths:
         return None
     values = np.array(lengths)
     median, p95, p99, longest = (int(np.ceil(np.percentile(values, part))) for part in (50, 95, 99, 100))
-    return Lengths(len(values), median, p95, p99, longest, limit, float((values > limit).mean()))
+    return LengthSummary(len(values), median, p95, p99, longest, limit, float((values > limit).mean()))
 
 
 def _examples(stream: Stream, task: Task, codec: TextCodec, seed: int, count: int) -> list[Example]:
@@ -211,7 +211,7 @@ def _cut(check: TaskCheck) -> Iterator[Mistake]:
     """Yield texts and answers that are longer than the limits."""
     for side, setting in (("sources", "stream.max_source_tokens"), ("targets", "stream.max_target_tokens")):
         for name, split in check.splits.items():
-            lengths: Lengths | None = getattr(split, side)
+            lengths: LengthSummary | None = getattr(split, side)
             if lengths is not None and lengths.cut > MANY_CUT and name != "dev":
                 which = f"{lengths.cut:.0%} of those measured are longer than {lengths.limit} tokens"
                 mend = f"set {setting} to {lengths.p99} to keep 99 % of them whole"

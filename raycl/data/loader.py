@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycl.data.language import TextObjective
 from raycl.data.sources.chunks import Indices
-from raycl.data.tokens import Rows
+from raycl.data.text_objectives import TextObjective
+from raycl.data.tokens import TokenRows
 from raycl.errors import ConfigError
 from raycl.types import IGNORE, Batch
 
@@ -113,7 +113,7 @@ class Loader:
 
     def __init__(
         self,
-        tables: Sequence[Rows],
+        tables: Sequence[TokenRows],
         label_ids: Mapping[str, int] | None,
         order: GlobalOrder,
         rank: int,
@@ -156,7 +156,7 @@ class Loader:
 
 
 def eval_batches(
-    table: Rows,
+    table: TokenRows,
     label_ids: Mapping[str, int] | None,
     rank: int,
     world_size: int,
@@ -181,7 +181,7 @@ class Collate:
 
     def __init__(
         self,
-        tables: Sequence[Rows],
+        tables: Sequence[TokenRows],
         label_ids: Mapping[str, int] | None,
         pad_id: int,
         texts: bool = False,
@@ -262,7 +262,7 @@ class Collate:
         columns = table.columns([row - int(self._starts[number])])
         return columns.source_ids[0], columns.target_ids[0], self._label_id(table, int(columns.labels[0]))
 
-    def _label_id(self, table: Rows, code: int) -> int:
+    def _label_id(self, table: TokenRows, code: int) -> int:
         if self._label_ids is None or table.task.labels is None or code < 0:
             return IGNORE
         label = table.task.labels[code]

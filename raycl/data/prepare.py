@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from raycl.data.language import check_objective, whole_texts
 from raycl.data.prompts import Prompt
 from raycl.data.sources.cache import Info, entry, key_of
 from raycl.data.sources.chunks import ChunkedRows, Indices
 from raycl.data.sources.ingest import RawRows
+from raycl.data.text_objectives import check_objective, whole_texts
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import ConfigError, ConversationError, DataError
 from raycl.types import Task, TextCodec
@@ -44,7 +44,7 @@ _SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class Lengths:
+class TokenLimits:
     """Token limits, special tokens included."""
 
     source: int
@@ -65,7 +65,7 @@ class Chosen:
     picks: Indices | None = None
 
 
-def check_codec(task: Task, prompt: Prompt, codec: TextCodec, lengths: Lengths) -> None:
+def check_codec(task: Task, prompt: Prompt, codec: TextCodec, lengths: TokenLimits) -> None:
     """Refuse what could not be tokenised sensibly.
 
     Raises:
@@ -91,7 +91,7 @@ def check_codec(task: Task, prompt: Prompt, codec: TextCodec, lengths: Lengths) 
 
 
 def prepare(
-    task: Task, split: Split, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: Lengths, cache: Path
+    task: Task, split: Split, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: TokenLimits, cache: Path
 ) -> TokenTable:
     """Return the token table of `chosen`; another process of this node with the same request gets the same file.
 
@@ -118,7 +118,7 @@ def leaves_room(prompt: Prompt, codec: TextCodec, limit: int) -> bool:
     return len(prompt.encode([""], codec)[0]) + MIN_TEXT_TOKENS <= limit
 
 
-def _report(task: Task, split: Split, info: Info, lengths: Lengths) -> None:
+def _report(task: Task, split: Split, info: Info, lengths: TokenLimits) -> None:
     for side, limit in (("sources", lengths.source), ("targets", lengths.target)):
         cut = info[f"truncated_{side}"]
         if cut:
@@ -126,7 +126,7 @@ def _report(task: Task, split: Split, info: Info, lengths: Lengths) -> None:
 
 
 def _tokenise(
-    task: Task, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: Lengths, writer: pa.RecordBatchFileWriter
+    task: Task, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: TokenLimits, writer: pa.RecordBatchFileWriter
 ) -> Info:
     raw = chosen.raw.open()
     cut_sources = cut_targets = 0

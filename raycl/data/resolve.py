@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from raycl.data.benchmarks import builtin
-from raycl.data.benchmarks.knowledge import OLORA_INSTRUCTIONS, TASKS, TaskInfo, canonical, folder_names
+from raycl.data.benchmarks.knowledge import OLORA_INSTRUCTIONS, TASKS, PublishedTask, canonical, folder_names
 from raycl.data.benchmarks.layout import LABELS_FILE, SPLITS, TaskFolder, check_name, locate, task_folder
 from raycl.data.benchmarks.orders import Benchmark, find, require
-from raycl.data.language import TOKEN_ACCURACY
 from raycl.data.settings import ColumnNames, RecordedTask, SplitNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.fields import LABEL_NAMES, TEXT_NAMES, Columns
 from raycl.data.sources.formats import Source, is_list
 from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
-from raycl.data.sources.ingest import Labels, Reading
+from raycl.data.sources.ingest import FileReading, Labels
 from raycl.data.sources.json_values import JsonStream
 from raycl.data.sources.source import SourceFile
+from raycl.data.text_objectives import TOKEN_ACCURACY
 from raycl.errors import ConfigError, DataError
 from raycl.storage import Storage
 from raycl.types import PromptName
 
-_UNKNOWN = TaskInfo(labels="auto")
+_UNKNOWN = PublishedTask(labels="auto")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TaskPlan:
 
     name: str
     files: Mapping[str, Source]
-    reading: Reading
+    reading: FileReading
     metric: str | None = None
     definition: str | None = None
     group: str = ""
@@ -108,7 +108,7 @@ def missing_files(config: StreamConfig) -> str:
 
 
 def _plans(
-    config: StreamConfig, wanted: Sequence[str | TaskSpec], needed: Sequence[str], known: Mapping[str, TaskInfo]
+    config: StreamConfig, wanted: Sequence[str | TaskSpec], needed: Sequence[str], known: Mapping[str, PublishedTask]
 ) -> tuple[tuple[TaskPlan, ...], list[str]]:
     """Return the tasks in their order, and the names of those that `allow_missing` leaves out."""
     names = [task for task in wanted if isinstance(task, str)]
@@ -200,7 +200,7 @@ def _one_file(config: StreamConfig) -> bool:
 
 def _builtin(name: str, config: StreamConfig) -> TaskPlan:
     if name in builtin.TASKS:
-        return TaskPlan(name, {}, Reading(labels=builtin.labels(name)))
+        return TaskPlan(name, {}, FileReading(labels=builtin.labels(name)))
     if name in TASKS or (config.tasks is None and config.name != "builtin"):
         raise ConfigError(
             f"task '{name}' of stream '{config.name}' comes from files: set stream.root to the folder of the benchmark"
@@ -211,7 +211,7 @@ def _builtin(name: str, config: StreamConfig) -> TaskPlan:
     )
 
 
-def _known(name: str, known: TaskInfo | None, located: TaskFolder, config: StreamConfig) -> TaskPlan:
+def _known(name: str, known: PublishedTask | None, located: TaskFolder, config: StreamConfig) -> TaskPlan:
     """Return a task found by name below the root."""
     info = known or _UNKNOWN
     files = _without_unused_dev(located.files, config)
@@ -220,7 +220,7 @@ def _known(name: str, known: TaskInfo | None, located: TaskFolder, config: Strea
         labels, prompt = _labels_file(located.folder) or labels, "olora"
         definition = OLORA_INSTRUCTIONS.get(info.group, "")
     keep = config.unlabelled == "keep"
-    reading = Reading("auto", info.columns, labels, info.unlabelled, keep, words=_words(info.words, config))
+    reading = FileReading("auto", info.columns, labels, info.unlabelled, keep, words=_words(info.words, config))
     metric = _metric(info.metric if known else None, labels, config)
     folder = located.folder.uri.rpartition("/")[2]
     return TaskPlan(name, files, reading, metric, definition, info.group, folder, prompt, type=info.type)
@@ -230,7 +230,7 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
     check_name(spec.name)
     if spec.recorded is not None:
         return TaskPlan(
-            spec.name, {}, Reading(labels=spec.recorded.labels), spec.recorded.metric, recorded=spec.recorded
+            spec.name, {}, FileReading(labels=spec.recorded.labels), spec.recorded.metric, recorded=spec.recorded
         )
     files, folder = _task_files(spec, config, needed)
     given = {"train": spec.train, "dev": spec.dev, "test": spec.test}
@@ -248,14 +248,14 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
         labels = (_labels_file(folder) if folder is not None else None) or (info.labels if spec.like else labels)
     columns = replace(info.columns if spec.columns == ColumnNames() else _columns(spec.columns), turns=config.turns)
     words = _words(spec.words or info.words, config)
-    reading = Reading(spec.format, columns, labels, info.unlabelled, False, spec.first_label, words)
+    reading = FileReading(spec.format, columns, labels, info.unlabelled, False, spec.first_label, words)
     metric = _metric(spec.metric or (info.metric if spec.like else None), labels, config)
     definition = info.instruction if spec.definition is None else spec.definition
     more: dict[str, Any] = {"dataset": spec.name, "prompt": info.prompt, "type": spec.type or info.type}
     return TaskPlan(spec.name, files, reading, metric, definition, **more)
 
 
-def _like(spec: TaskSpec) -> TaskInfo:
+def _like(spec: TaskSpec) -> PublishedTask:
     """Return what is known of the task that `like` names."""
     if spec.like is None:
         return _UNKNOWN

@@ -17,8 +17,7 @@ import numpy as np
 
 from raycl.data import prompts
 from raycl.data.benchmarks import builtin
-from raycl.data.language import TextObjective, text_objective
-from raycl.data.prepare import Chosen, Lengths, check_codec, fit_targets, prepare
+from raycl.data.prepare import Chosen, TokenLimits, check_codec, fit_targets, prepare
 from raycl.data.prompts import Prompt
 from raycl.data.resolve import StreamPlan, TaskPlan, resolve
 from raycl.data.selection import carve_dev, carve_test, draw_groups, per_class, pick_reference, sample
@@ -26,6 +25,7 @@ from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import cache_folder, key_of
 from raycl.data.sources.chunks import Indices
 from raycl.data.sources.ingest import RawRows, ingest, ingest_pairs
+from raycl.data.text_objectives import TextObjective, text_objective
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import ConfigError, DataError, counted
 from raycl.types import Task, TextCodec
@@ -85,10 +85,10 @@ class Stream:
         """Most tokens of a source and of a target of any task."""
         return self._config.token_limits
 
-    def limits(self, task: Task, codec: TextCodec) -> Lengths:
+    def limits(self, task: Task, codec: TextCodec) -> TokenLimits:
         """Most tokens of a source and of a target of a task."""
         source, target = self._config.limits_of(task.name)
-        return Lengths(min(source, codec.max_source_tokens), min(target, codec.max_target_tokens))
+        return TokenLimits(min(source, codec.max_source_tokens), min(target, codec.max_target_tokens))
 
     def table(self, task: Task, split: Split, codec: TextCodec) -> TokenTable:
         """Return the tokenised rows of one split, from the node's cache if they are there.

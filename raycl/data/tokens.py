@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raycl.data.sources.cache import Entry
+from raycl.data.sources.cache import CacheEntry
 from raycl.data.sources.chunks import ChunkedRows, RowIndices
 from raycl.types import Task
 
@@ -32,7 +32,7 @@ class TokenColumns:
     labels: NDArray[np.int32]
 
 
-class Rows(Protocol):
+class TokenRows(Protocol):
     """Tokenised rows of one task, numbered from 0, as a loader reads them."""
 
     task: Task
@@ -53,7 +53,7 @@ class TokenTable:
     Pickles as the name of its cache entry, so it can only travel between processes of one node.
     """
 
-    def __init__(self, task: Task, split: Split, entry: Entry, part: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, task: Task, split: Split, entry: CacheEntry, part: NDArray[np.int64] | None = None) -> None:
         """Open the table.
 
         Args:
@@ -64,7 +64,7 @@ class TokenTable:
         self._entry = entry
         self._part = part
 
-    def __reduce__(self) -> tuple[type[TokenTable], tuple[Task, Split, Entry, NDArray[np.int64] | None]]:
+    def __reduce__(self) -> tuple[type[TokenTable], tuple[Task, Split, CacheEntry, NDArray[np.int64] | None]]:
         return TokenTable, (self.task, self.split, self._entry, self._part)
 
     def __len__(self) -> int:

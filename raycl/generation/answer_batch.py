@@ -81,7 +81,7 @@ class Prompts(NamedTuple):
     allowed: tuple[tuple[int, ...], ...] = ()
 
 
-class Answer(NamedTuple):
+class RowAnswer(NamedTuple):
     """The answer to one row of a task."""
 
     task: str
@@ -124,7 +124,7 @@ class AnswerBatch:
         self._ends = _end_ids(backbone)
 
     @torch.no_grad()
-    def answers(self, prompts: Iterable[Prompts]) -> Iterator[Answer]:
+    def answers(self, prompts: Iterable[Prompts]) -> Iterator[RowAnswer]:
         """Yield an answer to each row, as they end.
 
         Args:
@@ -173,7 +173,7 @@ class AnswerBatch:
             self._constraints[allowed] = AllowedTokens(allowed, self._backbone.codec.eos_id)
         return self._constraints.get(allowed)
 
-    def _step(self) -> Iterator[Answer]:
+    def _step(self) -> Iterator[RowAnswer]:
         """One token for every row; gives the answers that end with it."""
         if self._state is None:
             return
@@ -192,7 +192,7 @@ class AnswerBatch:
             self.steps += 1
         texts = self._backbone.codec.decode([row.ids for row in ended]) if ended else []
         for row, text in zip(ended, texts, strict=True):
-            yield Answer(row.task, row.number, text)
+            yield RowAnswer(row.task, row.number, text)
 
     def _next(self, logits_BV: Tensor) -> list[int]:
         """Return the most likely token of each row, among those allowed."""

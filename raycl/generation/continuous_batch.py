@@ -75,7 +75,7 @@ class PreparedRequest(Generic[RequestT]):
 
 
 @dataclass
-class Row(Generic[RequestT]):
+class BatchRow(Generic[RequestT]):
     """A sequence of the running batch."""
 
     request: RequestT
@@ -111,7 +111,7 @@ class ContinuousBatch(Generic[RequestT]):
         self.joining: list[PreparedRequest[RequestT]] = []
         self.tokens = 0
         self._send = send
-        self._rows: list[Row[RequestT]] = []
+        self._rows: list[BatchRow[RequestT]] = []
         self._state: dynamic_cache.DynamicKVCache | StaticKVCache | None = None
         self._active = ExitStack()
 
@@ -161,7 +161,9 @@ class ContinuousBatch(Generic[RequestT]):
         for one in ready:
             assert one.sampling is not None, "only texts are decoded"
             draws = torch.Generator().manual_seed(one.sampling.seed)
-            rows.append(Row(one.request, one.mixture, DecodedText(codec.tokenizer, codec.eos_id, one.sampling), draws))
+            rows.append(
+                BatchRow(one.request, one.mixture, DecodedText(codec.tokenizer, codec.eos_id, one.sampling), draws)
+            )
         with self.model.activate(mixture):
             state = dynamic_cache.begin(self.model.backbone, [one.ids for one in ready])
         before = self._state if self._static is None else self._static

@@ -26,7 +26,7 @@ from raycl.routing.routers import router_class
 from raycl.types import Batch, Mixture, TextCodec
 
 
-class Reading(NamedTuple):
+class PromptReading(NamedTuple):
     """A text as it is read.
 
     Attributes:
@@ -95,7 +95,7 @@ class TaskPrompts:
                 found[instruction] = (*found.get(instruction, ()), task)
         return found
 
-    def reading(self, text: str, is_chat: bool = False, task: str | None = None) -> Reading:
+    def reading(self, text: str, is_chat: bool = False, task: str | None = None) -> PromptReading:
         """Return how a text is read.
 
         Args:
@@ -105,20 +105,20 @@ class TaskPrompts:
         tasks = None if task is None else (task,)
         messages = messages_of(text) if is_chat else ()
         if len(messages) < 2 or messages[0].role != "system":
-            return Reading(text, text, tasks, is_chat)
+            return PromptReading(text, text, tasks, is_chat)
         others = text_of(messages[1:])
         named = self._by_instruction.get(messages[0].content.strip(), ())
         if named and task in (None, *named):
-            return Reading(others, others, tasks or named, is_chat)
-        return Reading(text, others if task is None else text, tasks, is_chat)
+            return PromptReading(others, others, tasks or named, is_chat)
+        return PromptReading(text, others if task is None else text, tasks, is_chat)
 
-    def seen(self, reading: Reading) -> str:
+    def seen(self, reading: PromptReading) -> str:
         """Return what a router sees that reads texts: of a conversation all contents, where no task was learned from
         any."""
         return reading.routed if self.has_chats else reading.for_router(Prompt())
 
     def route(
-        self, readings: Sequence[Reading], mixture_of: Callable[[Sequence[str]], Mixture]
+        self, readings: Sequence[PromptReading], mixture_of: Callable[[Sequence[str]], Mixture]
     ) -> tuple[Mixture, list[str]]:
         """Return the mixture of each text, and the task whose prompt it gets; "": none (`needs_task`).
 
@@ -137,7 +137,7 @@ class TaskPrompts:
             mixture = mixture_of(names)
         return mixture, names
 
-    def _largest_of(self, mixture: Mixture, readings: Sequence[Reading], others: Sequence[str]) -> list[str]:
+    def _largest_of(self, mixture: Mixture, readings: Sequence[PromptReading], others: Sequence[str]) -> list[str]:
         """Return the task of each text with the largest weight; that of `others` where none has any."""
         return [
             self.largest(dict(zip(mixture.names, weights, strict=True)), reading.tasks) or other
@@ -147,7 +147,7 @@ class TaskPrompts:
     def read(
         self,
         batch: Batch,
-        readings: Sequence[Reading],
+        readings: Sequence[PromptReading],
         route: Callable[[Batch], Mixture],
         codec: TextCodec,
         snapshot: Snapshot,
@@ -160,7 +160,7 @@ class TaskPrompts:
             snapshot: with the token limits of its tasks.
         """
 
-        def within(names: Sequence[str], of: Callable[[Reading, Prompt], str]) -> Batch:
+        def within(names: Sequence[str], of: Callable[[PromptReading, Prompt], str]) -> Batch:
             prompts = [self.prompts.get(name, Prompt()) for name in names]
             texts = [of(reading, prompt) for reading, prompt in zip(readings, prompts, strict=True)]
             longest = codec.max_source_tokens
@@ -171,11 +171,11 @@ class TaskPrompts:
             return replace(batch, source_ids=fresh.source_ids, source_mask=fresh.source_mask)
 
         def mixture_of(names: Sequence[str]) -> Mixture:
-            seen = within(names, Reading.for_router)
+            seen = within(names, PromptReading.for_router)
             return route(replace(seen, texts=tuple(map(self.seen, readings)), tasks=("",) * len(batch)))
 
         mixture, names = self.route(readings, mixture_of)
-        return within(names, Reading.for_model), mixture
+        return within(names, PromptReading.for_model), mixture
 
     def _known(self, tasks: tuple[str, ...] | None) -> str:
         """Return the first of these tasks, if all have the same prompt."""

@@ -22,7 +22,7 @@ WIDTH = 8
 """A GPU multiplies a multiple of this many rows, some of them not chosen, because other shapes are slow."""
 
 
-class Rows(NamedTuple):
+class WeightRows(NamedTuple):
     """Some rows of a weight `[O, D]`.
 
     Attributes:
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     number: int
 
 
-def rows_of(kept_KO: Tensor, count: int | None = None, width: int | None = None) -> list[Rows]:
+def rows_of(kept_KO: Tensor, count: int | None = None, width: int | None = None) -> list[WeightRows]:
     """Return the chosen rows of K weights with O rows each.
 
     Args:
@@ -52,10 +52,10 @@ def rows_of(kept_KO: Tensor, count: int | None = None, width: int | None = None)
     places = (upto_KO * kept_KO).unbind()
     if count is not None:
         number = min(outputs, -(-count // width) * width)
-        return [Rows(*both, number) for both in zip(formed_KO[:, :number].unbind(), places, strict=True)]
+        return [WeightRows(*both, number) for both in zip(formed_KO[:, :number].unbind(), places, strict=True)]
     widths = [min(outputs, -(-number // width) * width) for number in counts.flatten().tolist()]
     parts = zip(formed_KO.unbind(), places, widths, strict=True)
-    return [Rows(formed_O[:number], places_O, number) for formed_O, places_O, number in parts]
+    return [WeightRows(formed_O[:number], places_O, number) for formed_O, places_O, number in parts]
 
 
 class Products:
@@ -91,7 +91,7 @@ class RowChoice:
         formed: a gradient of chosen rows was computed; the modifier that chooses rows resets it.
     """
 
-    rows: Rows | None = None
+    rows: WeightRows | None = None
     products: Products = field(default_factory=Products)
     formed: bool = False
 
@@ -135,7 +135,11 @@ def widens(x: Tensor, dtype: torch.dtype | None) -> bool:
 
 
 def weight_gradient(
-    g_NO: Tensor, x_ND: Tensor, rows: Rows | None, products: Products | None = None, dtype: torch.dtype | None = None
+    g_NO: Tensor,
+    x_ND: Tensor,
+    rows: WeightRows | None,
+    products: Products | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return `[O, D]`: `g^T x` in the chosen rows, zero in all others; None: all rows.
 

@@ -23,7 +23,7 @@ from raycl.config import Section, Tree, as_tree
 from raycl.errors import ConfigError
 from raycl.methods.capabilities import Constraint, LocalAdaptation, RouterModule
 from raycl.methods.context import TaskContext
-from raycl.routing.encoder import SentenceEncoder
+from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState, Task
 
 State = tuple[dict[str, Any], TensorGroups]

@@ -12,7 +12,7 @@ from torch import Tensor
 from raycl.data.prepare import fit_sources, leaves_room
 from raycl.data.sources.chunks import Indices
 from raycl.data.stream import Stream
-from raycl.data.tokens import HeldRows, Rows, Split, TokenTable
+from raycl.data.tokens import HeldRows, Split, TokenRows, TokenTable
 from raycl.types import Batch, Phase, Task, TextCodec
 
 Quantity = Literal["loss", "outputs"]
@@ -34,7 +34,7 @@ class Step:
     micro_batches: int = 1
 
 
-class Worker(Protocol):
+class PhaseWorker(Protocol):
     """What the trainer provides: passes over data that need the model, and sums over all workers."""
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ class TaskContext:
     phases: tuple[Phase, ...] = ()
     earlier_tasks: tuple[Task, ...] = ()
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    added: list[Rows] = field(default_factory=list, repr=False)
-    worker: Worker | None = field(default=None, repr=False)
+    added: list[TokenRows] = field(default_factory=list, repr=False)
+    worker: PhaseWorker | None = field(default=None, repr=False)
 
     def tables(self, split: Split) -> list[TokenTable]:
         """The token table of each of the phase's tasks that has rows in `split`."""

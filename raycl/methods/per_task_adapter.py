@@ -13,8 +13,8 @@ from torch import Tensor
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.prompts import PLAIN, Form, MixedPrompts, PromptForm
-from raycl.adapters.prompts import How as PromptMixing
+from raycl.adapters.soft_prompts import PLAIN, Form, MixedPrompts, PromptForm
+from raycl.adapters.soft_prompts import How as PromptMixing
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names, query_of
 from raycl.bank.tensor_groups import TensorGroups

@@ -10,7 +10,7 @@ from raycl.routing.prompt_pool import mean_pooled
 from raycl.types import IGNORE, Batch
 
 
-class Queries:
+class TextQueries:
     """Means of the frozen backbone's last hidden states over each text's tokens.
 
     They are computed once for the routing and the penalty of a batch.

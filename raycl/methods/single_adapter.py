@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.prompts import MixedPrompts, formed
+from raycl.adapters.soft_prompts import MixedPrompts, formed
 from raycl.methods.base import Learned, Method, phase_labels, under
 from raycl.methods.context import TaskContext
 from raycl.methods.trained_adapters import is_trainable

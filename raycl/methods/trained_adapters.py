@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
-from raycl.adapters.prompts import MixedPrompts, formed
+from raycl.adapters.soft_prompts import MixedPrompts, formed
 from raycl.backbone import Backbone
 from raycl.methods.base import in_head, under
 from raycl.types import AdapterState

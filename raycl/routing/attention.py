@@ -18,9 +18,9 @@ from torch.nn.functional import layer_norm, linear, log_softmax, silu
 
 from raycl.config import Section
 from raycl.errors import RetrievalError
-from raycl.routing.encoder import SentenceEncoder
 from raycl.routing.prompt_pool import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.routing.statistics.discriminant import BareTexts
 from raycl.types import Mixture, RouterState
 

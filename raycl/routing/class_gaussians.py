@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from raycl.errors import RetrievalError
-from raycl.routing.encoder import SentenceEncoder
 from raycl.routing.prompt_pool import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.routing.statistics.out_of_distribution import OodCalibrator
 from raycl.types import Mixture, RouterState
 

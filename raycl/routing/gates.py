@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, silu
 
 from raycl.errors import RetrievalError
-from raycl.routing.encoder import SentenceEncoder
 from raycl.routing.prompt_pool import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
 
 PARTS = ("down", "up", "key")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from raycl.errors import RetrievalError
-from raycl.routing.encoder import SentenceEncoder
 from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
 
 

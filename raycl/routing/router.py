@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raycl.errors import BankError
-from raycl.routing.encoder import SentenceEncoder
+from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
 
 Owners = Mapping[str, tuple[str, ...]]

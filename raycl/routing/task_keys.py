@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from raycl.errors import RetrievalError
-from raycl.routing.encoder import SentenceEncoder
 from raycl.routing.prompt_pool import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter, columns_of
+from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
 
 Weighting = Literal["softmax", "cosine"]

@@ -17,7 +17,7 @@ from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.source import SourceFile
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split
-from raycl.routing.encoder import EncoderConfig
+from raycl.routing.sentence_encoder import EncoderConfig
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.inputs import Inputs

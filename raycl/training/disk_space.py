@@ -30,7 +30,7 @@ ANSWER_BYTES = 60
 
 
 @dataclass(frozen=True)
-class Plan:
+class DiskPlan:
     """What a run writes when, in bytes.
 
     Attributes:
@@ -65,7 +65,7 @@ class Moment:
     bank: int
 
 
-def moments(plan: Plan) -> Iterator[Moment]:
+def moments(plan: DiskPlan) -> Iterator[Moment]:
     """At every checkpoint."""
     kept: list[int] = []
     stays = bank = 0
@@ -89,7 +89,7 @@ class Growth:
     both: int
 
 
-def growth(plan: Plan, phase: int = 0, step: int = 0) -> Growth:
+def growth(plan: DiskPlan, phase: int = 0, step: int = 0) -> Growth:
     """What a run adds from a step of a phase on."""
     all_of_it = list(moments(plan))
     before = [one for one in all_of_it if (one.phase, one.step) <= (phase, step)]
@@ -107,7 +107,7 @@ def growth(plan: Plan, phase: int = 0, step: int = 0) -> Growth:
 # ---- what this run will write ------------------------------------------------------------------------------------
 
 
-def plan_of(context: TrainingContext, phase: Phase, steps: Sequence[int]) -> Plan:
+def plan_of(context: TrainingContext, phase: Phase, steps: Sequence[int]) -> DiskPlan:
     """An estimate, once `phase` has begun and its parameters are created: later phases are taken to be like it.
 
     A phase's adapters are as large as its trained parameters; a method with adapters of its own for every task freezes
@@ -132,7 +132,7 @@ def plan_from(
     state: int,
     kept: Mapping[str, int],
     answers: Sequence[int],
-) -> Plan:
+) -> DiskPlan:
     """The same from sizes, for a backbone without weights.
 
     Args:
@@ -158,7 +158,7 @@ def plan_from(
     exports = {"each": range(count), "last": range(count - 1, count), "none": range(0)}[context.checkpoint.export]
     model = trained if method.trains_backbone else 0
     selects = context.evaluation.select != "last"  # the best weights so far
-    return Plan(
+    return DiskPlan(
         steps=steps,
         every=context.checkpoint.every_steps,
         keep=context.checkpoint.keep,

@@ -14,7 +14,7 @@ from tiny import TASKS, VARIANTS, Lab, run, trace
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import batch_of
 from raycl.errors import ConfigError
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate_batch
 from raycl.run.assembly import build
 from raycl.run.checks import check

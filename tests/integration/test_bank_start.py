@@ -17,7 +17,7 @@ from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, head_of, line_of
 from raycl.bank.manifest import FORMAT
-from raycl.bank.routers import get_router
+from raycl.bank.router_states import get_router
 from raycl.bank.training_state import state_objects
 from raycl.errors import BankError, ConfigError, RayclError, RunError, StorageError, UnreachableError
 from raycl.launch import prepared_run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from data_samples import MiniLMCodec, news
 
-from raycl.data.sources.fields import Row
+from raycl.data.sources.fields import SourceRow
 from raycl.data.sources.formats import read_rows
 from raycl.data.sources.source import SourceFile
 from raycl.data.stream import StreamConfig, open_stream
@@ -22,7 +22,7 @@ def test_files_are_read_from_an_s3_compatible_server(s3_uri: Callable[[str], str
     Storage.at(s3_uri("deep")).write("x.jsonl", b'{"text": "a", "label": "b"}\n{"text": "c"}\n')
     file = SourceFile.at(rows_file)
     rows = read_rows(file)
-    assert next(rows) == Row(1, "a", ("b",))
+    assert next(rows) == SourceRow(1, "a", ("b",))
     with pytest.raises(DataError, match=r"s3://bucket/deep/x\.jsonl, row 2: no label"):
         next(rows)
     assert file.content_hash(tmp_path) == file.content_hash(tmp_path)

@@ -13,7 +13,7 @@ from tiny import Lab, Stop, run
 
 from raycl.storage import Storage
 from raycl.training import disk_space
-from raycl.training.disk_space import Growth, Plan, growth, moments, shortage
+from raycl.training.disk_space import DiskPlan, Growth, growth, moments, shortage
 from raycl.training.phase import trainer
 
 Usage = namedtuple("Usage", "total used free")
@@ -30,9 +30,9 @@ METHODS: dict[str, Any] = {
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[DiskPlan]:
     """Plans of the runs of a test."""
-    found: list[Plan] = []
+    found: list[DiskPlan] = []
     real = trainer.plan_of
     monkeypatch.setattr(trainer, "plan_of", lambda *given: found.append(real(*given)) or found[-1])
     return found
@@ -45,7 +45,7 @@ def written(storage: Storage) -> int:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("publish", [True, False])
 def test_the_estimate_is_near_to_what_a_run_writes(
-    lab: Lab, tmp_path: Path, planned: list[Plan], method: str, publish: bool
+    lab: Lab, tmp_path: Path, planned: list[DiskPlan], method: str, publish: bool
 ) -> None:
     kind = "t5" if method == "sapt" else "bert"
     storage = Storage.at(tmp_path / "run")
@@ -56,7 +56,7 @@ def test_the_estimate_is_near_to_what_a_run_writes(
 
 @pytest.mark.parametrize("method", ["lora", "inclora", "slm"])
 def test_a_resumed_run_is_estimated_as_one_from_the_start(
-    lab: Lab, tmp_path: Path, planned: list[Plan], method: str
+    lab: Lab, tmp_path: Path, planned: list[DiskPlan], method: str
 ) -> None:
     config, storage = lab.config("bert", METHODS[method]), Storage.at(tmp_path / "run")
     with pytest.raises(Stop):
@@ -71,7 +71,7 @@ def test_a_resumed_run_is_estimated_as_one_from_the_start(
 
 
 def test_the_largest_moment_is_before_old_checkpoints_are_deleted() -> None:
-    plan = Plan(steps=[5, 5], every=2, keep=2, inside=300, end=100, published=[10, 20], stays=[1, 2])
+    plan = DiskPlan(steps=[5, 5], every=2, keep=2, inside=300, end=100, published=[10, 20], stays=[1, 2])
     assert [(one.phase, one.step, one.run, one.left, one.bank) for one in moments(plan)] == [
         (0, 2, 300, 300, 0),
         (0, 4, 600, 600, 0),
@@ -83,7 +83,7 @@ def test_the_largest_moment_is_before_old_checkpoints_are_deleted() -> None:
     assert growth(plan) == Growth(run=703, bank=30, both=733)
     assert growth(plan, 1, 4) == Growth(run=102, bank=20, both=122)
     assert growth(plan, 1, 5) == Growth(0, 0, 0), "only evaluation is left"
-    assert max(one.run for one in moments(Plan([5], None, 2, 300, 100, [0], [0]))) == 100, "only at ends of tasks"
+    assert max(one.run for one in moments(DiskPlan([5], None, 2, 300, 100, [0], [0]))) == 100, "only at ends of tasks"
 
 
 def test_only_a_disk_with_too_little_room_is_warned_of(tmp_path: Path, s3_uri: Callable[[str], str]) -> None:
@@ -101,7 +101,7 @@ def test_only_a_disk_with_too_little_room_is_warned_of(tmp_path: Path, s3_uri: C
 
 
 def test_a_run_warns_once_before_it_trains(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, planned: list[Plan]
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, planned: list[DiskPlan]
 ) -> None:
     caplog.set_level(logging.INFO, "raycl")
     monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)

@@ -23,8 +23,8 @@ from raycl.errors import ConfigError
 from raycl.launch import driver, prepared_run
 from raycl.launch.status import status_of
 from raycl.operations.sweep.comparison import ComparisonConfig, run_comparison
-from raycl.operations.sweep.definition.config import SweepConfig
-from raycl.operations.sweep.definition.folder import SweepFolder
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.drive import make_plan
 from raycl.run.config import load_config
 from raycl.storage import Storage

@@ -24,7 +24,7 @@ from tiny import Complete, on_main
 
 from raycl.bank import Bank
 from raycl.launch.http.page_files import TYPES, page_files
-from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.serving_engine import ServingEngine
 
 FILES = page_files("raycl.serve.http.playground")
 COLOUR, ANIMAL = "the sea is cold", "it purrs a sleeps"
@@ -38,7 +38,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Served], None]:
     """Makes an endpoint take a while over each token."""
 
     def slow(served: Served) -> None:
-        assert isinstance(served.service.engine, Engine)
+        assert isinstance(served.service.engine, ServingEngine)
         texts, step = served.service.engine._texts, served.service.engine._texts.step
         monkeypatch.setattr(texts, "step", lambda: (time.sleep(0.08), step()))
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.bank import Bank
-from raycl.bank.routers import get_router
+from raycl.bank.router_states import get_router
 from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RayclError
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate_batch
 from raycl.methods.pseudo_samples.samples import sources_of
 from raycl.methods.sapt import sapt

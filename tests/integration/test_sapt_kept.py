@@ -11,7 +11,7 @@ from test_sapt import WORLD, loss, started
 from tiny import KINDS, Lab
 from torch import Tensor
 
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate, trained_names
 from raycl.methods.pseudo_samples.samples import sources_of
 from raycl.methods.sapt.sapt import Sapt

@@ -15,15 +15,15 @@ from tiny import KINDS, Complete, Done, Lab, Stop, evaluated_by, exported, matri
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
 from raycl.bank import Bank
-from raycl.bank.routers import get_router
+from raycl.bank.router_states import get_router
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, ConfigError, RayclError
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate, activate_batch
 from raycl.methods.slm.slm import Slm
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import evaluate, forget
-from raycl.operations.report.routing import Routing
+from raycl.operations.report.routing_tables import RouterSummary
 from raycl.routing.memory_slots.slots import SlotRouter
 from raycl.run.assembly import build
 from raycl.serve.offline.model import OfflineModel
@@ -114,7 +114,7 @@ def test_with_the_task_id_only_the_tasks_slots_are_used(lab: Lab, tmp_path: Path
     run(lab.config("bert", ("separate", {"name": "slm"})), separate)
     assert matrix(task_given)[-1] == matrix(separate)[-1]
     assert matrix(task_given)[0][0] == matrix(task_given)[1][0], "nothing can be forgotten when the task id is given"
-    assert {Routing.of(storage.read_json("results.json")).used for storage in (task_given, separate)} == {"task"}
+    assert {RouterSummary.of(storage.read_json("results.json")).used for storage in (task_given, separate)} == {"task"}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path
     assert newest is not None
     assert len(newest.adapters) == (32 if settings.get("value_layout") == "per_group" else 8)
     result = storage.read_json("results.json")
-    routing = Routing.of(result)
+    routing = RouterSummary.of(result)
     assert set(result["phase_summaries"][-1]["found"]) == {"keys", "discriminant", "eq13"}
     assert routing.tasks == result["phases"] and routing.novelty == {}, "a run without dev texts"
     assert routing.owners == [task for task in routing.tasks for _ in range(4)]
@@ -245,7 +245,7 @@ def test_stored_dev_texts_detect_out_of_distribution_texts(lab: Lab, tmp_path: P
     first, second = (router.tensors() for router in routers)
     assert {"sample/colour", "sample/animal"} < first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    routings = [Routing.of(storage.read_json("results.json")) for storage in (whole, stopped)]
+    routings = [RouterSummary.of(storage.read_json("results.json")) for storage in (whole, stopped)]
     assert routings[0] == routings[1] and list(routings[0].novelty) == ["animal"]
     assert 0.1 < float(routers[0].ood_score(first["sample/colour"]).mean()) < 0.9
     asked = ["fire is warm", "the annual report of the company lists its subsidiaries in Norway"]
@@ -377,7 +377,7 @@ def test_generation_calls_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyP
 
 
 def test_a_missing_encoder_is_an_error() -> None:
-    from raycl.routing.encoder import EncoderConfig, SentenceEncoder
+    from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 
     with pytest.raises(BackboneError, match="does not exist"):
         SentenceEncoder(EncoderConfig(name="./nowhere"))

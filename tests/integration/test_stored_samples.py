@@ -19,7 +19,7 @@ from raycl.errors import BankError
 from raycl.launch import prepared_run
 from raycl.operations.banks.commands import answer
 from raycl.operations.banks.maintenance import prune, verify
-from raycl.operations.banks.samples import sample_texts, stored_samples
+from raycl.operations.banks.sample_listing import sample_texts, stored_samples
 from raycl.operations.banks.unlearning import forget
 from raycl.serve.snapshots.parts import backbone_of
 

@@ -22,7 +22,7 @@ from raycl.errors import BackboneError, BankError, ConfigError, RunError
 from raycl.launch import prepared_run
 from raycl.operations.banks.unlearning import forget
 from raycl.operations.sweep.comparison import load_comparison
-from raycl.operations.sweep.definition.config import load_sweep
+from raycl.operations.sweep.definition.sweep_config import load_sweep
 from raycl.run import checks
 from raycl.run import config as run_config
 from raycl.serve.gate.judge import judge

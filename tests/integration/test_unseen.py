@@ -17,7 +17,7 @@ from raycl.config import Tree
 from raycl.errors import ConfigError
 from raycl.launch import prepared_run
 from raycl.operations.banks import unlearning
-from raycl.operations.report.compare import to_csv
+from raycl.operations.report.run_comparison import to_csv
 from raycl.operations.report.tables import comparison_table, matrix_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
 from raycl.operations.sweep.trials.single_tasks import separate_key, separate_tree

@@ -18,7 +18,7 @@ from raycl.data.benchmarks.knowledge import TASKS as KNOWN
 from raycl.data.benchmarks.orders import require
 from raycl.errors import ConfigError
 from raycl.launch import prepared_run
-from raycl.operations.report.compare import compare, to_csv
+from raycl.operations.report.run_comparison import compare, to_csv
 from raycl.operations.report.tables import comparison_table, matrix_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
 from raycl.operations.sweep.trials.single_tasks import separate_tree

@@ -85,7 +85,7 @@ PACKAGE = (
     "raycl.run.checks",
     "raycl.run.extension",
     "raycl.run.start",
-    "raycl.serve.engine.engine",
+    "raycl.serve.engine.serving_engine",
     "raycl.serve.http.server",
     "raycl.operations.sweep.outcome",
     "raycl.training.stream_loop",

@@ -22,11 +22,11 @@ from raycl.bank import Bank
 from raycl.data.loader import batch_of, eval_batches
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.generation.requests import Sampling
-from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.engine_requests import FAILURES, AdapterSelection, EngineRequest
 from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
-from raycl.serve.engine.requests import FAILURES, AdapterSelection, EngineRequest
+from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.types import Mixture
@@ -153,7 +153,7 @@ def served(bank: Bank, device: torch.device, static_cache: bool) -> list[Any]:
     host = MultiSnapshotModel(model.backbone)
     model.model.stack.detach()
     model.backbone.prefix = None
-    engine = Engine(host, 4, 24, 4, static_cache=static_cache)
+    engine = ServingEngine(host, 4, 24, 4, static_cache=static_cache)
     try:
         engine.load_snapshot(model.loaded)
         replies = []

@@ -16,11 +16,11 @@ from raycl.bank import Bank
 from raycl.data.loader import batch_of, eval_batches
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.generation.requests import Event, Failed, LabelScores, Sampling, Started, TextDelta
-from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-from raycl.serve.engine.requests import AdapterSelection, EngineRequest
+from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.service.opening import close_service, open_service
 from raycl.serve.service.service import Service
 from raycl.serve.settings import ServeConfig
@@ -105,8 +105,8 @@ class ServiceClient:
 
     def __init__(self, service: Service) -> None:
         self.service, self.snapshot_manager = service, service.snapshot_manager
-        assert isinstance(service.engine, Engine)
-        self.engine: Engine = service.engine
+        assert isinstance(service.engine, ServingEngine)
+        self.engine: ServingEngine = service.engine
 
     def ask(
         self,

@@ -20,8 +20,8 @@ from raycl import config as configs
 from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch
-from raycl.generation.answers import predict
-from raycl.generation.routing import route_batch
+from raycl.generation.batch_answers import predict
+from raycl.generation.route_batch import route_batch
 from raycl.launch import worker
 from raycl.launch.driver import RunOptions, job_of
 from raycl.launch.local import in_process_worker
@@ -31,7 +31,7 @@ from raycl.routing.memory_slots import key_maps
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.engine.routing import heads_of
+from raycl.serve.engine.request_mixtures import heads_of
 from raycl.serve.snapshots.parts import adapters_of, backbone_of, router_of
 from raycl.storage import Storage
 from raycl.testing import tiny_models as models

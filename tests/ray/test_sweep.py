@@ -23,8 +23,8 @@ from tiny import Lab, matrix, run, trace
 from raycl import config as configs
 from raycl.errors import ResumeError, RunError
 from raycl.launch.status import status_of
-from raycl.operations.sweep.definition.config import load_sweep
-from raycl.operations.sweep.definition.folder import SweepFolder
+from raycl.operations.sweep.definition.sweep_config import load_sweep
+from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.drive import run_sweep
 from raycl.run.config import RunConfig, load_config
 from raycl.run.folder import CONFIG

@@ -15,7 +15,7 @@ from raycl.config.assignment import CHOICES, overlay
 from raycl.config.sections import sections_in
 from raycl.errors import ConfigError
 from raycl.operations.sweep.comparison import ComparisonConfig
-from raycl.operations.sweep.definition.config import SweepConfig
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.run.config import RunConfig, load_config
 from raycl.serve.settings import ServeConfig
 

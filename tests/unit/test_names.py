@@ -11,7 +11,7 @@ from raycl.config.names import LONGEST, problem_of
 from raycl.data.benchmarks.layout import check_name
 from raycl.errors import ConfigError, DataError
 from raycl.operations.sweep.comparison import ComparisonConfig
-from raycl.operations.sweep.definition.config import SweepConfig
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.run import config as run_config
 from raycl.run.config import load_config
 from raycl.storage import Storage

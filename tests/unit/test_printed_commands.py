@@ -29,7 +29,7 @@ from raycl.cli.commands import load
 from raycl.errors import ConfigError
 from raycl.operations.banks.commands import COMMANDS
 from raycl.operations.sweep.comparison import load_comparison
-from raycl.operations.sweep.definition.config import load_sweep
+from raycl.operations.sweep.definition.sweep_config import load_sweep
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.run.extension import task_of

@@ -13,7 +13,7 @@ from pydantic import Field
 from raycl.config import Section
 from raycl.config.reference import commented_yaml, groups
 from raycl.operations.sweep.comparison import ComparisonConfig
-from raycl.operations.sweep.definition.config import SweepConfig
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.run.config import RunConfig, load_config
 from raycl.serve.settings import ServeConfig, load_serve_config
 

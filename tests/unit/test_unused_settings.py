@@ -13,7 +13,7 @@ import yaml
 from raycl import config as configs
 from raycl.errors import ConfigError
 from raycl.operations.sweep.comparison import load_comparison, plan
-from raycl.operations.sweep.definition.config import load_sweep
+from raycl.operations.sweep.definition.sweep_config import load_sweep
 from raycl.run.config import fingerprint, load_config
 from raycl.serve.settings import load_serve_config
 

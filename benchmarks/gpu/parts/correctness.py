@@ -23,11 +23,11 @@ from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.backbone.load import wrap_model
 from raycl.kernels.magnitude import summed_magnitude
-from raycl.kernels.row_gradient import Rows, adamw_rows, rows_of, weight_gradient, widens
+from raycl.kernels.row_gradient import WeightRows, adamw_rows, rows_of, weight_gradient, widens
 from raycl.routing.attention import Attention, AttentionConfig, AttentionRouter
 from raycl.routing.memory_slots.slots import KINDS as ROUTERS
-from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
+from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.testing.tiny_models import tiny_model, word_tokenizer
 from raycl.types import Mixture
 
@@ -104,7 +104,7 @@ def _kernels(device: torch.device) -> Results:
     }
 
 
-def _gradient_from_16_bits(g_NO: Tensor, x_ND: Tensor, rows: Rows) -> Tensor:
+def _gradient_from_16_bits(g_NO: Tensor, x_ND: Tensor, rows: WeightRows) -> Tensor:
     """In float32, as it is summed, where the device can give it so."""
     g16_NO, x16_ND = g_NO.bfloat16(), x_ND.bfloat16()
     if not widens(x16_ND, torch.float32):
@@ -214,7 +214,7 @@ def _texts(backbone: Backbone, static_cache: bool) -> list[str]:
         for number, row in enumerate(mixture.weights.tolist())
     ]
     with ExitStack() as stack:
-        engine = Engine(MultiSnapshotModel(backbone, ADAPTERS * RANK), ROWS, 32, 16, static_cache=static_cache)
+        engine = ServingEngine(MultiSnapshotModel(backbone, ADAPTERS * RANK), ROWS, 32, 16, static_cache=static_cache)
         stack.callback(engine.close)
         engine.load_snapshot(snapshot)
         found = [answer.text for answer in answered(engine, snapshot, requests)]

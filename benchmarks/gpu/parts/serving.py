@@ -23,9 +23,9 @@ from benchmarks.gpu.setup import DENSE, LIMITS, RANK, TARGETS, Case, Setup, chec
 from benchmarks.gpu.timing import Times, peak_gib, quartiles, reset_peak
 from raycl.errors import WrongResultError
 from raycl.generation.requests import Event, Failed, Sampling, TextDelta
-from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
+from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.types import Mixture
 
 REQUESTS, TINY_REQUESTS = 64, 6
@@ -70,7 +70,7 @@ def _figures(setup: Setup, seconds: float) -> Iterator[Figure]:
     try:
         for name in ("bare", "mixed"):
             host = MultiSnapshotModel(twin(bare), DENSE * RANK)
-            engines[name] = Engine(host, batch, 4096, 64, static_cache=True)
+            engines[name] = ServingEngine(host, batch, 4096, 64, static_cache=True)
             if name == "mixed":
                 engines[name].load_snapshot(snapshot)
         yield from _compared(setup, engines, snapshot, seconds)
@@ -79,7 +79,9 @@ def _figures(setup: Setup, seconds: float) -> Iterator[Figure]:
             engine.close()
 
 
-def _compared(setup: Setup, engines: dict[str, Engine], snapshot: LoadedSnapshot, seconds: float) -> Iterator[Figure]:
+def _compared(
+    setup: Setup, engines: dict[str, ServingEngine], snapshot: LoadedSnapshot, seconds: float
+) -> Iterator[Figure]:
     mixed = _requests(setup, snapshot)
     requests = {"bare": [replace(one, weights={}) for one in mixed], "mixed": mixed}
     ends = time.monotonic() + seconds
@@ -124,7 +126,7 @@ def _requests(setup: Setup, snapshot: LoadedSnapshot) -> list[Request]:
     return [Request(text(number), rows[number % DENSE], tokens) for number in range(count)]
 
 
-def answered(engine: Engine, snapshot: LoadedSnapshot, requests: Sequence[Request]) -> list[Answer]:
+def answered(engine: ServingEngine, snapshot: LoadedSnapshot, requests: Sequence[Request]) -> list[Answer]:
     """Send all at once and wait for the last one.
 
     Raises:
@@ -162,7 +164,7 @@ def _collected(engine_request: EngineRequest, inbox: queue.SimpleQueue[Event]) -
             return Answer(text, tokens)
 
 
-def _check_answers(setup: Setup, engine: Engine, snapshot: LoadedSnapshot, requests: Sequence[Request]) -> None:
+def _check_answers(setup: Setup, engine: ServingEngine, snapshot: LoadedSnapshot, requests: Sequence[Request]) -> None:
     """Every token is the best one of a plain pass, to rounding; in float32 an answer is the one given alone."""
     together = answered(engine, snapshot, requests)
     check_equal("steps were captured", engine.captures > 0, setup.is_cuda)

@@ -33,13 +33,13 @@ LARGE = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class _Record:
+class _HashRecord:
     """The content of a record."""
 
     files: dict[str, dict[str, int | str]]
 
 
-_RECORD = TypeAdapter(_Record)
+_RECORD = TypeAdapter(_HashRecord)
 
 
 def fingerprint_of(name: str, revision: str | None = None, pickles: bool = False) -> str:

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     log_to_stderr()
     given = predict.input_of(options, (options.label,) if options.label else LABEL_NAMES)
     with predict.open_model(options) as model:
-        from raycl.operations.report.evaluation import confusion_png, evaluation_table
+        from raycl.operations.report.evaluation_report import confusion_png, evaluation_table
         from raycl.serve.offline.row_evaluation import evaluate_rows
 
         found = evaluate_rows(model, given, options.metric, task=options.task, max_tokens=options.max_tokens)

@@ -42,12 +42,12 @@ def run(options: argparse.Namespace) -> int:
     from raycl.metrics.run_results import find_results
 
     results = [result for root in options.runs for result in find_results(root)]
-    from raycl.operations.report.attention import has_attention
     from raycl.operations.report.attention_plots import attention_maps
-    from raycl.operations.report.compare import runs_to_csv, to_csv
+    from raycl.operations.report.attention_tables import has_attention
     from raycl.operations.report.plots import heatmaps
     from raycl.operations.report.router_plots import router_maps
-    from raycl.operations.report.routing import has_routing
+    from raycl.operations.report.routing_tables import has_routing
+    from raycl.operations.report.run_comparison import runs_to_csv, to_csv
     from raycl.operations.report.tables import comparison_table, routing_comparison, tables_of
 
     routed = [result for result in results if has_routing(result)]

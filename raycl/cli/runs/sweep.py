@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the trials, sum up."""
     file = local_or_installed(options.sweep)
     from raycl.launch import console, termination
-    from raycl.operations.sweep.definition.config import load_sweep
+    from raycl.operations.sweep.definition.sweep_config import load_sweep
     from raycl.run import config as run_config
 
     console.log_to_stderr()

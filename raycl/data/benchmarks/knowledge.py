@@ -20,7 +20,7 @@ _TRUTH = ("True", "False")
 
 
 @dataclass(frozen=True)
-class TaskInfo:
+class PublishedTask:
     """One public task.
 
     Attributes:
@@ -97,15 +97,15 @@ _YAHOO_WORDS = MappingProxyType(
     }
 )
 
-_LONG: Mapping[str, TaskInfo] = {
-    "yelp": TaskInfo(_GRADES, group="SC", words=_GRADE_WORDS),
-    "amazon": TaskInfo(_GRADES, group="SC", words=_GRADE_WORDS),
-    "sst2": TaskInfo(("Good", "Bad"), group="SC"),
-    "imdb": TaskInfo(("Good", "Bad"), group="SC"),
-    "agnews": TaskInfo(
+_LONG: Mapping[str, PublishedTask] = {
+    "yelp": PublishedTask(_GRADES, group="SC", words=_GRADE_WORDS),
+    "amazon": PublishedTask(_GRADES, group="SC", words=_GRADE_WORDS),
+    "sst2": PublishedTask(("Good", "Bad"), group="SC"),
+    "imdb": PublishedTask(("Good", "Bad"), group="SC"),
+    "agnews": PublishedTask(
         ("World", "Sports", "Business", "Science or Technology"), folders=("ag",), group="TC", words=_AG_WORDS
     ),
-    "dbpedia": TaskInfo(
+    "dbpedia": PublishedTask(
         (
             *("Company", "Educational Institution", "Artist", "Athlete", "Office Holder"),
             *("Mean of Transportation", "Building", "Natural Place", "Village", "Animal"),
@@ -115,7 +115,7 @@ _LONG: Mapping[str, TaskInfo] = {
         group="TC",
         words=_DBPEDIA_WORDS,
     ),
-    "yahoo": TaskInfo(
+    "yahoo": PublishedTask(
         (
             *("Society & Culture", "Science & Mathematics", "Health", "Education & Reference"),
             *("Computers & Internet", "Sports", "Business & Finance", "Entertainment & Music"),
@@ -124,14 +124,14 @@ _LONG: Mapping[str, TaskInfo] = {
         group="TC",
         words=_YAHOO_WORDS,
     ),
-    "mnli": TaskInfo(("contradiction", "entailment", "neutral"), group="NLI", unlabelled=("-",)),
-    "cb": TaskInfo(("contradiction", "entailment", "neutral"), group="NLI"),
-    "rte": TaskInfo(("contradiction", "entailment"), group="NLI"),
-    "qqp": TaskInfo(("yes", "no"), group="QQP"),
-    "boolq": TaskInfo(_TRUTH, folders=("boolqa",), group="BoolQA"),
-    "multirc": TaskInfo(_TRUTH, group="MultiRC"),
-    "wic": TaskInfo(_TRUTH, group="WiC"),
-    "copa": TaskInfo(("A", "B"), group="COPA"),
+    "mnli": PublishedTask(("contradiction", "entailment", "neutral"), group="NLI", unlabelled=("-",)),
+    "cb": PublishedTask(("contradiction", "entailment", "neutral"), group="NLI"),
+    "rte": PublishedTask(("contradiction", "entailment"), group="NLI"),
+    "qqp": PublishedTask(("yes", "no"), group="QQP"),
+    "boolq": PublishedTask(_TRUTH, folders=("boolqa",), group="BoolQA"),
+    "multirc": PublishedTask(_TRUTH, group="MultiRC"),
+    "wic": PublishedTask(_TRUTH, group="WiC"),
+    "copa": PublishedTask(("A", "B"), group="COPA"),
 }
 
 _SUPERNI_TEXT = (
@@ -164,14 +164,14 @@ _TYPES: Mapping[str, tuple[int, ...]] = {
 }
 
 
-def _superni(name: str, labels: tuple[str, ...] | Literal["auto"] | None, metric: str = "exact_match") -> TaskInfo:
+def _superni(name: str, labels: tuple[str, ...] | Literal["auto"] | None, metric: str = "exact_match") -> PublishedTask:
     number = int(name.partition("_")[0].removeprefix("task"))
-    return TaskInfo(
+    return PublishedTask(
         labels, metric, prompt="superni", type=next(kind for kind, numbers in _TYPES.items() if number in numbers)
     )
 
 
-_SUPERNI: Mapping[str, TaskInfo] = {
+_SUPERNI: Mapping[str, PublishedTask] = {
     **{name: _superni(name, None, "rouge_l") for name in _SUPERNI_TEXT + _UNSEEN_TEXT},
     **{name: _superni(name, "auto") for name in _SENTIMENT},
     "task363_sst2_polarity_classification": _superni("task363_sst2_polarity_classification", ("POS", "NEG")),
@@ -180,8 +180,8 @@ _SUPERNI: Mapping[str, TaskInfo] = {
     ),
 }
 
-_LLAMA: Mapping[str, TaskInfo] = {
-    "medical": TaskInfo(
+_LLAMA: Mapping[str, PublishedTask] = {
+    "medical": PublishedTask(
         None,
         "bertscore",
         ("chatdoctor", "chatdoctor200k"),
@@ -189,14 +189,14 @@ _LLAMA: Mapping[str, TaskInfo] = {
         instruction="If you are a doctor, please answer the medical questions based on the patient's description.",
         columns=Columns(("input", "text"), ("output", "label")),
     ),
-    "mmlu": TaskInfo(
+    "mmlu": PublishedTask(
         ("A", "B", "C", "D"),
         "first_word",
         ("history",),
         prompt="llama2_chat",
         columns=Columns(header=CHOICES_HEADER),
     ),
-    "finance": TaskInfo(
+    "finance": PublishedTask(
         "auto",
         "first_word",
         prompt="llama2_chat",
@@ -206,14 +206,14 @@ _LLAMA: Mapping[str, TaskInfo] = {
 }
 """SLM's benchmark for LLaMA; instructions of its table 9 (MMLU has none), first words scored (appendix A.4)."""
 
-_DAS: Mapping[str, TaskInfo] = {
-    **{name: TaskInfo("auto", "macro_f1") for name in ("restaurant", "acl", "ai", "phone", "camera")},
-    "pubmed": TaskInfo("auto", "micro_f1"),
+_DAS: Mapping[str, PublishedTask] = {
+    **{name: PublishedTask("auto", "macro_f1") for name in ("restaurant", "acl", "ai", "phone", "camera")},
+    "pubmed": PublishedTask("auto", "micro_f1"),
 }
 """ChemProt (pubmed) is reported as micro-F1 in the macro column."""
 
 
-TASKS: Mapping[str, TaskInfo] = MappingProxyType({**_LONG, **_SUPERNI, **_LLAMA, **_DAS})
+TASKS: Mapping[str, PublishedTask] = MappingProxyType({**_LONG, **_SUPERNI, **_LLAMA, **_DAS})
 """Every known task under its canonical name."""
 
 
@@ -230,7 +230,7 @@ def canonical(name: str) -> str:
     return _CANONICAL.get(fold(name), name)
 
 
-def folder_names(name: str, info: TaskInfo | None = None) -> frozenset[str]:
+def folder_names(name: str, info: PublishedTask | None = None) -> frozenset[str]:
     """Folded names that the task's folder may have on disk.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from raycl import plugins
-from raycl.data.benchmarks.knowledge import TaskInfo
+from raycl.data.benchmarks.knowledge import PublishedTask
 from raycl.errors import ConfigError, PluginError, meant
 from raycl.plugins import load_object
 
@@ -31,7 +31,7 @@ class Benchmark:
     name: str
     tasks: tuple[str, ...]
     test_only: bool = False
-    known: Mapping[str, TaskInfo] = field(default_factory=dict)
+    known: Mapping[str, PublishedTask] = field(default_factory=dict)
 
 
 def find(name: str) -> Benchmark | None:

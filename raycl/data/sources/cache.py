@@ -31,7 +31,7 @@ Info = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A committed cache entry.
 
     Attributes:
@@ -66,7 +66,7 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Info]) -> Entry:
+def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Info]) -> CacheEntry:
     """Return the entry `key` of `folder`; `build` writes its batches and returns its info unless the entry exists.
 
     If `build` raises, nothing is left behind and the next caller tries again.
@@ -85,7 +85,7 @@ def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordB
         return _build(storage, name, key, schema, build)
 
 
-def _whole(storage: Storage, name: str, key: str) -> Entry:
+def _whole(storage: Storage, name: str, key: str) -> CacheEntry:
     """Return the entry after checking its hash.
 
     Raises:
@@ -93,12 +93,12 @@ def _whole(storage: Storage, name: str, key: str) -> Entry:
     """
     seal, path = read_seal(storage, name, key), Path(storage.path(name))
     check_sealed(path, seal.sha256)
-    return Entry(path, seal.info, seal.sha256)
+    return CacheEntry(path, seal.info, seal.sha256)
 
 
 def _build(
     storage: Storage, name: str, key: str, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Info]
-) -> Entry:
+) -> CacheEntry:
     path = Path(storage.path(name))
     with unfinished(path) as temporary:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
@@ -107,4 +107,4 @@ def _build(
             sha256, size = hashlib.file_digest(stream, "sha256").hexdigest(), stream.tell()
         os.replace(temporary, path)
     write_seal(storage, name, Seal(name, key, sha256, size, info))
-    return Entry(path, info, sha256)
+    return CacheEntry(path, info, sha256)

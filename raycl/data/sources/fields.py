@@ -39,7 +39,7 @@ class Refuse(Protocol):
     def __call__(self, problem: str, row: int | None = None) -> NoReturn: ...
 
 
-class Row(NamedTuple):
+class SourceRow(NamedTuple):
     """One example as it is on disk.
 
     Attributes:
@@ -149,7 +149,7 @@ def refuse_preferences(names: Sequence[str], columns: Columns, refuse: Refuse, r
 
 def usable_rows(
     items: Iterable[tuple[int, Any]], columns: Columns, refuse: Refuse, findings: Findings
-) -> Iterator[Row]:
+) -> Iterator[SourceRow]:
     """Yield the rows of numbered items, without those that cannot be used.
 
     Raises:
@@ -165,7 +165,7 @@ def usable_rows(
             yield from rows
 
 
-def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> list[Row]:
+def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> list[SourceRow]:
     """Return the row of an item; of a conversation, one for each of the assistant's turns.
 
     Raises:
@@ -207,7 +207,7 @@ def half_character(text: str) -> str:
     return ""
 
 
-def _rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterator[Row]:
+def _rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterator[SourceRow]:
     if not isinstance(item, Mapping):
         wanted = " and ".join((columns.text[0], *columns.label[:1]))
         refuse(f"found a {kind_of(item)}: expected an object with {wanted}", number)
@@ -219,18 +219,18 @@ def _rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterat
     if messages is not None:
         system = system_of(item, number, refuse)
         for text, answer in turns_of(messages, number, bool(columns.label), refuse, columns.turns, system):
-            yield Row(number, text, (answer,), is_chat=True)
+            yield SourceRow(number, text, (answer,), is_chat=True)
         return
     text, has_turns = _text(item, number, columns, refuse), False
     if _is_instruction(item, columns):
         text, has_turns = _with_turns(item, text, number, refuse), bool({SYSTEM, HISTORY} & set(item))
     if not columns.label:
-        yield Row(number, text, ("",), has_turns)
+        yield SourceRow(number, text, ("",), has_turns)
         return
-    yield Row(number, text, _references(_field(item, columns.label), columns.label[0], number, refuse), has_turns)
+    yield SourceRow(number, text, _references(_field(item, columns.label), columns.label[0], number, refuse), has_turns)
 
 
-def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: Refuse) -> Row:
+def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: Refuse) -> SourceRow:
     """Return a question and its choices, as SLM's table 9 writes them; the answer is a letter."""
     choices = item[CHOICES] if CHOICES in item else [item[letter] for letter in CHOICES_HEADER[1:-1]]
     if not isinstance(choices, list) or not 0 < len(choices) <= len(LETTERS):
@@ -238,14 +238,14 @@ def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: 
     texts = [_string(choice, CHOICES, number, refuse) for choice in choices]
     text = f"Question: {_string(item[QUESTION], QUESTION, number, refuse)}\nChoices: [{', '.join(texts)}]"
     if not answered:
-        return Row(number, text, ("",))
+        return SourceRow(number, text, ("",))
     letters, answer = LETTERS[: len(texts)], item[ANSWER]
     answer_letter = str(answer).strip()
     if answer_letter.isdigit() and int(answer_letter) < len(letters):
         answer_letter = letters[int(answer_letter)]
     if isinstance(answer, bool) or len(answer_letter) != 1 or answer_letter not in letters:
         refuse(f"the answer is '{answer}': expected a letter from A to {letters[-1]} or a number from 0", number)
-    return Row(number, text, (answer_letter,))
+    return SourceRow(number, text, (answer_letter,))
 
 
 def _conversation(item: Mapping[str, Any], number: int, columns: Columns, refuse: Refuse) -> Any:

@@ -1,7 +1,8 @@
 """Readers: a file of one of eight formats, or of one that a package adds, becomes a stream of rows, one at a time.
 
 Data comes as NaturalInstructions objects, lists of sentences, JSON lines, CSV, Parquet or plain text, and the code
-after the reader sees one type, `Row`. Every error names file and row, the value, what was expected and what to do.
+after the reader sees one type, `SourceRow`. Every error names file and row, the value, what was expected and what to
+do.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from raycl.data.sources.chats import CHAT_NAMES
-from raycl.data.sources.fields import INSTRUCTION, QUESTION, Columns, Row, usable_rows
+from raycl.data.sources.fields import INSTRUCTION, QUESTION, Columns, SourceRow, usable_rows
 from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.hub import HubSplit
 from raycl.data.sources.json_values import JsonStream, json_line
@@ -31,7 +32,7 @@ AUTO = "auto"
 Source = SourceFile | SourceFiles | HubSplit
 """Where the rows of a split come from."""
 
-Reader = Callable[[SourceFile, Columns, Findings], Iterator[Row]]
+Reader = Callable[[SourceFile, Columns, Findings], Iterator[SourceRow]]
 """Reads a file: its columns of text and label, and where bad rows are noted."""
 
 _SENTIMENTS = ("negative", "neutral", "positive")
@@ -40,7 +41,7 @@ _PEEK = 1 << 16
 
 def read_rows(
     file: Source, format: str = AUTO, columns: Columns | None = None, findings: Findings | None = None
-) -> Iterator[Row]:
+) -> Iterator[SourceRow]:
     """Yield the rows of `file` in order, streaming; `format` applies to files only.
 
     Args:
@@ -62,7 +63,7 @@ def read_rows(
     return read(file, columns, findings)
 
 
-def _joined(source: SourceFiles, format: str, columns: Columns, findings: Findings) -> Iterator[Row]:
+def _joined(source: SourceFiles, format: str, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
     """Yield the rows of all files, numbered through."""
     number = before = 0
     for file in source.files:
@@ -172,16 +173,16 @@ def read_definition(file: SourceFile) -> str:
     return ""
 
 
-def _natural_instructions(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+def _natural_instructions(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
     names = Columns(("input",), ("output",) if columns.label else (), group=columns.group, others=columns.others)
     return usable_rows(_items_of(file, "Instances"), names, file.refuse, findings)
 
 
-def _olora(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+def _olora(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
     return usable_rows(_items(file), columns, file.refuse, findings)
 
 
-def _object(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+def _object(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
     """Yield the rows, which are a list in a field of one object."""
     _, names, _ = _fields(file)
     if len(names) != 1:
@@ -212,7 +213,7 @@ def _items_of(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
         text.end()
 
 
-def _jsonl(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+def _jsonl(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
     return usable_rows(_json_lines(file, findings), columns, file.refuse, findings)
 
 
@@ -226,30 +227,30 @@ def _json_lines(file: SourceFile, findings: Findings) -> Iterator[tuple[int, Any
             findings.bad_row(problem)
 
 
-def _csv(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+def _csv(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
     return usable_rows(table_items(file, columns, findings), columns, file.refuse, findings)
 
 
-def _parquet(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+def _parquet(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
     return usable_rows(parquet_items(file, columns), columns, file.refuse, findings)
 
 
-def _phrasebank(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+def _phrasebank(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
     """`sentence@sentiment` on each line, in Latin-1, as the Financial PhraseBank is published."""
     for number, line in file.lines("latin-1"):
         sentence, at, label = line.strip().rpartition("@")
         if not at or not sentence.strip() or label not in _SENTIMENTS:
             file.refuse(f"'{line[-30:]}' is no end of a line: expected sentence@{'|'.join(_SENTIMENTS)}", number)
-        yield Row(number, sentence.strip(), (label if columns.label else "",))
+        yield SourceRow(number, sentence.strip(), (label if columns.label else "",))
 
 
-def _text(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+def _text(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
     """Yield a text on each line; empty lines are left out."""
     if columns.label:
         file.refuse("plain text has no answers: expected rows with a label, or set stream.objective to mlm or clm")
     for number, line in file.lines():
         if line.strip():
-            yield Row(number, line.strip(), ("",))
+            yield SourceRow(number, line.strip(), ("",))
 
 
 _SUFFIXES: Mapping[str, str] = {

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 
 from raycl.data.sources.compressed import check_compressed
-from raycl.data.sources.fields import Columns, Row, usable_rows
+from raycl.data.sources.fields import Columns, SourceRow, usable_rows
 from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits
 from raycl.data.sources.parquet import BATCH, check_parquet
@@ -125,7 +125,7 @@ class OpenSplit:
         names = class_names(self.dataset.features[there[0]]) if there else None
         return None if names is None else tuple(names)
 
-    def rows(self, columns: Columns, findings: Findings) -> Iterator[Row]:
+    def rows(self, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
         """Yield the rows in order, with class names for class numbers.
 
         Raises:

@@ -17,9 +17,9 @@ from typing import Literal, NoReturn
 import numpy as np
 import pyarrow as pa
 
-from raycl.data.sources.cache import Entry, Info, entry, key_of
+from raycl.data.sources.cache import CacheEntry, Info, entry, key_of
 from raycl.data.sources.chunks import ChunkedRows, Indices
-from raycl.data.sources.fields import Columns, Refuse, Row
+from raycl.data.sources.fields import Columns, Refuse, SourceRow
 from raycl.data.sources.findings import BadRow, Findings, OnBadRow
 from raycl.data.sources.formats import AUTO, Source, detect, package_of, read_definition, read_rows
 from raycl.data.sources.hub import NO_LABEL, HubSplit, OpenSplit
@@ -39,7 +39,7 @@ _SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class Reading:
+class FileReading:
     """How a file is to be read.
 
     Attributes:
@@ -78,7 +78,7 @@ class RawRows:
 
     key: str
     where: str
-    entry: Entry
+    entry: CacheEntry
 
     @property
     def count(self) -> int:
@@ -160,7 +160,7 @@ class RawRows:
         return np.array([codes.get(names[0], -1) for names in references], dtype=np.int64)
 
 
-def ingest(file: Source, reading: Reading, cache: Path) -> RawRows:
+def ingest(file: Source, reading: FileReading, cache: Path) -> RawRows:
     """Return the rows of `file`, from the cache if this content was read this way before.
 
     Raises:
@@ -203,7 +203,7 @@ def _refuse_blank(raw: RawRows, blank: tuple[str, ...], refuse: Refuse) -> NoRet
     )
 
 
-def _with_classes(reading: Reading, split: OpenSplit) -> Reading:
+def _with_classes(reading: FileReading, split: OpenSplit) -> FileReading:
     """Return the settings with the class names that the dataset declares; rows without a label have none of them."""
     names = split.labels(reading.columns)
     if names is None:
@@ -219,8 +219,8 @@ def ingest_pairs(
     key = key_of(_VERSION, key)
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
-        rows = (Row(number, text, (label,)) for number, (text, label) in enumerate(pairs, start=1))
-        return {**write_rows(rows, Reading(labels=labels), writer, refuse, Findings()), "definition": ""}
+        rows = (SourceRow(number, text, (label,)) for number, (text, label) in enumerate(pairs, start=1))
+        return {**write_rows(rows, FileReading(labels=labels), writer, refuse, Findings()), "definition": ""}
 
     def refuse(problem: str, row: int | None = None) -> NoReturn:
         raise AssertionError(f"{where}, row {row}: {problem}")
@@ -229,7 +229,11 @@ def ingest_pairs(
 
 
 def write_rows(
-    rows: Iterator[Row], reading: Reading, writer: pa.RecordBatchFileWriter, refuse: Refuse, findings: Findings
+    rows: Iterator[SourceRow],
+    reading: FileReading,
+    writer: pa.RecordBatchFileWriter,
+    refuse: Refuse,
+    findings: Findings,
 ) -> Info:
     """Check rows and write them in batches; memory holds one batch at a time."""
     check, digest = _Check(reading, refuse), hashlib.sha256()
@@ -256,7 +260,7 @@ def write_rows(
     }
 
 
-def _kept(rows: Iterator[Row], check: _Check, findings: Findings) -> Iterator[Row]:
+def _kept(rows: Iterator[SourceRow], check: _Check, findings: Findings) -> Iterator[SourceRow]:
     """Yield the rows that can be used and have a label."""
     for row in rows:
         try:
@@ -268,7 +272,7 @@ def _kept(rows: Iterator[Row], check: _Check, findings: Findings) -> Iterator[Ro
                 yield checked
 
 
-def _group(row: Row) -> str | None:
+def _group(row: SourceRow) -> str | None:
     """Return the row's group; the turns of a conversation share the number of its row."""
     return row.group or (f"row {row.number}" if row.is_chat else None)
 
@@ -276,7 +280,7 @@ def _group(row: Row) -> str | None:
 class _Check:
     """Counts rows, gathers labels and refuses answers outside the label set; None means that the row is dropped."""
 
-    def __init__(self, reading: Reading, refuse: Refuse) -> None:
+    def __init__(self, reading: FileReading, refuse: Refuse) -> None:
         self.count = self.dropped = self.blank = 0
         self._reading = reading
         self._refuse = refuse
@@ -286,7 +290,7 @@ class _Check:
         self.is_chat: bool | None = None
         self.names_groups = False
 
-    def __call__(self, row: Row) -> Row | None:
+    def __call__(self, row: SourceRow) -> SourceRow | None:
         self._check_kind(row)
         if row.references[0] in self._reading.unlabelled:
             if not self._reading.keep_unlabelled:
@@ -302,7 +306,7 @@ class _Check:
         self.count += 1
         return row
 
-    def _check_kind(self, row: Row) -> None:
+    def _check_kind(self, row: SourceRow) -> None:
         """Refuse a mixture of conversations and texts, whose prompts differ, and label sets for conversations."""
         if self.is_chat is None:
             self.is_chat = row.is_chat
@@ -312,7 +316,7 @@ class _Check:
             kinds = ("a conversation", "a text") if row.is_chat else ("a text", "a conversation")
             self._refuse(f"found {kinds[0]}: expected {kinds[1]} as in the first row, split the file", row.number)
 
-    def _named(self, row: Row) -> Row:
+    def _named(self, row: SourceRow) -> SourceRow:
         """Replace class numbers by their labels."""
         labels, first = self._reading.labels, self._reading.first_label
         if first is None or not isinstance(labels, tuple):
@@ -320,7 +324,7 @@ class _Check:
         numbered = {str(number): label for number, label in enumerate(labels, start=first)}
         return row._replace(references=tuple(numbered.get(label, label) for label in row.references))
 
-    def _check_labels(self, row: Row) -> None:
+    def _check_labels(self, row: SourceRow) -> None:
         if self._allowed is not None:
             for label in row.references:
                 if label not in self._allowed:

@@ -25,7 +25,7 @@ from raycl.data.selection import generator
 from raycl.data.sources.chunks import Indices
 from raycl.methods.context import TaskContext
 from raycl.methods.gradients.products import plus, product
-from raycl.methods.gradients.stored_rows import StoredRows, StoredRowsConfig
+from raycl.methods.gradients.stored_rows_wrapper import StoredRowsConfig, StoredRowsWrapper
 from raycl.methods.replay.buffer import RowBuffer
 from raycl.types import Task
 
@@ -51,7 +51,7 @@ class AgemConfig(StoredRowsConfig):
         return min(1, tasks - 1)
 
 
-class Agem(StoredRows):
+class Agem(StoredRowsWrapper):
     """Any learner that trains one model for all labels, with projected gradients."""
 
     Config = AgemConfig

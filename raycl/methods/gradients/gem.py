@@ -31,7 +31,7 @@ from torch import Tensor
 
 from raycl.methods.context import TaskContext
 from raycl.methods.gradients.products import Gradients, gram, plus, product
-from raycl.methods.gradients.stored_rows import StoredRows, StoredRowsConfig
+from raycl.methods.gradients.stored_rows_wrapper import StoredRowsConfig, StoredRowsWrapper
 from raycl.methods.replay.buffer import RowBuffer
 
 RIDGE = 1e-3
@@ -52,7 +52,7 @@ class GemConfig(StoredRowsConfig):
         return tasks - 1
 
 
-class Gem(StoredRows):
+class Gem(StoredRowsWrapper):
     """Any learner that trains one model for all labels, with projected gradients."""
 
     Config = GemConfig

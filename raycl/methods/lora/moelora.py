@@ -32,7 +32,7 @@ from raycl.backbone.roles import linear_names
 from raycl.methods.base import Learned, Method, check_prompts, in_head, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import LoraSettings, as_peft_draws
-from raycl.methods.queries import Queries
+from raycl.methods.queries import TextQueries
 from raycl.methods.trained_adapters import head_adapter
 from raycl.routing.experts import ExpertGate, router_state
 from raycl.types import Batch, Mixture, Phase, Task
@@ -64,7 +64,7 @@ class MoeLora(Method):
         width = int(backbone.model.config.hidden_size)
         self.gate = self.router_module = ExpertGate(names, width, seed, backbone.device)
         backbone.add_module("expert_gate", self.gate)
-        self._queries = Queries(backbone, self.stack)
+        self._queries = TextQueries(backbone, self.stack)
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Every task has prompts.

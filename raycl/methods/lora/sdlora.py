@@ -83,7 +83,7 @@ class SdLora(IncLora):
     def __init__(self, config: SdLoraConfig, backbone: Backbone, seed: int) -> None:
         PerTaskAdapter.__init__(self, config, backbone, seed, config.targets, config.alpha / config.rank, "sum")
         self.stack.detach_loaded = config.stop_grad_old_blocks
-        self.magnitudes = self.router_module = Magnitudes(self.stack.device)
+        self.magnitudes = self.router_module = TaskMagnitudes(self.stack.device)
         backbone.add_module("magnitudes", self.magnitudes)
 
     # ---- a task ----------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class SdLora(IncLora):
         return values, TensorGroups.of(left).select(lambda name: name != f"magnitude/{task}")
 
 
-class Magnitudes(nn.Module):
+class TaskMagnitudes(nn.Module):
     """a_1 .. a_t.
 
     Attributes:

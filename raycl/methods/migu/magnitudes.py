@@ -42,7 +42,7 @@ class Tokens:
         return Tokens() if len(rows_K) == len(weight_N) else Tokens(weight_BS, weight_N, rows_K)
 
 
-class Magnitudes:
+class OutputMagnitudes:
     """Sums over the passes that `observe` runs; other passes do not count, nor does recomputation.
 
     Attributes:

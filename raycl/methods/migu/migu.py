@@ -24,7 +24,7 @@ from raycl.config import Tree
 from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Method
 from raycl.methods.migu.clusters import CoMagnitude, sequential_clusters, weight_clusters
-from raycl.methods.migu.magnitudes import Magnitudes
+from raycl.methods.migu.magnitudes import OutputMagnitudes
 from raycl.methods.migu.observed_layers import Layout, layout_of, observed_layers
 from raycl.methods.migu.row_selection import Groups, Rule, by_size, masked_count
 from raycl.methods.migu.sparse_layers import SparseLayers
@@ -147,7 +147,7 @@ class Migu(GradientModifier):
         self._active = self._measured = self._sparse_only = False
         self._passes_left, self._seed = 0, 0
         self._reduce: Reduce = _identity
-        self._magnitudes = Magnitudes(method.backbone, self._layout, {})
+        self._magnitudes = OutputMagnitudes(method.backbone, self._layout, {})
         self._mask = self._masked_rows = torch.zeros(0)
         self._masked: dict[str, Tensor] = {}
 
@@ -173,7 +173,7 @@ class Migu(GradientModifier):
         if not resumed:
             self._clusters = self._first_clusters(phase, layers)
         self._group()
-        self._magnitudes = Magnitudes(backbone, self._layout, layers, config.count_pads)
+        self._magnitudes = OutputMagnitudes(backbone, self._layout, layers, config.count_pads)
         self._mask = torch.ones(self._layout.size, device=backbone.device, dtype=torch.bool)
         self._masked_rows = ~self._mask
         self._masked = {name: rows.on(self._masked_rows) for name, rows in self._layout.rows.items()}
@@ -233,7 +233,7 @@ class Migu(GradientModifier):
         self.parameter_names, self.names = (), ()
         self._sparse, self._sole = SparseLayers({}, self.method.backbone.device), set()
         self._layout, self._groups, self._clusters = Layout({}, {}, 0), [], None
-        self._magnitudes = Magnitudes(self.method.backbone, self._layout, {})
+        self._magnitudes = OutputMagnitudes(self.method.backbone, self._layout, {})
         self._mask = self._masked_rows = torch.zeros(0)
         self._masked = {}
 

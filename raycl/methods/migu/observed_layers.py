@@ -34,7 +34,7 @@ class LayerUnits:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ParameterUnits:
     """A parameter's units: where they lie in the flat vector, and along which of its axes."""
 
     place: slice
@@ -55,7 +55,7 @@ class Layout:
     """
 
     units: dict[tuple[str, LayerPart], LayerUnits]
-    rows: dict[str, Rows]
+    rows: dict[str, ParameterUnits]
     size: int
 
 
@@ -106,7 +106,7 @@ def layout_of(backbone: Backbone, layers: Mapping[str, nn.Module], bias: bool) -
     """
     names = {id(p): name for name, p in backbone.named_parameters() if p.requires_grad}
     units: dict[tuple[str, LayerPart], LayerUnits] = {}
-    rows: dict[str, Rows] = {}
+    rows: dict[str, ParameterUnits] = {}
     size = 0
     for path, layer in layers.items():
         for part, groups, masked in _parts(layer, bias):
@@ -116,7 +116,7 @@ def layout_of(backbone: Backbone, layers: Mapping[str, nn.Module], bias: bool) -
             place = slice(size, size + sum(groups))
             size = place.stop
             units[path, part] = LayerUnits(path, place, backbone.side(path), groups)
-            rows |= {name: Rows(place, axis, dims) for name, axis, dims in trained if name not in rows}
+            rows |= {name: ParameterUnits(place, axis, dims) for name, axis, dims in trained if name not in rows}
     return Layout(units, rows, size)
 
 

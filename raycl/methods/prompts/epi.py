@@ -30,7 +30,7 @@ from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.per_task_adapter import PerTaskAdapter
-from raycl.methods.queries import Queries
+from raycl.methods.queries import TextQueries
 from raycl.routing.class_gaussians import COVARIANCE, MEANS, SAMPLE, ClassGaussians, ClassStatistics
 from raycl.routing.statistics.out_of_distribution import sample_rows
 from raycl.types import Batch, Mixture, RouterState, Task
@@ -128,7 +128,7 @@ class Epi(PerTaskAdapter):
         )
         self.needs_texts = True  # evaluation reports the choices by task
         self.gaussians = ClassGaussians(config.ridge)
-        self._queries = Queries(backbone, self.stack)
+        self._queries = TextQueries(backbone, self.stack)
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Tasks are identified by their classes.

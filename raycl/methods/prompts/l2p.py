@@ -30,11 +30,11 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone, Output
 from raycl.methods.base import Learned, Method, MethodConfig, in_head, phase_labels
 from raycl.methods.context import TaskContext
-from raycl.methods.queries import Queries, mean_by_positions
+from raycl.methods.queries import TextQueries, mean_by_positions
 from raycl.methods.trained_adapters import head_adapter
 from raycl.routing.prompt_pool import PromptPool, router_state
 from raycl.types import AdapterState, Batch, Mixture, Phase
@@ -83,7 +83,7 @@ class L2p(Method):
         width = int(backbone.model.config.hidden_size)
         self.pool = self.router_module = PromptPool(names, width, config.top_k, seed, backbone.device)
         backbone.add_module("prompt_pool", self.pool)
-        self._queries = Queries(backbone, self.stack)
+        self._queries = TextQueries(backbone, self.stack)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Prompts, keys and label head are trained, the backbone is frozen."""

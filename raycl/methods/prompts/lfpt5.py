@@ -34,10 +34,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone, Output
 from raycl.config import Tree
-from raycl.data.tokens import HeldRows, Rows, TokenTable
+from raycl.data.tokens import HeldRows, TokenRows, TokenTable
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State, under
 from raycl.methods.context import TaskContext
@@ -169,7 +169,7 @@ class Lfpt5(Method):
         self.samples: dict[str, PseudoSamples] = {}
         self.written: dict[str, PseudoSamples] = {}
         self._own: list[TokenTable] = []
-        self._added: list[Rows] = []
+        self._added: list[TokenRows] = []
         self._earlier: dict[int, str] = {}
 
     def check(self, tasks: Sequence[Task]) -> None:

@@ -38,7 +38,7 @@ from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.per_task_adapter import PerTaskAdapter
-from raycl.methods.queries import Queries, mean_by_positions
+from raycl.methods.queries import TextQueries, mean_by_positions
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.task_keys import TaskKeys, Weighting
 from raycl.types import Batch, Mixture, RouterState
@@ -129,7 +129,7 @@ class Mocl(PerTaskAdapter):
         backbone.add_module("task_keys", self.keys)
         self._rule = rule
         self.needs_texts = config.task_id  # batches name their tasks
-        self._queries = Queries(backbone, self.stack)
+        self._queries = TextQueries(backbone, self.stack)
 
     # ---- a task ----------------------------------------------------------------------------------------------
 

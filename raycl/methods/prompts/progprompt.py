@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.prompts import PLAIN, MixedPrompts, PromptForm
+from raycl.adapters.soft_prompts import PLAIN, MixedPrompts, PromptForm
 from raycl.backbone import Backbone
 from raycl.methods.base import MethodConfig, State
 from raycl.methods.per_task_adapter import MlpWidthSetting, PerTaskAdapter

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone
 from raycl.methods.base import MethodConfig
 from raycl.methods.single_adapter import SingleAdapter

@@ -14,7 +14,7 @@ from raycl.data.sources.fields import half_character
 from raycl.errors import DataError
 from raycl.methods.base import Method
 from raycl.methods.context import TaskContext
-from raycl.methods.pseudo_samples.answers import answered
+from raycl.methods.pseudo_samples.generated_answers import answered
 from raycl.methods.pseudo_samples.generator import Generator, GeneratorConfig, check_generator
 from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, same_everywhere, take_real
 from raycl.types import Task

@@ -43,7 +43,7 @@ from raycl.methods.context import TaskContext
 from raycl.methods.replay.memory import ExampleMemory, KeyedRows
 from raycl.methods.replay.stored_rows import joined
 from raycl.methods.wrapper import Wrapper, WrapperConfig
-from raycl.routing.encoder import EncoderConfig, SentenceEncoder
+from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 from raycl.types import Batch, Phase
 
 NOT_SERVED = (

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from raycl.backbone import Backbone
-from raycl.data.language import Ids, TextObjective
 from raycl.data.loader import Collate
 from raycl.data.sources.chunks import Indices
+from raycl.data.text_objectives import Ids, TextObjective
 from raycl.methods.context import TaskContext
 from raycl.types import IGNORE, Batch, Task
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raycl.adapters.prompts import PromptForm
+from raycl.adapters.soft_prompts import PromptForm
 from raycl.backbone import Backbone, Output
 from raycl.data.loader import batch_of
 from raycl.data.prepare import fit_sources

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from raycl.adapters.prompts import PLAIN
+from raycl.adapters.soft_prompts import PLAIN
 from raycl.config import Size, Tree
 from raycl.methods.base import MethodConfig
 from raycl.methods.per_task_adapter import MlpWidthSetting, PromptFormSetting

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.prompts import PLAIN, PromptForm
-from raycl.adapters.prompts import How as PromptMixing
+from raycl.adapters.soft_prompts import PLAIN, PromptForm
+from raycl.adapters.soft_prompts import How as PromptMixing
 from raycl.backbone import Backbone
 from raycl.config import Size, Tree
 from raycl.data.sources.cache import cache_folder
@@ -30,12 +30,12 @@ from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.per_task_adapter import MlpWidthSetting, PerTaskAdapter, PromptFormSetting
 from raycl.methods.trained_adapters import is_trainable
-from raycl.routing.encoder import EncoderConfig, SentenceEncoder
 from raycl.routing.memory_slots.key_maps import newest_rows, plane, similarity
 from raycl.routing.memory_slots.keys import KeyConfig, check_keys, split_groups
 from raycl.routing.memory_slots.slots import Kind, SlotRouter
 from raycl.routing.memory_slots.weights import RetrievalConfig
 from raycl.routing.routers import without
+from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 from raycl.routing.statistics.discriminant import Statistics
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState
 

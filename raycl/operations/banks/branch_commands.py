@@ -12,11 +12,11 @@ from raycl.bank.branches import Branch, branch_names, head_of, is_branch_name, r
 from raycl.bank.manifest import snapshot_file
 from raycl.errors import BankError, BranchMovedError
 from raycl.operations.banks import merge as merging
-from raycl.operations.banks.answers import Answer, table
+from raycl.operations.banks.command_result import CommandResult, table
 from raycl.run.banks import bank_and_reference
 
 
-def branches(bank: Bank, options: Namespace) -> Answer:
+def branches(bank: Bank, options: Namespace) -> CommandResult:
     """Return each branch, and what moved it where it is."""
     tree: list[dict[str, Any]] = []
     for name in branch_names(bank):
@@ -37,10 +37,10 @@ def branches(bank: Bank, options: Namespace) -> Answer:
     rows = [
         (one["branch"], one["snapshot"], _digits(one), ", ".join(one["tasks"]), _when(one), one["why"]) for one in tree
     ]
-    return Answer(table(columns, rows), tree)
+    return CommandResult(table(columns, rows), tree)
 
 
-def log(bank: Bank, options: Namespace) -> Answer:
+def log(bank: Bank, options: Namespace) -> CommandResult:
     """Return a snapshot's line back to the first: what each added, and what a branch left when it went back there."""
     found = []
     is_branch = is_branch_name(options.branch) and Branch(bank, options.branch).head() is not None
@@ -72,10 +72,12 @@ def log(bank: Bank, options: Namespace) -> Answer:
         for left, move in back
         if move.snapshot in line
     ]
-    return Answer(table(("snapshot", "sha256", "tasks added", "tasks", "run"), rows) + end + "".join(steps), found)
+    return CommandResult(
+        table(("snapshot", "sha256", "tasks added", "tasks", "run"), rows) + end + "".join(steps), found
+    )
 
 
-def promote(bank: Bank, options: Namespace) -> Answer:
+def promote(bank: Bank, options: Namespace) -> CommandResult:
     """Return a branch moved forward to a snapshot that descends from it."""
     snapshot, target = resolve(bank, options.branch), Branch(bank, options.to)
     before = target.head()
@@ -89,10 +91,10 @@ def promote(bank: Bank, options: Namespace) -> Answer:
         ) from error
     tree = {"branch": options.to, "before": before, "snapshot": snapshot.number, "sha256": snapshot.sha256}
     moved = f"branch '{options.to}' points at snapshot {snapshot.number}"
-    return Answer(f"{moved} (before: {'nothing' if before is None else f'snapshot {before}'})", tree)
+    return CommandResult(f"{moved} (before: {'nothing' if before is None else f'snapshot {before}'})", tree)
 
 
-def rollback(bank: Bank, options: Namespace) -> Answer:
+def rollback(bank: Bank, options: Namespace) -> CommandResult:
     """Return a branch moved back to a snapshot that it had."""
     snapshot, branch = resolve(bank, options.to), Branch(bank, options.branch)
     before = branch.head()
@@ -102,10 +104,10 @@ def rollback(bank: Bank, options: Namespace) -> Answer:
         f"branch '{branch.name}' went back from snapshot {before} to {snapshot.number}, and so do endpoints that "
         f"follow it; the next task is learned from there, and `promote {before} --to {branch.name}` goes forward again"
     )
-    return Answer(text, tree)
+    return CommandResult(text, tree)
 
 
-def merge(bank: Bank, options: Namespace) -> Answer:
+def merge(bank: Bank, options: Namespace) -> CommandResult:
     """Return a snapshot with the tasks of two."""
     ours = resolve(bank, options.ours)
     other, reference = bank_and_reference(options.theirs) if "@" in options.theirs else (bank, options.theirs)
@@ -120,10 +122,10 @@ def merge(bank: Bank, options: Namespace) -> Answer:
         text += f"; branch '{name}' points at it"
     text += f": {', '.join(task.name for task in merged.tasks)}"
     back = f"`rollback --to {ours.number}` goes back to one that has"
-    return Answer(f"{text}\nit has no training state: it answers, and no run can start from it; {back}", tree)
+    return CommandResult(f"{text}\nit has no training state: it answers, and no run can start from it; {back}", tree)
 
 
-def delete(bank: Bank, options: Namespace) -> Answer:
+def delete(bank: Bank, options: Namespace) -> CommandResult:
     """Return a branch deleted."""
     branch = Branch(bank, options.branch)
     head = next(branch.newest_first(), None)
@@ -132,7 +134,7 @@ def delete(bank: Bank, options: Namespace) -> Answer:
         f"branch '{options.branch}' is deleted (it was at snapshot {head}); its snapshots stay until they are pruned "
         f"(prune --keep-snapshots), `promote {head} --to NAME` brings it back"
     )
-    return Answer(text, {"branch": options.branch, "snapshot": head})
+    return CommandResult(text, {"branch": options.branch, "snapshot": head})
 
 
 def _digits(one: dict[str, Any]) -> str:

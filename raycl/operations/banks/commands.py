@@ -14,10 +14,10 @@ from raycl.bank.branches import MAIN, Branch, is_branch_name, resolve
 from raycl.config.trust import Permissions
 from raycl.errors import BankError, counted
 from raycl.operations.banks import branch_commands
-from raycl.operations.banks.answers import Answer, table
+from raycl.operations.banks.command_result import CommandResult, table
 from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.operations.banks.maintenance import Named, diff, prune, verify
-from raycl.operations.banks.samples import sample_texts, stored_samples
+from raycl.operations.banks.sample_listing import sample_texts, stored_samples
 from raycl.operations.banks.vllm import MIXTURE, export_vllm
 from raycl.routing.routers import router_class
 from raycl.run.banks import bank_at, find_bank
@@ -26,7 +26,7 @@ from raycl.storage import Storage
 from raycl.training.records.journal import last_attempt, read_state
 
 
-def _list(bank: Bank, options: Namespace) -> Answer:
+def _list(bank: Bank, options: Namespace) -> CommandResult:
     snapshots = [bank.open(number) for number in bank.snapshots()]
     adapters = {name: bank.versions(name) for name in bank.names()}
     tree: dict[str, Any] = {
@@ -51,10 +51,10 @@ def _list(bank: Bank, options: Namespace) -> Answer:
         ],
     )
     second = table(("adapter", "versions"), [(name, ", ".join(map(str, found))) for name, found in adapters.items()])
-    return Answer(f"{first}\n\n{second}", tree)
+    return CommandResult(f"{first}\n\n{second}", tree)
 
 
-def _show(bank: Bank, options: Namespace) -> Answer:
+def _show(bank: Bank, options: Namespace) -> CommandResult:
     what: str = options.what
     if what.isdigit():
         snapshot = bank.open(int(what))
@@ -68,10 +68,10 @@ def _show(bank: Bank, options: Namespace) -> Answer:
             )
         tree = bank.manifest(AdapterRef(name=name, version=int(number or versions[-1]))).model_dump(mode="json")
     rows = [(key, _short(value)) for key, value in tree.items()]
-    return Answer(table(("", ""), rows), tree)
+    return CommandResult(table(("", ""), rows), tree)
 
 
-def _verify(bank: Bank, options: Namespace) -> Answer:
+def _verify(bank: Bank, options: Namespace) -> CommandResult:
     found = verify(bank, _named(bank, options.run))
     lines = [
         f"{counted(found.adapters, 'adapter')}, {counted(found.snapshots, 'snapshot')}, "
@@ -81,7 +81,7 @@ def _verify(bank: Bank, options: Namespace) -> Answer:
         *(f"stray: {file}" for file in found.strays),
         "clean" if not found.problems else counted(len(found.problems), "problem"),
     ]
-    return Answer("\n".join(lines), asdict(found), not found.problems)
+    return CommandResult("\n".join(lines), asdict(found), not found.problems)
 
 
 def _named(bank: Bank, run: str | None) -> list[Named]:
@@ -104,7 +104,7 @@ def _named(bank: Bank, run: str | None) -> list[Named]:
     ]
 
 
-def _export(bank: Bank, options: Namespace) -> Answer:
+def _export(bank: Bank, options: Namespace) -> CommandResult:
     snapshot = resolve(bank, options.snapshot)
     if options.engine:
         return _export_for_engine(bank, snapshot, options)
@@ -124,10 +124,12 @@ def _export(bank: Bank, options: Namespace) -> Answer:
         storage = export_peft(state, card_metadata(snapshot, weights, found), options.to)
     for task, lines in texts.items() if options.with_samples else ():
         storage.write(f"samples/{task}.jsonl", lines.encode())
-    return Answer(f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number})
+    return CommandResult(
+        f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number}
+    )
 
 
-def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> Answer:
+def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> CommandResult:
     """Return a fixed mixture as one adapter; without one, each adapter by itself, of which a router chooses."""
     if options.merged or options.with_samples:
         raise BankError("--engine vllm writes adapters alone: leave --merged and --with-samples out")
@@ -142,7 +144,7 @@ def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> An
     if found.config is None:
         text += "\nno serve.yaml: Ray loads adapters from object stores, give --served-from s3://... for it"
     tree = {"folder": found.folder.uri, "models": found.models, "max_lora_rank": found.rank, "config": found.config}
-    return Answer(text, {**tree, "snapshot": snapshot.number})
+    return CommandResult(text, {**tree, "snapshot": snapshot.number})
 
 
 def _always(bank: Bank, snapshot: Snapshot) -> dict[str, float]:
@@ -172,27 +174,27 @@ def _weights(text: str) -> dict[str, float]:
     return weights
 
 
-def _import(bank: Bank, options: Namespace) -> Answer:
+def _import(bank: Bank, options: Namespace) -> CommandResult:
     backbone = BackboneConfig(name=options.backbone, **asdict(_permissions(options)))
     manifest = import_peft(bank, options.folder, options.name, backbone, options.tasks)
-    return Answer(f"published {manifest.ref}", manifest.model_dump(mode="json"))
+    return CommandResult(f"published {manifest.ref}", manifest.model_dump(mode="json"))
 
 
-def _prune(bank: Bank, options: Namespace) -> Answer:
+def _prune(bank: Bank, options: Namespace) -> CommandResult:
     pruned = prune(bank, options.keep_snapshots, options.grace_s, options.dry_run, options.sample_days)
     verb = "would remove" if options.dry_run else "removed"
     numbers = (len(pruned.snapshots), len(pruned.adapters), len(pruned.files), pruned.bytes)
     counts = ", ".join(map(counted, numbers, ("snapshot", "adapter", "file", "byte")))
     samples = f"; of them {counted(len(pruned.samples), 'file')} of stored samples" if pruned.samples else ""
-    return Answer(f"{verb} {counts}{samples}", asdict(pruned))
+    return CommandResult(f"{verb} {counts}{samples}", asdict(pruned))
 
 
-def _diff(bank: Bank, options: Namespace) -> Answer:
+def _diff(bank: Bank, options: Namespace) -> CommandResult:
     tree = diff(bank.open(options.old), bank.open(options.new))
-    return Answer(table(("", ""), [(key, _short(value) or "-") for key, value in tree.items()]), tree)
+    return CommandResult(table(("", ""), [(key, _short(value) or "-") for key, value in tree.items()]), tree)
 
 
-def _forget(bank: Bank, options: Namespace) -> Answer:
+def _forget(bank: Bank, options: Namespace) -> CommandResult:
     from raycl.operations.banks.unlearning import forget  # brings the engine, which other commands need not
 
     snapshot = resolve(bank, options.snapshot)
@@ -213,14 +215,14 @@ def _forget(bank: Bank, options: Namespace) -> Answer:
         Branch(bank, options.snapshot).advance(bank.open(done.new), f"'{options.task}' forgotten")
         moved = f"branch '{options.snapshot}' points at snapshot {done.new}"
     stays = f"snapshot {done.old} stays until it is pruned (prune --keep-snapshots)"
-    return Answer("\n".join(filter(None, [scored, words, moved, stays])), asdict(done))
+    return CommandResult("\n".join(filter(None, [scored, words, moved, stays])), asdict(done))
 
 
 def _permissions(options: Namespace) -> Permissions:
     return Permissions(options.trust_remote_code, options.allow_pickle)
 
 
-COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
+COMMANDS: dict[str, Callable[[Bank, Namespace], CommandResult]] = {
     "branches": branch_commands.branches,
     "log": branch_commands.log,
     "promote": branch_commands.promote,
@@ -239,7 +241,7 @@ COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
 """Command -> what it does."""
 
 
-def answer(options: Namespace) -> Answer:
+def answer(options: Namespace) -> CommandResult:
     """Run a command on the bank that it names; only `import` begins a new one.
 
     Raises:

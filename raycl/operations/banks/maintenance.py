@@ -26,7 +26,7 @@ from raycl.bank.manifest import (
 from raycl.bank.pruning import record_removal, removed_from
 from raycl.bank.training_state import is_state, state_file, state_objects
 from raycl.errors import BankError
-from raycl.operations.banks.samples import samples_in_state
+from raycl.operations.banks.sample_listing import samples_in_state
 from raycl.storage.folder import StoredFile
 from raycl.storage.records import number_of
 
@@ -35,7 +35,7 @@ GRACE_S = 3600.0
 
 
 @dataclass
-class Findings:
+class Verification:
     """What `verify` found.
 
     Attributes:
@@ -78,9 +78,9 @@ class Named:
     adapters: dict[str, int]
 
 
-def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
+def verify(bank: Bank, named: Sequence[Named] = ()) -> Verification:
     """Read everything: records, hashes, shapes; and is all there that parents, activations and `named` count on?"""
-    found = Findings()
+    found = Verification()
     removed = removed_from(bank.storage)
     found.problems += [*removed.problems, *lease_problems(bank.storage)]
     objects: dict[str, list[str]] = {}
@@ -140,7 +140,7 @@ def _gone(number: int, which: str) -> str:
     return f"snapshot {number} is gone, which {which}, and no pruning removed it: restore a copy, or resume its run"
 
 
-def _decided(bank: Bank, there: set[int], found: Findings) -> None:
+def _decided(bank: Bank, there: set[int], found: Verification) -> None:
     """Snapshots that moves of branches and decisions of endpoints name."""
     for name in numbered_folders(bank, BRANCHES):
         branch = Branch(bank, name)
@@ -164,7 +164,7 @@ def _decided(bank: Bank, there: set[int], found: Findings) -> None:
                 found.problems.append(_gone(decision.snapshot, which))
 
 
-def _counted_on(bank: Bank, named: Sequence[Named], there: set[int], found: Findings) -> None:
+def _counted_on(bank: Bank, named: Sequence[Named], there: set[int], found: Verification) -> None:
     for one in named:
         if one.snapshot not in there:
             found.problems.append(_gone(one.snapshot, f"{one.owner} published"))
@@ -276,7 +276,7 @@ def diff(old: Snapshot, new: Snapshot) -> dict[str, Any]:
     }
 
 
-def _manifests(bank: Bank, found: Findings | None) -> Iterator[AdapterManifest]:
+def _manifests(bank: Bank, found: Verification | None) -> Iterator[AdapterManifest]:
     """Yield every readable manifest; others become problems, or an error where problems are not collected."""
     for name in bank.names():
         for version in bank.versions(name):
@@ -288,7 +288,7 @@ def _manifests(bank: Bank, found: Findings | None) -> Iterator[AdapterManifest]:
                 found.problems.append(str(error))
 
 
-def _snapshots(bank: Bank, found: Findings) -> Iterator[Snapshot]:
+def _snapshots(bank: Bank, found: Verification) -> Iterator[Snapshot]:
     for number in bank.snapshots():
         try:
             yield bank.open(number)
@@ -300,7 +300,7 @@ def _objects(manifest: AdapterManifest) -> list[ObjectInfo]:
     return [manifest.tensors, *manifest.extras.values()]
 
 
-def _files_of(bank: Bank, snapshot: Snapshot, found: Findings | None = None) -> set[str]:
+def _files_of(bank: Bank, snapshot: Snapshot, found: Verification | None = None) -> set[str]:
     """Return files of tensors and of training state; a state that cannot be read is an error unless problems are
     collected."""
     files = {info.file for entry in snapshot.adapters for info in (entry.tensors, *entry.extras.values())}

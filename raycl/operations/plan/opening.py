@@ -15,7 +15,7 @@ from raycl.data.stream import Stream, open_stream
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.methods.base import MethodConfig
 from raycl.methods.registry import method_class
-from raycl.routing.encoder import EncoderConfig
+from raycl.routing.sentence_encoder import EncoderConfig
 from raycl.run.checks import make_modifiers
 from raycl.run.config import RunConfig, info_of
 from raycl.run.method_checks import check_engine, check_quantized
@@ -32,7 +32,7 @@ NO_WORDS = 8
 
 
 @dataclass(frozen=True)
-class Lengths:
+class SampledLengths:
     """Tokens of a sample of a task's rows: sources and their targets. rows: how many the task has."""
 
     rows: int
@@ -59,7 +59,7 @@ class Opened:
     context: TrainingContext
     notes: list[str]
     steps: tuple[int, ...]
-    lengths: tuple[Lengths, ...]
+    lengths: tuple[SampledLengths, ...]
 
 
 def opened(config: RunConfig) -> Opened:
@@ -111,15 +111,15 @@ def _with_encoder_at_hand(method: MethodConfig, notes: list[str]) -> MethodConfi
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _SampledRows:
     stream: Stream
     has_rows: bool
 
 
-def _stream(config: RunConfig, notes: list[str]) -> _Rows:
+def _stream(config: RunConfig, notes: list[str]) -> _SampledRows:
     """With its rows, else tasks by name alone."""
     try:
-        return _Rows(open_stream(config.stream, config.seed), True)
+        return _SampledRows(open_stream(config.stream, config.seed), True)
     except (DataError, StorageError, ConfigError) as error:
         given, known = config.stream.tasks, find(config.stream.name)
         names = given or (known.tasks if known else ())
@@ -128,10 +128,10 @@ def _stream(config: RunConfig, notes: list[str]) -> _Rows:
         tasks = tuple(Task(one if isinstance(one, str) else one.name, None, "exact_match") for one in names)
         notes.append(f"steps, labels and text lengths are not known without the data ({error})")
         cache = cache_folder(config.stream.cache_dir)
-        return _Rows(Stream(config.stream.name, tasks, (), [], config.stream, config.seed, {}, cache), False)
+        return _SampledRows(Stream(config.stream.name, tasks, (), [], config.stream, config.seed, {}, cache), False)
 
 
-def _lengths(context: TrainingContext) -> tuple[Lengths, ...]:
+def _lengths(context: TrainingContext) -> tuple[SampledLengths, ...]:
     """Of a sample of each task's training rows."""
     stream, codec = context.stream, context.backbone.codec
     found = []
@@ -147,5 +147,5 @@ def _lengths(context: TrainingContext) -> tuple[Lengths, ...]:
         if task.objective == "answer":
             answers = [names[0] for names in reader.values("references", chosen)]
             targets = fit_targets(texts, answers, prompt, codec, limits.target)[0]
-        found.append(Lengths(len(rows), tuple(map(len, sources)), tuple(map(len, targets))))
+        found.append(SampledLengths(len(rows), tuple(map(len, sources)), tuple(map(len, targets))))
     return tuple(found)

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raycl.operations.plan.hardware import Cluster
-from raycl.operations.plan.memory import activations, gpu_memory, host_memory
+from raycl.operations.plan.memory_estimate import activations, gpu_memory, host_memory
 from raycl.operations.plan.timing import Seconds, operations, seconds
 from raycl.operations.plan.traffic import Traffic, traffic
-from raycl.operations.plan.workload import Engine, Model, Run, Step
+from raycl.operations.plan.workload import EngineLoad, ModelLoad, RunLoad, StepLoad
 
 DISK_NAMES = {
     "checkpoint": "a checkpoint",
@@ -34,10 +34,10 @@ class Report:
         notes: what was assumed.
     """
 
-    model: Model
-    step: Step
-    engine: Engine
-    run: Run
+    model: ModelLoad
+    step: StepLoad
+    engine: EngineLoad
+    run: RunLoad
     cluster: Cluster
     gpu: Mapping[str, float]
     host: Mapping[str, float]
@@ -52,10 +52,10 @@ class Report:
 
 
 def report(
-    model: Model,
-    step: Step,
-    engine: Engine,
-    run: Run,
+    model: ModelLoad,
+    step: StepLoad,
+    engine: EngineLoad,
+    run: RunLoad,
     cluster: Cluster,
     notes: tuple[str, ...] = (),
 ) -> Report:

@@ -17,7 +17,7 @@ from raycl.methods.base import Method
 from raycl.methods.context import TaskContext
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.operations.plan.opening import Opened
-from raycl.operations.plan.workload import MASTER, Engine, Linear, Model, Run, Step
+from raycl.operations.plan.workload import MASTER, EngineLoad, Linear, ModelLoad, RunLoad, StepLoad
 from raycl.training.disk_space import answers_of, growth, plan_from
 from raycl.training.engines.compilation import layers
 from raycl.training.optimizers.groups import specs_of
@@ -32,7 +32,7 @@ REDUCE_BUCKET = 500_000_000
 """DeepSpeed's default, in elements: `reduce_bucket_size`."""
 
 
-def numbers(opened: Opened) -> tuple[Model, Step, Engine, Run]:
+def numbers(opened: Opened) -> tuple[ModelLoad, StepLoad, EngineLoad, RunLoad]:
     """Return everything that the arithmetic needs."""
     context = opened.context
     phases = list(phases_of(context))
@@ -102,7 +102,7 @@ def _allocate(method: Method, phase: Phase, context: TrainingContext) -> None:
         method.begin_task(phase, TaskContext(phase, 1, context.stream, context.backbone.codec))
 
 
-def _model(opened: Opened, phases: list[Trained]) -> Model:
+def _model(opened: Opened, phases: list[Trained]) -> ModelLoad:
     context = opened.context
     backbone, config = context.backbone, context.backbone.model.config
     method = getattr(context.method, "learner", context.method)
@@ -112,7 +112,7 @@ def _model(opened: Opened, phases: list[Trained]) -> Model:
     layers = set(method.stack.layers) if method.stack else set()
     parameters = {name: p.numel() for name, p in backbone.model.named_parameters() if ".lora_" not in name}
     in_layers = _layers(backbone.model)
-    return Model(
+    return ModelLoad(
         parameters=sum(parameters.values()),
         trained=tuple(phase.count for phase in phases),
         trained_base=tuple(phase.base for phase in phases),
@@ -214,7 +214,7 @@ def _keys_of(path: str, role: str, beside: Mapping[str, str], backbone: Backbone
 # ---- the rest ----------------------------------------------------------------------------------------------------
 
 
-def _step(opened: Opened) -> Step:
+def _step(opened: Opened) -> StepLoad:
     config = opened.config
     stream, train, workers = config.stream, config.train, config.launch.workers
     micro = micro_batch_size(train.batch_size, train.micro_batch_size, workers)
@@ -233,7 +233,7 @@ def _step(opened: Opened) -> Step:
     if opened.context.stream.learns_texts:
         share = 1.0 if joined else stream.mask_share
         losses = share * longest["source"], share * means["source"]
-    return Step(
+    return StepLoad(
         micro=micro,
         accumulation=max(1, train.batch_size // (micro * workers)),
         longest=longest,
@@ -264,15 +264,15 @@ def _prefix(method: Method) -> int:
     return sum(int(prompts.shape[1]) for prompts in found if prompts is not None)
 
 
-def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
+def engine_of(config: EngineConfig, model: ModelLoad, workers: int) -> EngineLoad:
     """Return how a configured engine divides this model."""
     several = workers > 1
     gathered = 2 * model.largest_layer * several  # one that computes, and the next
     if not isinstance(config, DeepSpeedConfig):
         whole = model.most_trained - (model.trained_layers if config.name == "fsdp" else 0)  # copied for the sum
         if not isinstance(config, FSDPConfig):
-            return Engine(config.name, workers, bucket=whole * several)
-        return Engine(
+            return EngineLoad(config.name, workers, bucket=whole * several)
+        return EngineLoad(
             *("fsdp", workers, workers, workers, workers),
             bucket=whole * several,
             gathered=gathered,
@@ -281,8 +281,8 @@ def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
         )
     zero = config.zero_stage
     if not zero:
-        return Engine("deepspeed zero 0", workers)
-    return Engine(
+        return EngineLoad("deepspeed zero 0", workers)
+    return EngineLoad(
         f"deepspeed zero {zero}",
         workers,
         weights=workers if zero == 3 else 1,
@@ -296,7 +296,7 @@ def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
     )
 
 
-def _run(opened: Opened, most: Trained) -> Run:
+def _run(opened: Opened, most: Trained) -> RunLoad:
     """Return steps, and what `raycl.training.disk_space` says, without what a method keeps beside adapters (keys,
     texts)."""
     context = opened.context
@@ -312,4 +312,4 @@ def _run(opened: Opened, most: Trained) -> Run:
         "growth": growth(written).both,
     }
     extra = opened.config.method.extra_passes(context.train.epochs)
-    return Run(opened.steps, most.state / most.count, disk, extra)
+    return RunLoad(opened.steps, most.state / most.count, disk, extra)

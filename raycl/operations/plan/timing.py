@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from raycl.operations.plan.hardware import Cluster
 from raycl.operations.plan.traffic import Traffic
-from raycl.operations.plan.workload import Engine, Linear, Model, Run, Step
+from raycl.operations.plan.workload import EngineLoad, Linear, ModelLoad, RunLoad, StepLoad
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Seconds:
     training: float
 
 
-def operations(model: Model, step: Step) -> float:
+def operations(model: ModelLoad, step: StepLoad) -> float:
     """Floating-point operations of one worker's step on mean examples."""
     rows = step.micro * step.accumulation
     return rows * sum(_of_linear(model, linear, step) for linear in model.linears)
 
 
-def _of_linear(model: Model, linear: Linear, step: Step) -> float:
+def _of_linear(model: ModelLoad, linear: Linear, step: StepLoad) -> float:
     positions = step.logits[1] if linear.outputs == model.vocabulary and not linear.role else step.mean[linear.side]
     forward = 2.0 * linear.inputs * linear.outputs * positions
     scores = 4.0 * step.mean[linear.side] * step.mean[linear.keys] * linear.outputs if linear.keys else 0.0
@@ -47,7 +47,9 @@ def _of_linear(model: Model, linear: Linear, step: Step) -> float:
     return forward * (passes + again) + (scores + adapters) * (3 + again)
 
 
-def seconds(model: Model, step: Step, engine: Engine, run: Run, sent: Traffic, cluster: Cluster) -> Seconds:
+def seconds(
+    model: ModelLoad, step: StepLoad, engine: EngineLoad, run: RunLoad, sent: Traffic, cluster: Cluster
+) -> Seconds:
     """See `Seconds`."""
     compute = operations(model, step) / (cluster.gpu.flops * cluster.utilisation)
     network = sent.sent / cluster.bandwidth

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raycl.operations.plan.workload import MASTER, Engine, Model, Step
+from raycl.operations.plan.workload import MASTER, EngineLoad, ModelLoad, StepLoad
 
 PASSES = 2
 """For which weights are gathered: forward, and backward with what it recomputes."""
@@ -28,7 +28,7 @@ class Traffic:
     sent: float
 
 
-def traffic(model: Model, step: Step, engine: Engine) -> Traffic:
+def traffic(model: ModelLoad, step: StepLoad, engine: EngineLoad) -> Traffic:
     """Nothing for one worker. Gradients are those of what is trained alone: never of a frozen backbone."""
     workers = engine.workers
     if workers == 1:
@@ -49,7 +49,7 @@ def traffic(model: Model, step: Step, engine: Engine) -> Traffic:
     return Traffic(gradients, 0.0, 2 * half * gradients)
 
 
-def _of_layers(model: Model, step: Step, half: float) -> Traffic:
+def _of_layers(model: ModelLoad, step: StepLoad, half: float) -> Traffic:
     """Layers are gathered, and their gradients divided, for every micro-batch; the rest is summed once."""
     layers = model.trained_layers
     gathered = layers * MASTER + (model.in_layers - layers) * model.weight_bytes

@@ -34,7 +34,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelLoad:
     """A backbone and what a method trains of it.
 
     Attributes:
@@ -85,7 +85,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepLoad:
     """An optimizer step of one worker.
 
     Attributes:
@@ -104,7 +104,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineLoad:
     """How an engine divides what it holds among workers.
 
     Attributes:
@@ -137,7 +137,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunLoad:
     """The rest of a run that costs something.
 
     Attributes:

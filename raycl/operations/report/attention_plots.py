@@ -12,8 +12,7 @@ import numpy as np
 
 from raycl.config import Tree
 from raycl.errors import RunError
-from raycl.operations.report.attention import AttentionWeights
-from raycl.operations.report.compare import labels
+from raycl.operations.report.attention_tables import AttentionWeights
 from raycl.operations.report.plots import (
     CELL_HEIGHT,
     CELL_WIDTH,
@@ -24,6 +23,7 @@ from raycl.operations.report.plots import (
     new_figure,
     save_png,
 )
+from raycl.operations.report.run_comparison import labels
 
 MOST_RUNS, MOST_TASKS = 6, 40
 ABOVE, BELOW = 0.6, 0.8

@@ -22,15 +22,15 @@ from raycl.config import Tree
 from raycl.data.sources.spreadsheets import SpreadsheetWriter
 from raycl.errors import RunError
 from raycl.metrics.run_results import backbone_of, method_of, stream_of
-from raycl.operations.report.compare import Spread, grouped
 from raycl.operations.report.output_rows_by_task import TaskRows, unpacked_rows
+from raycl.operations.report.run_comparison import Spread, grouped
 from raycl.operations.report.tables import NOTHING, render
 
 UNTRAINED, ALL = "untrained", "all layers"
 
 
 @dataclass(frozen=True)
-class Model:
+class ProbedModel:
     """A column: the untrained backbone, or the runs of one setting.
 
     Attributes:
@@ -70,7 +70,7 @@ class Probes:
     rows: int
     chance: float
     kinds: dict[str, list[str]]
-    models: list[Model]
+    models: list[ProbedModel]
 
 
 def probes_of(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], layer: str = "") -> list[Probes]:
@@ -98,11 +98,11 @@ def _probes(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], lay
     if not kinds:
         raise RunError(f"no measured layer ends with '{layer}': expected the end of one of {', '.join(first.kinds)}")
     bare = {json.dumps(one["models"][UNTRAINED]): one for one in measured}  # the same for seeds with the same test rows
-    models = [Model(UNTRAINED, [_rows_of(one, UNTRAINED) for one in bare.values()])]
+    models = [ProbedModel(UNTRAINED, [_rows_of(one, UNTRAINED) for one in bare.values()])]
     for settings, group in grouped(results):
         short = re.sub(r"[\w.]+\.(?=\w+=)", "", settings)  # the last part of each key: columns have little room
         title = f"{method_of(group[0])} ({short})" if settings else method_of(group[0])
-        models.append(Model(title, [_rows_of(by_run[id(result)], "trained") for result in group]))
+        models.append(ProbedModel(title, [_rows_of(by_run[id(result)], "trained") for result in group]))
     title = f"{stream_of(results[0])}, {backbone_of(results[0])}"
     every = [path for paths in kinds.values() for path in paths]
     return Probes(title, measured[0]["settings"]["rows"], first.chance, {**kinds, ALL: every}, models)

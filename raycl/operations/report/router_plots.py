@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from raycl.config import Tree
 from raycl.errors import RunError
 from raycl.metrics.run_results import short_names
-from raycl.operations.report.compare import labels
 from raycl.operations.report.plots import COLOUR_MAP, COLOURS, MARGIN, axes_at, new_figure, save_png
-from raycl.operations.report.routing import KINDS, Routing, mean_of
+from raycl.operations.report.routing_tables import KINDS, RouterSummary, mean_of
+from raycl.operations.report.run_comparison import labels
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 BAR_COLOURS = {"keys": COLOURS[0], "discriminant": COLOURS[4], "eq13": COLOURS[6]}
@@ -46,7 +46,7 @@ def router_maps(results: Sequence[Tree], path: str | Path) -> Path:
     """
     if not 0 < len(results) <= MOST_RUNS:
         raise RunError(f"a picture of {len(results)} routers cannot be read: give between 1 and {MOST_RUNS} runs")
-    routings = [Routing.of(result) for result in results]
+    routings = [RouterSummary.of(result) for result in results]
     most = max(len(routing.tasks) for routing in routings)
     if most > MOST_TASKS:
         raise RunError(f"a picture of a router over {most} tasks cannot be read: give runs of at most {MOST_TASKS}")
@@ -62,7 +62,7 @@ def router_maps(results: Sequence[Tree], path: str | Path) -> Path:
     return save_png(figure, path)
 
 
-def _scale(routings: Sequence[Routing]) -> Normalize:
+def _scale(routings: Sequence[RouterSummary]) -> Normalize:
     """From 0, or the lowest cosine of all runs, to 1."""
     lowest = min((value for routing in routings for row in routing.cosines for value in row), default=0.0)
     return Normalize(min(0.0, np.floor(lowest * 10) / 10), 1)
@@ -71,7 +71,7 @@ def _scale(routings: Sequence[Routing]) -> Normalize:
 def _draw_run(
     figure: Figure,
     title: str,
-    routing: Routing,
+    routing: RouterSummary,
     scale: Normalize,
     columns: tuple[float, float, float],
     top: float,
@@ -86,7 +86,7 @@ def _draw_run(
     _draw_found(axes_at(figure, columns[2], BARS_WIDTH, size, top), routing, size)
 
 
-def _draw_cosines(axes: Axes, routing: Routing, scale: Normalize) -> None:
+def _draw_cosines(axes: Axes, routing: RouterSummary, scale: Normalize) -> None:
     """Slots in order of learning, a white line where the task changes, each task's name at the middle of its slots."""
     cells = np.array(routing.cosines, dtype=float).reshape(len(routing.owners), -1)
     axes.imshow(cells, cmap=COLOUR_MAP, norm=scale, aspect="auto", interpolation="nearest")
@@ -105,7 +105,7 @@ def _draw_cosines(axes: Axes, routing: Routing, scale: Normalize) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _draw_plane(axes: Axes, routing: Routing) -> None:
+def _draw_plane(axes: Axes, routing: RouterSummary) -> None:
     for number, (task, name) in enumerate(zip(routing.tasks, short_names(routing.tasks), strict=True)):
         mine = [point for point in routing.points if point.task == task]
         if mine:
@@ -128,7 +128,7 @@ def _draw_plane(axes: Axes, routing: Routing) -> None:
         axes.text(0.5, 0.5, "left out: too few keys, or too many", ha="center", fontsize=9, transform=axes.transAxes)
 
 
-def _draw_found(axes: Axes, routing: Routing, size: float) -> None:
+def _draw_found(axes: Axes, routing: RouterSummary, size: float) -> None:
     """For each task a bar per kind, the first task on top; numbers at the bars where there is room."""
     count = len(routing.tasks)
     thick = 0.8 / len(KINDS)

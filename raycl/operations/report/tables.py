@@ -37,10 +37,10 @@ from raycl.metrics.run_results import (
     untrained_of,
     values_of,
 )
-from raycl.operations.report.attention import AttentionWeights, has_attention
-from raycl.operations.report.compare import Line, Spread, compare, grouped, has_published, points_of
+from raycl.operations.report.attention_tables import AttentionWeights, has_attention
 from raycl.operations.report.output_rows import OutputRows, has_output_rows
-from raycl.operations.report.routing import KINDS, Routing, has_routing, mean_of
+from raycl.operations.report.routing_tables import KINDS, RouterSummary, has_routing, mean_of
+from raycl.operations.report.run_comparison import Line, Spread, compare, grouped, has_published, points_of
 
 NOTHING = "–"
 """Stands where a number is undefined."""
@@ -103,7 +103,7 @@ def routing_table(result: Tree) -> str:
     Raises:
         RunError: the run has no router.
     """
-    routing = Routing.of(result)
+    routing = RouterSummary.of(result)
     columns = {f"{title} *" if kind == routing.used else title: routing.found[kind] for kind, title in KINDS.items()}
     notes = ["*: chose the adapters" if routing.used in KINDS else f"routed by {routing.used}"]
     if routing.novelty:
@@ -127,7 +127,9 @@ def routing_comparison(results: Sequence[Tree]) -> str:
     Raises:
         RunError: a run has no router.
     """
-    groups = [(settings, members, [Routing.of(result) for result in members]) for settings, members in grouped(results)]
+    groups = [
+        (settings, members, [RouterSummary.of(result) for result in members]) for settings, members in grouped(results)
+    ]
     tasks = list(dict.fromkeys(task for _, _, group in groups for routing in group for task in routing.tasks))
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     for column in ("method", "stream", "backbone"):
@@ -315,7 +317,7 @@ def _routing(result: Tree) -> list[RenderableType]:
     texts)."""
     if not has_routing(result):
         return []
-    routing = Routing.of(result)
+    routing = RouterSummary.of(result)
     means = {kind: mean for kind in KINDS if (mean := mean_of(routing.found[kind])) is not None}
     used = Text(f"routed by {routing.used}")
     if not means:
@@ -325,7 +327,7 @@ def _routing(result: Tree) -> list[RenderableType]:
     return [used, Text(f"dev texts that find their task: {shares}{eq13}")]
 
 
-def _routing_rows(group: Sequence[Routing], tasks: Sequence[str]) -> list[list[str]]:
+def _routing_rows(group: Sequence[RouterSummary], tasks: Sequence[str]) -> list[list[str]]:
     """For each kind: its title, whether it was used, a cell per task and the mean over the tasks."""
     rows = []
     for kind, title in KINDS.items():

@@ -37,7 +37,7 @@ from raycl.training.records.stops.request import HostStop
 log = logging.getLogger("raycl")
 
 
-class Entry(Section):
+class ComparisonEntry(Section):
     """One row of the table."""
 
     set: tuple[str, ...] = Field((), description="overrides, as on the command line")
@@ -52,7 +52,7 @@ class ComparisonConfig(Section):
 
     name: FolderName = Field(description="name of the comparison and of its folder")
     base: dict[str, Any] = Field(default_factory=dict, description="config tree that all runs share")
-    runs: dict[str, Entry] = Field(description="name of a row -> what it sets")
+    runs: dict[str, ComparisonEntry] = Field(description="name of a row -> what it sets")
     seeds: tuple[int, ...] = Field(
         (42,),
         min_length=1,
@@ -89,13 +89,13 @@ class ComparisonConfig(Section):
                 )
         return self
 
-    def seeds_of(self, entry: Entry) -> tuple[int, ...]:
+    def seeds_of(self, entry: ComparisonEntry) -> tuple[int, ...]:
         """Seeds with which a row runs."""
         return self.seeds if entry.seeds is None else entry.seeds
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ComparisonOutcome:
     """What became of the runs: result trees by run name, and the error of each that failed."""
 
     results: dict[str, dict[str, Any]]
@@ -146,7 +146,7 @@ def _ignored(comparison: ComparisonConfig) -> dict[str, str]:
     return {place: instead[key] for path, place in found.items() if (key := path.partition(".")[0]) in instead}
 
 
-def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> Outcome:
+def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> ComparisonOutcome:
     """Run every row (or those named in `only`) for every seed on one cluster; a failed run does not stop the others.
 
     Raises:
@@ -154,7 +154,7 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     """
     planned = _planned(comparison, directory, only)
     if not planned:
-        return Outcome({}, {})
+        return ComparisonOutcome({}, {})
     from raycl.launch.cluster import joined
 
     if comparison.published is not None:
@@ -167,7 +167,7 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     if comparison.published is None:
         return outcome
     shown = {name: comparison.published.beside(tree, row_of(tree)) for name, tree in outcome.results.items()}
-    return Outcome(shown, outcome.failed)
+    return ComparisonOutcome(shown, outcome.failed)
 
 
 def states(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> dict[str, str]:
@@ -198,7 +198,7 @@ def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]
     return {name: config for name, config in planned.items() if not only or name.rsplit("-s", 1)[0] in only}
 
 
-def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> Outcome:
+def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> ComparisonOutcome:
     """So many runs at a time; SIGTERM and Ctrl-C stop them as they stop one, with a checkpoint.
 
     Raises:
@@ -243,8 +243,8 @@ def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int,
     return driver.train(prepare(config), options)
 
 
-def _outcome(results: Mapping[str, Callable[[], Tree]]) -> Outcome:
-    outcome = Outcome({}, {})
+def _outcome(results: Mapping[str, Callable[[], Tree]]) -> ComparisonOutcome:
+    outcome = ComparisonOutcome({}, {})
     for number, (name, result) in enumerate(results.items(), 1):
         try:
             outcome.results[name] = result()

@@ -13,7 +13,7 @@ from raycl.bank.training_state import has_state
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import BankError, RunError, StorageError
 from raycl.launch.status import status_of
-from raycl.operations.sweep.definition.folder import SWEEP
+from raycl.operations.sweep.definition.sweep_folder import SWEEP
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import FOLDER as CHECKPOINTS

@@ -22,14 +22,14 @@ from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeErr
 from raycl.launch import cluster as clusters
 from raycl.launch.ray_train import worker_resources
 from raycl.launch.termination import StopOnSignal, stopped_by
-from raycl.operations.sweep.definition.config import SweepConfig, examples
-from raycl.operations.sweep.definition.folder import SWEEP, SweepFolder, plain
 from raycl.operations.sweep.definition.space import Settings
-from raycl.operations.sweep.outcome import Outcome, collect
+from raycl.operations.sweep.definition.sweep_config import SweepConfig, examples
+from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder, plain
+from raycl.operations.sweep.outcome import SweepOutcome, collect
 from raycl.operations.sweep.search.searchers import Planned, RecordingSearcher, TpeSearcher
 from raycl.operations.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.operations.sweep.trials.prefix import prefix_keys, shared_keys
-from raycl.operations.sweep.trials.trial import Work, as_trainable
+from raycl.operations.sweep.trials.trial import TrialWork, as_trainable
 from raycl.run import checks
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
@@ -54,7 +54,7 @@ MAY_CHANGE = ("retries", "concurrency", "resources")
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """What is known before the first trial.
 
     Attributes:
@@ -67,7 +67,7 @@ class Plan:
     total: int
 
 
-def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outcome:
+def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> SweepOutcome:
     """Run every trial that is not over yet, and sum up all of them.
 
     Raises:
@@ -112,7 +112,7 @@ def _claim(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
     folder.storage.write(SWEEP, configs.to_yaml(sweep).encode())
 
 
-def make_plan(sweep: SweepConfig, folder: SweepFolder) -> Plan:
+def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
     """Return all trials that are known, checked as runs are: data, backbone, method.
 
     Raises:
@@ -135,7 +135,7 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> Plan:
     keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(found, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
-    return Plan(trials, max(lengths), shared, total)
+    return SweepPlan(trials, max(lengths), shared, total)
 
 
 def _kinds(found: list[RunConfig]) -> list[RunConfig]:
@@ -151,12 +151,12 @@ def _task_names(config: RunConfig) -> list[str]:
     return [task.name for task in open_stream(config.stream, config.seed).tasks]
 
 
-def _first(sweep: SweepConfig, plan: Plan) -> RunConfig:
+def _first(sweep: SweepConfig, plan: SweepPlan) -> RunConfig:
     settings = next(iter(plan.trials.values()), None)
     return sweep.config(settings if settings is not None else examples(sweep)[0])
 
 
-def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: Plan) -> None:
+def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPlan) -> None:
     """Everything that is left, through Tune."""
     states = {number: folder.state(number, plan.tasks) for number in plan.trials}
     over = [number for number, (state, _) in states.items() if state in ("done", "stopped")]
@@ -175,7 +175,7 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: Plan) -
     at_once = concurrency(sweep)
     log.info("%s: %d of %d trials to run, %d at a time", folder.storage.uri, todo, plan.total, at_once)
     stop = HostStop(folder.storage.address, uuid.uuid4().hex[:12])
-    work = Work(configs.as_tree(sweep), directory, stop, plan.shared)
+    work = TrialWork(configs.as_tree(sweep), directory, stop, plan.shared)
     signals = StopOnSignal(folder.storage, stop.driver, _launch(sweep).grace_s, many=True)
     searcher.stop = stop
     try:
@@ -191,7 +191,7 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: Plan) -
         _refuse_unfinished(folder, plan, signals.reason)
 
 
-def _refuse_unfinished(folder: SweepFolder, plan: Plan, reason: str) -> None:
+def _refuse_unfinished(folder: SweepFolder, plan: SweepPlan, reason: str) -> None:
     """Nothing to do where the signal came so late that every trial is over.
 
     Raises:
@@ -210,7 +210,7 @@ def _refuse_unfinished(folder: SweepFolder, plan: Plan, reason: str) -> None:
 def _fit(
     sweep: SweepConfig,
     folder: SweepFolder,
-    work: Work,
+    work: TrialWork,
     searcher: RecordingSearcher,
     scheduler: AtTaskEnds,
     todo: int,

@@ -10,10 +10,10 @@ from typing import Any
 
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.operations.sweep.definition.config import SweepConfig
-from raycl.operations.sweep.definition.folder import State, SweepFolder
 from raycl.operations.sweep.definition.measure import measured
 from raycl.operations.sweep.definition.space import Settings
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_folder import State, SweepFolder
 from raycl.run.config import RunConfig
 from raycl.training.records.results import wall_seconds
 
@@ -22,7 +22,7 @@ NUMBERS = ("ap", "f_ra", "bwt", "fwt")
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """One trial.
 
     Attributes:
@@ -48,7 +48,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Group:
+class TrialGroup:
     """Trials that differ in `over` alone.
 
     Attributes:
@@ -62,18 +62,18 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SweepOutcome:
     """All trials so far, best first (several metrics: the front first)."""
 
     sweep: SweepConfig
     tasks: int
-    rows: list[Row]
-    groups: list[Group]
+    rows: list[TrialRow]
+    groups: list[TrialGroup]
     front: list[int]
     best: int | None
     configs: dict[int, RunConfig] = field(default_factory=dict, repr=False)
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> TrialRow:
         """Return a trial."""
         return next(row for row in self.rows if row.number == number)
 
@@ -119,7 +119,7 @@ class Outcome:
         return configs.to_yaml(configs.validate(RunConfig, tree))
 
 
-def collect(sweep: SweepConfig, folder: SweepFolder, tasks: int) -> Outcome:
+def collect(sweep: SweepConfig, folder: SweepFolder, tasks: int) -> SweepOutcome:
     """Read what became of every trial."""
     settings = folder.settings()
     rows = [read_row(sweep, folder, number, found, tasks) for number, found in settings.items()]
@@ -132,20 +132,20 @@ def collect(sweep: SweepConfig, folder: SweepFolder, tasks: int) -> Outcome:
         results = folder.results(best)
         assert results is not None, "a trial that is done has results"
         found[best] = configs.validate(RunConfig, results["config"])
-    return Outcome(sweep, tasks, ordered, groups, front, best, found)
+    return SweepOutcome(sweep, tasks, ordered, groups, front, best, found)
 
 
-def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Settings, tasks: int) -> Row:
+def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Settings, tasks: int) -> TrialRow:
     """One trial from its folder."""
     state, reached = folder.state(number, tasks)
     results, records = folder.results(number), reached.phases
     error = folder.error(number) if state == "failed" else None
     if results is None or not records:
-        return Row(number, settings, state, len(records), error=error)
+        return TrialRow(number, settings, state, len(records), error=error)
     names, phases, singles = results["stream"]["tasks"], results["phases"], results["singles"]
     curve = [measured(sweep.metrics, names, phases, records[:done], singles) for done in range(1, len(records) + 1)]
     forked_tasks = sum(attempt.get("inherited", 0) for attempt in reached.attempts)
-    return Row(
+    return TrialRow(
         number,
         settings,
         state,
@@ -159,9 +159,9 @@ def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Set
     )
 
 
-def grouped(sweep: SweepConfig, rows: Sequence[Row]) -> list[Group]:
+def grouped(sweep: SweepConfig, rows: Sequence[TrialRow]) -> list[TrialGroup]:
     """Return trials by their settings without `over`; one a trial where that is empty."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[TrialRow]] = {}
     for row in rows:
         kept = {path: value for path, value in row.settings.items() if path not in sweep.over}
         groups.setdefault(json.dumps(kept, sort_keys=True), []).append(row)
@@ -174,11 +174,11 @@ def grouped(sweep: SweepConfig, rows: Sequence[Row]) -> list[Group]:
         known = [[value for value in column if value is not None] for column in columns]
         means = [statistics.fmean(column) if column else None for column in known]
         spreads = [statistics.stdev(column) if len(column) > 1 else None for column in known]
-        found.append(Group(json.loads(key), [row.number for row in members], means, spreads))
+        found.append(TrialGroup(json.loads(key), [row.number for row in members], means, spreads))
     return found
 
 
-def pareto(rows: Sequence[Row], modes: Sequence[str]) -> list[int]:
+def pareto(rows: Sequence[TrialRow], modes: Sequence[str]) -> list[int]:
     """Return numbers of trials that no other beats in one metric without being worse in another."""
     points = {
         row.number: [
@@ -196,7 +196,7 @@ def pareto(rows: Sequence[Row], modes: Sequence[str]) -> list[int]:
     return [number for number, point in points.items() if not any(beats(other, point) for other in points.values())]
 
 
-def _best(sweep: SweepConfig, rows: Sequence[Row], groups: Sequence[Group]) -> int | None:
+def _best(sweep: SweepConfig, rows: Sequence[TrialRow], groups: Sequence[TrialGroup]) -> int | None:
     """By the first metric's mean over `over`: the first trial of that group that is done; ties go to the earlier."""
     done = {row.number for row in rows if row.state == "done"}
     sign = 1 if sweep.mode[0] == "max" else -1
@@ -207,7 +207,7 @@ def _best(sweep: SweepConfig, rows: Sequence[Row], groups: Sequence[Group]) -> i
     return next(number for number in group.numbers if number in done)
 
 
-def _rank(row: Row, sweep: SweepConfig, front: Sequence[int]) -> tuple[Any, ...]:
+def _rank(row: TrialRow, sweep: SweepConfig, front: Sequence[int]) -> tuple[Any, ...]:
     """Done before stopped before the rest, then the front (several metrics), then by the first metric."""
     score = row.scores[0] if row.scores and row.scores[0] is not None else None
     sign = -1 if sweep.mode[0] == "max" else 1

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raycl.config import Tree
-from raycl.operations.report.sweeps.plots import parallel_coordinates, pareto_front, sensitivity
-from raycl.operations.report.sweeps.tables import group_table, sweep_csv, sweep_table
-from raycl.operations.sweep.definition.folder import SweepFolder
-from raycl.operations.sweep.outcome import Outcome
+from raycl.operations.report.sweeps.sweep_plots import parallel_coordinates, pareto_front, sensitivity
+from raycl.operations.report.sweeps.sweep_tables import group_table, sweep_csv, sweep_table
+from raycl.operations.sweep.definition.sweep_folder import SweepFolder
+from raycl.operations.sweep.outcome import SweepOutcome
 from raycl.storage import Storage
 
 PICTURES: dict[str, Callable[[Tree, str | Path], Path]] = {
@@ -20,7 +20,7 @@ PICTURES: dict[str, Callable[[Tree, str | Path], Path]] = {
 }
 
 
-def write_outcome(outcome: Outcome, directory: str) -> tuple[str, list[str]]:
+def write_outcome(outcome: SweepOutcome, directory: str) -> tuple[str, list[str]]:
     """Write all files; the tables, and addresses of what was written."""
     storage = SweepFolder.of(outcome.sweep, directory).storage
     summary = outcome.tree()

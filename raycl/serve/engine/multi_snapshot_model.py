@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
-from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.adapters.stack import Source
 from raycl.adapters.static import StaticRows
 from raycl.backbone import Backbone

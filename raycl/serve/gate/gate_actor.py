@@ -22,7 +22,7 @@ from raycl.bank import Bank
 from raycl.bank.activations import Activation, Activations
 from raycl.bank.branches import is_ancestor
 from raycl.errors import counted
-from raycl.serve.engine.requests import FAILURES
+from raycl.serve.engine.engine_requests import FAILURES
 from raycl.serve.gate.judge import GateResult, judge
 from raycl.serve.service.metrics import GateMetrics
 from raycl.serve.service.service import Service

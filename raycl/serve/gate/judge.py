@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from raycl.data.stream import Stream
 from raycl.errors import BankError
 from raycl.metrics.settings import EvalConfig
-from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
+from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.gate.earlier_rows import earlier_rows, stream_of
 from raycl.serve.offline.model import OfflineModel
 from raycl.serve.offline.snapshot_scores import score_snapshot
@@ -82,7 +82,7 @@ def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False)
     service = open_service(quiet, object_store_cache)
     try:
         active, engine = service.snapshot_manager.active, service.engine
-        assert isinstance(engine, Engine), "the gate has the model in its own process"
+        assert isinstance(engine, ServingEngine), "the gate has the model in its own process"
         if candidate == active.snapshot.number:
             raise BankError(f"snapshot {candidate} answers already: name another one")
         newer = service.snapshot_manager.open_checked(candidate)

@@ -16,11 +16,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from raycl.errors import RayclError
 from raycl.generation.requests import Sampling, Started, TextDelta
 from raycl.serve.errors import InvalidRequestError
-from raycl.serve.http.answers import ChatAnswer, TextAnswer
 from raycl.serve.http.error_responses import error_response
-from raycl.serve.http.schema import ChatRequest, CompletionRequest, Generation
-from raycl.serve.http.selection import details_of, sampling_of, select
-from raycl.serve.service.service import Answer, Service, finished_text, take
+from raycl.serve.http.request_schema import ChatRequest, CompletionRequest, Generation
+from raycl.serve.http.request_selection import details_of, sampling_of, select
+from raycl.serve.http.response_schema import ChatAnswer, TextAnswer
+from raycl.serve.service.service import ServedAnswer, Service, finished_text, take
 
 EVENT = {
     "type": "object",
@@ -71,7 +71,7 @@ class GenerationOptions:
         name = "chatcmpl" if self.chat else "cmpl"
         return {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.request.model}
 
-    def usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+    def usage(self, answers: Sequence[ServedAnswer]) -> dict[str, int]:
         """A prompt counts once, however many answers it gets."""
         return usage(answers, self.request.answers)
 
@@ -142,13 +142,13 @@ async def _complete(service: Service, options: GenerationOptions) -> Response:
 async def _pieces(service: Service, options: GenerationOptions) -> AsyncGenerator[dict[str, Any], None]:
     """Chunks of a stream; answers to several prompts, or n > 1, come one after another."""
     deadline, head = service.deadline, options.head()
-    answers: list[Answer] = []
+    answers: list[ServedAnswer] = []
     async with (
         select(service, options.request) as (loaded, choice),
         service.submit(loaded, choice, options.texts, **options.settings) as queues,
     ):
         for number, queue in enumerate(queues):
-            answer, began = Answer(), time.perf_counter()
+            answer, began = ServedAnswer(), time.perf_counter()
             async for event in service.events(queue, finished_text, deadline):
                 take(answer, event, began)
                 if isinstance(event, Started):
@@ -192,7 +192,7 @@ def _event(tree: dict[str, Any]) -> str:
     return f"data: {json.dumps(tree, ensure_ascii=False)}\n\n"
 
 
-def usage(answers: Sequence[Answer], n: int = 1) -> dict[str, int]:
+def usage(answers: Sequence[ServedAnswer], n: int = 1) -> dict[str, int]:
     """Return tokens of answers, n to each prompt."""
     prompt = sum(answer.metadata.prompt_tokens for answer in answers[::n] if answer.metadata)
     completion = sum(answer.tokens for answer in answers)

@@ -15,23 +15,23 @@ from raycl import __version__
 from raycl.errors import BankError, RayclError
 from raycl.serve.errors import InvalidRequestError, NotFoundError
 from raycl.serve.http.access import AccessMiddleware, Keys
-from raycl.serve.http.answers import (
+from raycl.serve.http.error_responses import RETRYABLE, body_of, error_response
+from raycl.serve.http.playground import add_playground
+from raycl.serve.http.request_schema import ActivateRequest, ClassifyRequest
+from raycl.serve.http.request_selection import details_of, select
+from raycl.serve.http.response_schema import (
     ActivateAnswer,
     AdaptersAnswer,
     ErrorAnswer,
     HealthAnswer,
     LabelAnswer,
-    ModelInfo,
+    ListedModel,
     ModelsAnswer,
     RouteAnswer,
     SnapshotsAnswer,
 )
-from raycl.serve.http.error_responses import RETRYABLE, body_of, error_response
-from raycl.serve.http.playground import add_playground
-from raycl.serve.http.schema import ActivateRequest, ClassifyRequest
-from raycl.serve.http.selection import details_of, select
 from raycl.serve.http.texts import add_texts, usage
-from raycl.serve.service.service import Answer, Service, labelled, routed
+from raycl.serve.service.service import ServedAnswer, Service, labelled, routed
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer} for code in (400, 401, 403, 404, 408, 413, 422, 429, 500, 503, 504)
@@ -151,7 +151,7 @@ def _add_labels(app: FastAPI, service: Service) -> None:
 
 async def _each(
     service: Service, request: ClassifyRequest, until: Any, route_only: bool
-) -> tuple[list[Answer], list[dict[str, Any]]]:
+) -> tuple[list[ServedAnswer], list[dict[str, Any]]]:
     """Return answers to the texts, and the details of each."""
     deadline, texts = service.deadline, request.texts
     service.check(texts)
@@ -183,7 +183,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         """Return every value of `model`."""
         return JSONResponse({"object": "list", "data": names()})
 
-    @app.get("/v1/models/{name}", response_model=None, responses={200: {"model": ModelInfo}})
+    @app.get("/v1/models/{name}", response_model=None, responses={200: {"model": ListedModel}})
     def model(name: str) -> Response:
         """One of them."""
         found = [one for one in names() if one["id"] == name]

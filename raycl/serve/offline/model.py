@@ -21,12 +21,12 @@ from raycl.data.sources.conversation import Message, messages_of, text_of
 from raycl.errors import AdapterError, ConfigError, ConversationError, RetrievalError
 from raycl.generation.requests import Event, Failed, Sampling
 from raycl.scoring.scored_task import ScoredTask
-from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
+from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.errors import InternalError
 from raycl.serve.service.opening import open_engine
-from raycl.serve.service.service import Answer, take
+from raycl.serve.service.service import ServedAnswer, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import adapters_of, router_of
 
@@ -85,7 +85,7 @@ class OfflineModel:
         codec: of its backbone.
     """
 
-    def __init__(self, engine: Engine, loaded: LoadedSnapshot) -> None:
+    def __init__(self, engine: ServingEngine, loaded: LoadedSnapshot) -> None:
         """One that an engine has loaded."""
         self.snapshot, self.answers = loaded.snapshot, engine.capabilities.answers
         self.codec = engine.model.backbone.codec
@@ -208,7 +208,7 @@ class OfflineModel:
             requests.append(EngineRequest(written, partial(send, number), sampling, is_chat=is_chat, **settings))
         for request in sorted(requests, key=lambda one: -len(one.text)):
             self._engine.submit(request)
-        answers, errors = [Answer() for _ in texts], dict[int, str]()
+        answers, errors = [ServedAnswer() for _ in texts], dict[int, str]()
         left = len(texts)
         try:
             while left:
@@ -228,7 +228,7 @@ class OfflineModel:
             for number, answer in enumerate(answers)
         ]
 
-    def _prediction(self, answer: Answer) -> Prediction:
+    def _prediction(self, answer: ServedAnswer) -> Prediction:
         metadata = answer.metadata
         assert metadata is not None, "an answer begins with its metadata"
         keys = self._loaded.keys

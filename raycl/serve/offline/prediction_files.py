@@ -121,7 +121,7 @@ def write_predictions(
         DataError, RayclError: see `answered`. Parts that are written stay.
     """
     key = claim(to, given, model.snapshot, part_rows, settings)
-    done, began, progress = set(done_parts(to, key)), time.monotonic(), Progress()
+    done, began, progress = set(done_parts(to, key)), time.monotonic(), PredictionProgress()
     for number, part in parts_of(given, part_rows):
         if number not in done:
             write_part(model, given, number, part, to, key, settings)
@@ -192,7 +192,7 @@ def records_of(to: Storage, key: str, parts: int) -> Iterator[Tree]:
         yield from (json.loads(line) for line in data.split(b"\n") if line)
 
 
-class Progress:
+class PredictionProgress:
     """Logs how many rows are answered now and then.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from raycl.config import Tree
 from raycl.data.sources.cache import cache_folder
-from raycl.data.sources.fields import Columns, Row, other_fields
+from raycl.data.sources.fields import Columns, SourceRow, other_fields
 from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.formats import AUTO, Source, read_rows
 from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
@@ -36,7 +36,7 @@ class InputRow(NamedTuple):
     """
 
     file: Source
-    row: Row
+    row: SourceRow
     problem: str = ""
 
 
@@ -52,7 +52,7 @@ class Input:
     columns: Columns
     format: str = AUTO
 
-    def rows(self) -> Iterator[tuple[Source, Row]]:
+    def rows(self) -> Iterator[tuple[Source, SourceRow]]:
         """Yield each row with its file.
 
         Raises:
@@ -149,7 +149,7 @@ class _KeptFindings(Findings):
 
     def bad_row(self, problem: BadRow) -> None:
         """Keep it."""
-        row = Row(problem.row, "", ("",), others=other_fields(problem.item, self._columns))
+        row = SourceRow(problem.row, "", ("",), others=other_fields(problem.item, self._columns))
         self._bad.append(InputRow(self._file, row, problem.problem))
 
     def taken(self) -> list[InputRow]:

@@ -22,7 +22,7 @@ from raycl.config import Tree
 from raycl.errors import LaunchError, RayclError
 from raycl.launch import cluster
 from raycl.serve.offline.model import OfflineModel
-from raycl.serve.offline.prediction_files import Progress, claim, done_parts, parts_of, summarise, write_part
+from raycl.serve.offline.prediction_files import PredictionProgress, claim, done_parts, parts_of, summarise, write_part
 from raycl.serve.offline.prediction_input import Input, InputRow
 from raycl.serve.resources import replica_takes, settled_device
 from raycl.serve.settings import ServeConfig
@@ -33,7 +33,7 @@ RESTARTS = 3
 
 
 @dataclass(frozen=True)
-class Work:
+class PredictionWork:
     """What every worker needs.
 
     Attributes:
@@ -53,7 +53,7 @@ class Work:
 class PartWorker:
     """Answers parts with a model of its own."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: PredictionWork) -> None:
         self._work, self._to = work, Storage.at(work.to)
         self._model: OfflineModel | None = None
 
@@ -98,8 +98,10 @@ def write_on_workers(
     cluster.connect()
     config = config.model_copy(update={"device": settled_device(config.device)})
     takes = replica_takes(config)
-    work = Work(bank.storage.address, snapshot.number, configs.as_tree(config), given, to.address, key, settings)
-    began, progress, done = time.monotonic(), Progress(), set(done_parts(to, key))
+    work = PredictionWork(
+        bank.storage.address, snapshot.number, configs.as_tree(config), given, to.address, key, settings
+    )
+    began, progress, done = time.monotonic(), PredictionProgress(), set(done_parts(to, key))
     requested = {"CPU": workers * takes["num_cpus"], "GPU": workers * takes["num_gpus"]}
     waits = not cluster.fits(requested)
     options = {**takes, "max_restarts": RESTARTS, "max_task_retries": RESTARTS}

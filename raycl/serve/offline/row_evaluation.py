@@ -11,7 +11,7 @@ from raycl import config as configs
 from raycl.bank import Snapshot
 from raycl.bank.manifest import TaskInfo
 from raycl.data.sources.conversation import last_contents, messages_of
-from raycl.data.sources.fields import Row
+from raycl.data.sources.fields import SourceRow
 from raycl.data.sources.ingest import MAX_AUTO_LABELS
 from raycl.errors import DataError
 from raycl.metrics.per_example import check_metric, taken_for_same
@@ -109,7 +109,7 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     )
 
 
-def _text_of(row: Row) -> Text:
+def _text_of(row: SourceRow) -> Text:
     return messages_of(row.text) if row.is_chat else row.text
 
 

@@ -8,8 +8,8 @@ import time
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from raycl.serve.engine.engine import Engine
-from raycl.serve.service.service import Answer, Service
+from raycl.serve.engine.serving_engine import ServingEngine
+from raycl.serve.service.service import ServedAnswer, Service
 
 
 def metrics_urls(node_id: str | None = None) -> list[str]:
@@ -38,7 +38,7 @@ class Metrics:
 
     def __init__(self, service: Service) -> None:
         """Report from now on, on a thread of its own for what is counted inside the engine."""
-        assert isinstance(service.engine, Engine), "replicas with the model report"
+        assert isinstance(service.engine, ServingEngine), "replicas with the model report"
         self._service, self._engine = service, service.engine
         self.answers = Counter("raycl_answers", "answers that were finished")
         self.tokens = Counter("raycl_tokens", "tokens that were generated", tag_keys=("kind",))
@@ -70,7 +70,7 @@ class Metrics:
         service.metrics_url = next(iter(metrics_urls(ray.get_runtime_context().get_node_id())), None)
         threading.Thread(target=self._report, name="raycl-metrics", daemon=True).start()
 
-    def finished(self, answer: Answer) -> None:
+    def finished(self, answer: ServedAnswer) -> None:
         """Take an answer in."""
         self.answers.inc()
         if answer.tokens:

@@ -14,9 +14,9 @@ from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import ConfigError
 from raycl.generation.requests import Event, Failed, Sampling
 from raycl.generation.static_cache import MODELS, supports_static_cache
-from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
+from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.service.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import readable_snapshot, wanted_snapshots
@@ -51,7 +51,7 @@ def open_service(config: ServeConfig, object_store_cache: bool = False) -> Servi
     return Service(config, engine, snapshot_manager)
 
 
-def open_engine(config: ServeConfig, snapshot: Snapshot) -> Engine:
+def open_engine(config: ServeConfig, snapshot: Snapshot) -> ServingEngine:
     """Return an engine with the snapshot's backbone, and without any snapshot.
 
     Raises:
@@ -68,7 +68,7 @@ def open_engine(config: ServeConfig, snapshot: Snapshot) -> Engine:
     backbone = load_backbone(settings, load_codec(settings, source, target), device, 0)
     model = MultiSnapshotModel(backbone, config.max_loaded_rows)
     static_cache = uses_static_cache(config, backbone)
-    return Engine(model, config.max_batch, source, target, config.limits.prompt_tokens, static_cache)
+    return ServingEngine(model, config.max_batch, source, target, config.limits.prompt_tokens, static_cache)
 
 
 def uses_static_cache(config: ServeConfig, backbone: Backbone) -> bool:
@@ -87,7 +87,7 @@ def uses_static_cache(config: ServeConfig, backbone: Backbone) -> bool:
     return config.decoding == "static" or (config.decoding == "auto" and on_gpu and supports_static_cache(backbone))
 
 
-def _warm(engine: Engine, loaded: LoadedSnapshot) -> None:
+def _warm(engine: ServingEngine, loaded: LoadedSnapshot) -> None:
     """Answer a warm-up text, so that encoder, adapters and kernels are loaded before the first request."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from raycl.errors import BankError, counted
 from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started, TextDelta
-from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-from raycl.serve.engine.requests import AdapterSelection, EngineRequest
+from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.errors import BusyError, DeadlineExceededError, LimitExceededError, NotFoundError
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.manager import SnapshotManager
@@ -28,7 +28,7 @@ LOADS = 8
 
 
 @dataclass
-class Answer:
+class ServedAnswer:
     """One answer, complete.
 
     Attributes:
@@ -44,7 +44,7 @@ class Answer:
     total_s: float = 0.0
 
 
-Observe = Callable[[Answer], None]
+Observe = Callable[[ServedAnswer], None]
 
 
 class EventQueues:
@@ -84,7 +84,7 @@ class Service:
         metrics_url: where Prometheus reads this replica's metrics; None: nothing collects them.
     """
 
-    def __init__(self, config: ServeConfig, engine: Engine, snapshot_manager: SnapshotManager) -> None:
+    def __init__(self, config: ServeConfig, engine: ServingEngine, snapshot_manager: SnapshotManager) -> None:
         self.config, self.engine, self.snapshot_manager = config, engine, snapshot_manager
         self.kind, self.capabilities = engine.kind, engine.capabilities
         self.observe: Observe = lambda answer: None
@@ -239,20 +239,20 @@ class Service:
 
     async def complete(
         self, queue: asyncio.Queue[Event], until: Callable[[Event], bool], deadline: float | None = None
-    ) -> Answer:
+    ) -> ServedAnswer:
         """One whole answer.
 
         Raises:
             DeadlineExceededError, RayclError: see `events`.
         """
-        answer, began = Answer(), time.perf_counter()
+        answer, began = ServedAnswer(), time.perf_counter()
         async for event in self.events(queue, until, deadline):
             take(answer, event, began)
         self.observe(answer)
         return answer
 
 
-def take(answer: Answer, event: Event, began: float) -> None:
+def take(answer: ServedAnswer, event: Event, began: float) -> None:
     """Add an event to an answer."""
     if isinstance(event, Started):
         answer.metadata = event.metadata

@@ -20,9 +20,9 @@ from raycl.bank.integrity import IntegrityCheck
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import BankError, RayclError
 from raycl.routing.router import Router
-from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.engine_requests import FAILURES
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, mark_of
-from raycl.serve.engine.requests import FAILURES
+from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.errors import UnavailableError
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import wanted_snapshots
@@ -61,7 +61,7 @@ class SnapshotManager:
     def __init__(
         self,
         bank: Bank,
-        engine: Engine,
+        engine: ServingEngine,
         config: ServeConfig,
         identity: str,
         object_store_cache: ObjectStoreCache | None,

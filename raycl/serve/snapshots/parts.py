@@ -10,12 +10,12 @@ from raycl.adapters.stack import Source
 from raycl.backbone import BackboneConfig, identity
 from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import ObjectReader
-from raycl.bank.routers import get_router
+from raycl.bank.router_states import get_router
 from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
 from raycl.errors import BankError
-from raycl.routing.encoder import SentenceEncoder
 from raycl.routing.router import Router
 from raycl.routing.routers import make_router
+from raycl.routing.sentence_encoder import SentenceEncoder
 
 
 def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permissions = NONE_GIVEN) -> BackboneConfig:

@@ -20,8 +20,8 @@ from pydantic import Field, ValidationError
 from raycl import __version__
 from raycl.serve.errors import InvalidRequestError, LimitExceededError, UnavailableError
 from raycl.serve.http.access import AccessMiddleware, Keys
-from raycl.serve.http.answers import HealthAnswer, ModelsAnswer
-from raycl.serve.http.schema import Message, Name, Text, Texts, Unsupported, Wire, conversation
+from raycl.serve.http.request_schema import ChatMessage, Name, Text, Texts, Unsupported, Wire, conversation
+from raycl.serve.http.response_schema import HealthAnswer, ModelsAnswer
 from raycl.serve.http.web import ERROR_RESPONSES, TOO_DEEP, add_errors
 from raycl.serve.settings import ServeConfig
 from raycl.serve.upstream.choice import AdapterChoice
@@ -37,7 +37,7 @@ Body = Annotated[dict[str, Any], JsonBody()]
 log = logging.getLogger(__name__)
 
 
-class Routing(Wire):
+class UpstreamFields(Wire):
     """What a request says about its adapter."""
 
     task: Name | None = Field(None, description="the text's task, for routers that go by it")
@@ -51,13 +51,13 @@ class RoutedRequest(Wire):
     """What is read of a request; all else is the engine's."""
 
     model: Name = AUTO
-    raycl: Routing | None = None
+    raycl: UpstreamFields | None = None
 
 
 class ChatTexts(Wire):
     """What the router reads of a chat."""
 
-    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
 
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -80,14 +80,14 @@ class Front:
         """The engine's answer, by the adapter that the request names or that is chosen for its text."""
         given = _read(RoutedRequest, body)
         if given.model == AUTO:
-            name = await self._choose(body, given.raycl or Routing(), is_chat)
+            name = await self._choose(body, given.raycl or UpstreamFields(), is_chat)
         else:
             name = given.model
         model = self.choice.record.model_of(name)
         sent = _json({key: value for key, value in body.items() if key != "raycl"} | {"model": model})
         return await self.client.post(path, sent, request.headers, {CHOSEN: quote(model, safe=":/@+ ")})
 
-    async def _choose(self, body: dict[str, Any], routing: Routing, is_chat: bool) -> str:
+    async def _choose(self, body: dict[str, Any], routing: UpstreamFields, is_chat: bool) -> str:
         """The adapter for a request's texts.
 
         Raises:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from raycl.backbone.base import loss_count
-from raycl.data.language import TextObjective
 from raycl.data.loader import Collate, GlobalOrder, Loader
 from raycl.data.sources.chunks import Indices
-from raycl.data.tokens import Rows
+from raycl.data.text_objectives import TextObjective
+from raycl.data.tokens import TokenRows
 from raycl.methods.base import activate_batch
 from raycl.methods.context import Quantity, TaskContext
 from raycl.training.distributed import DistributedContext
@@ -24,7 +24,7 @@ from raycl.types import Batch, Phase, Task
 
 
 class PhaseData:
-    """The worker's side of a task context (`raycl.methods.context.Worker`), and the loader of the phase."""
+    """The worker's side of a task context (`raycl.methods.context.PhaseWorker`), and the loader of the phase."""
 
     def __init__(self, context: TrainingContext, phase: Phase, world: DistributedContext) -> None:
         self.context, self.phase, self.world = context, phase, world
@@ -36,7 +36,7 @@ class PhaseData:
     def loader(self, task_context: TaskContext) -> tuple[Loader, GlobalOrder]:
         """Batches of the phase's rows and those that the method added, shuffled together in every epoch."""
         context, train, codec, world = self.context, self.context.train, self.context.backbone.codec, self.world
-        tables: list[Rows] = [context.stream.table(task, "train", codec) for task in self.phase.tasks]
+        tables: list[TokenRows] = [context.stream.table(task, "train", codec) for task in self.phase.tasks]
         tables += task_context.added
         order = order_of(context, self.phase, sum(map(len, tables)))
         if train.group_by_length:

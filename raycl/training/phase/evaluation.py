@@ -18,9 +18,9 @@ from torch import Tensor
 from raycl.data.loader import eval_batches
 from raycl.data.tokens import Split
 from raycl.generation.answer_batch import AnswerBatch, Prompts, answers_continuously
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate
-from raycl.metrics.language import score_texts
+from raycl.metrics.text_scores import score_texts
 from raycl.scoring.scored_task import Predictions, ScoredTask, line_of, merge, predict_share
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext

@@ -17,7 +17,7 @@ from raycl.config import Tree
 from raycl.data.loader import eval_batches
 from raycl.errors import RunError
 from raycl.methods.base import activate
-from raycl.methods.migu.magnitudes import Magnitudes, large_units
+from raycl.methods.migu.magnitudes import OutputMagnitudes, large_units
 from raycl.methods.migu.observed_layers import layout_of_outputs, observed_layers
 from raycl.methods.migu.row_selection import Rule
 from raycl.methods.migu.summary import packed_rows
@@ -51,7 +51,7 @@ def large_outputs(
     backbone.eval()
     found = observed_layers(backbone, layers, include_lm_head=False)
     layout = layout_of_outputs(backbone, found)
-    magnitudes = Magnitudes(backbone, layout, found)
+    magnitudes = OutputMagnitudes(backbone, layout, found)
     try:
         sums = [_measured(context, task, rows, magnitudes, router) for task in tasks]
     finally:
@@ -62,7 +62,7 @@ def large_outputs(
 
 @torch.no_grad()
 def _measured(
-    context: TrainingContext, task: Task, rows: int, magnitudes: Magnitudes, router: PublishedRouter | None
+    context: TrainingContext, task: Task, rows: int, magnitudes: OutputMagnitudes, router: PublishedRouter | None
 ) -> Tensor:
     """`[F]` magnitudes of all outputs for the texts of a task."""
     backbone, method, codec = context.backbone, context.method, context.backbone.codec

@@ -8,7 +8,7 @@ import time
 from torch import Tensor
 
 from raycl.data.tokens import Split
-from raycl.routing.encoder import SentenceEncoder
+from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.training.distributed import DistributedContext
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase

@@ -19,8 +19,8 @@ from raycl.bank.manifest import Snapshot
 from raycl.bank.tensor_groups import PUBLISHED
 from raycl.data.sources.conversation import messages_of
 from raycl.errors import RetrievalError
-from raycl.generation.routing import route_batch
-from raycl.generation.task_prompts import Reading, TaskPrompts, task_prompts
+from raycl.generation.route_batch import route_batch
+from raycl.generation.task_prompts import PromptReading, TaskPrompts, task_prompts
 from raycl.methods.base import Learned, Method, under
 from raycl.routing.router import Owners, Router, heads_of_tasks
 from raycl.routing.routers import make_router
@@ -149,7 +149,7 @@ class TextAlone:
         table = stream.scored(task, settings.split, self.context.backbone.codec, settings.subsample)
         return any(messages_of(text)[0].role == "system" for text in table.texts(range(len(table))))
 
-    def reading(self, text: str, task: Task) -> Reading:
+    def reading(self, text: str, task: Task) -> PromptReading:
         """How a row of a task is read."""
         return self.tasks.reading(text, self.context.stream.is_chat(task))
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead, Rule
-from raycl.adapters.prompts import MLP, MixedPrompts, PromptForm
+from raycl.adapters.soft_prompts import MLP, MixedPrompts, PromptForm
 from raycl.adapters.state import combine
 from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.errors import AdapterError
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.methods.trained_adapters import end_training
 from raycl.types import IGNORE, AdapterState, Batch, Mixture
 

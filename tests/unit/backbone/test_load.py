@@ -34,7 +34,7 @@ from raycl.backbone import BackboneConfig, base, load_backbone, load_codec, load
 from raycl.backbone.load import known_kind, pick_dtype, wrap_model
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.run.assembly import build
 from raycl.run.checks import check
 from raycl.testing.tiny_models import SIZES, tiny_model

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycl.data.sources.conversation import Message, messages_of, plain_text, text_of
-from raycl.data.sources.fields import Columns, Row
+from raycl.data.sources.fields import Columns, SourceRow
 from raycl.data.sources.formats import read_rows
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError
@@ -36,7 +36,7 @@ def test_a_single_user_message_is_its_own_text() -> None:
     assert plain_text(messages_of(text_of([SYSTEM, USER, BOT]))) == "be brief\nhi\nhello"
 
 
-def rows(folder: Path, *items: Any, columns: Columns | None = None) -> list[Row]:
+def rows(folder: Path, *items: Any, columns: Columns | None = None) -> list[SourceRow]:
     (folder / "x.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     return list(read_rows(SourceFile.at(folder / "x.jsonl"), columns=columns))
 
@@ -49,8 +49,8 @@ OPENAI = [
     {"role": "assistant", "content": "bye"},
 ]
 TURNS = [
-    Row(1, text_of([SYSTEM, USER]), ("hello",), is_chat=True),
-    Row(1, text_of([SYSTEM, USER, BOT, Message("user", "and now")]), ("bye",), is_chat=True),
+    SourceRow(1, text_of([SYSTEM, USER]), ("hello",), is_chat=True),
+    SourceRow(1, text_of([SYSTEM, USER, BOT, Message("user", "and now")]), ("bye",), is_chat=True),
 ]
 
 
@@ -94,11 +94,14 @@ def test_what_is_no_conversation_is_refused_with_its_row(tmp_path: Path, message
 
 def test_instructions_prompts_and_fields_of_fields(tmp_path: Path) -> None:
     alpaca = {"instruction": "Add.", "input": "1 2", "output": "3"}
-    assert rows(tmp_path, alpaca, {**alpaca, "input": ""}) == [Row(1, "Add.\n\n1 2", ("3",)), Row(2, "Add.", ("3",))]
-    assert rows(tmp_path, {"prompt": "1 2", "completion": "3"}) == [Row(1, "1 2", ("3",))]
+    assert rows(tmp_path, alpaca, {**alpaca, "input": ""}) == [
+        SourceRow(1, "Add.\n\n1 2", ("3",)),
+        SourceRow(2, "Add.", ("3",)),
+    ]
+    assert rows(tmp_path, {"prompt": "1 2", "completion": "3"}) == [SourceRow(1, "1 2", ("3",))]
     columns = Columns(label=("answers.text",), parts=("question", "context"))
     squad = {"question": "who", "context": "me", "answers": {"text": ["I", "me"], "answer_start": [0, 1]}}
-    assert rows(tmp_path, squad, columns=columns) == [Row(1, "who\nme", ("I", "me"))]
+    assert rows(tmp_path, squad, columns=columns) == [SourceRow(1, "who\nme", ("I", "me"))]
     with pytest.raises(DataError, match=r"row 1: the context is a missing value: expected a string"):
         rows(tmp_path, {"question": "who", "answers": {"text": ["I"]}}, columns=columns)
 
@@ -107,7 +110,7 @@ def test_preferences_are_refused_unless_their_columns_are_named(tmp_path: Path) 
     pair = {"prompt": "1 2", "chosen": "3", "rejected": "4"}
     with pytest.raises(DataError, match=r"hold preferences \(chosen, rejected\): .*columns.label=chosen"):
         rows(tmp_path, pair)
-    assert rows(tmp_path, pair, columns=Columns(("prompt",), ("chosen",))) == [Row(1, "1 2", ("3",))]
+    assert rows(tmp_path, pair, columns=Columns(("prompt",), ("chosen",))) == [SourceRow(1, "1 2", ("3",))]
 
 
 def test_a_turn_of_weight_0_is_read_and_not_learned_and_the_last_one_may_be_learned_alone(tmp_path: Path) -> None:
@@ -124,10 +127,10 @@ def test_a_turn_of_weight_0_is_read_and_not_learned_and_the_last_one_may_be_lear
 
 def test_a_system_message_and_earlier_turns_beside_a_row_are_read(tmp_path: Path) -> None:
     shared = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
-    asked = [Row(1, text_of([SYSTEM, USER]), ("hello",), is_chat=True)]
+    asked = [SourceRow(1, text_of([SYSTEM, USER]), ("hello",), is_chat=True)]
     assert rows(tmp_path, {**shared, "system": "be brief", "tools": "[]"}) == asked
     assert rows(tmp_path, {"messages": OPENAI[:3], "system": "be brief"}) == asked
-    assert rows(tmp_path, {**shared, "system": None}) == [Row(1, "hi", ("hello",), is_chat=True)]
+    assert rows(tmp_path, {**shared, "system": None}) == [SourceRow(1, "hi", ("hello",), is_chat=True)]
     alpaca = {"instruction": "hi", "input": "", "output": "hello"}
     pair = {**alpaca, "instruction": "and now", "output": "bye", "system": "be brief", "history": [["hi", "hello"]]}
     found = rows(tmp_path, {**alpaca, "system": "be brief", "history": []}, pair)
@@ -137,7 +140,9 @@ def test_a_system_message_and_earlier_turns_beside_a_row_are_read(tmp_path: Path
             [list(pair), [json.dumps(cell) if type(cell) is list else cell for cell in pair.values()]]
         )
     assert list(read_rows(SourceFile.at(tmp_path / "x.csv"))) == TURNS[1:]
-    assert rows(tmp_path, {"text": "hi", "label": "a", "system": "linux"}) == [Row(1, "hi", ("a",))], "another meaning"
+    assert rows(tmp_path, {"text": "hi", "label": "a", "system": "linux"}) == [SourceRow(1, "hi", ("a",))], (
+        "another meaning"
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from raycl.backbone.pretrained import hashes
 from raycl.data.sources.cache import Info, entry
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError
-from raycl.routing.encoder import EncoderConfig, SentenceEncoder
+from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 from raycl.storage.records import seal
 
 SCHEMA = pa.schema([("n", pa.int64())])

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raycl.data.sources.fields import Columns, Row
+from raycl.data.sources.fields import Columns, SourceRow
 from raycl.data.sources.findings import Findings
 from raycl.data.sources.formats import Format, detect, read_definition, read_rows
 from raycl.data.sources.source import SourceFile
@@ -18,9 +18,9 @@ from raycl.errors import DataError, StorageError
 from raycl.storage import Storage
 
 ROWS = [
-    Row(1, "Ein Satz mit ß, {Klammern}\nund Zeilen", ("A",)),
-    Row(2, 'he said "no", twice', ("B",)),
-    Row(3, "", ("A",)),
+    SourceRow(1, "Ein Satz mit ß, {Klammern}\nund Zeilen", ("A",)),
+    SourceRow(2, 'he said "no", twice', ("B",)),
+    SourceRow(3, "", ("A",)),
 ]
 
 
@@ -67,13 +67,13 @@ def test_definition_is_read_wherever_it_stands(tmp_path: Path) -> None:
 
 def test_json_lines_in_a_json_file_are_noticed(tmp_path: Path) -> None:
     file = write(tmp_path, "x.json", '{"text": "a", "label": "b"}\n\n{"text": "c", "label": 3}\n')
-    assert list(read_rows(file)) == [Row(1, "a", ("b",)), Row(3, "c", ("3",))]
+    assert list(read_rows(file)) == [SourceRow(1, "a", ("b",)), SourceRow(3, "c", ("3",))]
 
 
 def test_columns_can_be_named_and_a_csv_may_lack_its_header(tmp_path: Path) -> None:
     file = write(tmp_path, "x.tsv", "1\ttitle\tbody\n")
     columns = Columns(text=("content",), label=("class",), header=("class", "title", "content"))
-    assert list(read_rows(file, "auto", columns)) == [Row(1, "body", ("1",))]
+    assert list(read_rows(file, "auto", columns)) == [SourceRow(1, "body", ("1",))]
 
 
 def test_a_row_longer_than_the_read_buffer_stays_whole(tmp_path: Path) -> None:

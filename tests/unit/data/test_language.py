@@ -11,9 +11,9 @@ import pytest
 import torch
 from data_samples import MiniLMCodec
 
-from raycl.data.language import HiddenWords, next_words, text_objective, whole_texts
 from raycl.data.loader import GlobalOrder, Loader, eval_batches
 from raycl.data.stream import Stream, StreamConfig, open_stream
+from raycl.data.text_objectives import HiddenWords, next_words, text_objective, whole_texts
 from raycl.errors import ConfigError, DataError
 from raycl.types import IGNORE, Task
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 from data_samples import MiniLMCodec, WriteTask, news, open_agnews
 
-from raycl.data.prepare import Lengths, check_codec, fit_sources, fit_targets
+from raycl.data.prepare import TokenLimits, check_codec, fit_sources, fit_targets
 from raycl.data.prompts import Prompt, long
 from raycl.errors import ConfigError, DataError
 from raycl.types import Task
@@ -73,7 +73,7 @@ def test_encoders_get_plain_text_and_labels(write_task: WriteTask) -> None:
 def test_encoders_refuse_free_text() -> None:
     task = Task("free", None, "rouge_l")
     with pytest.raises(DataError, match="task 'free' has free-text answers: an encoder-only backbone"):
-        check_codec(task, Prompt(), MiniLMCodec(needs_labels=True), Lengths(64, 8))
+        check_codec(task, Prompt(), MiniLMCodec(needs_labels=True), TokenLimits(64, 8))
 
 
 def test_a_prompt_without_room_for_text_is_refused_before_rows_are_read(

@@ -11,13 +11,13 @@ from tiny import Lab, save_model
 from transformers import AutoConfig
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.backbone.roles import linear_names
 from raycl.data.loader import batch_of
 from raycl.generation import dynamic_cache, shared_prompt
 from raycl.generation.answer_batch import AnswerBatch, Prompts, answers_continuously
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.run.assembly import build
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase import evaluation

@@ -12,12 +12,20 @@ from torch.utils.checkpoint import checkpoint
 
 from raycl.kernels import row_gradient
 from raycl.kernels.magnitude import in_few_kernels, summed_gated_magnitude, summed_magnitude
-from raycl.kernels.row_gradient import Products, RowChoice, Rows, adamw_rows, choose_rows, rows_of, weight_gradient
+from raycl.kernels.row_gradient import (
+    Products,
+    RowChoice,
+    WeightRows,
+    adamw_rows,
+    choose_rows,
+    rows_of,
+    weight_gradient,
+)
 
 ROWS = torch.tensor([0, 3, 4, 9])
 
 
-def chosen(rows: Tensor = ROWS, outputs: int = 10, width: int | None = None) -> Rows:
+def chosen(rows: Tensor = ROWS, outputs: int = 10, width: int | None = None) -> WeightRows:
     kept = torch.zeros(1, outputs, dtype=torch.bool)
     kept[0, rows] = True
     return rows_of(kept, None if width is None else len(rows), width)[0]
@@ -100,7 +108,7 @@ def test_a_product_is_written_wider_where_a_gpu_can(monkeypatch: pytest.MonkeyPa
     found = weight_gradient(torch.randn(7, 10).bfloat16(), x, chosen(), dtype=torch.float32)
     assert found.dtype == torch.bfloat16, "autograd converts it"
     monkeypatch.setattr(row_gradient, "widens", lambda x, dtype: True)
-    rows = Rows(*(part.to("meta") for part in chosen(width=8)[:2]), 8)
+    rows = WeightRows(*(part.to("meta") for part in chosen(width=8)[:2]), 8)
     wide = weight_gradient(torch.empty(7, 10, dtype=torch.bfloat16, device="meta"), x.to("meta"), rows)
     assert wide.dtype == torch.float32 and wide.shape == (10, 6)
 

@@ -11,7 +11,7 @@ from migu_started import WORLD, Started, sgd
 from tiny import Lab
 from torch import Tensor
 
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate_batch
 from raycl.methods.migu.row_selection import kept, masked_count
 from raycl.training.phase.step import train_step

@@ -12,7 +12,7 @@ from service_client import bank_of, examples, serving
 from tiny import KINDS, Lab, Taught, matrix, opened, run
 from torch import Tensor
 
-from raycl.adapters.prompts import MixedPrompts, formed
+from raycl.adapters.soft_prompts import MixedPrompts, formed
 from raycl.bank import Bank
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError, ConfigError

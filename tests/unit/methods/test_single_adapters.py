@@ -12,7 +12,7 @@ from service_client import bank_of, examples, serving
 from tiny import KINDS, Lab, Taught, opened
 from torch import Tensor
 
-from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.data.loader import eval_batches
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names

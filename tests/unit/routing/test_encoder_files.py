@@ -14,11 +14,11 @@ from tiny import Lab
 from raycl.backbone.pretrained import fingerprint_of, only_pickled
 from raycl.bank import Bank
 from raycl.bank.manifest import AdapterManifest, ModelInfo
-from raycl.bank.routers import put_router
+from raycl.bank.router_states import put_router
 from raycl.config.trust import Permissions
 from raycl.errors import BackboneError, BankError, ConfigError, RetrievalError
-from raycl.routing.encoder import EncoderConfig, SentenceEncoder
 from raycl.routing.routers import make_router
+from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 from raycl.serve.snapshots.parts import router_of
 from raycl.types import RouterState
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import RobertaConfig, RobertaModel
 
 from raycl.errors import BankError, RetrievalError
-from raycl.routing.encoder import EncoderConfig, SentenceEncoder
 from raycl.routing.memory_slots.index import KeyIndex
 from raycl.routing.memory_slots.key_maps import plane, similarity
 from raycl.routing.memory_slots.keys import KeyConfig
 from raycl.routing.memory_slots.slots import Kind, SlotRouter
 from raycl.routing.memory_slots.weights import RetrievalConfig
 from raycl.routing.routers import make_router, without
+from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 from raycl.routing.statistics.discriminant import DIRECTIONS, WIDEST, BareTexts, Discriminant, Statistics
 from raycl.types import RouterState
 

@@ -20,11 +20,11 @@ from raycl.methods.base import activate_batch
 from raycl.methods.context import TaskContext
 from raycl.operations.plan import methods_table
 from raycl.operations.plan.hardware import GPUS, Cluster
-from raycl.operations.plan.memory import PROCESS, activations, host_memory
+from raycl.operations.plan.memory_estimate import PROCESS, activations, host_memory
 from raycl.operations.plan.opening import opened
 from raycl.operations.plan.planning import plan
 from raycl.operations.plan.shapes import longest_of, numbers
-from raycl.operations.plan.workload import Engine, Model, Run, Step
+from raycl.operations.plan.workload import EngineLoad, ModelLoad, RunLoad, StepLoad
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.training.distributed import DistributedContext, ensure_process_group
@@ -55,7 +55,7 @@ def begun(config: RunConfig, world: DistributedContext | None = None) -> tuple[T
     return context, loader.micro_batches(0)
 
 
-def sized(config: RunConfig) -> tuple[Model, Step]:
+def sized(config: RunConfig) -> tuple[ModelLoad, StepLoad]:
     model, step, _, _ = numbers(opened(config))
     return model, step
 
@@ -98,7 +98,7 @@ def test_tasks_of_their_own_sizes_add_up(lab: Lab) -> None:
     assert (model.rows, model.pool) == (7, 2 * per_rank)
     assert model.mapped and step.micro == 4  # float32 in the files and in the run: a node has the weights once
     weights = 4 * model.parameters
-    assert host_memory(model, Engine("torch", 8), Run((), 2), 8)["loading"] == 8 * PROCESS + weights
+    assert host_memory(model, EngineLoad("torch", 8), RunLoad((), 2), 8)["loading"] == 8 * PROCESS + weights
 
 
 @pytest.mark.parametrize(

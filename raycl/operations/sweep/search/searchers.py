@@ -16,9 +16,9 @@ from typing import Any
 from ray.tune.search import Searcher
 
 from raycl import config as configs
-from raycl.operations.sweep.definition.config import SweepConfig
-from raycl.operations.sweep.definition.folder import SweepFolder, plain
 from raycl.operations.sweep.definition.space import Draw, Settings, in_order, key_of, step_value
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_folder import SweepFolder, plain
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
 from raycl.run.config import plugins_of
 from raycl.training.records.stops.request import HostStop

@@ -14,8 +14,8 @@ from typing import Any
 
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 
-from raycl.operations.sweep.definition.config import SweepConfig
-from raycl.operations.sweep.definition.folder import SweepFolder
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
 from raycl.training.records.stops.signal import read_decision, write_decision
 

@@ -27,9 +27,9 @@ from raycl.launch import driver
 from raycl.launch.driver import RunOptions
 from raycl.launch.prepared_run import Prepared, prepare
 from raycl.launch.ray_train import worker_resources
-from raycl.operations.sweep.definition.config import SweepConfig
-from raycl.operations.sweep.definition.folder import SWEEP, SweepFolder
 from raycl.operations.sweep.definition.measure import measured
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder
 from raycl.operations.sweep.trials.prefix import fork_records, prefix_keys
 from raycl.operations.sweep.trials.single_tasks import singles_of
 from raycl.plugins import Used, require
@@ -52,7 +52,7 @@ POLL_S, POLL_REMOTE_S = 0.2, 2.0
 
 
 @dataclass(frozen=True)
-class Work:
+class TrialWork:
     """What all trials of a sweep are given; plain values, since they travel to other processes.
 
     Attributes:
@@ -67,7 +67,7 @@ class Work:
     shared: frozenset[str] = field(default_factory=frozenset)
 
 
-def run_trial(work: Work, number: int, tree: Tree, plugins: Used) -> None:
+def run_trial(work: TrialWork, number: int, tree: Tree, plugins: Used) -> None:
     """Run, or continue with, trial `number`; what fails is tried again, then written down and reported.
 
     Args:
@@ -106,7 +106,9 @@ class Trial:
         reported: rows that Tune has got from this process.
     """
 
-    def __init__(self, sweep: SweepConfig, folder: SweepFolder, number: int, config: RunConfig, work: Work) -> None:
+    def __init__(
+        self, sweep: SweepConfig, folder: SweepFolder, number: int, config: RunConfig, work: TrialWork
+    ) -> None:
         self.sweep, self.folder, self.number, self.config, self.work = sweep, folder, number, config, work
         self.reported = 0
 
@@ -202,10 +204,10 @@ class TrialReport:
         return {TASKS: len(records), **scores}
 
 
-def as_trainable(work: Work) -> Callable[[dict[str, Any]], None]:
+def as_trainable(work: TrialWork) -> Callable[[dict[str, Any]], None]:
     """Return the function that Tune calls for each trial."""
 
-    def trial(config: dict[str, Any], work: Work) -> None:
+    def trial(config: dict[str, Any], work: TrialWork) -> None:
         run_trial(work, int(config["number"]), json.loads(config["run"]), json.loads(config["plugins"]))
 
     given: Callable[[dict[str, Any]], None] = tune.with_parameters(trial, work=work)  # references travel in the store

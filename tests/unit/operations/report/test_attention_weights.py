@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from raycl.errors import RunError
 from raycl.operations.report import attention_plots
-from raycl.operations.report.attention import AttentionWeights, has_attention
 from raycl.operations.report.attention_plots import attention_maps
+from raycl.operations.report.attention_tables import AttentionWeights, has_attention
 from raycl.operations.report.tables import attention_table
 
 Make = Callable[..., dict[str, Any]]

@@ -98,6 +98,8 @@ def test_short_names_stay_different() -> None:
 
 
 def test_reports_never_load_torch() -> None:
-    parts = ", ".join(f"raycl.operations.report.{part}" for part in ("compare", "plots", "router_plots", "tables"))
+    parts = ", ".join(
+        f"raycl.operations.report.{part}" for part in ("run_comparison", "plots", "router_plots", "tables")
+    )
     code = f"import sys, {parts}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

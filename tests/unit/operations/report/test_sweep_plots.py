@@ -10,8 +10,8 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raycl.operations.report.sweeps import plots as sweep_plots
-from raycl.operations.report.sweeps.plots import parallel_coordinates, pareto_front, sensitivity
+from raycl.operations.report.sweeps import sweep_plots
+from raycl.operations.report.sweeps.sweep_plots import parallel_coordinates, pareto_front, sensitivity
 
 Settings = dict[str, Any]
 

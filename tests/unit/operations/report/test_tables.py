@@ -15,7 +15,7 @@ from raycl.metrics.averages import averages
 from raycl.metrics.matrix import AccuracyMatrix
 from raycl.metrics.published import Published
 from raycl.metrics.run_results import find_results
-from raycl.operations.report.compare import Spread, compare, runs_to_csv, to_csv
+from raycl.operations.report.run_comparison import Spread, compare, runs_to_csv, to_csv
 from raycl.operations.report.tables import (
     comparison_table,
     matrix_table,

@@ -15,12 +15,18 @@ from run_records import phase_record
 
 from raycl import config as configs
 from raycl.operations.report.plots import new_figure
-from raycl.operations.report.sweeps.plots import draw_setting, kinds_of, parallel_coordinates, pareto_front, sensitivity
-from raycl.operations.report.sweeps.tables import group_table, sweep_csv, sweep_table, text
-from raycl.operations.sweep.definition.config import SweepConfig
-from raycl.operations.sweep.definition.folder import SweepFolder
+from raycl.operations.report.sweeps.sweep_plots import (
+    draw_setting,
+    kinds_of,
+    parallel_coordinates,
+    pareto_front,
+    sensitivity,
+)
+from raycl.operations.report.sweeps.sweep_tables import group_table, sweep_csv, sweep_table, text
 from raycl.operations.sweep.definition.space import Settings
-from raycl.operations.sweep.outcome import Outcome, Row, collect, pareto
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_folder import SweepFolder
+from raycl.operations.sweep.outcome import SweepOutcome, TrialRow, collect, pareto
 from raycl.operations.sweep.write import write_outcome
 from raycl.run.config import RunConfig
 from raycl.storage.records import hashed
@@ -63,7 +69,7 @@ class Written:
         results = {"config": config, "stream": stream, "phases": TASKS, "singles": None, "metrics": metrics}
         run.write_json("results.json", hashed(results))
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SweepOutcome:
         return collect(self.sweep, self.folder, len(TASKS))
 
 
@@ -138,10 +144,10 @@ def test_the_best_config_is_the_trials_own_without_its_place(four: Written) -> N
 
 def test_the_front_is_pareto_optimal() -> None:
     points = {0: (70.0, 5.0), 1: (60.0, 1.0), 2: (65.0, 6.0), 3: (70.0, 5.0), 4: (50.0, 0.5)}
-    rows = [Row(number, {}, "done", 2, [list(point)]) for number, point in points.items()]
+    rows = [TrialRow(number, {}, "done", 2, [list(point)]) for number, point in points.items()]
     assert pareto(rows, ["max", "min"]) == [0, 1, 3, 4]
     assert pareto(rows, ["max", "max"]) == [0, 2, 3]
-    assert pareto([Row(0, {}, "done", 2, [[1.0, None]])], ["max", "min"]) == []
+    assert pareto([TrialRow(0, {}, "done", 2, [[1.0, None]])], ["max", "min"]) == []
 
 
 def test_all_files_are_written(four: Written) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from raycl import config as configs
 from raycl.errors import ResumeError
-from raycl.operations.sweep.definition.config import SweepConfig
-from raycl.operations.sweep.definition.folder import SWEEP, SweepFolder, plain
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder, plain
 from raycl.operations.sweep.drive import _claim
 from raycl.operations.sweep.search.searchers import Planned, TpeSearcher
 from raycl.operations.sweep.search.stopping import AtTaskEnds, rule_of

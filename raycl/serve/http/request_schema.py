@@ -172,7 +172,7 @@ class Part(Wire):
     text: AnyText
 
 
-class Message(Wire):
+class ChatMessage(Wire):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -189,7 +189,7 @@ class Message(Wire):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-def conversation(messages: Sequence[Message]) -> str:
+def conversation(messages: Sequence[ChatMessage]) -> str:
     """Messages as one text (`raycl.data.sources.conversation`); "" where they say nothing."""
     turns = [message.turn for message in messages]
     return text_of(turns) if any(turn.content.strip() for turn in turns) else ""
@@ -198,7 +198,7 @@ def conversation(messages: Sequence[Message]) -> str:
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     response_format: ResponseFormat | None = None
     tools: Unsupported = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from raycl.data.loader import batch_of
-from raycl.generation.answers import predict
+from raycl.generation.batch_answers import predict
 from raycl.methods.base import Method, activate_batch, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.pseudo_samples.samples import PseudoSamples

@@ -23,7 +23,7 @@ class StoredRowsConfig(WrapperConfig):
         return True
 
 
-class StoredRows(Wrapper):
+class StoredRowsWrapper(Wrapper):
     """Any learner that trains one model for all labels, whose gradients are compared with those on stored rows.
 
     Attributes:

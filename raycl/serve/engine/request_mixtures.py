@@ -9,8 +9,8 @@ from functools import cache
 import torch
 
 from raycl.errors import BankError
+from raycl.serve.engine.engine_requests import EngineRequest
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-from raycl.serve.engine.requests import EngineRequest
 from raycl.serve.errors import InvalidRequestError
 from raycl.types import Mixture
 

@@ -123,7 +123,7 @@ class RouteAnswer(BaseModel):
     data: list[Route]
 
 
-class ModelInfo(BaseModel):
+class ListedModel(BaseModel):
     """A value of `model`."""
 
     id: str
@@ -136,7 +136,7 @@ class ModelsAnswer(BaseModel):
     """Of GET /v1/models."""
 
     object: Literal["list"]
-    data: list[ModelInfo]
+    data: list[ListedModel]
 
 
 class AdapterInfo(BaseModel):

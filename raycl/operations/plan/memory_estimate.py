@@ -7,7 +7,7 @@ feed-forward block three times its inner width. `tests/unit/run/test_plan.py` co
 
 from __future__ import annotations
 
-from raycl.operations.plan.workload import MASTER, Engine, Linear, Model, Run, Step
+from raycl.operations.plan.workload import MASTER, EngineLoad, Linear, ModelLoad, RunLoad, StepLoad
 
 CONTEXT = 1.0e9
 """CUDA's context, kernels and NCCL's buffers on a device: an assumption, usually 0.5 to 1 GB."""
@@ -18,7 +18,7 @@ PROCESS = 3.0e9
 QKV = ("attention.query", "attention.key", "attention.value", "attention.qkv")
 
 
-def gpu_memory(model: Model, step: Step, engine: Engine, run: Run) -> dict[str, float]:
+def gpu_memory(model: ModelLoad, step: StepLoad, engine: EngineLoad, run: RunLoad) -> dict[str, float]:
     """Return what one GPU holds at the step's highest point, by name, and their sum as `peak`."""
     trained, layers, base = model.most_trained, model.trained_layers, model.parameters - model.frozen
     held = model.compute_bytes if engine.separate_masters else MASTER
@@ -50,7 +50,7 @@ def gpu_memory(model: Model, step: Step, engine: Engine, run: Run) -> dict[str, 
     return {**found, "loading": loading, "peak": max(peak, loading)}
 
 
-def activations(model: Model, step: Step, recompute: bool | None = None) -> float:
+def activations(model: ModelLoad, step: StepLoad, recompute: bool | None = None) -> float:
     """Return bytes that autograd keeps of one forward pass of the longest examples.
 
     Args:
@@ -65,7 +65,7 @@ def activations(model: Model, step: Step, recompute: bool | None = None) -> floa
     return inputs + whole / max(1, len(blocks))
 
 
-def kept_of(model: Model, linear: Linear, step: Step) -> float:
+def kept_of(model: ModelLoad, linear: Linear, step: StepLoad) -> float:
     """Return bytes that are kept because of a linear and what stands around it."""
     kept = 0.0
     if linear.role in ("attention.out", "ffn.out"):
@@ -85,25 +85,25 @@ def kept_of(model: Model, linear: Linear, step: Step) -> float:
     return kept * tokens(linear.side, step)
 
 
-def scores_of(model: Model, linear: Linear, step: Step) -> float:
+def scores_of(model: ModelLoad, linear: Linear, step: StepLoad) -> float:
     """Return bytes of what attention keeps of each pair of positions."""
     if not linear.keys:
         return 0.0
     return float(model.score_bytes * model.heads * tokens(linear.side, step) * step.longest[linear.keys])
 
 
-def tokens(side: str, step: Step) -> int:
+def tokens(side: str, step: StepLoad) -> int:
     """Return positions of one forward pass of the longest examples."""
     return step.micro * step.longest[side]
 
 
-def logits(model: Model, step: Step) -> float:
+def logits(model: ModelLoad, step: StepLoad) -> float:
     """Return bytes of the logits and their loss: as computed, log-probabilities in float32, and the gradient of
     those."""
     return step.micro * step.logits[0] * model.vocabulary * (model.compute_bytes + 2 * MASTER)
 
 
-def host_memory(model: Model, engine: Engine, run: Run, on_node: int) -> dict[str, float]:
+def host_memory(model: ModelLoad, engine: EngineLoad, run: RunLoad, on_node: int) -> dict[str, float]:
     """Return what a node's memory holds: while weights are loaded, in training, and of that for writing a
     checkpoint."""
     trained = model.most_trained
@@ -117,7 +117,7 @@ def host_memory(model: Model, engine: Engine, run: Run, on_node: int) -> dict[st
     }
 
 
-def writing(model: Model, on_node: int) -> float:
+def writing(model: ModelLoad, on_node: int) -> float:
     """Host memory for a checkpoint. Adapters are copied by every worker at a task's end.
 
     A trained backbone is written one tensor, or part of one, at a time; the largest is outside of its layers.

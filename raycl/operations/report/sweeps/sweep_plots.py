@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from raycl.config import Tree
 from raycl.errors import RunError
 from raycl.operations.report.plots import COLOUR_MAP, COLOURS, new_figure, save_png
-from raycl.operations.report.sweeps.tables import text
+from raycl.operations.report.sweeps.sweep_tables import text
 
 PANEL, HEIGHT = 3.2, 3.0
 """Inches of one setting's panel."""

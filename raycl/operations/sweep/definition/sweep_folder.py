@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from raycl.config import Tree
 from raycl.errors import DamagedError, RunError
-from raycl.operations.sweep.definition.config import SweepConfig, json_safe
 from raycl.operations.sweep.definition.space import Settings
+from raycl.operations.sweep.definition.sweep_config import SweepConfig, json_safe
 from raycl.run.config import RunConfig, from_tree
 from raycl.storage import Storage
 from raycl.storage.records import without_hash

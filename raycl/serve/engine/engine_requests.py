@@ -8,7 +8,7 @@ from functools import cached_property
 
 from raycl.errors import RayclError
 from raycl.generation.requests import Event, GenerationRequest, Started, TextDelta
-from raycl.generation.task_prompts import Reading
+from raycl.generation.task_prompts import PromptReading
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 
 CLOSED = "the server is shutting down: retry in a moment"
@@ -56,7 +56,7 @@ class EngineRequest(GenerationRequest):
     template: str = ""
 
     @cached_property
-    def reading(self) -> Reading:
+    def reading(self) -> PromptReading:
         """How its snapshot reads the text."""
         return self.loaded.reading(self.text, self.is_chat, self.selection.task)
 

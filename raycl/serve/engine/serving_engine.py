@@ -25,10 +25,10 @@ from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
 from raycl.generation.continuous_batch import OVERFLOW, ContinuousBatch, PreparedRequest
 from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started
-from raycl.generation.routing import route_batch
+from raycl.generation.route_batch import route_batch
+from raycl.serve.engine.engine_requests import CLOSED, FAILURES, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.engine.requests import CLOSED, FAILURES, EngineRequest, is_last
-from raycl.serve.engine.routing import head_of, mixtures_of, ood_score_of, template_of
+from raycl.serve.engine.request_mixtures import head_of, mixtures_of, ood_score_of, template_of
 from raycl.serve.engine.truncation import PromptRequest, RoutedPrompt, Truncation
 from raycl.serve.errors import InternalError
 from raycl.types import Capabilities, Mixture
@@ -40,7 +40,7 @@ PREFETCH_BATCH = 8
 """Adapters loaded onto the device between two batches: a few milliseconds."""
 
 
-class Engine:
+class ServingEngine:
     """Answers requests on a thread of its own.
 
     Attributes:

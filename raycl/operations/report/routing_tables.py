@@ -27,7 +27,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Routing:
+class RouterSummary:
     """Summary of one run's router.
 
     Attributes:
@@ -49,7 +49,7 @@ class Routing:
     points: list[Point]
 
     @staticmethod
-    def of(result: Tree) -> Routing:
+    def of(result: Tree) -> RouterSummary:
         """Of a run.
 
         Raises:
@@ -65,7 +65,7 @@ class Routing:
         found = {kind: dict(last.get("found", {}).get(kind) or {}) for kind in KINDS}
         owners, cosines = _by_slot(phases, names) or _by_task(last, names)
         measured = [task for shares in found.values() for task in shares]
-        return Routing(
+        return RouterSummary(
             used=str(last["router"]),
             tasks=list(dict.fromkeys([*owners, *measured])),
             found=found,

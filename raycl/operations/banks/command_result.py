@@ -13,7 +13,7 @@ from rich.table import Table
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """What a command found; `ok` False makes the job fail."""
 
     text: str
