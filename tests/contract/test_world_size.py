@@ -17,8 +17,8 @@ from fork_server import ForkServer
 from safetensors.torch import load
 from tiny import ENGINES, WRITERS, Lab, exported, matrix, run, trace
 
-from raycl.operations.plan.hardware import GPUS, Cluster
-from raycl.operations.plan.planning import plan
+from raycl.operations.plan.arithmetic import GPUS, Cluster
+from raycl.operations.plan.report import plan
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import read_checkpoint
 

@@ -20,7 +20,7 @@ from raycl.cli.files import add_allow_env, local_or_installed
 from raycl.cli.terminal import echo
 
 GPU_NAMES = ("a10g-24", "l4-24", "a100-40", "a100-80", "h100-80", "h200-141")
-"""Those of `raycl.operations.plan.hardware`, so that `--help` does not wait for it."""
+"""Those of `raycl.operations.plan.arithmetic`, so that `--help` does not wait for it."""
 
 SETTINGS = """settings that matter first (all: --print-config, and docs/reference):
   method=lora|slm|sapt|...       how tasks are learned          stream.name, stream.tasks   what is learned
@@ -127,9 +127,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace, config: str | None) -> int:
     """Print what the run would need."""
-    from raycl.operations.plan.hardware import Cluster, gpu_named
-    from raycl.operations.plan.planning import plan
-    from raycl.operations.plan.report import text, tree
+    from raycl.operations.plan.arithmetic import Cluster, gpu_named
+    from raycl.operations.plan.report import plan, text, tree
     from raycl.run import config as run_config
 
     settings = run_config.load_config(config, options.overrides)

@@ -6,8 +6,7 @@ from raycl import config as configs
 from raycl.errors import ConfigError, RayclError
 from raycl.methods.registry import METHODS, method_class, method_config
 from raycl.methods.wrapper import WrapperConfig
-from raycl.operations.plan.opening import opened
-from raycl.operations.plan.shapes import phases_of
+from raycl.operations.plan.numbers import opened, phases_of
 from raycl.plugins import installed
 from raycl.run.config import RunConfig
 

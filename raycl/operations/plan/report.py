@@ -6,11 +6,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raycl.operations.plan.hardware import Cluster
-from raycl.operations.plan.memory_estimate import activations, gpu_memory, host_memory
-from raycl.operations.plan.timing import Seconds, operations, seconds
-from raycl.operations.plan.traffic import Traffic, traffic
-from raycl.operations.plan.workload import EngineLoad, ModelLoad, RunLoad, StepLoad
+from raycl.data.loader import check_batch
+from raycl.errors import ConfigError
+from raycl.operations.plan.arithmetic import (
+    Cluster,
+    EngineLoad,
+    ModelLoad,
+    RunLoad,
+    Seconds,
+    StepLoad,
+    Traffic,
+    activations,
+    gpu_memory,
+    host_memory,
+    operations,
+    seconds,
+    traffic,
+)
+from raycl.operations.plan.numbers import numbers, opened
+from raycl.run.config import RunConfig
+from raycl.training.seeds import micro_batch_size
 
 DISK_NAMES = {
     "checkpoint": "a checkpoint",
@@ -178,3 +193,23 @@ def _span(values: tuple[int, ...]) -> str:
 
 def _duration(value: float) -> str:
     return f"{value / 3600:.1f} h" if value >= 3600 else f"{value / 60:.1f} min" if value >= 60 else f"{value:.1f} s"
+
+
+def plan(config: RunConfig, cluster: Cluster) -> Report:
+    """Return what the run needs on that cluster, with a worker on each of its GPUs.
+
+    Raises:
+        ConfigError: numbers that are out of range, or a batch that so many workers cannot share. RayclError: the
+            config's own errors.
+    """
+    if cluster.gpus < 1 or cluster.per_node < 1:
+        raise ConfigError(f"--gpus is {cluster.gpus} and --gpus-per-node {cluster.per_node}: expected at least 1 each")
+    if not 0 < cluster.utilisation <= 1:
+        raise ConfigError(f"--utilisation is {cluster.utilisation:g}: expected a share above 0 and at most 1")
+    train = config.train
+    micro = micro_batch_size(train.batch_size, train.micro_batch_size, cluster.gpus)
+    check_batch(train.batch_size, micro, cluster.gpus)
+    workers = config.launch.model_copy(update={"workers": cluster.gpus})
+    parts = opened(config.model_copy(update={"launch": workers}))
+    found = numbers(parts)
+    return report(*found, cluster, tuple(parts.notes))

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from raycl import config as configs
-from raycl.operations.plan.hardware import GPUS, Cluster
-from raycl.operations.plan.opening import opened
+from raycl.operations.plan.arithmetic import GPUS, Cluster
+from raycl.operations.plan.numbers import engine_of, numbers, opened
 from raycl.operations.plan.report import Report, report
-from raycl.operations.plan.shapes import engine_of, numbers
 from raycl.run.config import RunConfig
 from raycl.training.settings import DeepSpeedConfig, EngineConfig, FSDPConfig, TorchConfig
 

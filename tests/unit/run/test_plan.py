@@ -19,12 +19,19 @@ from raycl.errors import BackboneError, ConfigError
 from raycl.methods.base import activate_batch
 from raycl.methods.context import TaskContext
 from raycl.operations.plan import methods_table
-from raycl.operations.plan.hardware import GPUS, Cluster
-from raycl.operations.plan.memory_estimate import PROCESS, activations, host_memory
-from raycl.operations.plan.opening import opened
-from raycl.operations.plan.planning import plan
-from raycl.operations.plan.shapes import longest_of, numbers
-from raycl.operations.plan.workload import EngineLoad, ModelLoad, RunLoad, StepLoad
+from raycl.operations.plan.arithmetic import (
+    GPUS,
+    PROCESS,
+    Cluster,
+    EngineLoad,
+    ModelLoad,
+    RunLoad,
+    StepLoad,
+    activations,
+    host_memory,
+)
+from raycl.operations.plan.numbers import longest_of, numbers, opened
+from raycl.operations.plan.report import plan
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.training.distributed import DistributedContext, ensure_process_group

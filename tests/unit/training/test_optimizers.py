@@ -20,8 +20,7 @@ from raycl.config import as_tree, validate
 from raycl.config.unused import unused_in
 from raycl.errors import ConfigError
 from raycl.methods.base import trained_names
-from raycl.operations.plan.opening import opened
-from raycl.operations.plan.shapes import numbers
+from raycl.operations.plan.numbers import numbers, opened
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.run.method_checks import check_engine, check_optimizer
