@@ -21,7 +21,7 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.bank.tensors import StoredAdapter, StoredTensors
 from raycl.config import Section, Tree, as_tree
 from raycl.errors import ConfigError
-from raycl.methods.capabilities import Constraint, LocalAdaptation, RouterModule
+from raycl.methods.capabilities import Constraint, LocalAdaptation, RouterModule, SampleGenerator
 from raycl.methods.context import TaskContext
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState, Task
@@ -119,6 +119,36 @@ class MethodConfig(Section):
         return None
 
     @property
+    def innermost(self) -> MethodConfig:
+        """The settings of the method that learns: these, or those of the learner that it is around."""
+        return self
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Parameters with a learning rate of their own: a name in the backbone, or what it begins with -> the rate."""
+        return {}
+
+    @property
+    def needs_texts(self) -> bool:
+        """Whether batches carry their input texts and tasks (`Batch.texts`)."""
+        return False
+
+    @property
+    def generates_samples(self) -> bool:
+        """Whether pseudo-samples are generated, for which each worker runs as many passes as its texts need."""
+        return False
+
+    @property
+    def sample_generator(self) -> SampleGenerator | None:
+        """The settings of the generator that learns to write tasks' inputs; None: there is none."""
+        return None
+
+    @property
+    def publishes_samples(self) -> bool:
+        """Whether pseudo-samples go to the bank beside the adapters."""
+        return False
+
+    @property
     def needs_task(self) -> bool:
         """Whether evaluation must give the task id of a text; then unseen tasks cannot be evaluated."""
         return False
@@ -190,7 +220,7 @@ class Method:
     Attributes:
         stack: adapters over the backbone, if there are any.
         encoder: the sentence encoder whose embeddings route texts, or None.
-        needs_texts: batches carry their input texts and tasks (`Batch.texts`).
+        needs_texts: as `MethodConfig.needs_texts`.
         router_module: what routes and is trained, or None.
         constraint: what updates of trained parameters must keep, or None.
         task_id_given: evaluation gives the task id of each text (schedule `separate`).
@@ -228,7 +258,7 @@ class Method:
         self.seed = seed
         self.stack: AdapterStack | None = None
         self.encoder: SentenceEncoder | None = None
-        self.needs_texts = False
+        self.needs_texts: bool = config.needs_texts
         self.router_module: RouterModule | None = None
         self.constraint: Constraint | None = None
         self.task_id_given = False

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from raycl.backbone import BackboneConfig
 from raycl.types import Batch
 
 
@@ -32,6 +33,22 @@ class Constraint(Protocol):
         The same on all workers.
         """
         ...
+
+
+class SampleGenerator(Protocol):
+    """The settings of a generator of pseudo-samples, as far as a run's checks need them.
+
+    Attributes:
+        writes: input, or instruction_and_input. max_tokens: of a text that it writes.
+        backbone: its own; None: that of the run.
+    """
+
+    @property
+    def writes(self) -> str: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def backbone(self) -> BackboneConfig | None: ...
 
 
 class LocalAdaptation(Protocol):

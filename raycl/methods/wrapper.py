@@ -12,6 +12,7 @@ from raycl.backbone import Backbone, Output
 from raycl.config import Tree, named
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State
+from raycl.methods.capabilities import SampleGenerator
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import LoraConfig
 from raycl.methods.registry import LearnerChoice, method_class
@@ -62,6 +63,36 @@ class WrapperConfig(MethodConfig):
         return self.learner.prompt_positions(tasks)
 
     @property
+    def innermost(self) -> MethodConfig:
+        """The learner's."""
+        return self.learner.innermost
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """As the learner."""
+        return self.learner.learning_rates
+
+    @property
+    def needs_texts(self) -> bool:
+        """As the learner."""
+        return self.learner.needs_texts
+
+    @property
+    def generates_samples(self) -> bool:
+        """As the learner."""
+        return self.learner.generates_samples
+
+    @property
+    def sample_generator(self) -> SampleGenerator | None:
+        """As the learner."""
+        return self.learner.sample_generator
+
+    @property
+    def publishes_samples(self) -> bool:
+        """As the learner."""
+        return self.learner.publishes_samples
+
+    @property
     def needs_task(self) -> bool:
         """As the learner."""
         return self.learner.needs_task
@@ -101,7 +132,6 @@ class Wrapper(Method):
         self.trains_backbone = self.learner.trains_backbone
         self.stack = self.learner.stack
         self.encoder = self.learner.encoder
-        self.needs_texts = self.learner.needs_texts
         self.router_module = self.learner.router_module
         self.constraint = self.learner.constraint
         overridden = type(self).transform_gradients is not Wrapper.transform_gradients

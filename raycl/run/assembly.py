@@ -87,9 +87,7 @@ def open_engine(
 ) -> Engine:
     """The configured engine around the backbone for one phase, which has its settings by its name."""
     train = context.train.of_task(phase)
-    attention = dict.fromkeys(("attention.down", "attention.up"), train.attention_learning_rate)
-    own = {**attention, "task_head.": train.task_learning_rate}
-    rates = {name: rate for name, rate in own.items() if rate is not None}
+    rates = context.method.config.learning_rates
     if root is not None:
         return FSDPEngine(root, train, steps, world, accumulation, rates)
     if isinstance(context.engine, DeepSpeedConfig):

@@ -22,9 +22,7 @@ from raycl.data.stream import Stream, open_stream
 from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
-from raycl.methods.pseudo_samples.generator import GeneratorConfig
 from raycl.methods.registry import method_class, modifier_class
-from raycl.methods.wrapper import WrapperConfig
 from raycl.metrics.per_example import check_labels, check_metric, taken_for_same
 from raycl.metrics.run_results import read_results
 from raycl.run.banks import snapshot_at
@@ -141,8 +139,8 @@ def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> N
     Raises:
         ConfigError: no task's prompt has one, or an instruction is as long as what is written.
     """
-    generator = getattr(config.method, "generator", None)
-    if not isinstance(generator, GeneratorConfig) or generator.writes == "input":
+    generator = config.method.sample_generator
+    if generator is None or generator.writes == "input":
         return
     instructions = {task.name: stream.instruction(task, codec) for task in stream.tasks}
     if not any(instructions.values()):
@@ -305,7 +303,7 @@ def check_singles(config: RunConfig, theirs: Tree, name: str) -> None:
     schedule = theirs["stream"]["schedule"]
     if schedule != "separate":
         raise ConfigError(f"{name} is a run under stream.schedule={schedule}: expected separate")
-    learner = mine["method"]["learner"] if isinstance(config.method, WrapperConfig) else mine["method"]
+    learner = configs.as_tree(config.method.innermost)
     shared = ("seed", "stream", "backbone", "train", "modifiers")
     expected = {"method": learner, **{key: mine[key] for key in shared}}
     found = {"method": theirs["method"], **{key: theirs[key] for key in shared}}

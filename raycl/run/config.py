@@ -25,7 +25,6 @@ from raycl.data.stream import Stream, StreamConfig
 from raycl.errors import ConfigError
 from raycl.methods.lora_settings import LoraConfig
 from raycl.methods.registry import METHODS, MODIFIER_NAMES, MODIFIERS, MethodChoice, ModifierChoice, method_class
-from raycl.methods.wrapper import WrapperConfig
 from raycl.metrics.per_example import METRICS
 from raycl.metrics.settings import EvalConfig
 from raycl.run.settings import LaunchConfig, OutputConfig
@@ -99,13 +98,9 @@ class RunConfig(Section):
 
         A hub backbone that is not cached has no known kind yet, so these settings are not checked.
         """
-        names = {self.method.name, getattr(getattr(self.method, "learner", None), "name", "")}
-        if "sapt" not in names:
-            yield "train.attention_learning_rate", f"method={self.method.name}"
+        if not self.method.publishes_samples:
             yield "bank.sample_days", f"method={self.method.name}"
-        if "idbr" not in names:
-            yield "train.task_learning_rate", f"method={self.method.name}"
-        if not any(method_class(name).trains_backbone for name in names if name):
+        if not method_class(self.method.innermost.name).trains_backbone:
             yield "checkpoint.export", f"method={self.method.name}"
         if self.stream.schedule == "separate":
             yield from ((f"method.{name}", "stream.schedule=separate") for name in self.method.unused_for_single_task)
@@ -128,7 +123,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _wrapper_has_earlier_tasks(self) -> Self:
-        if self.stream.schedule != "sequential" and isinstance(self.method, WrapperConfig):
+        if self.stream.schedule != "sequential" and self.method.innermost is not self.method:
             raise ValueError(
                 f"method '{self.method.name}' needs what is kept of earlier tasks, and under stream.schedule="
                 f"{self.stream.schedule} there are none: expected its learner as the method, or schedule sequential"
@@ -210,7 +205,7 @@ def plugins_of(config: RunConfig) -> plugins.Used:
     own = [task for task in (*(config.stream.tasks or ()), *(config.stream.unseen or ())) if isinstance(task, TaskSpec)]
     return plugins.used(
         {
-            "method": [method.name, *([method.learner.name] if isinstance(method, WrapperConfig) else [])],
+            "method": list(dict.fromkeys((method.name, method.innermost.name))),
             "modifier": list(config.modifiers),
             "optimizer": [config.train.optimizer],
             "metric": [task.metric for task in own if task.metric],

@@ -49,8 +49,7 @@ def check_engine(config: RunConfig) -> None:
             f"method '{config.method.name}' computes {what}, which {sharded} does not support: use engine=torch, or "
             "engine=deepspeed with zero_stage 0, 1 or 2"
         )
-    arm = getattr(config.method, "arm", None)
-    if sharded == "engine=fsdp" and "generated" in (getattr(config.method, "source", ""), getattr(arm, "source", "")):
+    if sharded == "engine=fsdp" and config.method.generates_samples:
         raise ConfigError(
             f"method '{config.method.name}' generates pseudo-samples, for which each worker runs as many passes as its "
             "texts need, and with engine=fsdp all workers must run equally many: use engine=torch, or a source of "

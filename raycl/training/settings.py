@@ -69,12 +69,6 @@ class TrainConfig(Section):
         description="learning rate of the label head of encoder-only backbones, which starts at zero; null: "
         "learning_rate",
     )
-    attention_learning_rate: float | None = Field(
-        None, gt=0, description="learning rate of SAPT's projection D and U (its attn_lr); null: learning_rate"
-    )
-    task_learning_rate: float | None = Field(
-        None, gt=0, description="learning rate of IDBR's head that predicts the task; null: learning_rate"
-    )
     label_loss: Literal["seen", "task"] = Field(
         "seen",
         description="labels that compete in training of encoder-only backbones. seen: all seen so far; task: the "

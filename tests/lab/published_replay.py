@@ -42,7 +42,7 @@ REPLAY: dict[str, Row] = {
                     "train.batch_size": 8,
                     "train.optimizer": "adamw",
                     "train.learning_rate": 3e-5,
-                    "train.task_learning_rate": 5e-4,
+                    "method.task_learning_rate": 5e-4,
                     "train.weight_decay": 0.01,
                     "train.decay_norms_and_biases": True,
                     "train.epsilon": 1e-6,

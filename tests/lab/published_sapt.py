@@ -101,7 +101,7 @@ SAPT_LORA = (
         "method.generator.steps": 5000,
         "method.generator.rate": 1e-3,
         "train.optimizer": "adamw",
-        "train.attention_learning_rate": None,
+        "method.attention_learning_rate": None,
     },
 )
 SAPT_LORA_CODE = (
@@ -163,7 +163,7 @@ PROMPT_SUPERNI = (
     {
         "train.epochs": 100,
         "train.learning_rate": 3e-2,
-        "train.attention_learning_rate": None,
+        "method.attention_learning_rate": None,
         "train.batch_size": 32,
         "method.arm.weight": 1.0,
         "method.attention.width": 100,
@@ -174,7 +174,7 @@ PROMPT_LONG = (
     {
         "train.epochs": 10,
         "train.learning_rate": 3e-1,
-        "train.attention_learning_rate": 1e-2,
+        "method.attention_learning_rate": 1e-2,
         "train.batch_size": 32,
         "method.arm.weight": 1.5,
         "method.attention.width": 200,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any
 
 from raycl.adapters.head import MixedHead
 from raycl.methods.base import MethodConfig
@@ -19,13 +18,14 @@ class ByTaskConfig(MethodConfig):
         """It chooses the adapter."""
         return True
 
+    @property
+    def needs_texts(self) -> bool:
+        """Batches name their tasks."""
+        return True
+
 
 class ChosenByTask(PerTaskAdapter, ABC):
     """An adapter for each phase, for texts of its tasks."""
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.needs_texts = True  # batches name their tasks
 
     def _begin(self, task: str, labels: list[str]) -> None:
         if self.task_id_given and isinstance(self.backbone.head, MixedHead):

@@ -87,6 +87,11 @@ class EpiConfig(MethodConfig):
         return self.length if self.value == "prompt" else 0
 
     @property
+    def needs_texts(self) -> bool:
+        """Evaluation reports the choices by task."""
+        return True
+
+    @property
     def chooses_task(self) -> bool:
         """By the nearest class."""
         return True
@@ -126,7 +131,6 @@ class Epi(PerTaskAdapter):
             "softmax" if config.value == "prefix" else "",
             "sum" if config.value == "prompt" else None,
         )
-        self.needs_texts = True  # evaluation reports the choices by task
         self.gaussians = ClassGaussians(config.ridge)
         self._queries = TextQueries(backbone, self.stack)
 

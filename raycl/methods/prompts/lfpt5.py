@@ -99,6 +99,11 @@ class Lfpt5Config(MethodConfig):
         return self.prompt_length
 
     @property
+    def generates_samples(self) -> bool:
+        """By the model itself."""
+        return self.source == "generated"
+
+    @property
     def sample_share(self) -> tuple[str, float]:
         """Of rows or pseudo-samples."""
         return "share", self.share

@@ -80,6 +80,11 @@ class MoclConfig(MethodConfig):
         return self.task_id
 
     @property
+    def needs_texts(self) -> bool:
+        """Where the task id restricts the composition: batches name their tasks."""
+        return self.task_id
+
+    @property
     def fixed_roles(self) -> tuple[str, ...]:
         """Of prefixes."""
         return ("attention.out",) if self.value == "prefix" else ()
@@ -128,7 +133,6 @@ class Mocl(PerTaskAdapter):
         self.keys = self.router_module = TaskKeys(width, config.weights, config.scale, backbone.device)
         backbone.add_module("task_keys", self.keys)
         self._rule = rule
-        self.needs_texts = config.task_id  # batches name their tasks
         self._queries = TextQueries(backbone, self.stack)
 
     # ---- a task ----------------------------------------------------------------------------------------------

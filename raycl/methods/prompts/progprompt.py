@@ -54,6 +54,11 @@ class ProgPromptConfig(MethodConfig):
         """Where the task id picks the prompts."""
         return self.task_id
 
+    @property
+    def needs_texts(self) -> bool:
+        """Where the task id picks the prompts."""
+        return self.task_id
+
     def prompt_positions(self, tasks: int) -> int:
         """A prompt of each task."""
         return tasks * self.prompt_length
@@ -75,7 +80,6 @@ class ProgPrompt(PerTaskAdapter):
     def __init__(self, config: ProgPromptConfig, backbone: Backbone, seed: int) -> None:
         self._rule: HeadRule = "label_count" if config.task_id else "probability"  # the head that a mixture names
         super().__init__(config, backbone, seed, (), 1.0, self._rule, prompts="concat")
-        self.needs_texts = config.task_id
         self._places: dict[str, int] = {}
 
     @property

@@ -85,6 +85,11 @@ class MbpaConfig(WrapperConfig):
         return super().extra_passes(epochs) + (1 / self.every if self.every else 0.0)
 
     @property
+    def needs_texts(self) -> bool:
+        """The memory is searched by them."""
+        return True
+
+    @property
     def sample_share(self) -> tuple[str, float]:
         """Of rows."""
         return "share", self.share
@@ -148,7 +153,6 @@ class Mbpa(Wrapper):
             )
         device = "cuda" if backbone.device.type == "cuda" else "cpu"
         self.encoder: SentenceEncoder = SentenceEncoder(config.encoder, cache_folder(None) / "queries", device)
-        self.needs_texts = True
         self.memory = ExampleMemory()
         self.adapted: list[str] = []
         adapt = config.adapt

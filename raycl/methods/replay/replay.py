@@ -59,6 +59,16 @@ class ReplayConfig(WrapperConfig):
             yield "generator", f"source={self.source}"
 
     @property
+    def generates_samples(self) -> bool:
+        """By a generator of its own."""
+        return self.source == "generated" or super().generates_samples
+
+    @property
+    def sample_generator(self) -> GeneratorConfig:
+        """Of pseudo-samples."""
+        return self.generator
+
+    @property
     def sample_share(self) -> tuple[str, float]:
         """Of rows or pseudo-samples."""
         return "share", self.share

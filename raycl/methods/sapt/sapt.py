@@ -77,7 +77,6 @@ class Sapt(PerTaskAdapter):
         scale = config.alpha / config.rank
         super().__init__(config, backbone, seed, targets, scale, config.head_rule, prompts="sum" if is_prompt else None)
         self.config: SaptConfig
-        self.needs_texts = True  # evaluation reports attention by task
         self.stack.detach_loaded = config.stop_grad_old_blocks
         width = int(backbone.model.get_input_embeddings().weight.shape[1])
         self.attention = self.router_module = Attention(width, config.attention, seed, backbone.device)

@@ -38,6 +38,9 @@ class SaptConfig(MethodConfig):
     prompt_form: PromptFormSetting = "plain"
     prompt_mlp_width: MlpWidthSetting = PLAIN.width
     attention: AttentionConfig = AttentionConfig()
+    attention_learning_rate: float | None = Field(
+        None, gt=0, description="learning rate of the projection D and U (attn_lr); null: train.learning_rate"
+    )
     arm: ReflectionConfig = ReflectionConfig()
     head_rule: Literal["probability", "logit"] = Field(
         "probability", description="how label heads of an encoder-only backbone are mixed"
@@ -58,6 +61,7 @@ class SaptConfig(MethodConfig):
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = (
         "attention",
+        "attention_learning_rate",
         "arm",
         "ablation",
         "selector",
@@ -69,6 +73,32 @@ class SaptConfig(MethodConfig):
     by_task: ClassVar[tuple[str, ...]] = ("rank_by_task", "prompt_length_by_task")
 
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
+
+    @property
+    def needs_texts(self) -> bool:
+        """Evaluation reports attention by task."""
+        return True
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The projection's; keys and layer norm learn at the main rate, as released (`trans_input` in its code)."""
+        rate = self.attention_learning_rate
+        return {} if rate is None else dict.fromkeys(("attention.down", "attention.up"), rate)
+
+    @property
+    def generates_samples(self) -> bool:
+        """For reflection, or the ablations that train on them."""
+        return self.arm.source == "generated"
+
+    @property
+    def sample_generator(self) -> GeneratorConfig:
+        """Of pseudo-samples."""
+        return self.generator
+
+    @property
+    def publishes_samples(self) -> bool:
+        """So that later runs reflect on them."""
+        return True
 
     @property
     def chooses_task(self) -> bool:

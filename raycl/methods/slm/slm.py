@@ -139,6 +139,11 @@ class SlmConfig(MethodConfig):
         return not self.needs_task
 
     @property
+    def needs_texts(self) -> bool:
+        """Slots are chosen by the text."""
+        return True
+
+    @property
     def independent_tasks(self) -> bool:
         """Slots that are trained alone, with keys and label heads of their own."""
         return self.train_scope == "own" and self.head_rule != "label_count" and not self.keys.centrifugal
@@ -185,7 +190,6 @@ class Slm(PerTaskAdapter):
             config.prompt_mixing if is_prompt else None,
         )
         self.encoder: SentenceEncoder = encoder
-        self.needs_texts = True
         per_group = config.value_layout == "per_group"
         kind: Kind = "discriminant" if config.router == "discriminant" else "keys"
         self.router = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from raycl import config as configs
 from raycl.errors import ConfigError, RayclError
 from raycl.methods.registry import METHODS, method_class, method_config
-from raycl.methods.wrapper import WrapperConfig
 from raycl.operations.plan.numbers import opened, phases_of
 from raycl.plugins import installed
 from raycl.run.config import RunConfig
@@ -41,7 +40,7 @@ def row(name: str) -> list[str]:
     """Return the cells of one method, in the order of `HEAD`."""
     config = method_config({"name": name})
     traits = (config.keeps_data, config.task_id_in_training, config.needs_task, config.fine_tunes, config.pre_trains)
-    shown = f"`{name}` around `lora`" if isinstance(config, WrapperConfig) else f"`{name}`"
+    shown = f"`{name}` around `lora`" if config.innermost is not config else f"`{name}`"
     return [shown, *("yes" if trait else "no" for trait in traits), *_parameters(name)]
 
 

@@ -199,8 +199,8 @@ def test_a_new_label_changes_no_old_score_and_a_new_model_begins_as_the_first(la
 
 
 def test_the_task_head_has_a_rate_of_its_own(lab: Lab) -> None:
-    rates = {"learning_rate": 3e-5, "task_learning_rate": 5e-4}
-    context, open_engine = build(lab.config("bert", "idbr", train=rates), WORLD)
+    method = {"name": "idbr", "task_learning_rate": 5e-4}
+    context, open_engine = build(lab.config("bert", method, train={"learning_rate": 3e-5}), WORLD)
     begin_phase(context, 0)
     engine = open_engine(1, 4)
     assert isinstance(engine, TorchEngine)

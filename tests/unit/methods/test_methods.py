@@ -136,5 +136,5 @@ def test_a_phase_leaves_an_adapter_or_a_whole_model(lab: Lab) -> None:
 
 def test_a_method_without_hooks_of_its_own_adds_nothing(lab: Lab) -> None:
     context = made(lab, "lora")
-    assert Method(None, context.backbone, 0).penalty(None, None) is None  # type: ignore[arg-type]
-    assert Method(None, context.backbone, 0).end_task(bare(context.phases[0])) is None
+    assert Method(context.method.config, context.backbone, 0).penalty(None, None) is None  # type: ignore[arg-type]
+    assert Method(context.method.config, context.backbone, 0).end_task(bare(context.phases[0])) is None

@@ -34,19 +34,26 @@ WORLD, LINEAR = DistributedContext.alone(torch.device("cpu")), nn.functional.lin
     ("settings", "rates"),
     [
         ({}, {}),
-        ({"attention_learning_rate": 0.3}, {"attention.down": 0.3, "attention.up": 0.3}),
+        ({"method": {"attention_learning_rate": 0.3}}, {"attention.down": 0.3, "attention.up": 0.3}),
         (
-            {"attention_learning_rate": 0.3, "head_learning_rate": 0.5},
+            {"method": {"attention_learning_rate": 0.3}, "train": {"head_learning_rate": 0.5}},
             {"head.weight": 0.5, "head.bias": 0.5, "attention.down": 0.3, "attention.up": 0.3},
         ),
     ],
     ids=["one", "attention", "both"],
 )
 def test_label_head_and_projection_learn_at_rates_of_their_own(
-    lab: Lab, settings: dict[str, float], rates: dict[str, float]
+    lab: Lab, settings: dict[str, dict[str, float]], rates: dict[str, float]
 ) -> None:
     """Keys and layer norm of SAPT's attention learn at the main rate, as in its released code."""
-    context, open_engine = build(lab.config("bert", "sapt", train={"learning_rate": 0.1, **settings}), WORLD)
+    context, open_engine = build(
+        lab.config(
+            "bert",
+            {"name": "sapt", **settings.get("method", {})},
+            train={"learning_rate": 0.1, **settings.get("train", {})},
+        ),
+        WORLD,
+    )
     begin_phase(context)
     engine = open_engine(1, 4)
     assert isinstance(engine, TorchEngine) and engine.learning_rate == 0.1

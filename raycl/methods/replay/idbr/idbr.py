@@ -81,7 +81,16 @@ class IdbrConfig(MethodConfig):
     hold: float = Field(0.5, ge=0, description="weight of features before the task, in steps without stored rows")
     hold_replayed: float = Field(5.0, ge=0, description="the same in steps with stored rows")
 
+    task_learning_rate: float | None = Field(
+        None, gt=0, description="learning rate of the head that predicts the task; null: train.learning_rate"
+    )
+
     pre_trains: ClassVar[bool] = False
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The task head's."""
+        return {} if self.task_learning_rate is None else {"task_head.": self.task_learning_rate}
 
     @property
     def sample_share(self) -> tuple[str, float]:

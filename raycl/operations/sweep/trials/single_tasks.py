@@ -21,7 +21,6 @@ from raycl.errors import DamagedError, FormatError
 from raycl.launch import driver
 from raycl.launch.prepared_run import prepare
 from raycl.methods.registry import method_class
-from raycl.methods.wrapper import WrapperConfig
 from raycl.run.config import RunConfig, plugins_of
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
@@ -47,7 +46,7 @@ def separate_tree(config: RunConfig) -> Tree:
     """Return the run under schedule `separate`, else as in `config`; tasks sorted, since their order does not matter to
     it."""
     tree = configs.as_tree(config)
-    tree["method"] = tree["method"]["learner"] if isinstance(config.method, WrapperConfig) else tree["method"]
+    tree["method"] = configs.as_tree(config.method.innermost)
     tree["stream"]["schedule"] = "separate"
     tree["eval"]["singles"] = tree["stream"]["unseen"] = None
     tree["eval"]["untrained"] = False
