@@ -44,7 +44,8 @@ class Model:
 
         Args:
             texts: one or several; a conversation is a list of messages, `{"role": "user", "content": ...}`.
-            task: of all texts, where it is known. max_tokens: of generated answers; None: as in training.
+            task: task of all texts, where it is known. max_tokens: most tokens of generated answers; None: as in
+                training.
 
         Raises:
             ConfigError: no such task. RayclError: a text cannot be answered.
@@ -52,7 +53,7 @@ class Model:
         return list(self._open.predict(_several(texts), task, max_tokens))
 
     def generate(self, texts: Text | Sequence[Text], **settings: Any) -> list[str]:
-        """As `predict`, the answers alone."""
+        """Return the answers of `predict` without weights."""
         return [prediction.text for prediction in self.predict(texts, **settings)]
 
     def route(self, texts: Text | Sequence[Text]) -> list[dict[str, float]]:
@@ -60,11 +61,11 @@ class Model:
         return self._open.route(_several(texts))
 
     def stream(self, texts: Iterable[Text], **settings: Any) -> Iterable[Prediction]:
-        """As `predict`, for more texts than fit into memory: they are read as answers are taken."""
+        """Yield the results of `predict` for more texts than fit into memory: texts are read as answers are taken."""
         return self._open.predict((_read(text, number) for number, text in enumerate(texts, 1)), **settings)
 
     def close(self) -> None:
-        """Free its memory and its thread."""
+        """Free the model's memory and thread."""
         if self._model is not None:
             self._model.close()
         self._model = None
@@ -89,7 +90,7 @@ class Model:
 
 
 def _several(texts: Text | Sequence[Text]) -> list[Any]:
-    """One text or conversation, or several of them, as the engine reads them."""
+    """Return one text or conversation, or several of them, in the engine's form."""
     if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):
         return [_read(texts, 1)]
     given = list(texts)
@@ -98,7 +99,7 @@ def _several(texts: Text | Sequence[Text]) -> list[Any]:
 
 
 def _read(text: Any, number: int) -> Any:
-    if isinstance(text, list | tuple) and text and all(isinstance(one, Mapping) for one in text):
+    if isinstance(text, list | tuple) and text and all(isinstance(message, Mapping) for message in text):
         messages = conversation_of(text, f"conversation {number}")
         _refuse_half_characters(text_of(messages), number)
         return messages
@@ -123,7 +124,7 @@ def load(bank: str, **settings: Any) -> Model:
 
     Args:
         bank: folder or URI of a bank, or BANK@REFERENCE: a branch, a snapshot's number or hash; default: branch `main`.
-        settings: of serving: device, dtype, threads, max_batch, backbone (where it is now), max_loaded_rows.
+        settings: settings of serving: device, dtype, threads, max_batch, backbone (where it is now), max_loaded_rows.
 
     Raises:
         BankError: no such bank or snapshot, or it is damaged. BackboneError: the backbone is another one, or cannot be

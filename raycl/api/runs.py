@@ -1,4 +1,4 @@
-"""Runs: train on a stream, look at what came of it, and go on."""
+"""Runs: train on a stream, read the results, and continue."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def train(
         stream: name of a stream (builtin, long-C, ...), a list of tasks, or settings of the section `stream`.
         method: its name, or settings of the section `method`.
         backbone: folder or hub id, or settings of the section `backbone`; None: the packaged one.
-        name, dir: of the run's folder (`output.name`, `output.dir`).
+        name, dir: name and parent of the run's folder (`output.name`, `output.dir`).
         on_phase: see `OnPhase`.
         quiet: print no progress.
         sections: other sections of the config, for example train={"epochs": 3}, bank={"dir": "bank"};
             launch={"mode": "local"} trains in this process, without Ray.
 
     Raises:
-        ConfigError: a setting that does not exist or fit. RayclError: as of `raycl train`.
+        ConfigError: a setting does not exist or fit. RayclError: see `raycl train`.
     """
     output = {**sections.pop("output", {}), **({"name": name} if name else {}), **({"dir": dir} if dir else {})}
     directory = Storage.at(output.get("dir") or run_config.default_directory())
@@ -74,11 +74,11 @@ class Run:
     """A run in its folder, finished or not.
 
     Attributes:
-        folder: its address.
+        folder: address of the folder.
     """
 
     def __init__(self, folder: str) -> None:
-        """The run in this folder.
+        """Open the run in this folder.
 
         Raises:
             ResumeError: there is none.
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def results(self) -> Tree:
-        """What `results.json` holds: the matrix so far, metrics, times.
+        """The content of `results.json`: the matrix so far, metrics, times.
 
         Raises:
             RunError: no task is finished yet.
@@ -230,20 +230,20 @@ def _stream(stream: str | Sequence[Task] | Mapping[str, Any], directory: Storage
 
 
 def _specs(tasks: Sequence[Task], directory: Storage) -> list[Any]:
-    return [_spec(one, directory) for one in tasks]
+    return [_spec(task, directory) for task in tasks]
 
 
-def _spec(one: Task, directory: Storage) -> Any:
-    if isinstance(one, InMemoryTask):
-        return one.saved(directory)
-    if isinstance(one, Mapping):
-        return dict(one)
-    if not isinstance(one, str) or not one:
+def _spec(task: Task, directory: Storage) -> Any:
+    if isinstance(task, InMemoryTask):
+        return task.saved(directory)
+    if isinstance(task, Mapping):
+        return dict(task)
+    if not isinstance(task, str) or not task:
         raise ConfigError(
-            f"{_described(one)} is no task: expected its name, an entry of stream.tasks, or what raycl.task(NAME, "
+            f"{_described(task)} is no task: expected its name, an entry of stream.tasks, or what raycl.task(NAME, "
             "TRAIN, TEST) returns"
         )
-    return one
+    return task
 
 
 def _described(value: object) -> str:

@@ -19,15 +19,15 @@ from raycl.storage import Storage
 log = logging.getLogger("raycl")
 
 FOLDER = "data"
-"""Beside the runs: `data/NAME-HASH/train.jsonl` and so on."""
+"""A folder next to the runs: `data/NAME-HASH/train.jsonl` and so on."""
 
 
 @dataclass(frozen=True)
 class InMemoryTask:
-    """A task whose rows are here.
+    """A task whose rows are in memory.
 
     Attributes:
-        rows: split -> rows of `text` and `label`. settings: of `stream.tasks`.
+        rows: split -> rows of `text` and `label`. settings: settings of `stream.tasks`.
     """
 
     name: str
@@ -39,7 +39,7 @@ class InMemoryTask:
         return f"InMemoryTask('{self.name}', {counts})"
 
     def saved(self, directory: Storage) -> dict[str, Any]:
-        """Its entry in `stream.tasks`; the rows are written once, under the hash of all of them."""
+        """Write the rows once, under the hash of all of them, and return the entry for `stream.tasks`."""
         files = {
             f"{split}.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
             for split, rows in self.rows.items()
@@ -77,10 +77,10 @@ def task(
             folder or a name on the hub (`hf://fancyzhx/ag_news`), as `path` of `stream.tasks`. Rows with `messages`
             are conversations.
         text, label: names of the columns. group: of the column that `stream.group` names, which is kept with the rows.
-        settings: of `stream.tasks` (metric, labels, definition, format).
+        settings: settings of `stream.tasks` (metric, labels, definition, format).
 
     Raises:
-        DataError: rows without text or label, or files beside rows.
+        DataError: rows without text or label, or files given together with rows.
     """
     given = {"train": train, "test": test, "dev": dev}
     there = {split: rows for split, rows in given.items() if rows is not None}
@@ -107,7 +107,7 @@ def task(
 
 def _rows(name: str, split: str, rows: Rows, text: str, label: str, group: str) -> list[dict[str, Any]]:
     names = _class_names(rows, label)
-    found: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
     unlabelled = 0
     for number, item in enumerate(_items(name, split, rows, text, label), 1):
         row = _row(f"task '{name}', {split} row {number}", item, text, label, names)
@@ -116,12 +116,12 @@ def _rows(name: str, split: str, rows: Rows, text: str, label: str, group: str) 
             continue
         if group and isinstance(item, Mapping) and group in item:
             row[group] = _answer(item[group])
-        found.append(row)
+        items.append(row)
     if unlabelled:
         log.warning("task '%s': %d %s rows without a class are left out", name, unlabelled, split)
-    if not found:
+    if not items:
         raise DataError(f"task '{name}' has no {split} rows: expected at least one")
-    return found
+    return items
 
 
 def _row(where: str, item: Any, text: str, label: str, names: list[str] | None) -> dict[str, Any] | None:
@@ -178,17 +178,17 @@ def _items(name: str, split: str, rows: Rows, text: str, label: str) -> Iterable
 
 
 def _require_columns(name: str, split: str, columns: Iterable[str], text: str, label: str) -> None:
-    found = list(columns)
-    missing = [one for one in (text, label) if one not in found]
-    if missing and CHAT_NAMES[0] not in found:
+    present = list(columns)
+    missing = [column for column in (text, label) if column not in present]
+    if missing and CHAT_NAMES[0] not in present:
         raise DataError(
-            f"task '{name}', {split} has no column '{missing[0]}' among {', '.join(found) or 'none'}: name the columns "
-            "with text= and label="
+            f"task '{name}', {split} has no column '{missing[0]}' among {', '.join(present) or 'none'}: name the "
+            "columns with text= and label="
         )
 
 
 def _answer(value: Any) -> Any:
     """Return a string or a list of accepted answers; numbers of numpy as Python's."""
     if isinstance(value, list | tuple):
-        return [str(one) for one in value]
+        return [str(item) for item in value]
     return value if isinstance(value, str) else str(value.item() if hasattr(value, "item") else value)

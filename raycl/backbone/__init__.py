@@ -1,7 +1,7 @@
 """The frozen or full language model that a method trains: the only place that calls `from_pretrained`.
 
-Methods, engines and the evaluator see one face (`Backbone`) for encoder-only, encoder-decoder and decoder-only models.
-Does not depend on tasks, streams, methods, or on how gradients are applied.
+Methods, engines and the evaluator use one interface (`Backbone`) for encoder-only, encoder-decoder and decoder-only
+models. Does not depend on tasks, streams, methods, or on how gradients are applied.
 """
 
 from raycl.backbone.base import Backbone, Output

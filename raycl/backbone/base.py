@@ -21,7 +21,7 @@ from raycl.errors import BackboneError
 from raycl.types import IGNORE, Batch, Capabilities
 
 Side = Literal["source", "target"]
-"""Which text a layer's positions are of: encoder-decoder models read two, all others one (their "source")."""
+"""The text of a layer's positions: encoder-decoder models read two, all others one (their "source")."""
 
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 """An implementation of attention in Transformers: torch's fused one, the package flash-attn, or plain products."""
@@ -29,14 +29,14 @@ Attention = Literal["sdpa", "flash_attention_2", "eager"]
 
 @dataclass
 class Output:
-    """What one forward pass gives.
+    """The result of a forward pass.
 
     Attributes:
         loss_sum: scalar float32, cross-entropy **summed** over the batch's loss positions (see `loss_count`).
         logits: `[B, C]` of a label head, or `[M, V]` at the M loss positions (`Guesses`), as the model computed them.
         labels: `[M]`, the true column of each position; IGNORE where it carries no loss. A label head has B positions.
         rows: `[M]`, example that each position belongs to.
-        competing: the logits that the loss is of, where labels were left out (`Backbone.competing_labels`).
+        competing: the logits of the loss, where labels were left out (`Backbone.competing_labels`).
     """
 
     loss_sum: Tensor
@@ -53,7 +53,7 @@ class Output:
 
 @dataclass
 class Guesses:
-    """The model's outputs at every loss position: of answers, or of texts that are learned themselves.
+    """The model's outputs at every loss position, in answers or in texts that are learned themselves.
 
     Attributes:
         logits: `[M, V]`; batches without a loss position have one that carries no loss.
@@ -67,12 +67,12 @@ class Guesses:
 
 @dataclass(frozen=True)
 class GenerationInputs:
-    """Arguments of `generate` for a batch, and where answers begin in what it returns.
+    """Arguments of `generate` for a batch, and the beginning of answers in its result.
 
     Attributes:
-        arguments: of `generate`.
+        arguments: arguments of `generate`.
         prompt_columns: tokens in front of an answer in each returned row.
-        cut: of these, those that are not decoded.
+        cut: how many of these tokens are not decoded.
         forced: the model's own first token of every answer (BART), if it has one.
     """
 
@@ -94,7 +94,7 @@ class Head(Protocol):
     labels: list[str]
 
     def grow(self, labels: Sequence[str]) -> None:
-        """Know these labels from now on."""
+        """Add labels."""
         ...
 
     def clear(self) -> None:
@@ -102,7 +102,7 @@ class Head(Protocol):
         ...
 
     def __call__(self, pooled_BD: Tensor) -> Tensor:
-        """Return `[B, D]` to scores `[B, C]`; -inf where nothing is known of a label."""
+        """Map `[B, D]` to scores `[B, C]`; -inf where nothing is known of a label."""
         ...
 
 
@@ -110,7 +110,7 @@ class Prefix(Protocol):
     """Learned positions in front of the text or behind it (soft prompts)."""
 
     def __call__(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Embeddings `[rows, P, D]` and mask `[rows, P]`, or None for nothing."""
+        """Return embeddings `[rows, P, D]` and mask `[rows, P]`, or None for nothing."""
         ...
 
 
@@ -119,10 +119,11 @@ class Backbone(nn.Module, ABC):
 
     Attributes:
         model: the Hugging Face model.
-        codec: text to ids and back.
+        codec: converts text to ids and back.
         head: label head of encoder-only backbones, else None.
-        prefix: what stands in front of every text, or None. suffix: what stands behind it, before its answer, or None.
-        dtype: what the model computes in, whatever an engine keeps trained parameters in.
+        prefix: learned positions before every text, or None. suffix: learned positions between text and answer, or
+            None.
+        dtype: dtype of computation, whatever the dtype in which an engine keeps trained parameters.
         allowed_labels: the only answers that evaluation accepts, and their ids; {}: all.
         competing_labels: in training, the only labels that compete for an example which has one of them; (): all do.
             Read by backbones that answer with labels.
@@ -131,8 +132,8 @@ class Backbone(nn.Module, ABC):
         packs: in training, several examples share a row (`raycl.backbone.positions`).
         synchronized: workers share the weights, so that each must run as many forward passes as the others.
         inference_attention: attention under `inference`; None: as in training.
-        inference_by_onednn: products of float32 under `inference` are oneDNN's.
-        is_compiled: layers are under torch.compile, and run as they are under `inference`.
+        inference_by_onednn: oneDNN computes products of float32 under `inference`.
+        is_compiled: layers are under torch.compile, and run without it under `inference`.
     """
 
     head: Head | None
@@ -156,17 +157,17 @@ class Backbone(nn.Module, ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What backbones of this kind can do."""
+        """The capabilities of this kind of backbone."""
         return self.codec.capabilities
 
     @property
     def max_positions(self) -> int | None:
-        """Positions of a prompt, with its answer where both are one sequence; None: no limit."""
+        """The most positions of a prompt, with its answer where both are one sequence; None: no limit."""
         return positions_of(self.model.get_encoder() if self.capabilities.separate_encoder else self.model)
 
     @property
     def max_answer_positions(self) -> int | None:
-        """Positions of an answer, those of its prompt among them where both are one sequence; None: no limit."""
+        """The most positions of an answer, including its prompt where both are one sequence; None: no limit."""
         return positions_of(self.model.get_decoder()) if self.capabilities.separate_encoder else self.max_positions
 
     @property
@@ -176,11 +177,11 @@ class Backbone(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next(self.parameters()).device
 
     def precision(self) -> AbstractContextManager[object]:
-        """Autocast for bfloat16 models, since an engine may keep trained parameters in float32."""
+        """Return autocast for bfloat16 models, since an engine may keep trained parameters in float32."""
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
@@ -189,7 +190,7 @@ class Backbone(nn.Module, ABC):
         """Compute attention in this way from now on. A model without weights (meta device) is asked if it could.
 
         Raises:
-            BackboneError: it cannot.
+            BackboneError: the model does not support it.
         """
         weights = next(self.model.parameters())
         is_flash, has_weights = name == "flash_attention_2", weights.device.type != "meta"
@@ -212,8 +213,8 @@ class Backbone(nn.Module, ABC):
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Inside, nothing is differentiated: attention and products are computed in the way that is faster then."""
-        own = self.model.config._attn_implementation
+        """Disable gradients inside, and compute attention and products in the way that is faster without them."""
+        training_attention = self.model.config._attn_implementation
         if self.inference_attention is not None:
             self.model.set_attn_implementation(self.inference_attention)
         try:
@@ -224,11 +225,11 @@ class Backbone(nn.Module, ABC):
                 yield
         finally:
             if self.inference_attention is not None:
-                self.model.set_attn_implementation(own)
+                self.model.set_attn_implementation(training_attention)
 
     @contextmanager
     def without_recomputation(self) -> Iterator[None]:
-        """Inside, layers keep their activations, for passes whose gates are closed again before backward."""
+        """Keep activations inside, for passes whose gates are closed again before backward."""
         recomputing = [module for module in self.model.modules() if getattr(module, "gradient_checkpointing", False)]
         for module in recomputing:
             module.gradient_checkpointing = False
@@ -239,15 +240,17 @@ class Backbone(nn.Module, ABC):
                 module.gradient_checkpointing = True
 
     def forward(self, batch: Batch) -> Output:
-        """Teacher-forced pass over `batch`; only examples with weight 1 carry loss."""
-        found = self.guesses(batch)
-        return Output(summed_cross_entropy(found.logits, found.labels), found.logits, found.labels, found.rows)
+        """Run a teacher-forced pass over `batch`; only examples with weight 1 carry loss."""
+        guesses = self.guesses(batch)
+        return Output(
+            summed_cross_entropy(guesses.logits, guesses.labels), guesses.logits, guesses.labels, guesses.rows
+        )
 
     def true_logits(self, batch: Batch) -> Tensor:
         """Return the logits of the true tokens, or of the true label, summed over the batch's loss positions: a
         scalar."""
-        found = self.guesses(batch)
-        return summed_at(found.logits, found.labels)
+        guesses = self.guesses(batch)
+        return summed_at(guesses.logits, guesses.labels)
 
     @abstractmethod
     def guesses(self, batch: Batch) -> Guesses:
@@ -258,44 +261,46 @@ class Backbone(nn.Module, ABC):
         raise AssertionError(f"{type(self).__name__} answers with texts: it has no label scores")
 
     def generation_inputs(self, batch: Batch) -> GenerationInputs:
-        """Return what the model's `generate` reads of a batch, where `capabilities.answers` is `text`; under
-        `precision`."""
+        """Return the inputs of the model's `generate` for a batch, where `capabilities.answers` is `text`; call it
+        under `precision`."""
         raise AssertionError(f"{type(self).__name__} answers with labels: it generates no text")
 
     @torch.no_grad()
     def read(self, batch: Batch) -> Tensor:
         """Return `[B, 3]` float64 for texts that are learned: tokens guessed right, tokens, cross-entropy in nats."""
-        found = self.guesses(batch)
-        loss_M = nn.functional.cross_entropy(found.logits.float(), found.labels, ignore_index=IGNORE, reduction="none")
-        counted_M = found.labels != IGNORE
-        right_M = (found.logits.argmax(-1) == found.labels) & counted_M
+        guesses = self.guesses(batch)
+        loss_M = nn.functional.cross_entropy(
+            guesses.logits.float(), guesses.labels, ignore_index=IGNORE, reduction="none"
+        )
+        counted_M = guesses.labels != IGNORE
+        right_M = (guesses.logits.argmax(-1) == guesses.labels) & counted_M
         parts = torch.stack([right_M.double(), counted_M.double(), loss_M.double()], dim=1)
-        return parts.new_zeros(len(batch), 3).index_add_(0, found.rows, parts)
+        return parts.new_zeros(len(batch), 3).index_add_(0, guesses.rows, parts)
 
     def exported_name(self, name: str) -> str:
         """Return the name of a parameter in the files of a Hugging Face model folder."""
         return name.removeprefix("model.")
 
     def side(self, path: str) -> Side:
-        """Whose positions the layer at `path` in the model works on."""
+        """Return the text whose positions the layer at `path` works on."""
         return "source"
 
     def examples_in_rows(self, batch: Batch) -> Tensor | None:
-        """`[P, S]`: the example that each position of the model's rows belongs to; None: a row is an example."""
+        """Return `[P, S]`, the example of each position of the model's rows; None: a row is an example."""
         return None
 
     def check_packing(self) -> None:
-        """Before `packs` is set.
+        """Check that rows can be packed, before `packs` is set.
 
         Raises:
-            BackboneError: examples in one row would not be computed as each alone.
+            BackboneError: an example in a shared row would not be computed as it is alone.
         """
         raise AssertionError(f"{type(self).__name__} has no rows that examples could share")
 
     def real_tokens(self, batch: Batch) -> dict[Side, Tensor]:
-        """For each side `[B, S]` bool, as the model sees the batch: false on padding and in examples of weight 0.
+        """Return for each side `[B, S]` bool: false on padding and in examples of weight 0.
 
-        A prefix stands in front of these S positions and is no text.
+        A prefix comes before these S positions and is not part of the text.
         """
         return {"source": (batch.source_mask > 0) & (batch.weight > 0).unsqueeze(1)}
 
@@ -304,13 +309,13 @@ class Backbone(nn.Module, ABC):
 
     @torch.no_grad()
     def embedded(self, ids_BL: Tensor) -> Tensor:
-        """Raw token embeddings `[B, L, D]`, before positions, norms and any layer; no gradient."""
-        found: Tensor = self.model.get_input_embeddings()(ids_BL)
-        return found
+        """Return raw token embeddings `[B, L, D]`, before positions, norms and any layer; no gradient."""
+        embeddings: Tensor = self.model.get_input_embeddings()(ids_BL)
+        return embeddings
 
     @torch.no_grad()
     def hidden_states(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        """Last hidden states `[B, L, D]` of a text in float32: no prefix, no dropout, no gradient.
+        """Return last hidden states `[B, L, D]` of a text in float32: no prefix, no dropout, no gradient.
 
         They are the pretrained model's own where no mixture is active and no weight of it is trained.
         """
@@ -318,29 +323,30 @@ class Backbone(nn.Module, ABC):
         self.model.eval()
         try:
             with self.precision():
-                found: Tensor = self._encode(ids_BL, mask_BL)
+                states: Tensor = self._encode(ids_BL, mask_BL)
         finally:
             self.model.train(was_training)
-        return found.float()
+        return states.float()
 
     def whole_texts(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return ids and mask `[B, L]` of the texts that a batch is made of, with nothing hidden: what is read of each
-        example by the layers whose states `text_states` gives."""
+        """Return ids and mask `[B, L]` of a batch's texts with nothing hidden, as the layers read them whose states
+        `text_states` gives."""
         return batch.source_ids, batch.source_mask
 
     def text_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Last hidden states `[B, L, D]` in float32 with gradients, and dropout in training; their mask `[B, L]`."""
+        """Return last hidden states `[B, L, D]` in float32 with gradients, and dropout in training; their mask `[B,
+        L]`."""
         ids_BL, mask_BL = self.whole_texts(batch)
         with self.precision():
             return self._encode(ids_BL, mask_BL).float(), mask_BL
 
     def _encode(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        """Last hidden states of the layers that read a text."""
-        found: Tensor = self.model.base_model(input_ids=ids_BL, attention_mask=mask_BL).last_hidden_state
-        return found
+        """Return the last hidden states of the layers that read a text."""
+        states: Tensor = self.model.base_model(input_ids=ids_BL, attention_mask=mask_BL).last_hidden_state
+        return states
 
     def prefixed(self, ids_BL: Tensor, mask_BL: Tensor) -> tuple[dict[str, Tensor], int]:
-        """Arguments of the model for a text with its prefix and suffix, and the prefix's length P.
+        """Return arguments of the model for a text with its prefix and suffix, and the prefix's length P.
 
         Without either they are plain ids, and P is 0. A suffix stands right behind the last real token of each text, so
         that its positions do not depend on padding.
@@ -361,14 +367,14 @@ class Backbone(nn.Module, ABC):
         return {"inputs_embeds": text, "attention_mask": mask}, 0 if prefix is None else prefix[0].shape[1]
 
     def model_files(self) -> dict[str, bytes]:
-        """Config and tokenizer as the files of a Hugging Face model folder (weights left out)."""
+        """Write config and tokenizer as the files of a Hugging Face model folder (without weights)."""
         with tempfile.TemporaryDirectory() as folder:
             self.model.config.save_pretrained(folder)
             self.codec.tokenizer.save_pretrained(folder)
             return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
     def label_ids(self) -> dict[str, int]:
-        """Label text -> row of the head; empty where there is no head."""
+        """Return label text -> row of the head; empty where there is no head."""
         return {} if self.head is None else {label: row for row, label in enumerate(self.head.labels)}
 
 
@@ -378,7 +384,8 @@ def real_first(mask_BS: Tensor) -> Tensor:
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy in float32 summed over positions whose label is not IGNORE; logits `[..., V]`, labels `[...]`."""
+    """Return the cross-entropy in float32 summed over positions whose label is not IGNORE; logits `[..., V]`, labels
+    `[...]`."""
     return nn.functional.cross_entropy(
         logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORE, reduction="sum"
     )
@@ -392,6 +399,6 @@ def summed_at(logits_MC: Tensor, labels_M: Tensor) -> Tensor:
 
 def checkpoint_activations(model: Any) -> None:
     """Recompute activations in the backward pass instead of keeping them (gradient checkpointing)."""
-    name = "activation_checkpointing_enable"  # older transformers have the other name alone
+    name = "activation_checkpointing_enable"  # older transformers have only the other name
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

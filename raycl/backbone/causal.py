@@ -18,20 +18,20 @@ _NOT_PACKED, _NO_PACKING = "train.packing is true, but", ": set train.packing to
 
 
 class CausalBackbone(Backbone):
-    """Prompt, then answer, in one sequence."""
+    """A backbone whose prompt and answer are one sequence."""
 
     def guesses(self, batch: Batch) -> Guesses:
         """Return every token of the answers (end-of-sequence included), given all before it."""
-        found = self._guesses_behind_suffix(batch)
-        if found is not None:
-            return found
+        guesses = self._guesses_behind_suffix(batch)
+        if guesses is not None:
+            return guesses
         ids_BS, mask_BS, labels_BS = join(batch, self.codec.pad_id)
         next_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
         packed = self._packed(mask_BS)
         if packed is not None:
             next_BS = packed.take(next_BS, IGNORE)
         chosen_BS = loss_positions(next_BS)
-        rows, places = chosen_BS.nonzero(as_tuple=True)
+        rows, columns = chosen_BS.nonzero(as_tuple=True)
         with self.precision():
             if packed is not None:
                 ids_PS = packed.take(ids_BS, self.codec.pad_id)
@@ -40,10 +40,10 @@ class CausalBackbone(Backbone):
                 inputs, prefix = self.prefixed(ids_BS, mask_BS)
             chosen = nn.functional.pad(chosen_BS, (prefix, 0))
             logits_MV = logits_at(self.model, chosen, {**inputs, "use_cache": False}, self.every_position)
-        return Guesses(logits_MV, next_BS[rows, places], rows if packed is None else packed.examples[rows, places])
+        return Guesses(logits_MV, next_BS[rows, columns], rows if packed is None else packed.examples[rows, columns])
 
     def _guesses_behind_suffix(self, batch: Batch) -> Guesses | None:
-        """`guesses` where soft prompts stand between prompt and answer; None where there are none."""
+        """Return `guesses` where soft prompts stand between prompt and answer; None where there are none."""
         inputs, _ = self.prefixed(batch.source_ids, batch.source_mask) if self.suffix is not None else ({}, 0)
         if "inputs_embeds" not in inputs:
             return None
@@ -55,17 +55,17 @@ class CausalBackbone(Backbone):
         order_BS = real_first(mask)[:, : int(mask.sum(1).max())]
         next_BS = nn.functional.pad(labels.gather(1, order_BS)[:, 1:], (0, 1), value=IGNORE)
         chosen_BS = loss_positions(next_BS)
-        rows, places = chosen_BS.nonzero(as_tuple=True)
+        rows, columns = chosen_BS.nonzero(as_tuple=True)
         inputs = {
             "inputs_embeds": embeds.gather(1, order_BS.unsqueeze(-1).expand(-1, -1, embeds.shape[2])),
             "attention_mask": mask.gather(1, order_BS),
         }
         with self.precision():
             logits_MV = logits_at(self.model, chosen_BS, {**inputs, "use_cache": False}, self.every_position)
-        return Guesses(logits_MV, next_BS[rows, places], rows)
+        return Guesses(logits_MV, next_BS[rows, columns], rows)
 
     def _packed(self, mask_BS: Tensor) -> PackedRows | None:
-        """Where joined rows stand; None where each has a row of its own."""
+        """Return the positions of joined rows; None where each example has its own row."""
         if not self.packs or not self.training:
             return None
         assert self.prefix is None and self.suffix is None, "packed rows have no room for soft prompts"
@@ -77,7 +77,7 @@ class CausalBackbone(Backbone):
         return "flash" in str(self.model.config._attn_implementation)
 
     def examples_in_rows(self, batch: Batch) -> Tensor | None:
-        """Where `packs` is set, in training: whose positions they are."""
+        """Return the example of each position, where `packs` is set in training."""
         packed = self._packed(join(batch, self.codec.pad_id)[1])
         return None if packed is None else packed.examples
 
@@ -97,14 +97,14 @@ class CausalBackbone(Backbone):
         """
         ids_BS = torch.arange(8, device=self.device).view(2, 4) % self.codec.vocabulary
         other_BS = torch.stack([ids_BS[0].flip(0), ids_BS[1]])
-        places = {"position_ids": torch.arange(4, device=self.device).repeat(2)[None]}
+        positions = {"position_ids": torch.arange(4, device=self.device).repeat(2)[None]}
         try:
             alone, first, second = (
                 self._states(**given)
                 for given in (
                     {"input_ids": ids_BS},
-                    {"input_ids": ids_BS.view(1, -1), **places},
-                    {"input_ids": other_BS.view(1, -1), **places},
+                    {"input_ids": ids_BS.view(1, -1), **positions},
+                    {"input_ids": other_BS.view(1, -1), **positions},
                 )
             )
         except TypeError as error:
@@ -113,7 +113,7 @@ class CausalBackbone(Backbone):
             ) from error
         rounding = 1e-3 if self.dtype == torch.float32 else 0.05
         differences = [(first[4:] - second[4:]).norm() / 1e-3, (alone - first).norm() / rounding]
-        if not all(float(one / alone.norm()) < 1 for one in differences):
+        if not all(float(difference / alone.norm()) < 1 for difference in differences):
             raise BackboneError(
                 f"{_NOT_PACKED} {type(self.model).__name__} computes a text in a row of two otherwise than alone"
                 f"{_NO_PACKING}"
@@ -125,10 +125,10 @@ class CausalBackbone(Backbone):
         self.model.eval()
         try:
             with self.precision():
-                found: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+                states: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         finally:
             self.model.train(was_training)
-        return found.float().flatten(0, 1)
+        return states.float().flatten(0, 1)
 
     def whole_texts(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the prompt and answer."""
@@ -137,8 +137,8 @@ class CausalBackbone(Backbone):
 
     def _encode(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
         body = self.model.base_model
-        found: Tensor = body(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).last_hidden_state
-        return found
+        states: Tensor = body(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).last_hidden_state
+        return states
 
     def generation_inputs(self, batch: Batch) -> GenerationInputs:
         """Return the prompt, padded on the left; answers follow it, unless the prompt is given as embeddings."""
@@ -150,7 +150,7 @@ class CausalBackbone(Backbone):
 
 
 def join(batch: Batch, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows `source + target` without holes.
+    """Return rows `source + target` without gaps.
 
     Returns:
         ids, mask and labels, each `[B, S]` with S = longest source + target of the batch; labels are IGNORE
@@ -167,6 +167,6 @@ def join(batch: Batch, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def pad_left(rows: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
     """Move the padding of right-padded ids `[B, L]` or embeddings `[B, L, D]` to the left."""
-    order_BL = torch.argsort(mask_BL, dim=1, stable=True)  # padding first, the order of real tokens kept
+    order_BL = torch.argsort(mask_BL, dim=1, stable=True)  # padding first; the order of real tokens is kept
     index = order_BL if rows.dim() == 2 else order_BL.unsqueeze(-1).expand_as(rows)
     return rows.gather(1, index), mask_BL.gather(1, order_BL)

@@ -15,11 +15,11 @@ from raycl.backbone.markup.special_strings import SpecialStrings
 from raycl.errors import BackboneError, ConversationError
 
 Bos = Literal["tokenizer", "none"]
-"""What stands first in a source of a decoder-only model: what the tokenizer puts there, or nothing."""
+"""The first token of a source of a decoder-only model: the tokenizer's, or none."""
 
 
 class HFCodec:
-    """Tokenizer of one backbone kind.
+    """The tokenizer of a kind of backbone.
 
     Sources carry the special tokens the model was trained with; targets end in the end-of-sequence id.
 
@@ -65,7 +65,7 @@ class HFCodec:
         self.fingerprint = hashlib.sha256(f"{ids}{tokenizer.backend_tokenizer.to_str()}".encode()).hexdigest()[:16]
 
     def _check_bos(self) -> None:
-        """Whether there is a first token to leave out."""
+        """Check that there is a first token to leave out."""
         if not self.capabilities.one_sequence:
             raise BackboneError(
                 f"backbone.bos is 'none' on a backbone of kind {self.kind}, but only decoder-only models were trained "
@@ -81,7 +81,8 @@ class HFCodec:
     def encode_source(self, texts: Sequence[str]) -> list[list[int]]:
         """Return ids of whole prompts with special tokens, not truncated.
 
-        An end that the tokenizer puts behind every text is none of a decoder-only model's, whose answer comes there.
+        A decoder-only model does not get the end that its tokenizer puts behind every text, because its answer comes
+        there.
         """
         first = int(self.bos == "none")
         return [ids[first : len(ids) - self._end_tokens] for ids in self._encode(texts, special=True)]
@@ -95,7 +96,7 @@ class HFCodec:
     def encode_chat(self, conversations: Sequence[Conversation], template: str) -> list[list[int]]:
         """Return ids of conversations up to where the assistant answers (`Around.prompt`), not truncated.
 
-        A template writes a decoder-only model's special tokens itself; an encoder's are put around as around any text.
+        A template writes a decoder-only model's special tokens; those of an encoder are added as for any text.
 
         Raises:
             ConversationError: the template cannot render a conversation.
@@ -108,7 +109,7 @@ class HFCodec:
     ) -> list[list[int]]:
         """Return ids of answers as the template writes them, with the special tokens behind them and end-of-sequence.
 
-        Where prompt and answer are one sequence, they are what stands behind the prompt's among the ids of both.
+        Where prompt and answer are one sequence, they are the ids of both without those of the prompt.
 
         Raises:
             ConversationError: the template cannot render a conversation, or an answer to it.
@@ -119,13 +120,13 @@ class HFCodec:
         if self.capabilities.one_sequence:
             prompts = self._special.encode([prompt for prompt, _ in turns], False)
             wholes = self._special.encode([f"{prompt}{answer}" for prompt, answer in turns], False)
-            found = [
-                whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._special.encode([answer], False)[0]
-                for prompt, whole, (_, answer) in zip(prompts, wholes, turns, strict=True)
+            answer_ids = [
+                both[len(prompt) :] if both[: len(prompt)] == prompt else self._special.encode([answer], False)[0]
+                for prompt, both, (_, answer) in zip(prompts, wholes, turns, strict=True)
             ]
         else:
-            found = self._special.encode([answer for _, answer in turns], False)
-        return [ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id] for ids in found]
+            answer_ids = self._special.encode([answer for _, answer in turns], False)
+        return [ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id] for ids in answer_ids]
 
     def _turns(
         self, conversations: Sequence[Conversation], template: str, answers: Sequence[str] | None = None
@@ -137,21 +138,21 @@ class HFCodec:
             [(role, self._special.broken(content)) for role, content in conversation] for conversation in conversations
         ]
         given = None if answers is None else list(map(self._special.broken, answers))
-        found = []
+        pairs = []
         try:
             for around, written in turns(template, self.tokenizer.special_tokens_map, messages, given):
                 answer = "" if given is None else f"{around.lead}{written}{self._special.ending(around.tail)}"
-                found.append((around.prompt, answer))
+                pairs.append((around.prompt, answer))
         except ValueError as error:
-            raise self._refused(self._special.whole(str(error)), template, len(found)) from error
-        return found
+            raise self._refused(self._special.unbroken(str(error)), template, len(pairs)) from error
+        return pairs
 
-    def _refused(self, problem: str, template: str, place: int) -> ConversationError:
+    def _refused(self, problem: str, template: str, index: int) -> ConversationError:
         is_own = template == _template_of(self.tokenizer)
         name = "of the tokenizer" if is_own else f"in backbone.chat_template ('{' '.join(template[:40].split())}...')"
         return ConversationError(
             f"the chat template {name} {problem}; repair the data, or name another template in backbone.chat_template",
-            place,
+            index,
         )
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
@@ -182,8 +183,8 @@ class HFCodec:
 
 def _template_of(tokenizer: Any) -> str:
     """Return the tokenizer's chat template; of several the default one."""
-    found = getattr(tokenizer, "chat_template", None)
-    return str((found.get("default", "") if isinstance(found, dict) else found) or "")
+    template = getattr(tokenizer, "chat_template", None)
+    return str((template.get("default", "") if isinstance(template, dict) else template) or "")
 
 
 def _end_tokens(tokenizer: Any) -> int:

@@ -16,7 +16,7 @@ from raycl.types import IGNORE, Batch
 
 
 class EncoderBackbone(Backbone):
-    """Mean or first-token pooling of the last hidden states, then `LabelHead`.
+    """A backbone with mean or first-token pooling of the last hidden states and a `LabelHead`.
 
     Attributes:
         language: where texts themselves are learned, the head that guesses hidden words; `forward` then does that.
@@ -38,15 +38,15 @@ class EncoderBackbone(Backbone):
         self.head.grow(labels)
 
     def states(self, batch: Batch) -> Tensor:
-        """Last hidden states `[B, L, D]` of the text."""
+        """Return the last hidden states `[B, L, D]` of the text."""
         inputs, prefix = self.prefixed(batch.source_ids, batch.source_mask)
         if "inputs_embeds" in inputs:
             inputs["position_ids"] = self._positions(inputs["attention_mask"])
-        found: Tensor = self.model(**inputs).last_hidden_state[:, prefix : prefix + batch.source_ids.shape[1]]
-        return found
+        states: Tensor = self.model(**inputs).last_hidden_state[:, prefix : prefix + batch.source_ids.shape[1]]
+        return states
 
     def pooled(self, batch: Batch) -> Tensor:
-        """Sentence states `[B, D]`; padding never takes part."""
+        """Return sentence states `[B, D]` without padding."""
         states_BLD = self.states(batch)
         if self.pooling == "cls":
             first: Tensor = states_BLD[:, 0]
@@ -56,7 +56,7 @@ class EncoderBackbone(Backbone):
         return mean
 
     def _positions(self, mask_BS: Tensor) -> Tensor:
-        """Counted over real positions, so that a masked prefix moves nothing; RoBERTa starts behind its padding id."""
+        """Count real positions, so that a masked prefix shifts nothing; RoBERTa starts behind its padding id."""
         embeddings = getattr(self.model, "embeddings", None)
         first = 0
         if hasattr(embeddings, "create_position_ids_from_input_ids"):
@@ -64,7 +64,7 @@ class EncoderBackbone(Backbone):
         return (mask_BS.cumsum(1) - 1).clamp(min=0) + first
 
     def forward(self, batch: Batch) -> Output:
-        """Cross-entropy summed over all labels seen so far (see `competing_labels`), or over masked words."""
+        """Compute the cross-entropy over all labels seen so far (see `competing_labels`), or over masked words."""
         if self.language is not None:
             return super().forward(batch)
         with self.precision():
@@ -84,11 +84,11 @@ class EncoderBackbone(Backbone):
         return logits_BC.masked_fill(alone_B1 & ~competes_C, -torch.inf)
 
     def _rows_of(self, labels: Sequence[str], device: torch.device) -> Tensor:
-        """`[C]`: which rows of the head are those of `labels`."""
+        """Return `[C]` bool: the rows of the head that belong to `labels`."""
         return torch.tensor([label in labels for label in self.head.labels], dtype=torch.bool, device=device)
 
     def true_logits(self, batch: Batch) -> Tensor:
-        """Of the label head, or of masked words."""
+        """Return the true logits of the label head, or of masked words."""
         if self.language is not None:
             return super().true_logits(batch)
         with self.precision():
@@ -100,24 +100,24 @@ class EncoderBackbone(Backbone):
         assert self.language is not None, "the backbone was loaded without its language head"
         labels_BL = batch.target_ids if batch.target_ids.shape[1] else torch.full_like(batch.source_ids, IGNORE)
         chosen_BL = loss_positions(labels_BL)
-        rows, places = chosen_BL.nonzero(as_tuple=True)
+        rows, columns = chosen_BL.nonzero(as_tuple=True)
         with self.precision():
-            logits_MV = self.language(self.states(batch)[rows, places])
-        return Guesses(logits_MV, labels_BL[rows, places], rows)
+            logits_MV = self.language(self.states(batch)[rows, columns])
+        return Guesses(logits_MV, labels_BL[rows, columns], rows)
 
     def whole_texts(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Hidden words are put back."""
+        """Return the texts with hidden words restored."""
         ids_BL = batch.source_ids
         if self.language is not None and batch.target_ids.shape == ids_BL.shape:
             ids_BL = torch.where(batch.target_ids == IGNORE, ids_BL, batch.target_ids)
         return ids_BL, batch.source_mask
 
     def exported_name(self, name: str) -> str:
-        """With a language head, that of the whole model: it loads with and without the head."""
+        """Return the full model's name where there is a language head; it loads with and without the head."""
         return super().exported_name(name) if self.language is None else self.language.exported(name)
 
     def model_files(self) -> dict[str, bytes]:
-        """As every backbone; the config names the class of the weights."""
+        """Write the files of every backbone; the config names the class of the weights."""
         if self.language is not None:
             self.model.config.architectures = [self.language.architecture]
         return super().model_files()

@@ -1,9 +1,9 @@
-"""Virtual gates: factors on what chosen linears read or give, for masks over units and for their gradients.
+"""Virtual gates: factors on inputs or outputs of chosen linears, for masks over units and for their gradients.
 
     with gated(model, {(path, "output"): lambda rows: ones}):   # open until backward has ended: recomputation reads it
         (gradient,) = torch.autograd.grad(loss(model), ones)
 
-Layers without an open gate are as they were; a gate is asked in each pass for the examples that the layer sees.
+Layers without an open gate are unchanged; a gate is called in each pass with the number of the layer's examples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 GateSide = Literal["input", "output"]
 
 GatePoint = tuple[str, GateSide]
-"""Path of a linear in the model, and what of it is gated."""
+"""Path of a linear in the model, and its gated side."""
 
 Gate = Callable[[int], Tensor | None]
 """Rows of the batch -> factors `[O]`, `[rows, O]`, or of each position `[rows, T, O]`; None: the layer computes as
@@ -26,20 +26,20 @@ without a gate."""
 
 
 def attach(model: nn.Module, gates: Mapping[GatePoint, Gate]) -> list[RemovableHandle]:
-    """Gates that stay until their handles are removed."""
-    found = []
+    """Add gates that stay until their handles are removed."""
+    handles = []
     for (path, side), gate in gates.items():
         module = model.get_submodule(path)
         if side == "input":
-            found.append(module.register_forward_pre_hook(_on_input(gate)))
+            handles.append(module.register_forward_pre_hook(_on_input(gate)))
         else:
-            found.append(module.register_forward_hook(_on_output(gate)))
-    return found
+            handles.append(module.register_forward_hook(_on_output(gate)))
+    return handles
 
 
 @contextmanager
 def gated(model: nn.Module, gates: Mapping[GatePoint, Gate]) -> Iterator[None]:
-    """Gates for all that runs inside: forward, backward with its recomputation, generation."""
+    """Open gates for everything that runs inside: forward, backward with its recomputation, generation."""
     handles = attach(model, gates)
     try:
         yield

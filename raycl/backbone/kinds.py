@@ -14,11 +14,11 @@ KINDS: dict[str, Capabilities] = {
     "encoder-decoder": Capabilities("text", True, None, "SEQ_2_SEQ_LM"),
     "decoder": Capabilities("text", False, "clm", "CAUSAL_LM"),
 }
-"""Kind, as records and settings name it -> its capabilities."""
+"""Capabilities of each kind, by its name in records and settings."""
 
 
 def capabilities_of(kind: str) -> Capabilities:
-    """Return what backbones of this kind can do.
+    """Return the capabilities of backbones of this kind.
 
     Raises:
         BackboneError: there is no such kind.

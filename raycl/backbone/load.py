@@ -64,11 +64,11 @@ DROPOUTS = (
 """Names under which Hugging Face configs keep dropout rates."""
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
-"""What is taken from a model's generation_config.json."""
+"""The fields that are read from a model's generation_config.json."""
 
 
 class BackboneConfig(Section):
-    """The pretrained model, and how it is loaded."""
+    """The pretrained model and its loading."""
 
     name: Annotated[str, AfterValidator(resolve_path)] = Field(
         "minilm", description="'minilm' (packaged), a hub id, or the path of a local folder"
@@ -114,7 +114,7 @@ class BackboneConfig(Section):
     )
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Yield what only the label head of encoder-only models reads, and what only decoder-only ones do."""
+        """Yield the settings that only encoder-only models' label heads read, and those of decoder-only models."""
         known = known_capabilities(self)
         if known is not None and known.answers == "text":
             yield "pooling", because_of_kind(self)
@@ -123,25 +123,26 @@ class BackboneConfig(Section):
 
 
 def known_kind(config: BackboneConfig) -> Kind | None:
-    """Return what the model is, as far as its config.json is on this machine.
+    """Return the kind of the model, if its config.json is on this machine.
 
     Returns:
-        None: not known before it is fetched from the hub, or before code of its own runs, or it cannot be read at all,
+        None if it is unknown before the hub is read or code of the model runs, or if it cannot be read at all,
         which `load_codec` reports.
     """
     if config.kind != "auto":
         return config.kind
     folder = present_folder(config.name, config.revision)
     try:
-        found = (folder / CONFIG).stat() if folder is not None else None
+        status = (folder / CONFIG).stat() if folder is not None else None
     except OSError:
         return None
-    return _kind_in(str(folder), found.st_ino, found.st_size, found.st_mtime_ns) if found else None
+    return _kind_in(str(folder), status.st_ino, status.st_size, status.st_mtime_ns) if status else None
 
 
 @lru_cache(maxsize=64)
 def _kind_in(folder: str, inode: int, size: int, written: int) -> Kind | None:
-    """Of the model in a folder, as long as its config.json is the same: a sweep asks it of every trial."""
+    """Return the kind of the model in a folder, cached while its config.json is unchanged: every trial of a sweep
+    asks."""
     try:
         with _explained(folder):
             settings = _settings(folder, trusts=False)
@@ -151,7 +152,7 @@ def _kind_in(folder: str, inode: int, size: int, written: int) -> Kind | None:
 
 
 def known_capabilities(config: BackboneConfig) -> Capabilities | None:
-    """Return what the model can do; None: see `known_kind`."""
+    """Return the capabilities of the model; None: see `known_kind`."""
     kind = known_kind(config)
     return None if kind is None else KINDS[kind]
 
@@ -170,7 +171,7 @@ def _named_kind(config: BackboneConfig) -> str:
 
 
 def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens: int) -> HFCodec:
-    """Tokenizer alone (the driver validates data without loading weights); whether the limits fit, a model knows.
+    """Load the tokenizer alone (the driver validates data without weights); only a model can check the limits.
 
     Raises:
         BackboneError: it cannot be loaded.
@@ -248,15 +249,15 @@ def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> Lan
     """Return the checkpoint's own, or a new one over the tied embeddings; logs which."""
     from transformers import AutoModelForMaskedLM
 
-    whole, loading_info = AutoModelForMaskedLM.from_pretrained(where, output_loading_info=True, **options)
-    missing = [name for name in loading_info["missing_keys"] if not name.startswith(f"{whole.base_model_prefix}.")]
+    full_model, loading_info = AutoModelForMaskedLM.from_pretrained(where, output_loading_info=True, **options)
+    missing = [name for name in loading_info["missing_keys"] if not name.startswith(f"{full_model.base_model_prefix}.")]
     if missing:
         log.info(
             "the backbone comes without a language head: %s starts at random (its output words are the input "
             "embeddings), so the first scores mean little",
             ", ".join(sorted(missing)),
         )
-    return LanguageHead(whole, model, bool(missing))
+    return LanguageHead(full_model, model, bool(missing))
 
 
 def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
@@ -285,7 +286,7 @@ def wrap_model(model: nn.Module, tokenizer: Any, max_source_tokens: int, max_tar
 
 
 def identity(config: BackboneConfig) -> str:
-    """SHA-256 over what a backbone is: its config, tokenizer and weight files, wherever they lie.
+    """Return the SHA-256 over a backbone's config, tokenizer and weight files, wherever they are.
 
     Raises:
         BackboneError: it cannot be found.
@@ -295,7 +296,7 @@ def identity(config: BackboneConfig) -> str:
 
 
 def at_commit(config: BackboneConfig) -> BackboneConfig:
-    """Return the same with the commit that the hub's name and revision mean now: what all workers of a run load.
+    """Return the config with the current commit of the hub's name and revision, which all workers of a run load.
 
     Raises:
         BackboneError: it cannot be found.
@@ -313,7 +314,7 @@ def _settings(folder: str, trusts: bool) -> PretrainedConfig:
     """Return the config of a model of one part, which reads texts.
 
     Raises:
-        BackboneError: it has others beside.
+        BackboneError: the model has other parts as well.
     """
     from transformers import AutoConfig
 
@@ -346,13 +347,13 @@ def _wrap(
 
 
 def _drop_habits(model: Any) -> None:
-    """Answers are greedy and generators' samples as configured, whatever the model's folder recommends.
+    """Drop the generation settings of the model's folder: answers are greedy, generators sample as configured.
 
-    A repetition penalty in it, for example, would act in evaluation and not in serving.
+    A repetition penalty, for example, would act in evaluation and not in serving.
     """
-    own = getattr(model, "generation_config", None)
-    if own is not None:  # else it cannot generate, which only evaluation of answers needs
-        model.generation_config = type(own)(**{name: getattr(own, name, None) for name in SPECIAL_TOKENS})
+    defaults = getattr(model, "generation_config", None)
+    if defaults is not None:  # else the model cannot generate, which only evaluation of answers needs
+        model.generation_config = type(defaults)(**{name: getattr(defaults, name, None) for name in SPECIAL_TOKENS})
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -381,7 +382,7 @@ def _kind(settings: PretrainedConfig, architectures: str) -> Kind:
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn the library's errors into one sentence, and its chatter off while loading."""
+    """Turn the library's errors into one sentence, and silence its logs while loading."""
     from transformers.utils.logging import disable_progress_bar
 
     logger = logging.getLogger("transformers")

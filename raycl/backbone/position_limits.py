@@ -1,4 +1,4 @@
-"""What a model can read, positions of a sequence and rows of its input embeddings, beside what a codec will give it."""
+"""Checks that a codec's texts fit a model's positions and input embeddings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raycl.errors import BackboneError
 
 
 def check_limits(model: Any, codec: HFCodec) -> None:
-    """Whether the codec's texts fit a model, which may be without weights.
+    """Check that the codec's texts fit a model, which may have no weights.
 
     Raises:
         BackboneError: they may be longer than its positions, or have tokens without an embedding.
@@ -34,13 +34,13 @@ def _check_positions(limit: int | None, wanted: tuple[tuple[str, int], ...]) -> 
 
 
 def _check_vocabulary(rows: int | None, codec: HFCodec) -> None:
-    """Special tokens that frame no text may be beyond: texts of the data never become one (Gemma 3's image token)."""
+    """Check ids against the embeddings; special tokens that frame no text may lie beyond (Gemma 3's image token)."""
     tokenizer = codec.tokenizer
     if rows is None or max(codec.vocabulary - 1, *tokenizer.get_added_vocab().values()) < rows:
         return
     unused = codec.special_ids - {tokenizer.bos_token_id, tokenizer.eos_token_id, codec.pad_id, tokenizer.sep_token_id}
     numbers = ((number, token) for token, number in tokenizer.get_vocab().items())
-    beyond = sorted(one for one in numbers if one[0] >= rows and one[0] not in unused)
+    beyond = sorted(pair for pair in numbers if pair[0] >= rows and pair[0] not in unused)
     if not beyond:
         return
     raise BackboneError(

@@ -30,11 +30,11 @@ def loss_positions(labels_BS: Tensor) -> Tensor:
 
 
 def decoder_inputs(model: Any, labels_BT: Tensor) -> dict[str, Any]:
-    """Return what the decoder of an encoder-decoder model reads to predict these labels, as arguments of the model.
+    """Return the decoder's inputs for these labels in an encoder-decoder model, as arguments of the model.
 
     The token that answers begin with when they are generated stands first. Some models' own shift begins with a row's
     last token instead (mBART, whose labels end in a language), which a row without labels does not have. Where no token
-    is known the labels themselves are given, and the model computes a loss of its own beside ours.
+    is known the labels themselves are given, and the model computes a loss of its own in addition to ours.
     """
     start = _first_token(model)
     if start is None:
@@ -44,17 +44,17 @@ def decoder_inputs(model: Any, labels_BT: Tensor) -> dict[str, Any]:
 
 
 def _first_token(model: Any) -> int | None:
-    """Return what `generate` begins answers with."""
-    settings = [one for one in (getattr(model, "generation_config", None), model.config) if one is not None]
-    found = [getattr(one, f"{name}_token_id", None) for name in ("decoder_start", "bos") for one in settings]
-    return next((int(token) for token in found if token is not None), None)
+    """Return the token with which `generate` begins answers."""
+    settings = [config for config in (getattr(model, "generation_config", None), model.config) if config is not None]
+    tokens = [getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "bos") for config in settings]
+    return next((int(token) for token in tokens if token is not None), None)
 
 
 def logits_at(model: Any, chosen_BS: Tensor, inputs: dict[str, Any], every_position: bool = False) -> Tensor:
-    """`[M, V]`: the model's logits at the chosen positions, row by row.
+    """Return `[M, V]`, the model's logits at the chosen positions, row by row.
 
     Args:
-        chosen_BS: bool, of the positions that the model gives logits for.
+        chosen_BS: bool, over the positions of the model's logits.
         inputs: arguments of the model.
         every_position: the output layer runs at all positions, and logits are picked afterwards. So they are as well
             where it is no plain linear (adapters on it look at whole rows) or the model computes a loss of its own.
@@ -81,13 +81,13 @@ def logits_at(model: Any, chosen_BS: Tensor, inputs: dict[str, Any], every_posit
 
 
 def _picked(states_BSD: Tensor, index_M: Tensor) -> Tensor:
-    """Return `[M, D]` of `[B, S, D]`."""
+    """Return the chosen `[M, D]` of `[B, S, D]`."""
     return states_BSD.flatten(0, 1).index_select(0, index_M)
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Where the tokens of B examples stand in P rows of S positions.
+    """The positions of B examples' tokens in P rows of S positions.
 
     Attributes:
         examples: `[P, S]` int64, whose position it is; padding behind a row's last example is counted as of that one.
@@ -100,7 +100,7 @@ class PackedRows:
     real: Tensor
 
     def take(self, tokens_BL: Tensor, padding: int) -> Tensor:
-        """`[P, S]`: right-padded rows of examples in their places."""
+        """Return `[P, S]`, the tokens of right-padded rows at their packed positions."""
         return tokens_BL[self.examples, self.positions * self.real].masked_fill(~self.real, padding)
 
 
@@ -114,22 +114,25 @@ def pack(lengths: Sequence[int], device: torch.device, in_one_row: bool = False)
     room = sum(lengths) if in_one_row else max(lengths)
     rows: list[list[int]] = []
     left: list[int] = []
-    for example in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+    for example in sorted(range(len(lengths)), key=lambda row_example: -lengths[row_example]):
         row = next((number for number, free in enumerate(left) if free >= lengths[example]), len(rows))
         if row == len(rows):
             rows.append([])
             left.append(room)
         rows[row].append(example)
         left[row] -= lengths[example]
-    parts = [[*((one, lengths[one]) for one in row), (row[-1], free)] for row, free in zip(rows, left, strict=True)]
-    examples = [[one for one, length in row for _ in range(length)] for row in parts]
-    positions = [[place for _, length in row for place in range(length)] for row in parts]
+    parts = [
+        [*((row_example, lengths[row_example]) for row_example in row), (row[-1], free)]
+        for row, free in zip(rows, left, strict=True)
+    ]
+    examples = [[row_example for row_example, length in row for _ in range(length)] for row in parts]
+    positions = [[position for _, length in row for position in range(length)] for row in parts]
     real = torch.arange(room) < room - torch.tensor(left).unsqueeze(1)
     return PackedRows(torch.tensor(examples, device=device), torch.tensor(positions, device=device), real.to(device))
 
 
 def join_last_states(model: Any) -> None:
-    """Have a model's output words read states that lie together, where a model takes a view of the last positions.
+    """Make the output layer read contiguous states where a model takes a view of the last positions.
 
     torch 2.13 multiplies a frozen weight by such a view once for each row, in bfloat16 on a CPU without its fast
     kernels: 600 times the time, for 16 prompts and 12,000 words (in float32 4 times).
@@ -140,9 +143,11 @@ def join_last_states(model: Any) -> None:
 
 
 def _joined(head: nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(one if _lies_together(one) else one.clone(memory_format=torch.contiguous_format) for one in states)
+    return tuple(
+        state if _lies_together(state) else state.clone(memory_format=torch.contiguous_format) for state in states
+    )
 
 
 def _lies_together(x: Tensor) -> bool:
-    """`is_contiguous` takes no notice of the stride of a single row."""
+    """Return whether a tensor is contiguous; `is_contiguous` ignores the stride of a single row."""
     return x.dim() != 3 or x.stride(0) == x.shape[1] * x.stride(1)

@@ -49,8 +49,8 @@ ROLES: dict[str, tuple[str, ...]] = {
         r"(ff\.layer_2|\.ffn_output)",
     ),
 }
-"""Role -> how a module's path ends (BERT, RoBERTa, DistilBERT, DeBERTa, MPNet, T5, BART, LLaMA, GPT-2, NeoX, Phi and
-their kin). The first linears of a feed-forward block, which widen, are `ffn.in`; where it is gated there are two.
+"""Role -> ends of module paths (BERT, RoBERTa, DistilBERT, DeBERTa, MPNet, T5, BART, LLaMA, GPT-2, NeoX, Phi and
+similar models). The first linears of a feed-forward block, which widen, are `ffn.in`; where it is gated there are two.
 `attention.qkv`: linears of two or more of queries, keys and values, and both steps of a low-rank one (DeepSeek)."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -66,22 +66,22 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def without_role(model: nn.Module) -> list[str]:
-    """Linears in the layers of a model that no role reaches, `*` for each number: those under other names, and those
-    that are slices of one tensor (experts), which no adapter stands for."""
+    """Return the linears in a model's layers that no role covers, `*` for each number: those under other names, and
+    those that are slices of one tensor (experts), which adapters cannot replace."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     ends = [re.compile(f"{end}$") for group in GROUPS.values() for end in group]
-    found: set[str] = set()
+    paths: set[str] = set()
     for path, module in model.named_modules():
         if is_linear(module) and module is not head and not any(end.search(path) for end in ends):
-            found.add(path)
+            paths.add(path)
         elif not hasattr(module, "kernel_size"):
-            own = module.named_parameters(path, recurse=False)
-            found |= {name for name, parameter in own if parameter.dim() == 3 and min(parameter.shape) > 1}
-    return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in found if re.search(r"\.\d+\.", name)})
+            parameters = module.named_parameters(path, recurse=False)
+            paths |= {name for name, parameter in parameters if parameter.dim() == 3 and min(parameter.shape) > 1}
+    return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in paths if re.search(r"\.\d+\.", name)})
 
 
 def linear_names(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Paths of the linear layers that `targets` select.
+    """Return the paths of the linear layers that `targets` select.
 
     Args:
         targets: roles (`attention.query`, `ffn.in`, ...), all roles of a kind (`attention`, `ffn`), or regular
@@ -101,15 +101,15 @@ def matching(linears: Sequence[str], targets: Sequence[str]) -> list[str]:
     """
     chosen: set[str] = set()
     for target in targets:
-        found = {name for name in linears if any(re.search(f"{pattern}$", name) for pattern in _patterns(target))}
-        if not found:
+        matched = {name for name in linears if any(re.search(f"{pattern}$", name) for pattern in _patterns(target))}
+        if not matched:
             kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in linears})
             roles = ", ".join((*ROLES, *GROUPS))
             raise BackboneError(
                 f"target '{target}' matches no linear layer: expected a role ({roles}) or the end of one of "
                 f"{', '.join(kinds)}"
             )
-        chosen |= found
+        chosen |= matched
     return [name for name in linears if name in chosen]
 
 
@@ -138,19 +138,19 @@ def query_of(model: nn.Module, path: str) -> str:
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the path of every linear layer -> inputs and outputs."""
-    found = {}
+    shapes = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            found[name] = (module.in_features, module.out_features)
+            shapes[name] = (module.in_features, module.out_features)
         elif is_linear(module):
             inputs, outputs = module.weight.shape
-            found[name] = (int(inputs), int(outputs))
-    return found
+            shapes[name] = (int(inputs), int(outputs))
+    return shapes
 
 
-def _shared(one: str, other: str) -> list[str]:
+def _shared(path: str, other: str) -> list[str]:
     """Return the leading parts that two paths share."""
-    pairs = zip(one.split("."), other.split("."), strict=False)
+    pairs = zip(path.split("."), other.split("."), strict=False)
     return [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
@@ -164,8 +164,8 @@ def _patterns(target: str) -> tuple[str, ...]:
 
 def last_feed_forward(model: nn.Module) -> nn.Module | None:
     """Return the feed-forward block of a decoder's last layer, where it is a module of its own (in OPT it is none)."""
-    found = [module for path, module in model.named_modules() if path.endswith(".mlp")]
-    return found[-1] if found else None
+    blocks = [module for path, module in model.named_modules() if path.endswith(".mlp")]
+    return blocks[-1] if blocks else None
 
 
 def is_linear(module: nn.Module) -> bool:

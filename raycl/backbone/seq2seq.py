@@ -15,7 +15,7 @@ READS_SOURCE = re.compile(r"(EncDecAttention\.[kv]|(encoder_attn|cross_attn|cros
 
 
 class Seq2SeqBackbone(Backbone):
-    """Source into the encoder, target from the decoder."""
+    """A backbone with an encoder for the source and a decoder for the target."""
 
     def guesses(self, batch: Batch) -> Guesses:
         """Return every target token (end-of-sequence included), given the source and all before it."""
@@ -28,16 +28,16 @@ class Seq2SeqBackbone(Backbone):
         return Guesses(logits_MV, labels_BT[chosen_BT], chosen_BT.nonzero()[:, 0])
 
     def side(self, path: str) -> Side:
-        """Return the encoder and what the decoder makes of its states work on the source, all else on the target."""
+        """Return the source for the encoder and for the decoder's projections of its states, else the target."""
         return "source" if re.search(r"(^|\.)encoder\.", path) or READS_SOURCE.search(path) else "target"
 
     def real_tokens(self, batch: Batch) -> dict[Side, Tensor]:
-        """Source tokens, and the decoder's positions that have a target."""
+        """Return the source tokens, and the decoder's positions that have a target."""
         return {**super().real_tokens(batch), "target": (_labels(batch) != IGNORE) & (batch.weight > 0).unsqueeze(1)}
 
     def _encode(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        found: Tensor = self.model.get_encoder()(input_ids=ids_BL, attention_mask=mask_BL).last_hidden_state
-        return found
+        states: Tensor = self.model.get_encoder()(input_ids=ids_BL, attention_mask=mask_BL).last_hidden_state
+        return states
 
     def generation_inputs(self, batch: Batch) -> GenerationInputs:
         """Return the source for the encoder; an answer follows the decoder's start token."""

@@ -1,4 +1,4 @@
-"""Where learned adapters live: versioned, immutable, hash-checked, shared.
+"""The bank of learned adapters: versioned, immutable, hash-checked, shared.
 
 Does not depend on methods, models or mixtures: it stores `raycl.types.AdapterState` and gives it back.
 """

@@ -1,4 +1,4 @@
-"""Which snapshot of a bank is active: a log of decisions beside it, each created exclusively and never changed.
+"""The active snapshot of a bank: a log of decisions, each created exclusively and never changed.
 
 Replicas on any node, and after any restart, must agree, and a rollback must hold until the next decision although newer
 snapshots are there.
@@ -39,8 +39,8 @@ class Activation:
     """One decision.
 
     Attributes:
-        number: of the decision, ascending.
-        seen: newest move of the branch when it was taken: only later ones are news.
+        number: number of the decision, ascending.
+        seen: newest move of the branch at the time of the decision; only later moves are news.
     """
 
     number: int
@@ -50,7 +50,7 @@ class Activation:
 
     @property
     def rejection(self) -> str:
-        """Why the newest snapshot was not activated; "" where something else was decided."""
+        """The reason why the newest snapshot was not activated; "" for another decision."""
         return self.provenance["why"] if "rejected" in self.provenance else ""
 
 
@@ -67,20 +67,20 @@ class Activations:
         self._known: tuple[Activation, int, Stamp] | None = None
 
     def latest(self) -> Activation | None:
-        """Return the one that counts; None before the first.
+        """Return the decision that counts; None before the first.
 
         Raises:
             BankError: it is damaged or missing.
         """
         try:
-            found = self.records.stamps()
+            stamps = self.records.stamps()
         except DamagedError as error:
             raise BankError(f"{error}, or activate a snapshot again") from error
-        if not found:
+        if not stamps:
             return None
-        newest = max(found)
-        if self._known is None or self._known[1:] != (newest, found[newest]):
-            self._known = (self._read(newest), newest, found[newest])
+        newest = max(stamps)
+        if self._known is None or self._known[1:] != (newest, stamps[newest]):
+            self._known = (self._read(newest), newest, stamps[newest])
         return self._known[0]
 
     def all(self) -> Iterator[Activation | BankError]:
@@ -94,14 +94,14 @@ class Activations:
     def _read(self, number: int) -> Activation:
         file = self._file(number)
         try:
-            found = read_fields(self.bank.storage, file, FORMAT, _ACTIVATION)
+            record = read_fields(self.bank.storage, file, FORMAT, _ACTIVATION)
         except DamagedError as error:
             raise BankError(f"{error}, or activate a snapshot again") from error
         except FormatError as error:
             raise BankError(str(error)) from error
-        if found.number != number:
-            raise BankError(f"'{file}' holds decision {found.number}: it was moved; activate a snapshot again")
-        return found
+        if record.number != number:
+            raise BankError(f"'{file}' holds decision {record.number}: it was moved; activate a snapshot again")
+        return record
 
     def add(
         self, snapshot: int | Snapshot, why: str, seen: int | None = None, rejected: int | None = None
@@ -109,12 +109,12 @@ class Activations:
         """Decide for a snapshot of the bank.
 
         Args:
-            snapshot: its number, or what was just read under it.
-            seen: only later moves of the branch are news; None: the newest that is there.
-            rejected: the snapshot that is not activated, where that is the decision.
+            snapshot: its number, or the snapshot that was just read.
+            seen: only later moves of the branch are news; None: the newest existing move.
+            rejected: the snapshot that the decision does not activate.
 
         Raises:
-            BankError: the bank has no such snapshot, or decisions come faster than this one.
+            BankError: the bank has no such snapshot, or other decisions are always faster.
         """
         number = snapshot if isinstance(snapshot, int) else snapshot.number
         if isinstance(snapshot, int):
@@ -123,7 +123,7 @@ class Activations:
             provenance: Reason = {"why": why, "time": time.time()}
             if rejected is not None:
                 provenance["rejected"] = rejected
-            # the last record is not read: a damaged or lost one is followed, and so repaired, by this one
+            # the last record is not read: this one follows, and so repairs, a damaged or lost one
             newest = max(self.branch.numbers(), default=0) if seen is None else seen
             fresh = Activation(self.records.next_number(), number, newest, provenance)
             try:
@@ -138,15 +138,15 @@ class Activations:
 
 
 def followed(bank: Bank) -> list[str]:
-    """Branches for whose endpoints something was decided."""
+    """Return the branches that have decisions."""
     return numbered_folders(bank, FOLDER)
 
 
 def activated(bank: Bank) -> set[int]:
-    """Return snapshots that some endpoint answers from now.
+    """Return the snapshots that endpoints answer from now.
 
     Raises:
         BankError: a last decision is damaged.
     """
     latest = [Activations(bank, branch).latest() for branch in followed(bank)]
-    return {one.snapshot for one in latest if one is not None}
+    return {decision.snapshot for decision in latest if decision is not None}

@@ -43,10 +43,10 @@ from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
 NamedObject = tuple[str, ObjectInfo]
-"""What it is, for messages, and the object."""
+"""A description for messages, and the object."""
 
 RACES = 20
-"""Next free numbers to try before giving up: each failure means that another writer has published."""
+"""Attempts at the next free number; each failure means that another writer has published."""
 
 
 class ObjectReader(Protocol):
@@ -87,16 +87,16 @@ class Bank:
         """Store an adapter as a new version; the same tensors and provenance published again are the same version.
 
         Args:
-            extras: kind -> tensors that belong to the adapter and are no part of it (pseudo samples).
+            extras: kind -> tensors that belong to the adapter without being part of it (pseudo-samples).
             version: None: the next free one.
 
         Raises:
-            BankError: a name that is no plain file name, or the version is taken.
+            BankError: the name is no plain file name, or the version exists.
         """
         check_name(name)
         parts = pack(state.tensors())
         beside = {kind: self.put(tensors) for kind, tensors in (extras or {}).items()}
-        with self.storage.staging("objects", *parts) as write_as:  # goes on while the hash is worked out
+        with self.storage.staging("objects", *parts) as write_as:  # continues while the hash is computed
             layout: Layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in state.linears.items()}
             tensors = _object_info(parts)
             fields = {
@@ -119,11 +119,11 @@ class Bank:
         taken = self.versions(name)
         if version is not None:
             return self._publish(AdapterManifest(name=name, version=version, **fields))
-        for number in reversed(taken if known else taken[-1:]):  # tensors that are new are no older version's
-            with suppress(BankError):  # a damaged manifest is no reason not to publish
-                found = self.manifest(AdapterRef(name=name, version=number))
-                if found == AdapterManifest(name=name, version=number, **fields):
-                    return found
+        for number in reversed(taken if known else taken[-1:]):  # new tensors cannot be those of an older version
+            with suppress(BankError):  # a damaged manifest does not prevent publishing
+                manifest = self.manifest(AdapterRef(name=name, version=number))
+                if manifest == AdapterManifest(name=name, version=number, **fields):
+                    return manifest
         for number in range(taken[-1] + 1 if taken else 1, (taken[-1] if taken else 0) + 1 + RACES):
             try:
                 return self._publish(AdapterManifest(name=name, version=number, **fields))
@@ -140,7 +140,7 @@ class Bank:
                 f"{manifest.ref} was published by another writer; yours was not: publish again without a version to "
                 "get the next free one"
             ) from error
-        if not self.storage.exists(manifest.tensors.file):  # pruned between its writing and the manifest's
+        if not self.storage.exists(manifest.tensors.file):  # the object was pruned before the manifest was written
             raise BankError(f"the tensors of {manifest.ref} vanished while it was published: publish it again")
         return manifest
 
@@ -152,15 +152,15 @@ class Bank:
 
     def names(self) -> list[str]:
         """Return all adapters that have a version."""
-        found = (adapter_of(file) for file in self.storage.files("adapters"))
-        return sorted({ref.name for ref in found if ref is not None})
+        references = (adapter_of(file) for file in self.storage.files("adapters"))
+        return sorted({ref.name for ref in references if ref is not None})
 
     def versions(self, name: str) -> list[int]:
-        """Published versions of an adapter, ascending."""
+        """Return the published versions of an adapter, ascending."""
         return numbers(self.storage, f"adapters/{check_name(name)}")
 
     def manifest(self, ref: AdapterRef) -> AdapterManifest:
-        """Return what a version is.
+        """Return the manifest of a version.
 
         Raises:
             BankError: it does not exist, or its manifest is damaged.
@@ -175,10 +175,10 @@ class Bank:
         """Return an adapter's tensors, hash and shapes checked. On local disk they are views of the mapped file.
 
         Args:
-            layout: of a snapshot's entry (`Snapshot.layouts`).
+            layout: layout in a snapshot's entry (`Snapshot.layouts`).
 
         Raises:
-            BankError: damaged, or different from its manifest.
+            BankError: the adapter is damaged, or differs from its manifest.
         """
         return unpack_entry(self.read_object(entry.tensors, str(_ref(entry))), entry, layout)
 
@@ -186,16 +186,16 @@ class Bank:
         """Return the bytes of an object, whose hash is checked.
 
         Raises:
-            BankError: missing or damaged.
+        BankError: the object is missing or damaged.
         """
         try:
             data = _mapped(self.storage.path(info.file)) if self.storage.is_local else self.storage.read(info.file)
         except (OSError, StorageError) as error:
             raise BankError(f"the tensors of {what} are missing: {error}; publish it again") from error
-        found = hashlib.sha256(data).hexdigest()
-        if found != info.sha256:
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != info.sha256:
             raise BankError(
-                f"the tensors of {what} are damaged: SHA-256 is {found[:12]}, expected {info.sha256[:12]}: remove "
+                f"the tensors of {what} are damaged: SHA-256 is {digest[:12]}, expected {info.sha256[:12]}: remove "
                 f"'{info.file}' and publish it again"
             )
         return data
@@ -205,7 +205,7 @@ class Bank:
         return [self.read_object(info, what) for what, info in wanted]
 
     def put(self, tensors: Mapping[str, Tensor]) -> ObjectInfo:
-        """Store tensors that belong to no adapter (a router's), under their hash."""
+        """Store tensors that belong to no adapter, such as a router's, under their hash."""
         parts = pack(tensors)
         with self.storage.staging("objects", *parts) as write_as:
             info = _object_info(parts)
@@ -225,10 +225,10 @@ class Bank:
         return True
 
     def get(self, info: ObjectInfo, what: str) -> dict[str, Tensor]:
-        """Read them back, hash checked.
+        """Return stored tensors after checking their hash.
 
         Raises:
-            BankError: missing or damaged.
+        BankError: the object is missing or damaged.
         """
         return views(self.read_object(info, what), what)
 
@@ -246,11 +246,11 @@ class Bank:
         again: bool = False,
         training: str | None = None,
     ) -> Snapshot:
-        """Return a new immutable snapshot; if the newest one has the same content and provenance, that one.
+        """Publish an immutable snapshot; returns the newest one if it has the same content and provenance.
 
         Args:
             adapters: manifests, or entries of an older snapshot with their layouts.
-            again: it may exist already, so that all older ones are compared and not the newest alone.
+            again: the snapshot may exist already, so that all older ones are compared and not only the newest.
             training: SHA-256 of its training state (`raycl.bank.training_state`).
 
         Raises:
@@ -287,7 +287,7 @@ class Bank:
         }
         taken = self.snapshots()
         for number in reversed(taken if again else taken[-1:]):
-            with suppress(BankError):  # a damaged record is no reason not to publish
+            with suppress(BankError):  # a damaged record does not prevent publishing
                 old = self.open(number)
                 if old.provenance == fields["provenance"] and old.same_content(Snapshot(number=1, **fields)):
                     return old
@@ -381,6 +381,6 @@ def _ref(entry: AdapterManifest | SnapshotAdapter) -> AdapterRef:
 
 def _mapped(path: str) -> Buffer:
     with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:  # cut to nothing: it has no pages to map
+        if not os.fstat(file.fileno()).st_size:  # an empty file has no pages to map
             return b""
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -6,7 +6,7 @@
 
 Each move is created exclusively and never changed: of two writers that saw the same head, one creates the next move,
 and the other gets an error (compare-and-swap without a lock). Writers move a branch forward only: its head is always an
-ancestor of what it moves to. Back, to a snapshot that it had before, it goes by `Branch.go_back` alone.
+ancestor of the new one. Only `Branch.go_back` moves it back to a snapshot that it had before.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FOLDER, MAIN = "branches", "main"
 FORMAT = 1
 NOT_SERVED = "not_served.json"
 DEPTH = 8
-"""Parts of a branch's name at most."""
+"""The most parts of a branch's name."""
 
 REMEDY = ", or delete the branch and promote its snapshot again"
 
 SHORTEST_HASH = 8
-"""Digits of a snapshot's hash that name it, at least."""
+"""The least digits of a snapshot's hash that name it."""
 
 WHOLE_HASH = 64
 
@@ -45,10 +45,10 @@ class Move:
     """One move of a branch.
 
     Attributes:
-        number: of the move, ascending; it is never used again, also after the branch was deleted.
-        snapshot: what the branch points at; None: it is deleted.
-        sha256: of the snapshot's record, "" if it is deleted.
-        why, time: for people; seconds since 1970.
+        number: number of the move, ascending; it is never used again, even after the branch was deleted.
+        snapshot: number of the branch's snapshot; None: the branch is deleted.
+        sha256: hash of the snapshot's record, "" if the branch is deleted.
+        why, time: reason, for people; time in seconds since 1970.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Move:
 
 @dataclass(frozen=True)
 class _StoredMove(Move):
-    """Its record."""
+    """The record of a move."""
 
     branch: str
 
@@ -70,7 +70,7 @@ _MOVE = TypeAdapter(_StoredMove)
 
 @dataclass(frozen=True)
 class _Reason:
-    """Why a bank stays empty."""
+    """The reason why a bank stays empty."""
 
     reason: str
 
@@ -82,7 +82,7 @@ def check_branch(name: str) -> str:
     """Return a branch's name: plain file names separated by slashes.
 
     Raises:
-        BankError: it is not, or it could be a snapshot's number.
+        BankError: the name is invalid, or could be a snapshot's number.
     """
     parts = name.split("/")
     fits = len(parts) <= DEPTH and all(NAME.fullmatch(part) and ".." not in part for part in parts)
@@ -102,7 +102,7 @@ def _branch_name(value: str) -> str:
 
 
 BranchName = Annotated[str, AfterValidator(_branch_name)]
-"""Of a setting."""
+"""The type of settings that name a branch."""
 
 
 class Branch:
@@ -125,13 +125,13 @@ class Branch:
             BankError: it is damaged or missing.
         """
         try:
-            found = self.records.stamps()
+            stamps = self.records.stamps()
         except DamagedError as error:
             raise BankError(f"{error}{REMEDY}") from error
-        if not found:
+        if not stamps:
             return None
-        newest = max(found)
-        return self._read(newest, found[newest])
+        newest = max(stamps)
+        return self._read(newest, stamps[newest])
 
     def _read(self, number: int, stamp: Stamp) -> Move:
         """Return a move; endpoints look at a branch twice a second, so what has not changed is not read again."""
@@ -149,31 +149,33 @@ class Branch:
         return None if last is None else last.snapshot
 
     def move(self, number: int) -> Move:
-        """Return a move.
+        """Return the move with a number.
 
         Raises:
             BankError: it is damaged.
         """
         file = f"{self.folder}/{numbered(number)}"
         try:
-            found = read_fields(self.bank.storage, file, FORMAT, _MOVE)
+            record = read_fields(self.bank.storage, file, FORMAT, _MOVE)
         except DamagedError as error:
             raise BankError(f"{error}{REMEDY}") from error
         except FormatError as error:
             raise BankError(str(error)) from error
-        if (found.branch, found.number) != (self.name, number):
-            raise BankError(f"'{file}' is move {found.number} of branch '{found.branch}': it was moved; restore a copy")
-        return Move(found.number, found.snapshot, found.sha256, found.why, found.time)
+        if (record.branch, record.number) != (self.name, number):
+            raise BankError(
+                f"'{file}' is move {record.number} of branch '{record.branch}': it was moved; restore a copy"
+            )
+        return Move(record.number, record.snapshot, record.sha256, record.why, record.time)
 
     def newest_first(self, after: int = 0) -> Iterator[int]:
         """Yield snapshots of the moves after number `after`, newest first, each once; damaged moves are passed over."""
         given: set[int] = set()
-        found = self.records.there()
-        for number in sorted(found, reverse=True):
+        stamps = self.records.there()
+        for number in sorted(stamps, reverse=True):
             if number <= after:
                 return
             try:
-                snapshot = self._read(number, found[number]).snapshot
+                snapshot = self._read(number, stamps[number]).snapshot
             except BankError:
                 continue
             if snapshot is None:
@@ -220,8 +222,7 @@ class Branch:
         return self._add(last.number, snapshot.number, snapshot.sha256, why, snapshot)
 
     def left(self, snapshot: int) -> int | None:
-        """Return the snapshot, or the nearest that it descends from, that the branch had and went back from; None: none
-        is."""
+        """Return the snapshot, or its nearest ancestor, that the branch had and went back from; None: there is none."""
         line, had = set(line_of(self.bank, self.name)), set(self.newest_first())
         number: int | None = snapshot
         while number is not None and number not in line and number not in had:
@@ -231,17 +232,17 @@ class Branch:
     def steps_back(self) -> list[tuple[int, Move]]:
         """Return each move that left a snapshot behind, oldest first, with that snapshot; damaged moves are passed
         over."""
-        found: list[tuple[int, Move]] = []
+        steps: list[tuple[int, Move]] = []
         before: int | None = None
         for number in self.numbers():
-            with suppress(BankError):  # also where a snapshot was pruned
+            with suppress(BankError):  # also if a snapshot was pruned
                 move = self.move(number)
                 left, before = before, move.snapshot
                 if left is None or before is None or left == before:
                     continue
                 if not is_ancestor(self.bank, left, self.bank.open(before)):
-                    found.append((left, move))
-        return found
+                    steps.append((left, move))
+        return steps
 
     def delete(self, why: str) -> Move:
         """Delete the branch, also one whose newest move is damaged; its snapshots stay until they are pruned.
@@ -265,7 +266,7 @@ class Branch:
             self.records.create(move.number, record)
         except AlreadyExistsError as error:
             head = self.head()
-            if new is not None and head == new.number:  # by another attempt of the same run
+            if new is not None and head == new.number:  # another attempt of the same run moved it
                 return self.move(move.number)
             raise self._moved(new, head) from error
         return move
@@ -313,8 +314,8 @@ def branch_names(bank: Bank) -> list[str]:
 
 def numbered_folders(bank: Bank, folder: str) -> list[str]:
     """Return names of branches that have records below a folder, deleted branches too."""
-    found = {branch_of(file, folder) for file in bank.storage.files(folder)}
-    return sorted(name for name in found if name is not None)
+    names = {branch_of(file, folder) for file in bank.storage.files(folder)}
+    return sorted(name for name in names if name is not None)
 
 
 def branch_of(file: str, folder: str) -> str | None:
@@ -335,7 +336,7 @@ def is_branch_name(name: str) -> bool:
 
 
 def explain_empty(bank: Bank, reason: str) -> None:
-    """Keep the reason why a run publishes no snapshot, for those who ask for one."""
+    """Store the reason why a run publishes no snapshot, for messages to users who ask for one."""
     bank.storage.write(NOT_SERVED, seal({"format": FORMAT, "reason": reason}))
 
 
@@ -370,7 +371,7 @@ def resolve(bank: Bank, reference: str) -> Snapshot:
     """Return the snapshot that a reference names: a branch, a number, or the first digits of a snapshot's hash.
 
     Raises:
-        BankError: it names none, or more than one.
+        BankError: the reference matches no snapshot, or several.
     """
     if reference.isdigit() and len(reference) < SHORTEST_HASH:
         return bank.open(int(reference))
@@ -379,10 +380,10 @@ def resolve(bank: Bank, reference: str) -> Snapshot:
     digits = reference.lower()
     if len(digits) >= SHORTEST_HASH and all(digit in "0123456789abcdef" for digit in digits):
         newest_first = map(bank.open, reversed(bank.snapshots()))
-        matches = (one for one in newest_first if one.sha256.startswith(digits))
-        found = list(itertools.islice(matches, 1 if len(digits) == WHOLE_HASH else 2))
-        if len(found) == 1:
-            return found[0]
+        matches = (snapshot for snapshot in newest_first if snapshot.sha256.startswith(digits))
+        matching = list(itertools.islice(matches, 1 if len(digits) == WHOLE_HASH else 2))
+        if len(matching) == 1:
+            return matching[0]
     names = ", ".join(branch_names(bank)[:20]) or "none yet"
     raise BankError(
         f"the bank '{bank.storage.uri}' has no '{reference}': expected a branch ({names}), a snapshot's number, or at "

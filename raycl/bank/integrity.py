@@ -16,10 +16,10 @@ MAX_OBJECTS, MAX_BYTES = 256, 256 * 2**20
 
 
 class IntegrityCheck:
-    """Which objects of a bank have been checked."""
+    """Checks objects of a bank and remembers those that it has checked."""
 
     def __init__(self, read: Callable[[Sequence[NamedObject]], None]) -> None:
-        """Nothing yet.
+        """Start without checked objects.
 
         Args:
             read: reads objects and checks their hashes; raises `BankError` for the first that is missing or damaged.
@@ -29,7 +29,7 @@ class IntegrityCheck:
 
     @staticmethod
     def of(bank: Bank) -> IntegrityCheck:
-        """Objects are read from the bank itself."""
+        """Return a check that reads objects from the bank itself."""
 
         def read(wanted: Sequence[NamedObject]) -> None:
             for what, info in wanted:
@@ -38,10 +38,10 @@ class IntegrityCheck:
         return IntegrityCheck(read)
 
     def check(self, snapshot: Snapshot) -> None:
-        """Read what is not known yet of the snapshot's adapters and router; pseudo-samples are not needed.
+        """Check the snapshot's adapters and router that were not checked yet; pseudo-samples are not needed.
 
         Raises:
-            BankError: something is missing or damaged.
+            BankError: an object is missing or damaged.
         """
         fresh = {info.sha256: (what, info) for what, info in objects_of(snapshot) if info.sha256 not in self._known}
         for group in in_groups(list(fresh.values()), MAX_BYTES, MAX_OBJECTS):
@@ -49,7 +49,7 @@ class IntegrityCheck:
             self._known |= {info.sha256 for _, info in group}
 
     def mark_checked(self, snapshot: Snapshot) -> None:
-        """Remember a snapshot's objects without reading them: they have been checked before."""
+        """Mark a snapshot's objects as checked without reading them."""
         self._known |= {info.sha256 for _, info in objects_of(snapshot)}
 
 
@@ -63,14 +63,14 @@ def objects_of(snapshot: Snapshot) -> list[NamedObject]:
 def in_groups(
     wanted: Sequence[NamedObject], max_bytes: int, max_objects: int | None = None
 ) -> Iterator[list[NamedObject]]:
-    """Neighbours that together are no more than that; a larger object is a group of its own."""
+    """Yield groups of neighbours within these limits; a larger object is a group of its own."""
     group: list[NamedObject] = []
     size = 0
-    for one in wanted:
-        if group and (len(group) == max_objects or size + one[1].bytes > max_bytes):
+    for named_object in wanted:
+        if group and (len(group) == max_objects or size + named_object[1].bytes > max_bytes):
             yield group
             group, size = [], 0
-        group.append(one)
-        size += one[1].bytes
+        group.append(named_object)
+        size += named_object[1].bytes
     if group:
         yield group

@@ -1,8 +1,8 @@
-"""Leases: which snapshots an unfinished run may continue from, so that pruning leaves them alone.
+"""Leases: the snapshots that an unfinished run may continue from, which pruning keeps.
 
     leases/<hash of the run's address>.json     written again at every checkpoint, deleted at the end of the run
 
-A run that ended without finishing leaves its lease behind; after `LEASE_S` it counts no longer.
+A run that ended without finishing leaves its lease behind, which expires after `LEASE_S`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from raycl.storage.records import read_fields, seal
 FOLDER = "leases"
 FORMAT = 1
 LEASE_S = 30 * 24 * 3600.0
-"""Age after which a lease counts no longer."""
+"""Age at which a lease expires."""
 
 _FILE = re.compile(r"leases/[0-9a-f]{16}\.json")
 
 
 @dataclass(frozen=True)
 class _Lease:
-    """Its record."""
+    """The record of a lease."""
 
     run: str
     snapshots: list[int]
@@ -38,12 +38,12 @@ _LEASE = TypeAdapter(_Lease)
 
 
 def hold_lease(storage: Storage, run: str, snapshots: Sequence[int]) -> None:
-    """The run may continue from these snapshots, and from no others."""
+    """Record that the run may continue from these snapshots, and from no others."""
     storage.write(_file(run), seal({"format": FORMAT, "run": run, "snapshots": sorted(set(snapshots))}))
 
 
 def release_lease(storage: Storage, run: str) -> None:
-    """The run is finished."""
+    """Delete the lease of a finished run."""
     if storage.exists(_file(run)):
         storage.delete(_file(run))
 
@@ -52,18 +52,18 @@ def leased(storage: Storage, max_age_s: float = LEASE_S) -> dict[int, str]:
     """Return snapshots that unfinished runs may continue from -> the run.
 
     Raises:
-        BankError: a lease is damaged, so what it protects is unknown.
+        BankError: a lease is damaged, so its snapshots are unknown.
     """
-    found: dict[int, str] = {}
+    runs: dict[int, str] = {}
     for lease in _leases(storage, max_age_s):
         if isinstance(lease, BankError):
             raise lease
-        found |= dict.fromkeys(lease.snapshots, lease.run)
-    return found
+        runs |= dict.fromkeys(lease.snapshots, lease.run)
+    return runs
 
 
 def lease_problems(storage: Storage) -> list[str]:
-    """One sentence for each lease that is damaged."""
+    """Return a sentence for each damaged lease."""
     return [str(lease) for lease in _leases(storage, LEASE_S) if isinstance(lease, BankError)]
 
 

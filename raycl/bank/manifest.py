@@ -1,4 +1,4 @@
-"""What is written about adapters and snapshots: small JSON, strict when read.
+"""Records of adapters and snapshots: small JSON, read strictly.
 
 objects/<2 hex>/<sha256>.safetensors     tensors, named by their content: written first, meaning nothing alone
 adapters/<name>/<version>.json           a manifest, created exclusively: with it the version is published
@@ -27,10 +27,10 @@ OBJECT = re.compile(r"objects/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors")
 
 
 def check_name(name: str) -> str:
-    """An adapter's name is a plain file name, in any script, so that it cannot leave the bank's folder.
+    """Check that an adapter's name is a plain file name, in any script, which cannot leave the bank's folder.
 
     Raises:
-        BankError: it is not.
+        BankError: the name is invalid.
     """
     if problem := problem_of(name, REFERENCE_SIGNS):
         raise BankError(f"{shown(name)} cannot name an adapter, {problem}")
@@ -120,7 +120,7 @@ class AdapterManifest(Section):
 
 
 class SnapshotAdapter(Section):
-    """An adapter of a snapshot, with all that is needed to fetch and check it without its manifest."""
+    """An adapter of a snapshot, with the fields to fetch and check it without its manifest."""
 
     name: Name
     version: int = Field(ge=1)
@@ -140,7 +140,7 @@ class SnapshotAdapter(Section):
 
 
 class TaskInfo(Section):
-    """A task as it was learned."""
+    """A learned task."""
 
     name: str
     labels: tuple[str, ...] | None = None
@@ -154,7 +154,7 @@ class TaskInfo(Section):
 
 
 class RouterInfo(Section):
-    """How adapters are chosen: kind, its settings, and its tensors by hash."""
+    """A router: kind, settings, and tensors by hash."""
 
     kind: str
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -163,7 +163,7 @@ class RouterInfo(Section):
 
 
 class Snapshot(Section):
-    """An immutable state of everything learned: what serving and evaluation start from."""
+    """An immutable state of everything learned, from which serving and evaluation start."""
 
     format: int = FORMAT
     number: int = Field(ge=1)
@@ -179,7 +179,7 @@ class Snapshot(Section):
 
     @model_validator(mode="after")
     def _parent_is_older(self) -> Self:
-        """So walks over parents end."""
+        """Refuse a parent that is not older, so that walks over parents end."""
         if self.parent is not None and self.parent >= self.number:
             raise ValueError(f"its parent is snapshot {self.parent}: expected one below {self.number}")
         return self
@@ -195,31 +195,33 @@ class Snapshot(Section):
         Raises:
             BankError: there is none.
         """
-        for found in self.adapters:
-            if found.name == name:
-                return found
+        for entry in self.adapters:
+            if entry.name == name:
+                return entry
         names = ", ".join(adapter.name for adapter in self.adapters[:20]) or "none"
         raise BankError(f"snapshot {self.number} has no adapter '{name}': expected one of {names}")
 
     def token_limits(self, task: str = "") -> tuple[int | None, int | None]:
-        """Most tokens of a source and of a target of a task, as its run had them; None: no run made it.
+        """Return the token limits of a source and of a target of a task in its run; None: no run created the snapshot.
 
         Args:
-            task: none of its tasks: the most of any.
+            task: name of a task; for any other name the largest limits of any task.
         """
         stream = self.provenance.get("config", {}).get("stream", {})
         known = [info.name for info in self.tasks]
         names = [task] if task in known else known
 
         def most(key: str) -> int | None:
-            own = stream.get(f"{key}_by_task", {})
-            return max((own.get(name, stream[key]) for name in names), default=stream[key]) if key in stream else None
+            by_task = stream.get(f"{key}_by_task", {})
+            return (
+                max((by_task.get(name, stream[key]) for name in names), default=stream[key]) if key in stream else None
+            )
 
         return most("max_source_tokens"), most("max_target_tokens")
 
     @property
     def sha256(self) -> str:
-        """Hash of its record."""
+        """The hash of the record."""
         return hashlib.sha256(dump(self)).hexdigest()
 
     def same_content(self, other: Snapshot) -> bool:
@@ -237,12 +239,12 @@ def manifest_of(entry: SnapshotAdapter, snapshot: Snapshot) -> AdapterManifest:
 
 
 def manifest_file(name: str, version: int) -> str:
-    """`adapters/agnews/000001.json`."""
+    """Return the file name, such as `adapters/agnews/000001.json`."""
     return f"adapters/{check_name(name)}/{numbered(version)}"
 
 
 def snapshot_file(number: int) -> str:
-    """`snapshots/000001.json`."""
+    """Return the file name, such as `snapshots/000001.json`."""
     return f"snapshots/{numbered(number)}"
 
 
@@ -262,7 +264,7 @@ def adapter_of(file: str) -> AdapterRef | None:
 
 
 def dump(record: AdapterManifest | Snapshot) -> bytes:
-    """Canonical JSON that carries its own hash."""
+    """Return canonical JSON with its own hash."""
     return seal(record.model_dump(mode="json"))
 
 
@@ -270,7 +272,7 @@ def parse_manifest(data: bytes, file: str) -> AdapterManifest:
     """Read back what `dump` wrote.
 
     Raises:
-        BankError: not JSON, another format, changed since it was written, or in the wrong place.
+        BankError: the file is not JSON, has another format, was changed or moved.
     """
     record = _validated(AdapterManifest, _record(data, file), file)
     assert isinstance(record, AdapterManifest)
@@ -283,10 +285,10 @@ def parse_snapshot(data: bytes, file: str | None) -> Snapshot:
     """Read back what `dump` wrote.
 
     Args:
-        file: its place in the bank; None: a copy that lies elsewhere.
+        file: its name in the bank; None: a copy elsewhere.
 
     Raises:
-        BankError: as `parse_manifest`.
+        BankError: see `parse_manifest`.
     """
     name = file or "a copy of a snapshot"
     record = _validated(Snapshot, _record(data, name), name)

@@ -4,8 +4,8 @@ Training workers, trials, the gate, routers and model replicas read adapters, ro
 named actor, the cache actor, reads each file of tensors once, checks its hash and puts its bytes into the object store;
 readers get references and look at the shared memory itself. Objects die with their owner: when the cache actor or a
 node is lost, the actor restarts empty and fills again from the bank, and a reader whose references are lost retries.
-What was mapped before stays valid and unchanged. What a full object store does not take is read from the bank by every
-reader itself.
+Mapped objects stay valid and unchanged. Readers read objects that a full object store does not take from the bank
+themselves.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ T = TypeVar("T")
 log = logging.getLogger("raycl")
 
 FULL = (ObjectStoreFullError, OutOfDiskError)
-"""What Ray raises where an object finds no place: neither in shared memory nor, spilled, on the node's disk."""
+"""Ray's errors when an object fits neither in shared memory nor, spilled, on the node's disk."""
 
 PACK_BYTES, ALIGNMENT = 16 * 2**20, 64
 
 NAMESPACE = "raycl"
-"""Of the cache actors: detached, so that every job of the cluster finds the same one."""
+"""The namespace of the cache actors, which are detached, so that every job of the cluster finds the same one."""
 
 WAIT_S, LATER_S = 30.0, 1.0
-"""For objects to come to this node; after the first that did not, the others are not waited for so long."""
+"""Seconds to wait for objects on this node, and for further objects after the first that did not arrive."""
 
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Before each request to the cache actor: when it or its node was lost, it restarts within seconds."""
+"""Pauses before requests to the cache actor, which restarts within seconds when it or its node was lost."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where the bytes of an object are: in a pack, from `start` on."""
+    """The location of an object's bytes: in a pack, from `start` on."""
 
     pack: Any
     start: int
@@ -67,7 +67,7 @@ class Location:
 
 
 class CacheActor:
-    """What the actor does: objects in packs, each one object of Ray, the least recently used pack dropped when full.
+    """The cache actor: objects in packs, each an object of Ray; the least recently used pack is dropped when full.
 
     A pack holds objects that were requested together: thousands of small ones cost readers as little as a few.
     """
@@ -80,7 +80,7 @@ class CacheActor:
         self.checked: set[str] = set()
 
     def locate(self, wanted: Sequence[NamedObject], lost: Sequence[str] = ()) -> tuple[list[Any], list[Any]]:
-        """Packs, and for each (what it is, object) its pack's number, start and size; None: there is no room for it.
+        """Return packs, and for each object its pack's number, start and size; None: there is no room for it.
 
         Args:
             lost: hashes whose objects the reader found gone.
@@ -105,24 +105,24 @@ class CacheActor:
         Raises:
             BankError: missing or damaged in the bank.
         """
-        size, kept = self.held()[1], []
+        size, fitting = self.held()[1], []
         for what, info in wanted:
             if info.sha256 in self.checked:
                 continue
             if size + info.bytes <= self.capacity:
                 size += info.bytes
-                kept.append((what, info))
+                fitting.append((what, info))
             else:
                 self._read(what, info)
-        self._located(kept)
+        self._located(fitting)
 
     def _located(self, wanted: Sequence[NamedObject]) -> list[Location | None]:
         """Return the location of each; those that are not in the object store are read and packed."""
         fresh = {info.sha256: (what, info) for what, info in wanted if info.sha256 not in self.locations}
-        found = {info.sha256: self.locations.get(info.sha256) for _, info in wanted}
+        locations = {info.sha256: self.locations.get(info.sha256) for _, info in wanted}
         for group in in_groups(list(fresh.values()), min(PACK_BYTES, self.capacity // 2)):
-            found |= self._pack(group)
-        return [found[info.sha256] for _, info in wanted]
+            locations |= self._pack(group)
+        return [locations[info.sha256] for _, info in wanted]
 
     def _pack(self, group: Sequence[NamedObject]) -> dict[str, Location]:
         """Read objects into a new pack. Those before a damaged one are kept: they are not read again."""
@@ -196,15 +196,15 @@ class ObjectStoreCache:
     """A reader's view of a bank through the object store.
 
     Attributes:
-        bank: what it holds.
-        name: of the cache actor in `NAMESPACE`.
+        bank: the bank.
+        name: name of the cache actor in `NAMESPACE`.
     """
 
     def __init__(self, bank: Bank, capacity_mb: float | None = None, detached: bool = True) -> None:
         """Find the bank's cache actor, or start it.
 
         Args:
-            capacity_mb: of objects kept while unused; None: half of this cluster's object store. The
+            capacity_mb: limit of objects kept while unused; None: half of this cluster's object store. The
                 first reader decides.
             detached: a cache actor that is started here outlives this job; otherwise it ends with its job, and other
                 readers start another one.
@@ -251,10 +251,10 @@ class ObjectStoreCache:
         return _Mapped(snapshot, {entry.name: pair for entry, *pair in zip(entries, entries, buffers, strict=True)})
 
     def source(self, snapshot: Snapshot) -> Callable[[str], AdapterState]:
-        """Return the name of an adapter -> what it holds.
+        """Return a function from the name of an adapter to its state.
 
-        All adapters are requested at once when the first one is needed, if the cache can keep them: what it cannot
-        keep, every reader would read into memory of its own. Otherwise each is requested when it is needed.
+        All adapters are requested at once when the first one is needed, if the cache can keep them; otherwise every
+        reader would read them into memory of its own, so each is requested when it is needed.
         """
         names = [entry.name for entry in snapshot.adapters]
         at_once = sum(entry.tensors.bytes for entry in snapshot.adapters) <= self.capacity
@@ -289,19 +289,19 @@ class ObjectStoreCache:
             packs, locations = ray.get(self._actor.locate.remote(wanted, lost))
             local = self._local(packs)
             mapped = [memoryview(local[pack]) if pack in local else None for pack in packs]
-            found: list[Buffer] = []
+            buffers: list[Buffer] = []
             for location, (what, info) in zip(locations, wanted, strict=True):
                 number, start, size = location or (None, 0, 0)
                 pack = None if number is None else mapped[number]
-                found.append(self._unshared(what, info) if pack is None else pack[start : start + size])
-            return found
+                buffers.append(self._unshared(what, info) if pack is None else pack[start : start + size])
+            return buffers
 
         return self._with_retries(read, [info.sha256 for _, info in wanted])
 
     def _local(self, references: list[Any]) -> dict[Any, Buffer]:
-        """Objects that this node's object store has, or gets in time.
+        """Return the objects that this node's object store has, or gets in time.
 
-        A spilled object that finds no place again would be waited for without end.
+        The wait for a spilled object that does not fit again would never end.
         """
         if not references:
             return {}
@@ -329,7 +329,7 @@ class ObjectStoreCache:
         """Return the cache actor's answer, with retries while it or an object is lost.
 
         Args:
-            read: is given those of the `wanted` hashes whose objects were found gone.
+            read: called with those of the `wanted` hashes whose objects are gone.
         """
         if self._closed:
             raise BankError(f"the object-store cache of '{self.bank.storage.uri}' is closed: open it again")
@@ -341,7 +341,7 @@ class ObjectStoreCache:
             except ObjectLostError:
                 lost = wanted
             except ActorUnavailableError:
-                lost = []  # it is being restarted, and comes back empty
+                lost = []  # it is being restarted, and will be empty
             except RayTaskError as error:
                 if isinstance(error.cause, RayclError):
                     raise type(error.cause)(*error.cause.args) from None
@@ -362,13 +362,14 @@ class ObjectStoreCache:
         return int(count), int(size)
 
     def close(self) -> None:
-        """End the cache actor; other readers start another one. The bank is untouched, and what is mapped stays."""
+        """End the cache actor; other readers start another one. The bank is unchanged, and mapped objects stay
+        valid."""
         self._closed = True
         ray.kill(self._actor)
 
 
 def shared_readers() -> Callable[[Storage], ObjectStoreCache]:
-    """Opens readers of banks and runs, each once: a cache actor that is started so ends with what this returned."""
+    """Return a function that opens readers of banks and runs once each; cache actors that it starts end with it."""
 
     @cache
     def opened(address: str) -> ObjectStoreCache:

@@ -1,4 +1,4 @@
-"""What was removed from a bank on purpose: a record of each pruning, written before anything goes.
+"""Records of prunings of a bank, each written before anything is removed.
 
 A missing snapshot is a loss unless it was removed; only a record distinguishes the two.
 """
@@ -21,7 +21,7 @@ FORMAT = 1
 
 @dataclass
 class Removed:
-    """What the records explain.
+    """The removed objects that the records explain.
 
     Attributes:
         adapters: `name@version`. samples: files of stored samples.
@@ -36,7 +36,7 @@ class Removed:
 
 @dataclass(frozen=True)
 class _Removal:
-    """One record."""
+    """The record of a pruning."""
 
     number: int
     snapshots: list[int]
@@ -64,17 +64,17 @@ def record_removal(
 
 def removed_from(storage: Storage) -> Removed:
     """Return all that was removed so far."""
-    found = Removed()
+    removed = Removed()
     for number in numbers(storage, FOLDER):
         try:
             record = _read(storage, number)
         except BankError as error:
-            found.problems.append(str(error))
+            removed.problems.append(str(error))
             continue
-        found.snapshots.update(record.snapshots)
-        found.adapters.update(record.adapters)
-        found.samples.update(record.samples)
-    return found
+        removed.snapshots.update(record.snapshots)
+        removed.adapters.update(record.adapters)
+        removed.samples.update(record.samples)
+    return removed
 
 
 def _read(storage: Storage, number: int) -> _Removal:

@@ -11,7 +11,7 @@ ENCODER = "encoder"
 
 
 def put_router(bank: Bank, state: RouterState) -> tuple[RouterInfo, ModelInfo | None]:
-    """Store its tensors; its entry in a snapshot, and that of its encoder."""
+    """Store a router's tensors, and return its entry in a snapshot and that of its encoder."""
     tensors = bank.put(state.tensors) if state.tensors else None
     settings = state.settings if state.encoder is None else {**state.settings, ENCODER: state.encoder}
     router = RouterInfo(kind=state.kind, settings=settings, tensors=tensors, package=state.package)
@@ -21,10 +21,10 @@ def put_router(bank: Bank, state: RouterState) -> tuple[RouterInfo, ModelInfo | 
 
 
 def get_router(reader: ObjectReader, snapshot: Snapshot) -> RouterState:
-    """Back from a snapshot; its tensors are read-only.
+    """Return the router of a snapshot; its tensors are read-only.
 
     Raises:
-        BankError: its tensors are missing or damaged.
+        BankError: the router's tensors are missing or damaged.
     """
     router = snapshot.router
     settings = {key: value for key, value in router.settings.items() if key != ENCODER}

@@ -1,4 +1,4 @@
-"""Tensors of a state by name, in groups of those that are stored together as one object."""
+"""Tensors of a state by name, in groups that are stored together as one object."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TensorGroups(Mapping[str, Tensor]):
         return self.groups[group][inner]
 
     def __contains__(self, name: object) -> bool:
-        """Creates no tensor, unlike the default."""
+        """Check for a name without creating a tensor, unlike the default."""
         if not isinstance(name, str):
             return False
         group, inner = _place(name)
@@ -67,7 +67,7 @@ class TensorGroups(Mapping[str, Tensor]):
         return f"TensorGroups({list(self)})"
 
     def __or__(self, other: Mapping[str, Tensor]) -> TensorGroups:
-        """As of two dicts; groups that only one of them has stay what they are."""
+        """Merge as dicts do; groups that only one of them has stay unchanged."""
         mine, theirs = self.groups, TensorGroups.of(other).groups
         merged = {group: {**mine[group], **theirs[group]} for group in mine.keys() & theirs.keys()}
         return TensorGroups({**mine, **theirs, **merged})
@@ -77,22 +77,22 @@ class TensorGroups(Mapping[str, Tensor]):
         if start in self.groups:
             return self.groups[start]
         kind = start.partition("/")[0]
-        found = {}
+        tensors = {}
         for group, held in self.groups.items():
             for inner in held if group.startswith(kind) else ():
                 name = _name(group, inner)
                 if name.startswith(start):
-                    found[name.removeprefix(start)] = held[inner]
-        return found
+                    tensors[name.removeprefix(start)] = held[inner]
+        return tensors
 
     def select(self, keep: Callable[[str], bool]) -> TensorGroups:
         """Return the tensors whose names are kept; groups of which all are kept stay what they are."""
-        found: dict[str, Mapping[str, Tensor]] = {}
+        groups: dict[str, Mapping[str, Tensor]] = {}
         for group, held in self.groups.items():
-            inner = [one for one in held if keep(_name(group, one))]
+            inner = [name for name in held if keep(_name(group, name))]
             if inner:
-                found[group] = held if len(inner) == len(held) else {one: held[one] for one in inner}
-        return TensorGroups(found)
+                groups[group] = held if len(inner) == len(held) else {name: held[name] for name in inner}
+        return TensorGroups(groups)
 
 
 def _place(name: str) -> tuple[str, str]:

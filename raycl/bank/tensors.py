@@ -39,7 +39,7 @@ TensorInfo = tuple[torch.dtype, tuple[int, ...], int, int]
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64
-"""As torch has it."""
+"""The most dimensions of a tensor in torch."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -52,13 +52,15 @@ def pack(tensors: Mapping[str, Tensor]) -> list[Buffer]:
 def packed(
     tensors: Mapping[str, Tensor], fetch: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[Buffer]:
-    """Yield the same part by part: a tensor is fetched when it is its turn, so one at a time is in host memory.
+    """Yield the file part by part; each tensor is fetched in its turn, so that one at a time is in host memory.
 
     Args:
-        tensors: what tells dtypes and whole shapes, on any device. fetch: name -> the whole tensor with its values.
-        metadata: of the header.
+        tensors: give dtypes and full shapes, on any device. fetch: returns the full tensor of a name.
+        metadata: metadata of the header.
     """
-    largest_first = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # keeps every one aligned
+    largest_first = sorted(
+        tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)
+    )  # keeps every tensor aligned
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in largest_first:
@@ -83,7 +85,7 @@ def views(buffer: Buffer, what: str) -> dict[str, Tensor]:
         what: name for error messages.
 
     Raises:
-        BankError: it is not a whole safetensors file of dtypes that a bank holds.
+        BankError: it is not a complete safetensors file of dtypes that a bank holds.
     """
     memory = memoryview(buffer).cast("B")
     header, start = _opened(memory, what)
@@ -94,7 +96,7 @@ def views(buffer: Buffer, what: str) -> dict[str, Tensor]:
 class StoredTensors(Mapping[str, Tensor]):
     """The tensors of one object by name: each is created when it is looked up, as a view of the object's bytes.
 
-    Nothing of what is created is kept: a thousand adapters of which few are used cost no more than their names.
+    Created tensors are not kept: a thousand adapters of which few are used cost no more than their names.
 
     Attributes:
         info: the object.
@@ -115,7 +117,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return _flat(self._memory[self._start + first : self._start + last]).view(dtype).view(shape)
 
     def __contains__(self, name: object) -> bool:
-        """Creates no tensor, unlike the default."""
+        """Check for a name without creating a tensor, unlike the default."""
         return name in self._header.places
 
     def __iter__(self) -> Iterator[str]:
@@ -125,12 +127,12 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._header.places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, without creating it."""
+        """Return the shape of a tensor without creating it."""
         return self._header.places[name][1]
 
 
 class StoredAdapter(AdapterState):
-    """An adapter whose tensors are created each time they are looked at; see `StoredTensors`."""
+    """An adapter whose tensors are created at each access; see `StoredTensors`."""
 
     _tensors: StoredTensors
 
@@ -148,7 +150,7 @@ class StoredAdapter(AdapterState):
 
     @cached_property
     def prompt(self) -> Tensor | None:
-        """As in `AdapterState`; kept, because every forward pass looks at it."""
+        """See `AdapterState`; it is kept, because every forward pass reads it."""
         return self._tensors.get(PROMPT)
 
     @property
@@ -167,13 +169,13 @@ class StoredAdapter(AdapterState):
         return max((self._tensors.shape(name)[0] for name in self._tensors if name.endswith(A)), default=0)
 
     def tensors(self) -> StoredTensors:
-        """As they are stored."""
+        """Return the tensors by their stored names."""
         return self._tensors
 
 
 @dataclass(frozen=True)
 class _Header:
-    """What a file holds.
+    """The header of a file.
 
     Attributes:
     """
@@ -205,7 +207,7 @@ def _opened(memory: memoryview, what: str) -> tuple[_Header, int]:
 
 @dataclass(frozen=True)
 class _Block:
-    """Neighbouring tensors of one dtype: cut out with three calls, however many they are."""
+    """Neighbouring tensors of one dtype, which three calls cut out, however many they are."""
 
     dtype: torch.dtype
     first: int
@@ -241,9 +243,9 @@ def _header(header: bytes) -> _Header:
 
 def _blocks(places: Mapping[str, TensorInfo]) -> Iterator[_Block]:
     for dtype, group in itertools.groupby(places.items(), lambda item: item[1][0]):
-        names, found = zip(*group, strict=True)
-        shapes = tuple(shape for _, shape, _, _ in found)
-        yield _Block(dtype, found[0][2], found[-1][3], names, shapes, tuple(map(math.prod, shapes)))
+        names, infos = zip(*group, strict=True)
+        shapes = tuple(shape for _, shape, _, _ in infos)
+        yield _Block(dtype, infos[0][2], infos[-1][3], names, shapes, tuple(map(math.prod, shapes)))
 
 
 def _flat(memory: memoryview) -> Tensor:
@@ -268,10 +270,10 @@ def unpack(
     Raises:
         BankError: a tensor is missing, unexpected, or has another shape or dtype.
     """
-    found = views(buffer, what)
+    tensors = views(buffer, what)
     linears = {}
     for path, (inputs, outputs) in layout.items():
-        a, b = _take(found, path + A, what), _take(found, path + B, what)
+        a, b = _take(tensors, path + A, what), _take(tensors, path + B, what)
         if a.dim() != 2 or b.dim() != 2 or a.shape[1] != inputs or b.shape[0] != outputs or a.shape[0] != b.shape[1]:
             raise BankError(
                 f"{what}, '{path}': A {list(a.shape)} and B {list(b.shape)} are no LoRA of a linear from {inputs} to "
@@ -283,27 +285,27 @@ def unpack(
     state = AdapterState(
         linears,
         scale,
-        _shaped(found, PROMPT, prompt, what) if prompt is not None else None,
+        _shaped(tensors, PROMPT, prompt, what) if prompt is not None else None,
         labels,
-        _shaped(found, HEAD_WEIGHT, (len(labels), None), what) if labels else None,
-        _shaped(found, HEAD_BIAS, (len(labels),), what) if labels else None,
+        _shaped(tensors, HEAD_WEIGHT, (len(labels), None), what) if labels else None,
+        _shaped(tensors, HEAD_BIAS, (len(labels),), what) if labels else None,
         activation,
     )
     if state.rank != rank:
         raise BankError(f"{what} has rank {state.rank}, its manifest has {rank}")
-    if found:
-        raise BankError(f"{what} holds tensors that its manifest does not name: {', '.join(sorted(found)[:5])}")
+    if tensors:
+        raise BankError(f"{what} holds tensors that its manifest does not name: {', '.join(sorted(tensors)[:5])}")
     return state
 
 
-def _take(found: dict[str, Tensor], name: str, what: str) -> Tensor:
-    if name not in found:
+def _take(tensors: dict[str, Tensor], name: str, what: str) -> Tensor:
+    if name not in tensors:
         raise BankError(f"{what} lacks the tensor '{name}', which its manifest promises")
-    return found.pop(name)
+    return tensors.pop(name)
 
 
-def _shaped(found: dict[str, Tensor], name: str, shape: tuple[int | None, ...], what: str) -> Tensor:
-    tensor = _take(found, name, what)
+def _shaped(tensors: dict[str, Tensor], name: str, shape: tuple[int | None, ...], what: str) -> Tensor:
+    tensor = _take(tensors, name, what)
     fits = tensor.dim() == len(shape) and all(w is None or w == s for w, s in zip(shape, tensor.shape, strict=True))
     if not fits:
         wanted = [size if size is not None else "any" for size in shape]

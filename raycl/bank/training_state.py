@@ -1,8 +1,8 @@
-"""What training needs to continue from a snapshot, beyond what answering needs: values, and tensors by group.
+"""The state that training needs to continue from a snapshot, in addition to that of answering: values and tensors.
 
     states/<2 hex>/<sha256>.json     a record, named by its content: values, and the object of each group of tensors
 
-Tensors that are an adapter's or a router's are the same objects, stored once.
+Tensors of adapters and routers are stored once, as the same objects.
 """
 
 from __future__ import annotations
@@ -103,8 +103,7 @@ def get_state(bank: Bank, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str,
 
 
 def _without_removed(bank: Bank, objects: Mapping[str, ObjectInfo]) -> dict[str, ObjectInfo]:
-    """Without stored samples that were removed from the bank on purpose: a run that still has them must not put them
-    back."""
+    """Return groups without samples that were removed from the bank on purpose, which a run must not publish again."""
     removed = removed_from(bank.storage).samples
     return {group: info for group, info in objects.items() if info.file not in removed}
 
@@ -150,7 +149,7 @@ def _record(bank: Bank, snapshot: Snapshot) -> _Stored:
 
 
 def state_file(sha256: str) -> str:
-    """`states/ab/ab...json`."""
+    """Return the file name, such as `states/ab/ab...json`."""
     return f"states/{sha256[:2]}/{sha256}.json"
 
 

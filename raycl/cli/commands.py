@@ -28,7 +28,7 @@ class Command:
 
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""The exit status after Ctrl-C, as in shells."""
 
 COMMANDS = {
     "train": Command("raycl.cli.runs.train", "train a model on tasks that arrive one after another"),
@@ -49,14 +49,14 @@ COMMANDS = {
 
 
 OBJECTS = 100_000
-"""New objects between two collections of garbage: the libraries that a command imports make a million, and none."""
+"""New objects between two garbage collections; imported libraries create a million, none of them garbage."""
 
 
 def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run a command; returns the exit status.
 
     Args:
-        words: its arguments; None: those of this process. prog: name for messages; None: the file that was started.
+        words: arguments; None: those of this process. prog: name for messages; None: the file that was started.
     """
     gc.set_threshold(OBJECTS)
     try:
@@ -73,7 +73,7 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
 
 
 def _allowed(options: argparse.Namespace) -> AbstractContextManager[None]:
-    """Config files may read the environment variables that the command allows."""
+    """Let config files read the environment variables that the command allows."""
     names = vars(options).get("allow_env")
     if not names:
         return nullcontext()

@@ -27,47 +27,51 @@ if TYPE_CHECKING:
     from raycl.run.config import RunConfig
 
 LABELS_FILE = "labels.json"
-"""Label set beside the files of a task."""
+"""The file of a label set, next to the files of a task."""
 
 LISTED = 12
-"""Labels that are listed."""
+"""The number of labels that are listed."""
 
 SHOWN = 60
-"""Tokens of a prompt or a target that are listed."""
+"""The number of tokens of a prompt or a target that are listed."""
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument(
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    argument_parser.add_argument(
         "action",
         choices=("check", "labels"),
         help="check: describe data and list what is probably wrong; labels: write the answers of train as label set",
     )
-    found.add_argument(
+    argument_parser.add_argument(
         "words",
         nargs="*",
         metavar="PATH key.path=value",
         help="folder, file or hf:// name; settings of the task (columns.text, labels, format, config, splits.test, "
         "...) and of the run (backbone.name, stream.max_source_tokens, ...)",
     )
-    found.add_argument("--config", metavar="FILE", help="check the tasks of this run's config")
-    add_allow_env(found)
-    found.add_argument("--examples", type=int, default=5, metavar="N", help="examples of each task (default: 5)")
-    found.add_argument("--json", metavar="FILE", help="also write everything here")
-    return found
+    argument_parser.add_argument("--config", metavar="FILE", help="check the tasks of this run's config")
+    add_allow_env(argument_parser)
+    argument_parser.add_argument(
+        "--examples", type=int, default=5, metavar="N", help="examples of each task (default: 5)"
+    )
+    argument_parser.add_argument("--json", metavar="FILE", help="also write everything here")
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
     """Return the parsed command line."""
-    found = parser(prog)
-    options = found.parse_intermixed_args(words)
+    argument_parser = parser(prog)
+    options = argument_parser.parse_intermixed_args(words)
     options.paths = [word for word in options.words if _is_path(word)]
     options.overrides = [word for word in options.words if word not in options.paths]
     if len(options.paths) > 1 or bool(options.paths) == bool(options.config):
-        found.error("expected one PATH, or --config FILE")
+        argument_parser.error("expected one PATH, or --config FILE")
     if options.action == "labels" and not options.paths:
-        found.error("labels are those of one task: expected its PATH")
+        argument_parser.error("labels are those of one task: expected its PATH")
     return options
 
 
@@ -80,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     """Describe each task, or write a label set; status 1 if a run could not start with the data."""
     logger = logging.getLogger("raycl.data.prepare")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # what is cut is in the table
+    logger.setLevel(logging.ERROR)  # the table shows what is cut
     try:
         return _check(options) if options.action == "check" else _write_labels(options)
     finally:
@@ -96,21 +100,23 @@ def _check(options: argparse.Namespace) -> int:
     from raycl.data.stream import open_stream
 
     codec = load_codec(config.backbone, *config.stream.token_limits)
-    load_skeleton(config.backbone, codec)  # whose positions and vocabulary the texts must fit
+    load_skeleton(config.backbone, codec)  # the texts must fit its positions and vocabulary
     stream = open_stream(config.stream.model_copy(update={"on_bad_row": "skip"}), config.seed)
     tasks = [*stream.tasks, *stream.unseen]
-    found = []
+    checks = []
     for task in tasks:
-        one = check_task(stream, task, codec, config.seed, options.examples)
-        if one.unusable and not one.problem and config.stream.on_bad_row == "refuse":
-            rows = counted(one.unusable, "row")
-            one.problem = f"a run stops at {rows} that cannot be used: correct them, or set stream.on_bad_row=skip"
-        _print(one, config, len(options.paths) == 1)
-        found.append(one)
+        check = check_task(stream, task, codec, config.seed, options.examples)
+        if check.unusable and not check.problem and config.stream.on_bad_row == "refuse":
+            rows = counted(check.unusable, "row")
+            check.problem = f"a run stops at {rows} that cannot be used: correct them, or set stream.on_bad_row=skip"
+        _print(check, config, len(options.paths) == 1)
+        checks.append(check)
     if options.json:
-        Path(options.json).write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
+        Path(options.json).write_text(
+            json.dumps([asdict(check) for check in checks], indent=1) + "\n", encoding="utf-8"
+        )
         echo(f"wrote {options.json}")
-    return int(any(one.problem for one in found))
+    return int(any(check.problem for check in checks))
 
 
 def _write_labels(options: argparse.Namespace) -> int:
@@ -124,7 +130,7 @@ def _write_labels(options: argparse.Namespace) -> int:
     raw = stream.source(task, "train")
     assert raw is not None, "a task that is opened has train rows"
     names = raw.open().values("references", range(raw.count))
-    labels = sorted({name for one in names for name in one if name.strip()})
+    labels = sorted({name for label in names for name in label if name.strip()})
     (path,) = options.paths
     file = Path(path) / LABELS_FILE
     if not Path(path).is_dir():
@@ -164,7 +170,7 @@ def _spec(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, A
     return {**spec, **configs.load_tree(None, overrides)}
 
 
-def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
+def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:
     from rich import box
     from rich.console import Group
     from rich.padding import Padding
@@ -173,8 +179,8 @@ def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
 
     from raycl.operations.report.tables import render
 
-    labels = f", {len(one.labels)} labels" if one.labels is not None else ""
-    blocks: list[RenderableType] = [Text(f"{one.name}: {one.kind}{labels}, metric {one.metric}")]
+    labels = f", {len(check.labels)} labels" if check.labels is not None else ""
+    blocks: list[RenderableType] = [Text(f"{check.name}: {check.kind}{labels}, metric {check.metric}")]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     headings = (
         "split",
@@ -190,7 +196,7 @@ def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
     )
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left")
-    for name, split in one.splits.items():
+    for name, split in check.splits.items():
         lengths = split.sources
         counts = (split.rows, split.left_out, split.unlabelled, split.repeated)
         tokens = (
@@ -201,27 +207,27 @@ def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
         answers = f"{split.answers:,}"
         table.add_row(name, *(f"{count:,}" for count in counts), *tokens, answers)
     blocks.append(table)
-    for name, split in one.splits.items():
+    for name, split in check.splits.items():
         if split.labels and name != "dev":
             blocks.append(Text(f"labels of {name}: {_counts(split.labels)}"))
-    if one.examples:
-        limits = "{} and {} tokens".format(*config.stream.limits_of(one.name))
+    if check.examples:
+        limits = "{} and {} tokens".format(*config.stream.limits_of(check.name))
         blocks.append(Text(f"\nas {config.backbone.name} reads it, with prompt and special tokens, up to {limits}:"))
-    for example in one.examples:
+    for example in check.examples:
         lines = [f"row {example.row}: {example.source}", *_tokens(example.source_tokens)]
         lines += [f"     -> {example.target}", *_tokens(example.target_tokens)]
         blocks.append(Padding(Text("\n".join(lines)), (0, 0, 0, 2)))
-    blocks += [Text(f"read: {note}") for note in one.notes]
-    if one.mistakes:
-        blocks.append(_mistakes(one))
-    if one.problem:
-        blocks.append(Text(f"error: {one.problem}"))
-    elif not one.mistakes:
+    blocks += [Text(f"read: {note}") for note in check.notes]
+    if check.mistakes:
+        blocks.append(_mistakes(check))
+    if check.problem:
+        blocks.append(Text(f"error: {check.problem}"))
+    elif not check.mistakes:
         blocks.append(Text("nothing to warn of"))
     echo(render(Group(*blocks)))
 
 
-def _mistakes(one: TaskCheck) -> RenderableType:
+def _mistakes(check: TaskCheck) -> RenderableType:
     """Return what is probably wrong, how often, and what mends it."""
     from rich import box
     from rich.table import Table
@@ -229,8 +235,8 @@ def _mistakes(one: TaskCheck) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(("probably wrong", "count", "what mends it", "which")):
         table.add_column(heading, justify="right" if number == 1 else "left")
-    for found in one.mistakes:
-        table.add_row(found.kind, f"{found.count:,}", found.mend, found.which)
+    for mistake in check.mistakes:
+        table.add_row(mistake.kind, f"{mistake.count:,}", mistake.mend, mistake.which)
     return table
 
 

@@ -10,9 +10,9 @@ import raycl
 FOLDER = Path(raycl.__file__).parent / "files"
 
 
-def add_allow_env(found: argparse.ArgumentParser) -> None:
-    """The option of commands that read a config file."""
-    found.add_argument(
+def add_allow_env(argument_parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that read a config file."""
+    argument_parser.add_argument(
         "--allow-env",
         metavar="NAME",
         action="append",
@@ -22,13 +22,13 @@ def add_allow_env(found: argparse.ArgumentParser) -> None:
 
 
 def local_or_installed(name: str) -> str:
-    """`name` if there is such a file, else raycl's own of that name, such as `sweeps/seeds.yaml`.
+    """Return `name` if there is such a file, else raycl's file of that name, such as `sweeps/seeds.yaml`.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: neither exists.
     """
-    from raycl.config import require_file  # brings pydantic and OmegaConf, which --help needs not
+    from raycl.config import require_file  # imports pydantic and OmegaConf, which --help does not need
 
-    own = FOLDER / name
-    takes_own = not Path(name).exists() and own.is_file() and not Path(name).is_absolute()
-    return str(own) if takes_own else require_file(name)
+    installed = FOLDER / name
+    takes_own = not Path(name).exists() and installed.is_file() and not Path(name).is_absolute()
+    return str(installed) if takes_own else require_file(name)

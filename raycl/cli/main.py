@@ -27,10 +27,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Parser of what stands before a command."""
+    """Return the parser of options before a command."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  {name:{width}}{command.summary}" for name, command in COMMANDS.items()]
-    found = argparse.ArgumentParser(
+    argument_parser = argparse.ArgumentParser(
         prog="raycl",
         usage="raycl [-h] [--version] [--completion SHELL] COMMAND ...",
         description="Continual learning of language models on Ray: train on tasks that arrive one after another, "
@@ -38,23 +38,23 @@ def parser() -> argparse.ArgumentParser:
         epilog="\n".join(["commands:", *lines, "", "raycl COMMAND --help describes a command."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--version", action="version", version=f"raycl {__version__}")
-    found.add_argument(
+    argument_parser.add_argument("--version", action="version", version=f"raycl {__version__}")
+    argument_parser.add_argument(
         "--completion", choices=SHELLS, metavar="SHELL", help=f"print a completion script for {', '.join(SHELLS)}"
     )
-    found.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
-    return found
+    argument_parser.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
+    return argument_parser
 
 
 def completion(shell: str) -> str:
     """Return a script that completes commands, options and files in a shell."""
     import shtab
 
-    whole = argparse.ArgumentParser(prog="raycl")
-    names = whole.add_subparsers()
+    argument_parser = argparse.ArgumentParser(prog="raycl")
+    names = argument_parser.add_subparsers()
     for name, command in COMMANDS.items():
         names.add_parser(name, help=command.summary, parents=[load(name).parser(f"raycl {name}")], add_help=False)
-    return str(shtab.complete(whole, shell))
+    return str(shtab.complete(argument_parser, shell))
 
 
 if __name__ == "__main__":

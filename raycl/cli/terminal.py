@@ -1,4 +1,4 @@
-"""What commands print: texts as they are, but for characters that a terminal obeys."""
+"""Output of commands: unchanged texts, except for characters that a terminal obeys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raycl.errors import printable
 
 
 def echo(text: object = "", **options: Any) -> None:
-    """Print; `options` are those of `print`."""
+    """Print texts; `options` are those of `print`."""
     print(printable(str(text)), **options)
 
 

@@ -2,7 +2,7 @@
 
 In batches of fixed rows every row waits for the longest answer, and a test set of labels has few long ones. Here rows
 leave at the end of their answers and the next prompts, of other tasks too, take their places. Prompts are read a few at
-a time, which need little padding; what all rows of a task begin with is read once where their mixture is the same
+a time, which need little padding; the common beginning of a task's rows is read once where their mixture is the same
 (`raycl.generation.shared_prompt`).
 """
 
@@ -27,7 +27,7 @@ Activate = Callable[[Mixture | None], AbstractContextManager[None]]
 """Activates the mixture of some rows."""
 
 READ_ROWS = 16
-"""Prompts that are read together at least: of 4, 8, 16 and 40, 16 took the least time on a CPU."""
+"""The least prompts that are read together; of 4, 8, 16 and 40, 16 took the least time on a CPU."""
 
 RELATIVE = ("longt5", "mt5", "t5", "umt5")
 """Encoder-decoder models whose decoder counts positions from the newest one, so rows of unlike length fit together."""
@@ -40,16 +40,16 @@ HARMLESS = frozenset(
         *("output_hidden_states", "return_dict_in_generate", "transformers_version", "_from_model_config"),
     )
 )
-"""Settings of `generate` that do not change what is the most likely token."""
+"""Settings of `generate` that do not change the most likely token."""
 
 
 def rows_read_together(max_rows: int) -> int:
-    """Return prompts of one pass, where so many rows are decoded together."""
+    """Return the number of prompts of one pass, where this many rows are decoded together."""
     return max(1, min(max_rows, max(READ_ROWS, max_rows // 4)))
 
 
 def answers_continuously(backbone: Backbone) -> bool:
-    """Return whether `AnswerBatch` gives what `generate` would, with the model's own generation settings.
+    """Return whether `AnswerBatch` gives the answers of `generate`, with the model's own generation settings.
 
     Where workers share the weights they must run equally many passes, and here each decodes at its own pace.
     """
@@ -67,8 +67,8 @@ class Prompts(NamedTuple):
     """Rows that are read together, all of one task.
 
     Attributes:
-        task: its name. batch: real rows only. mixture: of the rows; None: none is active.
-        max_tokens: of an answer.
+        task: name of the task. batch: real rows only. mixture: mixture of the rows; None: none is active.
+        max_tokens: most tokens of an answer.
         start: ids that every row begins with, which may be read once.
         allowed: ids of the only answers; (): all.
     """
@@ -110,7 +110,7 @@ class AnswerBatch:
         """Start empty.
 
         Args:
-            max_rows: decoded together.
+            max_rows: most rows that are decoded together.
         """
         self._backbone, self._activate = backbone, activate
         self._max_rows = max_rows
@@ -136,10 +136,10 @@ class AnswerBatch:
             while is_more or self._rows:
                 while is_more and len(self._rows) + self.read_rows <= self._max_rows:
                     self._deactivate()
-                    found = next(source, None)
-                    is_more = found is not None
-                    if found is not None:
-                        self._join(found)
+                    next_prompts = next(source, None)
+                    is_more = next_prompts is not None
+                    if next_prompts is not None:
+                        self._join(next_prompts)
                 yield from self._step()
         finally:
             self._deactivate()
@@ -149,10 +149,10 @@ class AnswerBatch:
         state = self._read(prompts)
         self._state = state if self._state is None else self._state.joined(state)
         allowed = self._constraint(prompts.allowed)
-        for place, number in enumerate(prompts.batch.rows.tolist()):
+        for index, number in enumerate(prompts.batch.rows.tolist()):
             mixture = prompts.mixture
-            one = None if mixture is None else Mixture(mixture.names, mixture.weights[place : place + 1])
-            self._rows.append(_Row(prompts.task, number, prompts.max_tokens, one, allowed))
+            row_mixture = None if mixture is None else Mixture(mixture.names, mixture.weights[index : index + 1])
+            self._rows.append(_Row(prompts.task, number, prompts.max_tokens, row_mixture, allowed))
 
     def _read(self, prompts: Prompts) -> DynamicKVCache:
         batch, mixture = prompts.batch, prompts.mixture
@@ -161,10 +161,10 @@ class AnswerBatch:
         if not SharedPrompt.helps(self._backbone, prompts.start, mixture, len(batch)):
             with self._activate(mixture):
                 return dynamic_cache.begin(self._backbone, sources)
-        one = None if mixture is None else Mixture(mixture.names, mixture.weights[:1])
-        if self._start is None or not self._start.is_of(prompts.start, one):
-            with self._activate(one):
-                self._start = SharedPrompt(self._backbone, prompts.start, one)
+        row_mixture = None if mixture is None else Mixture(mixture.names, mixture.weights[:1])
+        if self._start is None or not self._start.is_of(prompts.start, row_mixture):
+            with self._activate(row_mixture):
+                self._start = SharedPrompt(self._backbone, prompts.start, row_mixture)
         with self._activate(mixture):
             return self._start.followed_by([ids[len(prompts.start) :] for ids in sources])
 
@@ -180,14 +180,14 @@ class AnswerBatch:
         tokens = self._next(self._state.logits)
         self.decoded += len(self._rows)
         going = []
-        for place, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
+        for index, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
             row.ids.append(token)
             if token not in self._ends and len(row.ids) < row.max_tokens:
-                going.append(place)
+                going.append(index)
         ended = self._keep(going)
         if self._state is not None:
             self._activate_rows()
-            chosen = torch.tensor([tokens[place] for place in going], device=self._backbone.device)
+            chosen = torch.tensor([tokens[index] for index in going], device=self._backbone.device)
             self._state = dynamic_cache.step(self._backbone, self._state, chosen)
             self.steps += 1
         texts = self._backbone.codec.decode([row.ids for row in ended]) if ended else []
@@ -196,11 +196,11 @@ class AnswerBatch:
 
     def _next(self, logits_BV: Tensor) -> list[int]:
         """Return the most likely token of each row, among those allowed."""
-        limited = [place for place, row in enumerate(self._rows) if row.allowed is not None]
+        limited = [index for index, row in enumerate(self._rows) if row.allowed is not None]
         if limited:
             barred_MV = torch.ones(len(limited), logits_BV.shape[1], dtype=torch.bool)
-            for number, place in enumerate(limited):
-                row = self._rows[place]
+            for number, index in enumerate(limited):
+                row = self._rows[index]
                 assert row.allowed is not None
                 barred_MV[number, row.allowed.after(row.ids)] = False
             logits_BV = logits_BV.clone()
@@ -213,14 +213,14 @@ class AnswerBatch:
         if len(going) == len(self._rows):
             return []
         self._deactivate()
-        kept = set(going)
-        ended = [row for place, row in enumerate(self._rows) if place not in kept]
-        self._rows = [self._rows[place] for place in going]
+        going_on = set(going)
+        ended = [row for index, row in enumerate(self._rows) if index not in going_on]
+        self._rows = [self._rows[index] for index in going]
         self._state = self._state.kept(going) if going and self._state is not None else None
         return ended
 
     def _activate_rows(self) -> None:
-        """The mixture of all rows is active from now on."""
+        """Activate the mixture of all rows."""
         if self._is_open:
             return
         mixtures = [row.mixture for row in self._rows if row.mixture is not None]
@@ -235,7 +235,7 @@ class AnswerBatch:
 
 def _end_ids(backbone: Backbone) -> frozenset[int]:
     """Return tokens that end an answer, as `generate` takes them."""
-    found = backbone.model.generation_config.eos_token_id if backbone.capabilities.separate_encoder else None
-    if found is None:
+    end_ids = backbone.model.generation_config.eos_token_id if backbone.capabilities.separate_encoder else None
+    if end_ids is None:
         return frozenset([backbone.codec.eos_id])
-    return frozenset(found if isinstance(found, list) else [int(found)])
+    return frozenset(end_ids if isinstance(end_ids, list) else [int(end_ids)])

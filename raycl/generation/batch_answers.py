@@ -19,7 +19,7 @@ from raycl.types import Batch
 
 @torch.no_grad()
 def predict(backbone: Backbone, batch: Batch, max_new_tokens: int) -> list[str]:
-    """One answer per example, without any task id; the mixture must be active.
+    """Return one answer per example, without any task id; the mixture must be active.
 
     Args:
         max_new_tokens: limit of a generated answer; unused by backbones that answer with labels.
@@ -44,7 +44,7 @@ def predict(backbone: Backbone, batch: Batch, max_new_tokens: int) -> list[str]:
 
 
 def _constraint(backbone: Backbone, inputs: GenerationInputs) -> dict[str, Callable[[int, Tensor], list[int]]]:
-    """Arguments that keep `generate` to the allowed labels, token by token; nothing if there are none."""
+    """Return arguments that restrict `generate` to the allowed labels, token by token; none if all are allowed."""
     if not backbone.allowed_labels:
         return {}
     answers, first = backbone.allowed_labels.values(), inputs.prompt_columns

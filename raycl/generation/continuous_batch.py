@@ -21,7 +21,7 @@ from raycl.generation.static_cache import StaticKVCache
 from raycl.types import Mixture
 
 PATIENCE_S = 1.0
-"""How long later texts may join before one whose adapters do not fit beside the active ones."""
+"""Seconds during which later texts may join before one whose adapters do not fit with the active ones."""
 
 OVERFLOW = "the model's outputs are not finite under this mixture: use weights closer to those of training"
 
@@ -43,11 +43,11 @@ class AdapterModel(Protocol):
         ...
 
     def activate(self, mixture: Mixture) -> AbstractContextManager[None]:
-        """The mixture is active inside."""
+        """Activate a mixture for the code inside."""
         ...
 
     def activate_static(self, mixture: Mixture, weights_SN: Tensor) -> AbstractContextManager[int]:
-        """Return the same at addresses that do not change while the number that it gives stays the same."""
+        """Activate a mixture at addresses that do not change while the returned number stays the same."""
         ...
 
     def pin(self, keys: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class AdapterModel(Protocol):
         ...
 
     def unpin(self, keys: Sequence[str]) -> None:
-        """Undo one `pin` of each."""
+        """Undo one `pin` of each adapter."""
         ...
 
 
@@ -64,7 +64,7 @@ class PreparedRequest(Generic[RequestT]):
     """A request whose mixture and prompt are known.
 
     Attributes:
-        sampling: that of the request, limited to the tokens that fit.
+        sampling: sampling of the request, limited to the tokens that fit.
     """
 
     request: RequestT
@@ -103,7 +103,7 @@ class ContinuousBatch(Generic[RequestT]):
 
         Args:
             send: called with every event.
-            static_cache: at fixed addresses (`raycl.generation.static_cache`).
+            static_cache: decode at fixed addresses (`raycl.generation.static_cache`).
         """
         self.model, self.max_rows = model, max_rows
         self._static = StaticKVCache(model.backbone, max_rows) if static_cache else None
@@ -120,17 +120,17 @@ class ContinuousBatch(Generic[RequestT]):
 
     @property
     def captures(self) -> int:
-        """Steps captured as CUDA graphs so far."""
+        """The number of steps captured as CUDA graphs so far."""
         return 0 if self._static is None else self._static.captures
 
     @property
     def requests(self) -> list[RequestT]:
-        """All that are not finished."""
+        """All requests that are not finished."""
         return [*(ready.request for ready in self.joining), *self.decoding]
 
     @property
     def decoding(self) -> list[RequestT]:
-        """Those that are decoded now."""
+        """The requests that are decoded now."""
         return [row.request for row in self._rows]
 
     def joined(self) -> list[PreparedRequest[RequestT]]:
@@ -138,25 +138,25 @@ class ContinuousBatch(Generic[RequestT]):
         room, now = self.max_rows - len(self._rows), time.perf_counter()
         fresh: list[PreparedRequest[RequestT]] = []
         left: list[PreparedRequest[RequestT]] = []
-        for one in self.joining:
+        for request in self.joining:
             beside = [*(row.mixture for row in self._rows), *(other.mixture for other in fresh)]
-            if len(fresh) < room and self.model.fit([*beside, one.mixture]):
-                fresh.append(one)
+            if len(fresh) < room and self.model.fit([*beside, request.mixture]):
+                fresh.append(request)
                 continue
-            left.append(one)
-            if now - one.request.began > PATIENCE_S:
+            left.append(request)
+            if now - request.request.began > PATIENCE_S:
                 room = 0
         self.joining = left
         return fresh
 
     def begin(self, ready: list[PreparedRequest[RequestT]]) -> list[PreparedRequest[RequestT]]:
-        """Read their prompts and add them to the batch.
+        """Read the prompts of requests and add them to the batch.
 
         Raises:
             RayclError: their adapters cannot be loaded; none of them is added.
         """
         self.deactivate()
-        codec, mixture = self.model.backbone.codec, Mixture.stacked([one.mixture for one in ready])
+        codec, mixture = self.model.backbone.codec, Mixture.stacked([request.mixture for request in ready])
         rows = []
         for one in ready:
             assert one.sampling is not None, "only texts are decoded"
@@ -165,7 +165,7 @@ class ContinuousBatch(Generic[RequestT]):
                 BatchRow(one.request, one.mixture, DecodedText(codec.tokenizer, codec.eos_id, one.sampling), draws)
             )
         with self.model.activate(mixture):
-            state = dynamic_cache.begin(self.model.backbone, [one.ids for one in ready])
+            state = dynamic_cache.begin(self.model.backbone, [request.ids for request in ready])
         before = self._state if self._static is None else self._static
         self._state = state if before is None else before.joined(state)
         self._rows += rows
@@ -174,7 +174,7 @@ class ContinuousBatch(Generic[RequestT]):
         return ready
 
     def step(self) -> None:
-        """One token for every row; finished rows are removed."""
+        """Decode one token for every row, and remove finished rows."""
         if self._state is None:
             return
         settings = [row.decoded.settings for row in self._rows]

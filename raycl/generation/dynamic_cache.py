@@ -28,7 +28,7 @@ Layers = list[tuple[Tensor, Tensor]]
 """Keys and values `[B, heads, T, width]` of each layer."""
 
 ADDED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers add what their feed-forward block gives of each position to that position, and end."""
+"""Model types whose layers end by adding the feed-forward block's output at each position to that position."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DynamicKVCache:
         return len(self.mask)
 
     def joined(self, other: DynamicKVCache) -> DynamicKVCache:
-        """Both together, this one's rows first."""
+        """Return both together, the rows of this cache first."""
         columns = max(self.mask.shape[1], other.mask.shape[1])
         mine, its = self._widened(columns), other._widened(columns)
         if mine.source_mask is None or its.source_mask is None:
@@ -81,7 +81,7 @@ class DynamicKVCache:
         return replace(self, mask=pad(self.mask, (gap, 0)), layers=layers)
 
     def kept(self, rows: Sequence[int]) -> DynamicKVCache:
-        """Only these rows; columns that were padding for all of them are dropped."""
+        """Return only these rows, without columns that are padding for all of them."""
         index = torch.tensor(list(rows), device=self.mask.device, dtype=torch.long)
         mask = self.mask[index]
         first = int(mask.any(0).int().argmax()) if len(rows) else 0
@@ -118,7 +118,7 @@ def begin(backbone: Backbone, sources: Sequence[Sequence[int]]) -> DynamicKVCach
 
 
 def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
-    """Decoder-only: the prompt is the beginning of the sequence."""
+    """Read the prompts of a decoder-only model, where they begin the sequence."""
     rows, mask = pad_left(*inputs.values())
     name = next(iter(inputs))
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -136,30 +136,30 @@ def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
 
 @torch.no_grad()
 def read_on(backbone: Backbone, layers: Layers, before: Tensor, ids: Tensor, mask: Tensor) -> DynamicKVCache:
-    """Decoder-only: sequences go on by several tokens each; the mixture of all must be open.
+    """Continue the sequences of a decoder-only model by several tokens; the mixture of all must be open.
 
     Args:
-        layers, before: caches and mask `[B, P]` of what was read. ids, mask: `[B, L]`, padded on the left.
+        layers, before: caches and mask `[B, P]` of the tokens so far. ids, mask: `[B, L]`, padded on the left.
     """
-    whole = torch.cat([before, mask], dim=1)
+    full_mask = torch.cat([before, mask], dim=1)
     with backbone.precision(), _ends_alone(backbone.model):
         out = backbone.model(
             input_ids=ids,
-            attention_mask=whole,
-            position_ids=(whole.cumsum(1) - 1).clamp(min=0)[:, before.shape[1] :],
+            attention_mask=full_mask,
+            position_ids=(full_mask.cumsum(1) - 1).clamp(min=0)[:, before.shape[1] :],
             past_key_values=_cache(layers),
             use_cache=True,
             logits_to_keep=1,
         )
-    return DynamicKVCache(out.logits[:, -1], whole, _layers(out.past_key_values))
+    return DynamicKVCache(out.logits[:, -1], full_mask, _layers(out.past_key_values))
 
 
 @contextmanager
 def _ends_alone(model: Any) -> Iterator[None]:
-    """The last layer's feed-forward block runs at the last position of each row alone.
+    """Run the last layer's feed-forward block only at the last position of each row.
 
-    Nothing reads what it gives elsewhere: the layer's keys and values are made before it, and logits are of the last
-    position. Its output is added to all positions of the residual stream, and is right at the last.
+    Nothing reads its output elsewhere: the layer's keys and values are computed before it, and logits at the last
+        position. Its output is added to all positions of the residual stream, and is right at the last.
     """
     block = last_feed_forward(model) if model.config.model_type in ADDED else None
     if block is None:
@@ -177,7 +177,7 @@ def _last_position(block: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor,
 
 
 def _encoded(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
-    """Encoder-decoder: the prompt is read by the encoder, the sequence begins with the start token."""
+    """Read prompts by the encoder of an encoder-decoder model; sequences begin with the start token."""
     model = backbone.model
     hidden = model.get_encoder()(**inputs).last_hidden_state
     start = model.generation_config.decoder_start_token_id
@@ -191,14 +191,14 @@ def _encoded(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
         past_key_values=cache,
         use_cache=True,
     )
-    found = out.past_key_values
-    layers, cross = _layers(found.self_attention_cache), _layers(found.cross_attention_cache)
+    caches = out.past_key_values
+    layers, cross = _layers(caches.self_attention_cache), _layers(caches.cross_attention_cache)
     return DynamicKVCache(out.logits[:, -1], torch.ones_like(ids), layers, inputs["attention_mask"], hidden, cross)
 
 
 @torch.no_grad()
 def step(backbone: Backbone, state: DynamicKVCache, next_B: Tensor) -> DynamicKVCache:
-    """One more token for every sequence; the mixture of all rows must be open.
+    """Advance every sequence by one token; the mixture of all rows must be open.
 
     Args:
         next_B: the token that each was given, int64.
@@ -229,7 +229,7 @@ def step(backbone: Backbone, state: DynamicKVCache, next_B: Tensor) -> DynamicKV
 
 
 def _cache(layers: Layers) -> DynamicCache:
-    """Return keys and values as they are: `DynamicCache.update` would copy them, and again when the next ones join."""
+    """Return a cache of keys and values without copies; `DynamicCache.update` would copy them twice."""
     cache = DynamicCache()
     for keys, values in layers:
         layer = DynamicLayer()

@@ -14,7 +14,7 @@ class Sampling:
     Attributes:
         as_trained: `max_tokens` is not the request's, so an answer is no longer than those of the task that it is from.
         temperature: 0 takes the most likely token. top_p: nucleus.
-        seed: of this answer's draws, which depend on nothing else.
+        seed: seed of this answer's draws, which depend on nothing else.
         stop: the answer ends before any of these.
     """
 
@@ -31,11 +31,11 @@ class ResponseMetadata:
     """How an answer was made.
 
     Attributes:
-        snapshot: number. weights: adapter -> weight of those that spoke.
+        snapshot: number of the snapshot. weights: active adapter -> weight.
         template: task whose prompt was put around the text, "" for none.
-        cut_tokens: of the prompt, to fit what the snapshot was trained on.
+        cut_tokens: tokens cut from the prompt to fit the snapshot's limits in training.
         ood_score: from 0 to 1, near 1 for a text unlike all learned tasks; None: not computed.
-        queue_ms, retrieval_ms: waiting, and choosing (encoder, search, weights; shared by those chosen for together).
+        queue_ms, retrieval_ms: time in the queue, and of routing (encoder, search, weights; shared by a routed batch).
     """
 
     snapshot: int
@@ -79,7 +79,7 @@ class LabelScores:
 
 @dataclass(frozen=True)
 class Failed:
-    """Nothing came of it."""
+    """The request failed."""
 
     error: Exception
 
@@ -93,10 +93,10 @@ class GenerationRequest:
 
     Attributes:
         send: takes events, from the thread that generates.
-        sampling: None: no text is generated.
+        sampling: how tokens are drawn; None: no text is generated.
         cancelled: set when the answer is no longer wanted.
         over: set with the last event.
-        began: when it was made, by `time.perf_counter`.
+        began: time of creation, by `time.perf_counter`.
     """
 
     text: str

@@ -1,6 +1,6 @@
-"""The mixture of texts by a router: of the texts themselves, or of what the backbone makes of their prompts.
+"""The mixture of texts by a router that reads the texts themselves, or the backbone's states of their prompts.
 
-Evaluation and serving route by the same lines.
+Evaluation and serving share this code.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def route_batch(
 ) -> Mixture:
     """Return the mixture of each text of a batch.
 
-    Other texts may be decoded under their mixture meanwhile, which must not reach what a router reads of prompts.
+    Other texts may be decoded under their mixture meanwhile, which must not affect the states that a router reads.
 
     Args:
-        batch: with its texts, for routers that read them.
-        tasks: of the texts where they are known.
+        batch: a batch, with its texts for routers that read them.
+        tasks: tasks of the texts where they are known.
 
     Raises:
         BankError: the router needs the tasks, or does not know one. RetrievalError: it is of another backbone.
@@ -31,5 +31,5 @@ def route_batch(
         return router.route(batch.texts or ("",) * len(batch), tasks)
     ids_BL, mask_BL, is_deep = batch.source_ids, batch.source_mask, "hidden_states" in router.needs
     with stack.mixture_aside():
-        found = backbone.hidden_states(ids_BL, mask_BL) if is_deep else backbone.embedded(ids_BL)
-    return router.route_embeddings(found, mask_BL, tasks)
+        embeddings = backbone.hidden_states(ids_BL, mask_BL) if is_deep else backbone.embedded(ids_BL)
+    return router.route_embeddings(embeddings, mask_BL, tasks)

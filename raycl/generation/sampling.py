@@ -11,10 +11,10 @@ from torch import Tensor
 from raycl.generation.requests import Sampling
 
 NOT_FINITE = -1
-"""Instead of a token, for a row whose logits are no numbers."""
+"""Returned instead of a token for a row whose logits are not finite."""
 
 COLDEST = 1e-4
-"""Temperatures below are this one: only the most likely token is left."""
+"""Lower temperatures are raised to this one, at which only the most likely token is left."""
 
 
 def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.Generator]) -> list[int]:
@@ -25,7 +25,7 @@ def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.
     """
     best_B, first_B = logits_BV.max(-1)
     tokens: list[int] = torch.where(torch.isfinite(best_B), first_B, NOT_FINITE).tolist()
-    drawn = [row for row, one in enumerate(settings) if one.temperature > 0 and tokens[row] != NOT_FINITE]
+    drawn = [row for row, setting in enumerate(settings) if setting.temperature > 0 and tokens[row] != NOT_FINITE]
     if not drawn:
         return tokens
     device = logits_BV.device
@@ -33,31 +33,31 @@ def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.
     heat_D1 = torch.tensor(heats, dtype=torch.float64, device=device)
     chances_DV = ((logits_BV[drawn] - best_B[drawn, None]).double() / heat_D1).softmax(-1)
     points_D1 = torch.stack([torch.rand(1, generator=draws[row], dtype=torch.float64) for row in drawn]).to(device)
-    whole = [place for place, row in enumerate(drawn) if settings[row].top_p >= 1]
-    part = [place for place, row in enumerate(drawn) if settings[row].top_p < 1]
-    if whole:
-        for place, token in zip(whole, _placed(chances_DV[whole], points_D1[whole]).tolist(), strict=True):
-            tokens[drawn[place]] = token
+    full = [index for index, row in enumerate(drawn) if settings[row].top_p >= 1]
+    part = [index for index, row in enumerate(drawn) if settings[row].top_p < 1]
+    if full:
+        for index, token in zip(full, _placed(chances_DV[full], points_D1[full]).tolist(), strict=True):
+            tokens[drawn[index]] = token
     if part:
-        nuclei = [[settings[drawn[place]].top_p] for place in part]  # in float32 the smallest would be 0
+        nuclei = [[settings[drawn[index]].top_p] for index in part]  # in float32 the smallest chances would be 0
         nucleus_D1 = torch.tensor(nuclei, dtype=torch.float64, device=device)
         sorted_DV, order_DV = chances_DV[part].sort(dim=-1, descending=True, stable=True)
         before_DV = sorted_DV.cumsum(-1) - sorted_DV
         kept_DV = sorted_DV.masked_fill(before_DV >= nucleus_D1, 0.0)
         found_D = order_DV.gather(-1, _placed(kept_DV, points_D1[part])[:, None])[:, 0]
-        for place, token in zip(part, found_D.tolist(), strict=True):
-            tokens[drawn[place]] = token
+        for index, token in zip(part, found_D.tolist(), strict=True):
+            tokens[drawn[index]] = token
     return tokens
 
 
 def _placed(chances_DV: Tensor, points_D1: Tensor) -> Tensor:
-    """Where each point of [0, 1) falls when the row is laid out by its chances; never where a chance is 0."""
+    """Return the token at each point of [0, 1) when a row is laid out by its chances; never one whose chance is 0."""
     sums_DV = chances_DV.cumsum(-1)
     return (sums_DV <= points_D1 * sums_DV[:, -1:]).sum(-1)
 
 
 class DecodedText:
-    """One answer's tokens as text that may be sent on, without white space around it, as it was measured.
+    """An answer's tokens as text that may be sent, without white space around it, as it is scored.
 
     Attributes:
         ids: tokens so far. finish: why it ended, None while it goes on.
@@ -71,13 +71,13 @@ class DecodedText:
         self._sent = 0
 
     def push(self, token: int) -> str:
-        """Take a token; returns the text that can be sent now, maybe none."""
+        """Add a token, and return the text that can be sent now, which may be empty."""
         if token == self._eos:
             self.finish = "stop"
         else:
             self.ids.append(token)
         text: str = self._tokenizer.decode(self.ids, skip_special_tokens=True).lstrip()
-        ends = [place for stop in self.settings.stop if (place := text.find(stop)) >= 0]
+        ends = [position for stop in self.settings.stop if (position := text.find(stop)) >= 0]
         if ends:
             text, self.finish = text[: min(ends)], "stop"
         if self.finish is None and len(self.ids) >= self.settings.max_tokens:
@@ -88,17 +88,17 @@ class DecodedText:
         return piece
 
     def _withheld(self, text: str) -> int:
-        """Characters at the end that may still become something else.
+        """Return the number of characters at the end that may still change.
 
         Parts of a character, the start of a stop, and for tokenizers that tidy up what they decode (`it 's`) the last
         word with the space before it.
         """
         solid = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        kept = [len(text) - len(solid)]
+        lengths = [len(text) - len(solid)]
         if self._tidies:
-            kept.append(len(text) - max(0, solid.rstrip().rfind(" ")))
+            lengths.append(len(text) - max(0, solid.rstrip().rfind(" ")))
         for stop in self.settings.stop:
             longest = min(len(stop) - 1, len(solid))
             fits = (length for length in range(longest, 0, -1) if solid.endswith(stop[:length]))
-            kept.append(len(text) - len(solid) + next(fits, 0))
-        return max(kept)
+            lengths.append(len(text) - len(solid) + next(fits, 0))
+        return max(lengths)

@@ -21,22 +21,22 @@ LEAST_TOKENS = 8
 
 
 class SharedPrompt:
-    """A beginning that was read."""
+    """A common beginning and its keys and values."""
 
     def __init__(self, backbone: Backbone, start: Sequence[int], mixture: Mixture | None) -> None:
-        """Read it; its mixture of one row must be active.
+        """Read the beginning; its mixture of one row must be active.
 
         Args:
-            start: its ids with special tokens.
+            start: ids of the beginning with special tokens.
         """
         self._backbone, self._start, self._mixture = backbone, list(start), mixture
         self._state = begin(backbone, [self._start])
 
     @staticmethod
     def helps(backbone: Backbone, start: Sequence[int], mixture: Mixture | None, rows: int) -> bool:
-        """Return whether so many rows of this mixture can share a beginning, and it is worth it."""
+        """Return whether this many rows of the mixture can share a beginning, and it saves time."""
         if backbone.suffix is not None:
-            return False  # what stands behind a text is read together with it
+            return False  # a suffix is read together with its text
         if rows < 2 or len(start) < LEAST_TOKENS or not backbone.capabilities.one_sequence:
             return False
         if backbone.model.config.model_type not in MODELS:
@@ -44,7 +44,7 @@ class SharedPrompt:
         return mixture is None or bool((mixture.weights == mixture.weights[:1]).all())
 
     def is_of(self, start: Sequence[int], mixture: Mixture | None) -> bool:
-        """Return whether it is this beginning under this mixture of one row."""
+        """Return whether the beginning has these ids under this mixture of one row."""
         if mixture is None or self._mixture is None:
             return self._start == list(start) and mixture is self._mixture
         same = mixture.names == self._mixture.names and torch.equal(mixture.weights, self._mixture.weights)

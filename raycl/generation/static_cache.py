@@ -26,10 +26,10 @@ from raycl.generation.dynamic_cache import DynamicKVCache, attends_to_all
 log = logging.getLogger("raycl")
 
 COLUMNS = 256
-"""Of the first caches."""
+"""The number of columns of the first caches."""
 
 WARM_STEPS = 3
-"""Before a capture, as torch requires."""
+"""The number of steps before a capture, which torch requires."""
 
 MASKED = ("sdpa", "eager")
 """Attentions that take a mask of any shape."""
@@ -50,23 +50,23 @@ class StaticCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values `[B, heads, T, width]` of one layer; a row's next ones go to its own column.
 
     Attributes:
-        places: `[B]` these columns, shared by all layers.
+        positions: `[B]` these columns, shared by all layers.
     """
 
     is_compileable = True
 
-    def __init__(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         super().__init__()
-        self.keys, self.values, self.places = keys, values, places
+        self.keys, self.values, self.positions = keys, values, positions
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to make."""
+        """Do nothing, since the tensors exist."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[B, heads, 1, width]` of both, and give all."""
+        """Write `[B, heads, 1, width]` of both, and return all keys and values."""
         for held, fresh in ((self.keys, key_states), (self.values, value_states)):
-            index = self.places.view(-1, 1, 1, 1).expand(fresh.shape)
+            index = self.positions.view(-1, 1, 1, 1).expand(fresh.shape)
             held.scatter_(2, index, fresh.to(held.dtype))
         return self.keys, self.values
 
@@ -75,17 +75,17 @@ class StaticCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> int:
-        """Asked only where neither mask nor positions are given."""
+        """Return 0; the length is read only where neither mask nor positions are given."""
         return 0
 
     def get_max_length(self) -> int:
-        """T."""
+        """Return T."""
         return int(self.keys.shape[2])
 
 
 @cache
 def _side_stream() -> Any:
-    """One for all captures, since each stream keeps memory of its own."""
+    """Return the stream of all captures, since each stream keeps memory of its own."""
     make: Any = torch.cuda.Stream
     return make()
 
@@ -102,10 +102,10 @@ def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         with torch.cuda.stream(side):
             for _ in range(WARM_STEPS):
                 step()
-    finally:  # one that fails has begun on memory that the next uncaptured step uses
+    finally:  # a failed capture has used memory that the next uncaptured step uses
         torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    mode = "thread_local"  # what other threads do with the device meanwhile does not spoil the capture
+    mode = "thread_local"  # other threads may use the device during the capture
     with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode=mode):
         step()
     return graph
@@ -124,7 +124,7 @@ class StaticKVCache:
         """Allocate nothing yet.
 
         Args:
-            columns: of the first caches. graphs: steps are captured where there is a GPU.
+            columns: columns of the first caches. graphs: capture steps where there is a GPU.
         """
         self.backbone, self.rows, self.columns = backbone, rows, columns
         self.order: list[int] = []
@@ -133,7 +133,7 @@ class StaticKVCache:
         self._lengths = [0] * rows
         device = backbone.device
         self._ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self._places = torch.zeros(rows, dtype=torch.long, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.long, device=device)
         self._moves = torch.zeros(rows, dtype=torch.long, device=device)
         self._mask = self._closed(columns)
         self._layers: list[StaticCacheLayer] = []
@@ -147,12 +147,12 @@ class StaticKVCache:
 
     @property
     def logits(self) -> Tensor:
-        """`[n, V]` of each sequence's next token."""
+        """Logits `[n, V]` of each sequence's next token."""
         assert self._logits is not None, "there are no sequences"
         return self._logits[self._order_index]
 
     def joined(self, other: DynamicKVCache) -> StaticKVCache:
-        """These sequences too; there must be slots for them."""
+        """Add sequences; there must be slots for them."""
         free = [slot for slot in range(self.rows) if slot not in set(self.order)][: len(other)]
         assert len(free) == len(other), "more sequences than slots"
         lengths = other.mask.sum(1).tolist()
@@ -160,7 +160,7 @@ class StaticKVCache:
         assert self._logits is not None
         index, length_N = self._indexed(free), self._indexed(lengths)
         self._logits[index] = other.logits
-        self._places[index] = length_N
+        self._positions[index] = length_N
         self._moves[index] = 1
         open_NT = torch.arange(self.columns, device=length_N.device) < length_N[:, None]
         self._mask[index] = self._closed(self.columns)[:1].masked_fill(open_NT[:, None, None], 0.0)
@@ -168,7 +168,7 @@ class StaticKVCache:
         source_NW = (torch.arange(wide, device=length_N.device) - length_N[:, None]) % wide
         for layer, (keys, values) in zip(self._layers, other.layers, strict=True):
             for held, fresh in ((layer.keys, keys), (layer.values, values)):
-                held[index] = 0.0  # what was left there may not be finite, and 0 times that is not 0
+                held[index] = 0.0  # old values may not be finite, and 0 times them is not 0
                 held[index, :, :wide] = fresh.gather(2, source_NW[:, None, :, None].expand(fresh.shape))
         for slot, length in zip(free, lengths, strict=True):
             self._lengths[slot] = length
@@ -176,29 +176,29 @@ class StaticKVCache:
         return self
 
     def kept(self, rows: Sequence[int]) -> StaticKVCache:
-        """Only these sequences; the slots of the others are free."""
-        kept = [self.order[row] for row in rows]
-        gone = self._indexed([slot for slot in self.order if slot not in set(kept)])
-        self._places[gone] = 0
+        """Keep only these sequences, and free the slots of the others."""
+        slots = [self.order[row] for row in rows]
+        gone = self._indexed([slot for slot in self.order if slot not in set(slots)])
+        self._positions[gone] = 0
         self._moves[gone] = 0
         self._mask[gone] = torch.finfo(self._mask.dtype).min
-        self._mask[gone, :, :, 0] = 0.0  # attention to nothing at all is not a number
-        self._set_order(kept)
+        self._mask[gone, :, :, 0] = 0.0  # attention to no position is not a number
+        self._set_order(slots)
         return self
 
     def placed(self, rows_BN: Tensor) -> Tensor:
         """Return a row for each slot, 0 for empty ones, from a row for each sequence."""
-        found = rows_BN.new_zeros(self.rows, rows_BN.shape[1])
-        found[self.order] = rows_BN
-        return found
+        placed = rows_BN.new_zeros(self.rows, rows_BN.shape[1])
+        placed[self.order] = rows_BN
+        return placed
 
     @torch.no_grad()
     def step(self, next_B: Tensor, graph_key: Hashable = None) -> StaticKVCache:
-        """One more token for every sequence; the mixture of all slots must be open.
+        """Advance every sequence by one token; the mixture of all slots must be open.
 
         Args:
             next_B: the token that each was given, int64.
-            graph_key: what the addresses of the open mixture are known by: a captured step serves no other.
+            graph_key: identifies the addresses of the open mixture; a captured step serves no other.
         """
         self._ids[self._order_index, 0] = next_B
         if max(self._lengths[slot] for slot in self.order) >= self.columns:
@@ -206,7 +206,7 @@ class StaticKVCache:
         for slot in self.order:
             self._lengths[slot] += 1
         if self._captures and self._tried != (graph_key, self.columns):
-            self._tried, self._graph = (graph_key, self.columns), None  # the old one's memory is free before
+            self._tried, self._graph = (graph_key, self.columns), None  # frees the old graph's memory first
             self._graph = self._captured()
         if self._graph is None:
             self._forward()
@@ -215,22 +215,22 @@ class StaticKVCache:
         return self
 
     def _forward(self) -> None:
-        """The step itself: nothing in it may wait for the device or allocate what outlives it."""
+        """Run the step; it must not wait for the device or allocate memory that outlives it."""
         assert self._logits is not None
-        self._mask.scatter_(3, self._places.view(-1, 1, 1, 1), 0.0)
+        self._mask.scatter_(3, self._positions.view(-1, 1, 1, 1), 0.0)
         with self.backbone.precision():
             out = self.backbone.model(
                 input_ids=self._ids,
                 attention_mask=self._mask,
-                position_ids=self._places[:, None],
+                position_ids=self._positions[:, None],
                 past_key_values=Cache(layers=list(self._layers)),
                 use_cache=True,
             )
         self._logits.copy_(out.logits[:, -1])
-        self._places.add_(self._moves)
+        self._positions.add_(self._moves)
 
     def _captured(self) -> torch.cuda.CUDAGraph | None:
-        """None: there is too little memory now, or this model does what cannot be captured, now or later."""
+        """Capture a step; None: there is too little memory, or this model cannot be captured."""
         moves = self._moves.clone()
         self._moves.zero_()  # positions do not advance in warm-up steps, so what they write is overwritten
         try:
@@ -248,12 +248,14 @@ class StaticKVCache:
     # ---- room ------------------------------------------------------------------------------------------------
 
     def _reserve(self, example: DynamicKVCache, columns: int) -> None:
-        """Caches as the example's, with so many columns at least."""
+        """Allocate caches like the example's, with at least this many columns."""
         if self._logits is None:
             layers = []
             for keys, values in example.layers:
-                room = [one.new_zeros(self.rows, one.shape[1], self.columns, one.shape[3]) for one in (keys, values)]
-                layers.append(StaticCacheLayer(room[0], room[1], self._places))
+                room = [
+                    cache.new_zeros(self.rows, cache.shape[1], self.columns, cache.shape[3]) for cache in (keys, values)
+                ]
+                layers.append(StaticCacheLayer(room[0], room[1], self._positions))
             self._layers, self._logits = layers, example.logits.new_zeros(self.rows, example.logits.shape[1])
         while self.columns < columns:
             self._lengthen(2 * self.columns)
@@ -262,7 +264,7 @@ class StaticKVCache:
         """Allocate longer caches; captured graphs become invalid.
 
         Raises:
-            torch.OutOfMemoryError: all stay where they are.
+            torch.OutOfMemoryError: there is too little memory; the caches stay unchanged.
         """
         self._graph, self._tried = None, None
         gap = columns - self.columns
@@ -274,7 +276,7 @@ class StaticKVCache:
         self._mask, self.columns = mask, columns
 
     def _closed(self, columns: int) -> Tensor:
-        """Return `[B, 1, 1, T]` what is added to the scores of attention: the first column alone is attended to."""
+        """Return `[B, 1, 1, T]` to add to the scores of attention, under which only the first column is attended to."""
         dtype, device = self.backbone.dtype, self.backbone.device
         mask = torch.full((self.rows, 1, 1, columns), torch.finfo(dtype).min, dtype=dtype, device=device)
         mask[..., 0] = 0.0

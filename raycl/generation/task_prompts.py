@@ -1,4 +1,4 @@
-"""How a text is read that comes without its task: what the router sees of it, and whose prompt it gets.
+"""Reading a text that comes without its task: the part that the router sees, and the prompt that it gets.
 
 The accuracy matrix with `eval.instruction=chosen`, an endpoint, `predict` and `evaluate` read a text in the same way.
 The router sees the text alone; one that reads prompts sees it without a prompt first, and then in the prompt of the
@@ -30,7 +30,7 @@ class PromptReading(NamedTuple):
     """A text as it is read.
 
     Attributes:
-        text: for the model. routed: what the router sees of it.
+        text: text for the model. routed: text for the router.
         tasks: one of them gives the prompt; None: any task.
         is_chat: both texts stand for conversations (`raycl.data.sources.conversation`).
     """
@@ -41,11 +41,12 @@ class PromptReading(NamedTuple):
     is_chat: bool = False
 
     def for_model(self, prompt: Prompt) -> str:
-        """Return what a prompt is put around: of a conversation all contents, where there is no chat template."""
+        """Return the text that a prompt is put around: all contents of a conversation where there is no chat
+        template."""
         return self.text if prompt.chat_template else self._plain(self.text)
 
     def for_router(self, prompt: Prompt) -> str:
-        """Return the same of what a router sees that reads prompts."""
+        """Return the text for a router that reads prompts."""
         return self.routed if prompt.chat_template else self._plain(self.routed)
 
     def _plain(self, text: str) -> str:
@@ -54,12 +55,12 @@ class PromptReading(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TaskPrompts:
-    """The tasks of a snapshot with their prompts, and the adapters that stand for them.
+    """The tasks of a snapshot with their prompts, and the adapters trained on them.
 
     Attributes:
-        router: of the snapshot, or its class.
+        router: router of the snapshot, or its class.
         owners: adapter -> tasks that it was trained on.
-        prompts: task -> what stood around its texts.
+        prompts: task -> the prompt of its texts.
     """
 
     router: Router | type[Router]
@@ -73,7 +74,7 @@ class TaskPrompts:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether the router reads what the backbone makes of a text."""
+        """Whether the router reads the backbone's states of a text."""
         return bool({"embeddings", "hidden_states"} & self.router.needs)
 
     @cached_property
@@ -84,16 +85,16 @@ class TaskPrompts:
 
     @cached_property
     def _common(self) -> str:
-        """A task whose prompt all others have too; "": prompts differ."""
+        """A task whose prompt all others share; "": prompts differ."""
         return next(iter(self.prompts), "") if len(set(self.prompts.values())) == 1 else ""
 
     @cached_property
     def _by_instruction(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, tuple[str, ...]] = {}
+        tasks_of: dict[str, tuple[str, ...]] = {}
         for task, prompt in self.prompts.items():
             if instruction := prompt.instruction.strip():
-                found[instruction] = (*found.get(instruction, ()), task)
-        return found
+                tasks_of[instruction] = (*tasks_of.get(instruction, ()), task)
+        return tasks_of
 
     def reading(self, text: str, is_chat: bool = False, task: str | None = None) -> PromptReading:
         """Return how a text is read.
@@ -133,7 +134,7 @@ class TaskPrompts:
         if self.reads_prompts and not all(known):
             if mixture.by_text is not None:
                 names = self._largest_of(mixture.by_text, readings, names)
-            names = [one or name for one, name in zip(known, names, strict=True)]
+            names = [known_task or name for known_task, name in zip(known, names, strict=True)]
             mixture = mixture_of(names)
         return mixture, names
 
@@ -155,9 +156,9 @@ class TaskPrompts:
         """Return a batch of texts, each in the prompt that it gets, and their mixture.
 
         Args:
-            batch: of other prompts, which are left out, and maybe of fill-ups.
+            batch: a batch whose prompts are replaced; it may contain fill-ups.
             route: the mixture of a batch in the prompts and with the texts that a router sees, without tasks.
-            snapshot: with the token limits of its tasks.
+            snapshot: the snapshot, which has the token limits of its tasks.
         """
 
         def within(names: Sequence[str], of: Callable[[PromptReading, Prompt], str]) -> Batch:
@@ -166,8 +167,8 @@ class TaskPrompts:
             longest = codec.max_source_tokens
             limits = {name: min(snapshot.token_limits(name)[0] or longest, longest) for name in dict.fromkeys(names)}
             ids = fit_prompts(texts, prompts, codec, [limits[name] for name in names])
-            shown = [one if row >= 0 else [] for one, row in zip(ids, batch.rows.tolist(), strict=True)]
-            fresh = batch_of([one or [codec.pad_id] for one in shown], codec.pad_id).to(batch.source_ids.device)
+            shown = [row_ids if row >= 0 else [] for row_ids, row in zip(ids, batch.rows.tolist(), strict=True)]
+            fresh = batch_of([row_ids or [codec.pad_id] for row_ids in shown], codec.pad_id).to(batch.source_ids.device)
             return replace(batch, source_ids=fresh.source_ids, source_mask=fresh.source_mask)
 
         def mixture_of(names: Sequence[str]) -> Mixture:
@@ -197,15 +198,15 @@ class TaskPrompts:
         Args:
             weights: adapter -> weight; those of weight 0 are left out.
         """
-        found: dict[str, float] = {}
+        shares: dict[str, float] = {}
         for name, weight in weights.items():
             for task in self.owners[name] if weight else ():
-                found[task] = found.get(task, 0.0) + weight
-        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+                shares[task] = shares.get(task, 0.0) + weight
+        return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
 
 def task_prompts(snapshot: Snapshot) -> TaskPrompts:
-    """Return those of a snapshot whose router is not loaded."""
+    """Return the prompts of a snapshot whose router is not loaded."""
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
     prompts = {task.name: Prompt.of(task) for task in snapshot.tasks}
     return TaskPrompts(router_class(snapshot.router), owners, prompts)

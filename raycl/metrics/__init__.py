@@ -1,4 +1,4 @@
-"""Scores and what is made of them: texts to a score, scores to the accuracy matrix, the matrix to AP, F.Ra, BWT.
+"""Scores of texts, the accuracy matrix of scores, and AP, F.Ra and BWT of the matrix.
 
 A number is only comparable if its rule is written down once and tested against the published ones. Does not depend on
 models, methods or the way in which results are shown.

@@ -11,7 +11,7 @@ Labels = Sequence[str] | None
 
 
 class Answers(NamedTuple):
-    """What a metric compares.
+    """The predictions and references that a metric compares.
 
     Attributes:
         predictions: one per example; None: it counts as wrong (off-task).

@@ -23,12 +23,13 @@ class Averages(TypedDict):
 
 
 def averages(matrix: AccuracyMatrix) -> dict[str, Averages]:
-    """`score`: of the tasks' own metrics; `accuracy`: of their accuracies, only where they stand beside the scores."""
+    """Return the means of the tasks' own metrics (`score`) and of their accuracies (`accuracy`, where scores have
+    them)."""
     last = matrix.cells[-1]
-    found = {"score": _averages([cell.value if cell else None for cell in last])}
+    means = {"score": _averages([cell.value if cell else None for cell in last])}
     if any(cell and ACCURACY in cell.extra for cell in last):
-        found[ACCURACY] = _averages([cell.extra.get(ACCURACY) if cell else None for cell in last])
-    return found
+        means[ACCURACY] = _averages([cell.extra.get(ACCURACY) if cell else None for cell in last])
+    return means
 
 
 def _averages(numbers: list[float | None]) -> Averages:

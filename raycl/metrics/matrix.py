@@ -59,7 +59,7 @@ class AccuracyMatrix:
         return AccuracyMatrix(self.tasks[:phases], self.phases[:phases], cells)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a result file; `from_json` reads them back."""
+        """Return plain values for a result file; `from_json` reads them back."""
         cells = [[asdict(score) if score else None for score in row] for row in self.cells]
         return {"tasks": list(self.tasks), "phases": list(self.phases), "cells": cells}
 
@@ -112,12 +112,12 @@ def summary(matrix: AccuracyMatrix, singles: Mapping[str, float] | None = None) 
 
 
 def ap(values: Values) -> float | None:
-    """Average performance, `mean_j a[M][j]` (SAPT section 5.1.2): every task counts the same."""
+    """Return the average performance, `mean_j a[M][j]` (SAPT section 5.1.2): every task counts the same."""
     return mean(values[-1])
 
 
 def average_accuracy(matrix: AccuracyMatrix) -> float | None:
-    """Accuracy on the merged test set, AP weighted by sample counts (as MIGU's released code evaluates)."""
+    """Return the accuracy on the merged test set, AP weighted by sample counts (as MIGU's released code evaluates)."""
     scores = [score for score in matrix.cells[-1] if score is not None]
     samples = sum(score.count for score in scores)
     if len(scores) < len(matrix.tasks) or not samples:
@@ -126,7 +126,7 @@ def average_accuracy(matrix: AccuracyMatrix) -> float | None:
 
 
 def f_ra(values: Values) -> float | None:
-    """Forgetting rate, `mean_{j<M} (max_{j<=i<M} a[i][j] - a[M][j])` (SAPT section 5.1.2); higher is worse.
+    """Return the forgetting rate, `mean_{j<M} (max_{j<=i<M} a[i][j] - a[M][j])` (SAPT section 5.1.2); higher is worse.
 
     Scores of a task before its own phase are left out, as in SAPT's `score.py`, which holds zeros there.
     """
@@ -134,25 +134,26 @@ def f_ra(values: Values) -> float | None:
 
 
 def fwt(values: Values, singles: Sequence[float | None]) -> float | None:
-    """Forward transfer, `mean_j (a[j][j] - single_j)` (SAPT section 5.1.2), `single_j` = task j trained alone."""
+    """Return the forward transfer, `mean_j (a[j][j] - single_j)` (SAPT section 5.1.2), `single_j` = task j trained
+    alone."""
     if not is_sequence(values):
         return None
     return mean([_minus(score, single) for score, single in zip(diagonal(values), singles, strict=True)])
 
 
 def bwt(values: Values) -> float | None:
-    """Backward transfer, `sum_{j<M} (a[M][j] - a[j][j]) / (M-1)` (SAPT section 5.1.2); negative = loss."""
+    """Return the backward transfer, `sum_{j<M} (a[M][j] - a[j][j]) / (M-1)` (SAPT section 5.1.2); negative = loss."""
     return mean(changes(values))
 
 
 def bwt_m(values: Values) -> float | None:
-    """Backward transfer divided by M, as SAPT's `score.py` does and its printed tables show."""
+    """Return the backward transfer divided by M, as SAPT's `score.py` does and its printed tables show."""
     standard = bwt(values)
     return None if standard is None else standard * (len(values) - 1) / len(values)
 
 
 def f_t(values: Values) -> list[float | None]:
-    """SLM's forgetting for t = 2..M, `F_t = mean_{j<t} (max_{l<t} a[l][j] - a[t][j])` (SLM section 4.4, eq. 8).
+    """Return SLM's forgetting for t = 2..M, `F_t = mean_{j<t} (max_{l<t} a[l][j] - a[t][j])` (SLM section 4.4, eq. 8).
 
     Row l may lie before task j: if such zero-shot scores were measured, they count.
     """
@@ -171,19 +172,19 @@ def is_sequence(values: Values) -> bool:
 
 
 def diagonal(values: Values) -> list[float | None]:
-    """`a[j][j]`: each task right after its own phase. Needs a sequence."""
+    """Return `a[j][j]`, each task right after its own phase, of a sequence."""
     return [row[j] for j, row in enumerate(values)]
 
 
 def changes(values: Values) -> list[float | None]:
-    """`a[M][j] - a[j][j]` for every task but the last; empty if there is no earlier task."""
+    """Return `a[M][j] - a[j][j]` for every task but the last; empty if there is no earlier task."""
     if not is_sequence(values):
         return []
-    return [_minus(last, own) for last, own in zip(values[-1][:-1], diagonal(values)[:-1], strict=True)]
+    return [_minus(last, first) for last, first in zip(values[-1][:-1], diagonal(values)[:-1], strict=True)]
 
 
 def drops(values: Values) -> list[float | None]:
-    """`max_{j<=i<M} a[i][j] - a[M][j]` for every task but the last; empty if there is no earlier task."""
+    """Return `max_{j<=i<M} a[i][j] - a[M][j]` for every task but the last; empty if there is no earlier task."""
     if not is_sequence(values):
         return []
     return [_minus(_best(values, j, j), values[-1][j]) for j in range(len(values) - 1)]
@@ -198,7 +199,7 @@ def _best(values: Values, start: int, j: int) -> float | None:
 
 
 def mean(numbers: Sequence[float | None]) -> float | None:
-    """Arithmetic mean; None if there is nothing to average or a part is missing."""
+    """Return the arithmetic mean; None if there is nothing to average or a part is missing."""
     known = [number for number in numbers if number is not None]
     return sum(known) / len(known) if known and len(known) == len(numbers) else None
 

@@ -27,7 +27,7 @@ _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003fff
 
 
 class UnicodeTokenizer:
-    """Words of every script, for rouge_score; texts in ASCII give what its own tokenizer gives.
+    """A tokenizer of words of every script, for rouge_score; texts in ASCII give what its own tokenizer gives.
 
     Letters, digits and the marks on them are words, in lower case and in composed form (NFKC). Porter's stemmer, which
     knows English alone, is applied to words in ASCII.
@@ -42,13 +42,13 @@ class UnicodeTokenizer:
         """Return the words in order."""
         if text.isascii():
             return list(self._ascii.tokenize(text))
-        kept = "".join(map(_kept, unicodedata.normalize("NFKC", text).lower()))
-        words = re.sub(f"([{_UNSPACED}])", r" \1 ", kept).split()
+        letters = "".join(map(_kept, unicodedata.normalize("NFKC", text).lower()))
+        words = re.sub(f"([{_UNSPACED}])", r" \1 ", letters).split()
         return [part for word in words for part in (self._ascii.tokenize(word) if word.isascii() else [word])]
 
 
 def _kept(character: str) -> str:
-    """Letters (L), marks (M) and numbers (N); a space for anything else."""
+    """Return letters (L), marks (M) and numbers (N), and a space for anything else."""
     return character if unicodedata.category(character)[0] in "LMN" else " "
 
 
@@ -75,7 +75,7 @@ rouge = mean_best(_rouge_l)
 """Rouge-L, F-measure, English words stemmed."""
 
 rouge_ascii = mean_best(_rouge_l_ascii)
-"""As rouge_score computes it: letters and digits outside ASCII are dropped."""
+"""Rouge-L as rouge_score computes it: letters and digits outside ASCII are dropped."""
 
 
 def tokenizer_for(references: Sequence[Sequence[str]]) -> str:
@@ -85,14 +85,14 @@ def tokenizer_for(references: Sequence[Sequence[str]]) -> str:
 
 
 def bleu(answers: Answers) -> tuple[float, dict[str, float]]:
-    """Over all examples together, against all references; `brevity` is the penalty for answers that are too short."""
+    """Compute BLEU over all examples and references; `brevity` is the penalty for answers that are too short."""
     from sacrebleu.metrics import BLEU
 
     most = max(len(accepted) for accepted in answers.references)
-    streams = [[(*accepted, *[None] * most)[place] for accepted in answers.references] for place in range(most)]
+    streams = [[(*accepted, *[None] * most)[number] for accepted in answers.references] for number in range(most)]
     score = BLEU(tokenize=tokenizer_for(answers.references))
-    found = score.corpus_score([text or "" for text in answers.predictions], streams)
-    return float(found.score), {"brevity": float(found.bp)}
+    score_of_corpus = score.corpus_score([text or "" for text in answers.predictions], streams)
+    return float(score_of_corpus.score), {"brevity": float(score_of_corpus.bp)}
 
 
 def _similarity(prediction: str, reference: str) -> float:

@@ -34,7 +34,7 @@ from raycl.types import Score
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NO_LABEL = "<off task>"
-"""What F1 reads for an off-task answer."""
+"""F1 reads this text for an off-task answer."""
 
 
 def score(
@@ -48,7 +48,7 @@ def score(
     off_task_is_wrong: bool = True,
     with_interval: bool = False,
 ) -> Score:
-    """Return the score one task; the best of several references counts.
+    """Score one task; the best of several references counts.
 
     Args:
         metric: a name in `METRICS`, or of a package.
@@ -142,7 +142,8 @@ def _same(labels: Collection[str], key: Callable[[str], str]) -> tuple[str, str]
 
 
 def normalize(text: str) -> str:
-    """Lower case, ASCII punctuation deleted, runs of white space made one space (SAPT `compute_metrics.py`)."""
+    """Return the text in lower case, ASCII punctuation deleted, runs of white space made one space (SAPT
+    `compute_metrics.py`)."""
     return " ".join(text.lower().translate(_PUNCTUATION).split())
 
 
@@ -165,16 +166,16 @@ def _check_examples(predictions: Sequence[str], references: References) -> None:
 
 
 class _Foreign:
-    """The labels of other tasks, which are no answers to this one."""
+    """The labels of other tasks, which are no answers to this task."""
 
     def __init__(self, labels: Labels, other_labels: Collection[str]) -> None:
-        own = {normalize(label) for label in labels or ()}
-        self._normalized = frozenset(normalize(label) for label in other_labels) - own - {""}
+        own_labels = {normalize(label) for label in labels or ()}
+        self._normalized = frozenset(normalize(label) for label in other_labels) - own_labels - {""}
         self._as_they_are = frozenset(other_labels) if labels else frozenset()
         self._own = {_spaced(label) for label in labels or ()}
 
     def has(self, prediction: str, accepted: Sequence[str]) -> bool:
-        """Return whether a reply is one of them, and none of its own references."""
+        """Return whether a reply is a label of another task, and none of its own references."""
         reply = normalize(prediction)
         if reply in self._normalized:
             return all(reply != normalize(reference) for reference in accepted)
@@ -182,12 +183,12 @@ class _Foreign:
 
 
 def _spaced(text: str) -> str:
-    """Lower case, runs of white space made one space: punctuation stays."""
+    """Return the text in lower case, runs of white space made one space; punctuation stays."""
     return " ".join(text.lower().split())
 
 
 def _exact_match(answers: Answers) -> tuple[float, dict[str, float]]:
-    """By the normalised text, which must tell the task's labels apart; else by the text as it is."""
+    """Compare normalised texts if these distinguish the task's labels, else the unchanged texts."""
     return mean_best(_equal if taken_for_same(tuple(answers.labels or ())) else _exact)(answers)
 
 
@@ -221,7 +222,7 @@ def _label_word(reference: str) -> str:
 
 
 def _macro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
-    """Unweighted mean over the classes that occur; replies that are no label count as misses, not as a class."""
+    """Compute the unweighted mean over the classes that occur; replies that are no label are misses, not a class."""
     predictions = _predicted(answers)
     truth = _single_truth(predictions, answers.references)
     classes = sorted(set(truth) | (set(answers.labels or ()) & set(predictions)))
@@ -229,7 +230,7 @@ def _macro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
 
 
 def _micro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
-    """Over pooled decisions; a reply that is no label is a wrong decision, so this equals the share of right ones."""
+    """Compute F1 over pooled decisions; replies that are no label are wrong, so this equals the accuracy."""
     predictions = _predicted(answers)
     truth = _single_truth(predictions, answers.references)
     value = _f1(truth, predictions, sorted(set(truth) | set(predictions)), "micro")
@@ -254,13 +255,13 @@ def _f1(truth: Sequence[str], predictions: Sequence[str], classes: Sequence[str]
 
 
 def _single_truth(predictions: Sequence[str], references: References) -> list[str]:
-    """F1 needs one truth per example: the reference that was met, else the first."""
+    """Choose one truth per example, as F1 needs: the matching reference, else the first."""
     pairs = zip(predictions, references, strict=True)
     return [prediction if prediction in accepted else accepted[0] for prediction, accepted in pairs]
 
 
 def _bertscore(answers: Answers) -> tuple[float, dict[str, float]]:
-    """English BERTScore (roberta-large, layer 17, no idf, no rescaling); the best reference per number."""
+    """Compute English BERTScore (roberta-large, layer 17, no idf, no rescaling); the best reference per number."""
     from bert_score import score as bert_score
 
     examples = list(zip(answers.predictions, answers.references, strict=True))
@@ -303,7 +304,7 @@ METRICS: dict[str, Metric] = {
     # rapidfuzz: 200 * longest common subsequence of characters / characters of both (TRACE: Py150).
     "edit_similarity": Metric(edit_similarity, overlap=True, library="rapidfuzz", install="'raycl[scores]'"),
 }
-"""Metric name -> how it is computed."""
+"""Metric name -> its function."""
 
 METRIC_NAMES = Names("metric", METRICS)
 """Built-in names and those of packages."""

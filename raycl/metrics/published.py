@@ -1,4 +1,4 @@
-"""Published numbers beside our own: what a comparison file says that a paper printed for its rows.
+"""Published numbers next to our own: a comparison file names the numbers that a paper printed for its rows.
 
 A comparison writes them into its folder (`published.json`), so that later reports show them too.
 """
@@ -24,7 +24,7 @@ FILE, KEY = "published.json", "published"
 
 
 class Published(Section):
-    """What a paper printed."""
+    """The numbers that a paper printed."""
 
     source: str = Field(min_length=1, description="paper, table, benchmark and model of the numbers")
     rows: dict[str, dict[str, float]] = Field(
@@ -41,20 +41,20 @@ class Published(Section):
         return rows
 
     def beside(self, result: Tree, row: str) -> Tree:
-        """Return the result tree with what is published of its row, if anything is."""
+        """Return the result tree with the published numbers of its row, if there are any."""
         if row not in self.rows:
             return result
         return {**result, KEY: {"source": self.source, "numbers": dict(self.rows[row])}}
 
     def write(self, folder: Storage) -> None:
-        """For later reports, into the folder of the comparison; nothing where it is there already."""
+        """Write the numbers into the comparison's folder for later reports, unless they are there already."""
         tree = configs.as_tree(self)
         if not folder.exists(FILE) or folder.read_json(FILE) != json.loads(json.dumps(tree)):
             folder.write_json(FILE, tree)
 
 
 def read_published(folder: Storage) -> Published | None:
-    """Return what `Published.write` left in a folder.
+    """Read the numbers that `Published.write` wrote to a folder.
 
     Raises:
         ConfigError: the file is something else.
@@ -69,10 +69,10 @@ def row_of(result: Tree) -> str:
 
 
 def numbers_of(result: Tree) -> Mapping[str, float]:
-    """Return what is published of the run's row; {} where nothing is."""
+    """Return the published numbers of the run's row; {} where there are none."""
     return dict((result.get(KEY) or {}).get("numbers") or {})
 
 
 def source_of(result: Tree) -> str:
-    """Where these numbers are from; "" where there are none."""
+    """Return the source of these numbers; "" where there are none."""
     return str((result.get(KEY) or {}).get("source") or "")

@@ -1,4 +1,4 @@
-"""Result files: where they are, what is read from them, how a run is called.
+"""Result files: their location, their numbers, and the names of runs.
 
 Tables, plots and comparisons share one reading of a result tree, and one way to name a run.
 
@@ -60,11 +60,11 @@ def find_results(root: str | Path) -> list[Tree]:
     """
     if str(root).endswith(".json"):
         return [read_results(root)]
-    found = []
+    results = []
     for folder, published in _found(root):
         result = _read(folder, RESULT_FILE)
-        found.append(result if published is None else published.beside(result, row_of(result)))
-    return found
+        results.append(result if published is None else published.beside(result, row_of(result)))
+    return results
 
 
 def run_folders(root: str | Path) -> list[Storage]:
@@ -77,10 +77,10 @@ def run_folders(root: str | Path) -> list[Storage]:
 
 
 def _found(root: str | Path) -> list[tuple[Storage, Published | None]]:
-    found = list(_run_folders(Storage.at(root)))
-    if not found:
+    folders = list(_run_folders(Storage.at(root)))
+    if not folders:
         raise RunError(f"no {RESULT_FILE} at or below '{root}': give the folder of a run, or one that holds runs")
-    return found
+    return folders
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -128,7 +128,7 @@ def values_of(result: Tree) -> list[list[float | None]]:
 
 
 def limits_of(cells: Sequence[Tree | None]) -> list[tuple[float, float] | None]:
-    """95 % intervals of cells, for scores of samples (`eval.subsample`); None where there is none."""
+    """Return the 95 % intervals of cells, for scores of samples (`eval.subsample`); None where there is none."""
     extras = [cell["extra"] if cell else {} for cell in cells]
     return [(extra["low"], extra["high"]) if "low" in extra else None for extra in extras]
 
@@ -140,16 +140,16 @@ def metric_of(result: Tree, name: str) -> float | None:
 
 
 def averages_of(result: Tree, number: str) -> dict[str, float | None]:
-    """Means of the last row over all tasks, the first two and the last two.
+    """Return means of the last row over all tasks, the first two and the last two.
 
     Args:
-        number: `score`, or `accuracy` where that stands beside the scores; {} where the run has no such number.
+        number: `score`, or `accuracy` where scores have it; the result is {} where the run has no such number.
     """
     return dict((result.get("averages") or {}).get(number) or {})
 
 
 def last_accuracies(result: Tree) -> list[float | None]:
-    """Of each task in the last row, None where its score has no accuracy beside it."""
+    """Return the accuracy of each task in the last row, None where its score has none."""
     return [cell["extra"].get("accuracy") if cell else None for cell in result["matrix"][-1]]
 
 
@@ -170,13 +170,13 @@ def unseen_of(result: Tree) -> dict[str, float]:
 
 
 def unseen_mean(result: Tree) -> float | None:
-    """Their mean, None where the run has none."""
+    """Return the mean of those tasks, None where the run has none."""
     value = (result.get("unseen") or {}).get("mean")
     return None if value is None else float(value)
 
 
 def unseen_types(result: Tree) -> dict[str, float]:
-    """Type -> mean over the tasks of that type that were never trained; empty where no type is known."""
+    """Return type -> mean over the tasks of that type that were never trained; empty where no type is known."""
     return {str(name): float(value) for name, value in ((result.get("unseen") or {}).get("types") or {}).items()}
 
 
@@ -187,11 +187,11 @@ INSTRUCTION = {"given": "with its task's instruction", "chosen": "by the text al
 def other_row_of(result: Tree) -> tuple[str, list[float | None], float] | None:
     """Return the last row under the other `eval.instruction`: which one, scores by task, their mean; None: not
     scored."""
-    found = result.get("other_row")
-    if not found:
+    other_row = result.get("other_row")
+    if not other_row:
         return None
-    cells = [found["cells"].get(task) for task in tasks_of(result)]
-    return found["instruction"], [cell and cell["value"] for cell in cells], float(found["mean"])
+    cells = [other_row["cells"].get(task) for task in tasks_of(result)]
+    return other_row["instruction"], [cell and cell["value"] for cell in cells], float(other_row["mean"])
 
 
 def untrained_of(result: Tree) -> Tree | None:
@@ -200,17 +200,17 @@ def untrained_of(result: Tree) -> Tree | None:
 
     Its matrix has one row.
     """
-    found = result.get("untrained")
-    if not found:
+    untrained = result.get("untrained")
+    if not untrained:
         return None
     never = unseen_of(result)
-    cells = {task: cell for task, cell in found["cells"].items() if task in never}
+    cells = {task: cell for task, cell in untrained["cells"].items() if task in never}
     return {
         **result,
         "phases": ["nothing"],
-        "matrix": [[found["cells"].get(task) for task in tasks_of(result)]],
-        "metrics": {"ap": found["mean"]},
-        "unseen": {"cells": cells, **found["unseen"]} if found["unseen"] else None,
+        "matrix": [[untrained["cells"].get(task) for task in tasks_of(result)]],
+        "metrics": {"ap": untrained["mean"]},
+        "unseen": {"cells": cells, **untrained["unseen"]} if untrained["unseen"] else None,
         **dict.fromkeys(("averages", "revision", "phase_summaries", "untrained", "other_row")),
         **dict.fromkeys(("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")),
     }
@@ -236,14 +236,14 @@ def backbone_of(result: Tree) -> str:
 
 
 def title_of(result: Tree) -> str:
-    """One line that identifies the run."""
+    """Return a line that identifies the run."""
     seed = result["config"].get("seed")
     run = f"{method_of(result)} on {stream_of(result)}, {backbone_of(result)}"
     return run if seed is None else f"{run}, seed {seed}"
 
 
 def short_names(names: Sequence[str], limit: int = 14) -> list[str]:
-    """Return names of at most `limit` characters: whole, else up to the first `_`, else cut with `…`; all different.
+    """Return names of at most `limit` characters: complete, else up to the first `_`, else cut with `…`; all different.
 
     Names that would become equal carry their number, `3:longna…`.
     """

@@ -2,8 +2,8 @@
 
 Xu et al. 2016, "Optimizing Statistical Machine Translation for Text Simplification", section 4; sequences of one to
 four words, F1 of what was added and kept, precision of what was deleted. No maintained package has it without
-downloading code, so it stands here. As in the script that Hugging Face's `evaluate` downloads, 0/0 counts as 1 and
-texts are lower-cased and tokenised by sacrebleu.
+downloading code, so it is implemented here. As in the script that Hugging Face's `evaluate` downloads, 0/0 counts as 1
+and texts are lower-cased and tokenised by sacrebleu.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ def sari(answers: Answers) -> tuple[float, dict[str, float]]:
         _example(words(source), words(prediction), [words(reference) for reference in accepted])
         for source, (prediction, accepted) in zip(answers.sources, answers.pairs(), strict=True)
     ]
-    means = _Scores(*(100.0 * sum(part[place] for part in parts) / len(parts) for place in range(3)))
+    means = _Scores(*(100.0 * sum(part[index] for part in parts) / len(parts) for index in range(3)))
     return sum(means) / 3, means._asdict()
 
 
 def _example(source: list[str], prediction: list[str], references: Sequence[list[str]]) -> _Scores:
-    found = [_order(n, source, prediction, references) for n in _ORDERS]
-    return _Scores(*(sum(part[place] for part in found) / len(_ORDERS) for place in range(3)))
+    orders = [_order(n, source, prediction, references) for n in _ORDERS]
+    return _Scores(*(sum(part[index] for part in orders) / len(_ORDERS) for index in range(3)))
 
 
 def _order(n: int, source: list[str], prediction: list[str], references: Sequence[list[str]]) -> _Scores:
-    """Sequences of `n` words. Counts of source and prediction are taken once for each reference."""
+    """Score sequences of `n` words. Counts of source and prediction are multiplied by the number of references."""
     times = len(references)
     wanted = sum((_grams(reference, n) for reference in references), _Grams())
     had = _Grams({gram: count * times for gram, count in _grams(source, n).items()})
     has = _Grams({gram: count * times for gram, count in _grams(prediction, n).items()})
-    kept, deleted = had & has, had - has
-    right = kept & wanted
-    keep = _f1(_share(right, kept), _ratio(right.total(), (had & wanted).total()))
+    common, deleted = had & has, had - has
+    right = common & wanted
+    keep = _f1(_share(right, common), _ratio(right.total(), (had & wanted).total()))
     added, missing = has.keys() - had.keys(), wanted.keys() - had.keys()
     good = len(added & wanted.keys())
     add = _f1(_ratio(good, len(added)), _ratio(good, len(missing)))
@@ -71,13 +71,13 @@ def _grams(words: list[str], n: int) -> _Grams:
     return Counter(tuple(words[start : start + n]) for start in range(len(words) - n + 1))
 
 
-def _share(right: _Grams, found: _Grams) -> float:
-    """Return the mean over the different sequences in `found` of the share of their count that is right."""
-    return sum(right[gram] / count for gram, count in found.items()) / len(found) if found else 1.0
+def _share(right: _Grams, counts: _Grams) -> float:
+    """Return the mean over the sequences in `counts` of the share of their count that is right."""
+    return sum(right[gram] / count for gram, count in counts.items()) / len(counts) if counts else 1.0
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 1.0
+def _ratio(part: float, total: float) -> float:
+    return part / total if total else 1.0
 
 
 def _f1(precision: float, recall: float) -> float:

@@ -80,6 +80,6 @@ class EvalConfig(Section):
     )
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """When dev rows are scored, where they choose nothing."""
+        """Yield the setting of dev rows where they choose nothing."""
         if self.select == "last":
             yield "select_epochs", "select=last"

@@ -1,4 +1,4 @@
-"""The same names as others compute them: published deviations from the numbers in `matrix`.
+"""Published deviations from the numbers in `matrix` under the same names.
 
 A number may be printed beside a published one only if both follow the same formula. Each variant reproduces what one
 paper states or one repository's code does, with the source in one line.
@@ -31,7 +31,7 @@ from raycl.metrics.matrix import (
 References = Sequence[float | None]
 
 SAPT_CONSTANT = 50.94
-"""What SAPT's `score.py` subtracts in place of the single-task mean, whatever the method and stream."""
+"""SAPT's `score.py` subtracts this in place of the single-task mean, whatever the method and stream."""
 
 
 class Variant(NamedTuple):
@@ -39,8 +39,8 @@ class Variant(NamedTuple):
 
     Attributes:
         function: values and one reference per task (all None if `reference` is "none") -> number or None.
-        source: where it comes from and what it does, one line.
-        reference: what must be passed as references.
+        source: its origin and rule, in one line.
+        reference: the kind of references to pass.
     """
 
     function: Callable[[Values, References], float | None]

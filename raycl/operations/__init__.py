@@ -1,1 +1,1 @@
-"""What is done to banks and runs: export, merge, plan, sweep, compare, report."""
+"""Operations on banks and runs: export, merge, plan, sweep, compare, report."""

@@ -1,8 +1,8 @@
 """SAPT's router: every learned task has a key, and a text attends to all of them (SAPT, section 4.2).
 
 Query of a text: elementwise maximum over its tokens' raw embeddings, projected down to p dimensions and up again, SiLU,
-LayerNorm. Weights: softmax over the products of query and keys, divided by tau. They depend on nothing but the text's
-own tokens: padding takes no part, and neither do labels or neighbours. Computed in float32 whatever the model is in.
+LayerNorm. Weights: softmax over the products of query and keys, divided by tau. They depend only on the text's tokens,
+not on padding, labels or neighbours. Computed in float32 whatever the model is in.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEAST_WEIGHT = 1e-30
 """Weight of an adapter whose labels must count: the smallest that the label head distinguishes from zero."""
 
 STANDARD = ("center", "spread")
-"""What standardizes the pooled embeddings, by name; seen once, never learned."""
+"""Statistics that standardize the pooled embeddings, by name; computed once, never learned."""
 
 
 class AttentionConfig(Section):
@@ -64,7 +64,7 @@ class AttentionConfig(Section):
     )
 
     def settled(self, encoder: bool, scores: bool) -> AttentionConfig:
-        """Without pruning where all adapters must be evaluated.
+        """Return the settings without pruning where all adapters must be evaluated.
 
         Args:
             encoder: the backbone is encoder-only.
@@ -81,7 +81,7 @@ class Attention(nn.Module):
         key: `[d]` key of the task in training; None between tasks.
         keys: earlier task -> its key `[d]`, frozen, on the CPU.
         trainable: task in training, "" for none.
-        center, spread: `[d]` of the pooled embeddings that came first, where they are standardized; else None.
+        center, spread: `[d]` statistics of the first pooled embeddings, where they are standardized; else None.
     """
 
     def __init__(self, dimensions: int, config: AttentionConfig, seed: int, device: torch.device | str = "cpu") -> None:
@@ -103,23 +103,23 @@ class Attention(nn.Module):
 
     @property
     def tau(self) -> float:
-        """Temperature."""
+        """The temperature."""
         return float(self.config.tau or self.dimensions**0.5)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tasks as the weights' columns are ordered: in the order of learning."""
+        """The tasks of the weights' columns, in the order of learning."""
         return (*self.keys, self.trainable) if self.trainable else tuple(self.keys)
 
     # ---- a task ----------------------------------------------------------------------------------------------
 
     def look_at(self, pooled_ND: Tensor) -> None:
-        """Take center and spread from the first texts that there are, if they are wanted and not known yet.
+        """Compute center and spread from the first texts, if they are wanted and not known yet.
 
         A dimension that hardly varies in them counts as if it varied like the median one of those that do at all (in
         few texts most may be the same in all). The center lies one spread
-        below their mean: around the mean itself these texts would be nothing but noise, which the layer norm makes as
-        large as the direction of any later task, and no key could separate their task.
+        below their mean: around the mean itself these texts would be noise, which the layer norm makes as large as the
+        direction of any later task, and no key could separate their task.
         """
         if not self.config.standardize or self.center is not None:
             return
@@ -130,7 +130,7 @@ class Attention(nn.Module):
         self.center = found_ND.mean(0) - self.spread
 
     def begin(self, task: str, seed: int) -> None:
-        """A key for a new task, drawn from U(-1, 1) (the released code)."""
+        """Draw a key for a new task from U(-1, 1) (the released code)."""
         assert task not in self.keys, f"'{task}' has a key already"
         self.trainable = task
         self.key = nn.Parameter(_uniform((self.dimensions,), 1.0, torch.Generator().manual_seed(seed)).to(self.down))
@@ -152,7 +152,7 @@ class Attention(nn.Module):
     # ---- weights ---------------------------------------------------------------------------------------------
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
-        """Log of the weights `[B, T]` over `names`, float32.
+        """Return the log of the weights `[B, T]` over `names`, float32.
 
         Args:
             pooled_BD: see `max_pooled`.
@@ -173,7 +173,7 @@ class Attention(nn.Module):
         return result
 
     def query(self, pooled_BD: Tensor) -> Tensor:
-        """`[B, d]`."""
+        """Return queries `[B, d]`."""
         low_BP = linear(self._standard(pooled_BD.float()), self.down.float())
         between = self.config.proj_act == "between"
         high_BD = linear(silu(low_BP) if between else low_BP, self.up.float())
@@ -198,10 +198,13 @@ class Attention(nn.Module):
     # ---- keeping ---------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """`key/<task>` of earlier tasks, and the projection by `SHARED` (no slash: no task has such a name)."""
-        found = {f"key/{task}": key for task, key in self.keys.items()}
+        """Return `key/<task>` of earlier tasks, and the projection by `SHARED` (names without a slash are no
+        task's)."""
+        tensors = {f"key/{task}": key for task, key in self.keys.items()}
         held = {name: getattr(self, name) for name in (*SHARED, *STANDARD)}
-        return found | {name: one.detach().float().cpu().clone() for name, one in held.items() if one is not None}
+        return tensors | {
+            name: tensor.detach().float().cpu().clone() for name, tensor in held.items() if tensor is not None
+        }
 
     def settings(self) -> dict[str, Any]:
         """JSON-able: everything but the tensors."""
@@ -221,7 +224,7 @@ class AttentionRouter(PromptRouter):
 
     Attributes:
         hard: only the task with the largest weight is active, with weight 1 (the ablation without shared attention).
-        bare: what each task's texts are like without its prompt.
+        bare: statistics of each task's texts without its prompt.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"embeddings"})
@@ -250,7 +253,7 @@ class AttentionRouter(PromptRouter):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> AttentionRouter:
-        """With the attention that was learned in training."""
+        """Restore the router with the attention that was learned in training."""
         settings = state.settings
         attention = Attention(settings["dimensions"], AttentionConfig(**settings["attention"]), 0)
         attention.take(settings, state.tensors)
@@ -260,7 +263,7 @@ class AttentionRouter(PromptRouter):
 
 
 def max_pooled(embeddings_BLD: Tensor, mask_BL: Tensor, pads: bool = False) -> Tensor:
-    """Elementwise maximum over tokens, `[B, d]`; 0 for an example without any token.
+    """Return the elementwise maximum over tokens, `[B, d]`; 0 for an example without tokens.
 
     Args:
         pads: padding takes part, as released.
@@ -299,17 +302,17 @@ def mixture_of(
 
 
 def hard_weights(alpha_BT: Tensor) -> Tensor:
-    """The largest of each row is 1, all else 0."""
+    """Return 1 for the largest weight of each row, else 0."""
     return torch.zeros_like(alpha_BT).scatter(1, alpha_BT.argmax(1, keepdim=True), 1.0)
 
 
 def divergence(target_BT: Tensor, log_alpha_BT: Tensor) -> Tensor:
-    """KL(target || alpha) of each row, `[B]`; an entry of weight 0 adds 0 for every alpha (SAPT, eq. 5)."""
+    """Return KL(target || alpha) of each row, `[B]`; an entry of weight 0 adds 0 for every alpha (SAPT, eq. 5)."""
     known = target_BT > 0
     terms_BT = torch.xlogy(target_BT, target_BT) - target_BT * log_alpha_BT
     return torch.where(known, terms_BT, 0.0).sum(-1)
 
 
 def _uniform(shape: tuple[int, ...], bound: float, draw: torch.Generator) -> Tensor:
-    """U(-bound, bound), drawn on the CPU: the same on every device."""
+    """Draw from U(-bound, bound) on the CPU, the same on every device."""
     return (torch.rand(shape, generator=draw) * 2 - 1) * bound

@@ -40,7 +40,7 @@ class ClassStatistics:
     """
 
     def __init__(self, counts_C: Tensor, dimensions: int, device: torch.device | str = "cpu") -> None:
-        """No text is read yet.
+        """Start without texts.
 
         Args:
             counts_C: texts of each class, at least one.
@@ -59,7 +59,7 @@ class ClassStatistics:
         self.products_DD += (queries * self._weights_C[classes_B, None]).T @ queries
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Means `[C, D]` of the classes and the mean of their covariances `[D, D]`, float32 on the CPU."""
+        """Return means `[C, D]` of the classes and the mean of their covariances `[D, D]`, float32 on the CPU."""
         means_CD = self.sums_CD / self.counts_C[:, None]
         middle_DD = (means_CD * (self._weights_C * self.counts_C)[:, None]).T @ means_CD
         return means_CD.float().cpu(), (self.products_DD - middle_DD).float().cpu()
@@ -84,7 +84,7 @@ class ClassGaussians:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Adapters, in the order of learning."""
+        """The adapters in the order of learning."""
         return tuple(self.means)
 
     @property
@@ -93,7 +93,7 @@ class ClassGaussians:
         return next((means_CD.shape[1] for means_CD in self.means.values()), 0)
 
     def add(self, name: str, means_CD: Tensor, covariance_DD: Tensor, sample_ND: Tensor | None = None) -> None:
-        """A task's classes, and queries of dev texts; they replace those that the name has."""
+        """Add a task's classes and queries of dev texts, which replace those of the same name."""
         self.means[name], self.covariances[name] = means_CD, covariance_DD
         self.samples.pop(name, None)
         if sample_ND is not None and len(sample_ND):
@@ -101,7 +101,7 @@ class ClassGaussians:
         self._scores = self._calibrator = None
 
     def nearest(self, queries_BD: Tensor) -> Tensor:
-        """`[B]`: number of the adapter whose class is nearest; of equals the first."""
+        """Return `[B]`, the number of the adapter with the nearest class; of equals the first."""
         if queries_BD.shape[1] != self.dimensions:
             raise RetrievalError(
                 f"the classes' means have {self.dimensions} dimensions, the hidden states of this backbone "
@@ -110,11 +110,11 @@ class ClassGaussians:
         directions_KD, offsets_K, _ = self._prepared(queries_BD.device)
         nearest_B = (queries_BD.double() @ directions_KD.T - offsets_K).argmax(1)
         owners = [number for number, means in enumerate(self.means.values()) for _ in range(len(means))]
-        found: Tensor = torch.tensor(owners, device=nearest_B.device)[nearest_B]
-        return found
+        adapter_B: Tensor = torch.tensor(owners, device=nearest_B.device)[nearest_B]
+        return adapter_B
 
     def distances(self, queries_BD: Tensor) -> Tensor:
-        """`[B]`: squared distance to the nearest class."""
+        """Return `[B]`, the squared distance to the nearest class."""
         directions_KD, offsets_K, precision_DD = self._prepared(queries_BD.device)
         queries = queries_BD.double()
         highest_B = (queries @ directions_KD.T - offsets_K).max(1).values
@@ -128,8 +128,8 @@ class ClassGaussians:
         return None if self._calibrator is None else self._calibrator.scores(queries_BD)
 
     def _prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """S^+ mu `[K, D]` and mu^T S^+ mu / 2 `[K]` of all K classes, and S^+; a distance is -2 (q S^+ mu - that), but
-        for a term that all classes share."""
+        """Return S^+ mu `[K, D]` and mu^T S^+ mu / 2 `[K]` of all K classes, and S^+; a distance is -2 (q S^+ mu -
+        that), but for a term that all classes share."""
         if self._scores is None or self._scores[0].device != device:
             means_KD = torch.cat(list(self.means.values())).to(device, torch.float64)
             shared_DD = torch.stack(list(self.covariances.values())).double().mean(0).to(device)
@@ -144,28 +144,27 @@ class ClassGaussians:
         return Mixture(self.names, torch.nn.functional.one_hot(nearest_B, len(self.means)).float())
 
     def settings(self) -> dict[str, Any]:
-        """JSON-able: everything but the tensors."""
+        """Return the JSON-able settings, everything but the tensors."""
         return {"tasks": list(self.means), "ridge": self.ridge}
 
     def tensors(self) -> dict[str, Tensor]:
-        """`means/<adapter>`, `covariance/<adapter>`; `sample/<adapter>` if it has one."""
+        """Return `means/<adapter>`, `covariance/<adapter>`, and `sample/<adapter>` if it has one."""
         kinds = {MEANS: self.means, COVARIANCE: self.covariances, SAMPLE: self.samples}
         return {f"{kind}/{name}": value for kind, held in kinds.items() for name, value in held.items()}
 
     @staticmethod
     def of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ClassGaussians:
-        """Back from `settings` and `tensors`; tasks whose tensors were removed are left out."""
-        found = ClassGaussians(settings["ridge"])
+        """Restore from `settings` and `tensors`; tasks whose tensors were removed are left out."""
+        gaussians = ClassGaussians(settings["ridge"])
         for name in settings["tasks"]:
             if f"{MEANS}/{name}" in tensors:
-                own = [tensors.get(f"{kind}/{name}") for kind in (MEANS, COVARIANCE, SAMPLE)]
-                found.add(name, *(value.float() for value in own if value is not None))
-        return found
+                values = [tensors.get(f"{kind}/{name}") for kind in (MEANS, COVARIANCE, SAMPLE)]
+                gaussians.add(name, *(value.float() for value in values if value is not None))
+        return gaussians
 
 
 def inverse(covariance_DD: Tensor, ridge: float = 0.0) -> Tensor:
-    """Return the pseudo-inverse; with a ridge, the inverse of the covariance with more on its diagonal; of zero, the
-    identity.
+    """Return the pseudo-inverse; with a ridge, the inverse of the covariance plus the ridge; for zero, the identity.
 
     A factor of the covariance is one of the inverse, so it changes no comparison of distances.
     """
@@ -177,8 +176,8 @@ def inverse(covariance_DD: Tensor, ridge: float = 0.0) -> Tensor:
         inverted: Tensor = torch.linalg.inv(covariance_DD + ridge * mean * identity)
         return inverted
     smallest = len(covariance_DD) * torch.finfo(torch.float32).eps
-    found: Tensor = torch.linalg.pinv(covariance_DD, rtol=smallest, hermitian=True)
-    return found
+    inverse_DD: Tensor = torch.linalg.pinv(covariance_DD, rtol=smallest, hermitian=True)
+    return inverse_DD
 
 
 class ClassGaussiansRouter(PromptRouter):
@@ -201,5 +200,5 @@ class ClassGaussiansRouter(PromptRouter):
     def restored(
         cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
     ) -> ClassGaussiansRouter:
-        """With the classes of all tasks."""
+        """Restore the router with the classes of all tasks."""
         return cls(ClassGaussians.of(state.settings, state.tensors))

@@ -3,7 +3,7 @@
     w = softmax(G q)
 
 G: `[N, D]`, learned with the experts; q: `[D]`, the mean of the backbone's last hidden states over the text's tokens,
-without adapters. So w depends on the text alone: padding takes no part, and neither do neighbours.
+without adapters. So w depends on the text alone, not on padding or neighbours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ExpertGate(nn.Module):
     """The linear layer.
 
     Attributes:
-        weight: G `[N, D]`. names: of the N experts.
+        weight: G `[N, D]`. names: names of the N experts.
     """
 
     def __init__(self, names: Sequence[str], dimensions: int, seed: int, device: Any = "cpu") -> None:
@@ -79,7 +79,7 @@ class ExpertRouter(PromptRouter):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> ExpertRouter:
-        """With the layer that was learned in training."""
+        """Restore the router with the layer that was learned in training."""
         weight_ND = state.tensors["weight"]
         gate = ExpertGate(state.settings["names"], weight_ND.shape[1], 0)
         gate.weight.data = weight_ND.float()

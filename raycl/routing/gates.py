@@ -33,13 +33,13 @@ class TaskGates(nn.Module):
     """The gates of all tasks.
 
     Attributes:
-        down, up, key: of the task in training; None between tasks.
+        down, up, key: tensors of the task in training; None between tasks.
         trainable: task in training, "" for none.
         frozen: earlier task -> its tensors by `PARTS`, float32 on the CPU, in the order of learning.
     """
 
     def __init__(self, dimensions: int, width: int, device: torch.device | str = "cpu") -> None:
-        """Without any.
+        """Start without gates.
 
         Args:
             width: p.
@@ -57,13 +57,13 @@ class TaskGates(nn.Module):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tasks as the gates' columns are ordered: in the order of learning."""
+        """The tasks of the gates' columns, in the order of learning."""
         return (*self.frozen, self.trainable) if self.trainable else tuple(self.frozen)
 
     # ---- a task ----------------------------------------------------------------------------------------------
 
     def begin(self, task: str, seed: int) -> None:
-        """A gate for a new task: D and U of the task before, or drawn as torch draws linears; k from U(-1, 1)."""
+        """Begin a gate: D and U of the previous task, or drawn as torch draws linears; k from U(-1, 1)."""
         assert task not in self.frozen, f"'{task}' has a gate already"
         draw = torch.Generator().manual_seed(seed)
         d, p = self.dimensions, self.width
@@ -87,7 +87,7 @@ class TaskGates(nn.Module):
         self.freeze({**self.frozen, task: values})
 
     def freeze(self, gates: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """The gates of earlier tasks."""
+        """Set the frozen gates of earlier tasks."""
         self.frozen = {
             task: {part: held[part].detach().float().cpu().clone() for part in PARTS} for task, held in gates.items()
         }
@@ -96,7 +96,7 @@ class TaskGates(nn.Module):
     # ---- gates -----------------------------------------------------------------------------------------------
 
     def forward(self, mean_BD: Tensor) -> Tensor:
-        """Gates `[B, T]` over `names`, float32.
+        """Return gates `[B, T]` over `names`, float32.
 
         Args:
             mean_BD: see `mean_embedding`.
@@ -107,11 +107,11 @@ class TaskGates(nn.Module):
         if not self.names:
             raise RetrievalError("no task has been learned yet: there are no gates")
         with torch.autocast(mean_BD.device.type, enabled=False):
-            found = [gates(mean_BD, self._earlier(mean_BD.device))] if self.frozen else []
+            columns = [gates(mean_BD, self._earlier(mean_BD.device))] if self.frozen else []
             if self.trainable:
-                own = {part: getattr(self, part).float()[None] for part in PARTS}
-                found.append(gates(mean_BD, own))
-            return torch.cat(found, dim=1)
+                trained = {part: getattr(self, part).float()[None] for part in PARTS}
+                columns.append(gates(mean_BD, trained))
+            return torch.cat(columns, dim=1)
 
     def zero(self, examples: int) -> Tensor:
         """Return `[examples, 1]` zeros in whose graph the gate in training takes part."""
@@ -120,10 +120,10 @@ class TaskGates(nn.Module):
         return result
 
     def _earlier(self, device: torch.device) -> dict[str, Tensor]:
-        """Frozen gates: part -> `[T, ...]`."""
+        """Return the frozen gates by part, each `[T, ...]`."""
         if not self._stacked or self._stacked["key"].device != device:
             held = self.frozen.values()
-            self._stacked = {part: torch.stack([one[part] for one in held]).to(device) for part in PARTS}
+            self._stacked = {part: torch.stack([gate[part] for gate in held]).to(device) for part in PARTS}
         return self._stacked
 
 
@@ -148,34 +148,34 @@ class GateRouter(PromptRouter):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> GateRouter:
-        """With the gates that were learned in training; tasks that were removed have none."""
+        """Restore the router with the gates that were learned in training; removed tasks have none."""
         tasks = [task for task in state.settings["tasks"] if f"key/{task}" in state.tensors]
         held = {task: {part: state.tensors[f"{part}/{task}"] for part in PARTS} for task in tasks}
         width, dimensions = next(iter(held.values()))["down"].shape if held else (0, 0)
-        found = TaskGates(dimensions, width)
-        found.freeze(held)
-        return GateRouter(found)
+        task_gates = TaskGates(dimensions, width)
+        task_gates.freeze(held)
+        return GateRouter(task_gates)
 
 
-def router_state(found: TaskGates, settings: Mapping[str, Any]) -> RouterState:
-    """Gates as a snapshot holds them."""
-    tensors = {f"{part}/{task}": one for task, held in found.frozen.items() for part, one in held.items()}
-    return RouterState("gates", {**settings, "tasks": list(found.frozen)}, tensors)
+def router_state(task_gates: TaskGates, settings: Mapping[str, Any]) -> RouterState:
+    """Return gates as a snapshot holds them."""
+    tensors = {f"{part}/{task}": tensor for task, held in task_gates.frozen.items() for part, tensor in held.items()}
+    return RouterState("gates", {**settings, "tasks": list(task_gates.frozen)}, tensors)
 
 
 def mean_embedding(embeddings_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-    """e: the mean over real tokens, `[B, d]` in float32; 0 for an example without any."""
+    """Return e, the mean over real tokens, `[B, d]` in float32; 0 for an example without tokens."""
     return mean_pooled(embeddings_BLD.float(), mask_BL)
 
 
 def features(mean_BD: Tensor, down_TPD: Tensor, up_TDP: Tensor) -> tuple[Tensor, Tensor]:
-    """SiLU(D e) `[B, T, p]` and u `[B, T, d]` of T gates."""
+    """Return SiLU(D e) `[B, T, p]` and u `[B, T, d]` of T gates."""
     low_BTP = silu(torch.einsum("bd,tpd->btp", mean_BD, down_TPD))
     return low_BTP, silu(torch.einsum("btp,tdp->btd", low_BTP, up_TDP))
 
 
 def gates(mean_BD: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    """g `[B, T]` of T gates.
+    """Return g `[B, T]` of T gates.
 
     Args:
         parts: `PARTS` -> `[T, ...]`.
@@ -186,5 +186,5 @@ def gates(mean_BD: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _uniform(shape: tuple[int, ...], bound: float, draw: torch.Generator) -> Tensor:
-    """U(-bound, bound), drawn on the CPU: the same on every device."""
+    """Draw from U(-bound, bound) on the CPU, the same on every device."""
     return (torch.rand(shape, generator=draw) * 2 - 1) * bound

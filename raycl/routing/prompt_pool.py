@@ -1,7 +1,7 @@
 """L2P's router: a pool of prompts with learned keys, of which each text gets the ones whose keys are nearest.
 
-The query of a text is the mean of the backbone's last hidden states over its tokens, without adapters: padding takes no
-part, and neither do neighbours (the authors' configs select by majority of the batch, which is left out). The prompts
+The query of a text is the mean of the backbone's last hidden states over its tokens, without adapters, padding or
+neighbours (the authors' configs select by majority of the batch, which is left out). The prompts
 with the largest cosine of key and query are active, each with weight 1.
 """
 
@@ -25,8 +25,8 @@ class PromptPool(nn.Module):
 
     Attributes:
         keys: `[N, D]`, one for each prompt.
-        names: of the prompts. dimensions: D, of queries and keys.
-        top_k: prompts that a text gets.
+        names: names of the prompts. dimensions: D of queries and keys.
+        top_k: number of prompts that a text gets.
     """
 
     def __init__(self, names: Sequence[str], dimensions: int, top_k: int, seed: int, device: Any = "cpu") -> None:
@@ -41,7 +41,7 @@ class PromptPool(nn.Module):
         return normalize(query_BD.float(), dim=1) @ normalize(self.keys.float(), dim=1).T
 
     def selected(self, query_BD: Tensor) -> Tensor:
-        """`[B, N]`: 1 for the `top_k` prompts with the largest cosines, else 0; of equals the first."""
+        """Return `[B, N]`, 1 for the `top_k` prompts with the largest cosines, else 0; of equals the first."""
         with torch.no_grad():
             cosines_BN: Tensor = self(query_BD)
         order_BN = cosines_BN.argsort(dim=1, descending=True, stable=True)
@@ -54,7 +54,7 @@ class PromptPool(nn.Module):
         return result
 
     def settings(self) -> dict[str, Any]:
-        """JSON-able: everything but the keys."""
+        """Return the JSON-able settings, everything but the keys."""
         return {"names": list(self.names), "top_k": self.top_k}
 
 
@@ -94,7 +94,7 @@ class PromptPoolRouter(PromptRouter):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> PromptPoolRouter:
-        """With the keys that were learned in training."""
+        """Restore the router with the keys that were learned in training."""
         settings, keys_ND = state.settings, state.tensors["keys"]
         pool = PromptPool(settings["names"], keys_ND.shape[1], settings["top_k"], 0)
         pool.keys.data = keys_ND.float()

@@ -1,4 +1,4 @@
-"""The base class of routers: a mixture for each text, and what a router needs for that."""
+"""The base class of routers: a mixture for each text, and the inputs that a router needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ last hidden states of the whole prompt, without adapters; task_id: the text's ta
 
 
 def columns_of(kind: str, columns: Mapping[str, int], tasks: Sequence[str] | None) -> Tensor:
-    """`[B]`: the column of each text's task, for kinds of routers that need the task id.
+    """Return `[B]`, the column of each text's task, for kinds of routers that need the task id.
 
     Args:
         columns: task -> its column.
@@ -47,9 +47,9 @@ class Router(ABC):
     """A router of a snapshot. Callers read `needs` and `chooses` instead of the class or the kind.
 
     Attributes:
-        needs: what the mixture is computed from; empty: nothing.
+        needs: inputs from which the mixture is computed; empty: none.
         chooses: the text or its task determines the mixture; False: every text gets the same one.
-        encoder: the sentence encoder that it reads texts with, or None.
+        encoder: its sentence encoder, or None.
     """
 
     needs: ClassVar[frozenset[Need]]
@@ -76,7 +76,7 @@ class Router(ABC):
             tasks: of each text where it is known; kinds that work without a task id ignore it.
 
         Raises:
-            BankError: `needs` names something that is not given.
+            BankError: `needs` names an input that is not given.
         """
 
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
@@ -92,7 +92,7 @@ class Router(ABC):
 
     @property
     def reads_task(self) -> bool:
-        """Whether the mixture goes by the task of a text, where it is given."""
+        """Whether the mixture depends on the task of a text, where it is given."""
         return "task_id" in self.needs
 
     @classmethod
@@ -122,7 +122,7 @@ class PromptRouter(Router):
     chooses = True
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Texts alone are not enough.
+        """Refuse texts alone, which are not enough.
 
         Raises:
             BankError: always.

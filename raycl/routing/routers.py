@@ -25,14 +25,14 @@ from raycl.types import Mixture, RouterState
 
 
 class SingleRouter(Router):
-    """One adapter for everything."""
+    """One adapter for all texts."""
 
     needs: ClassVar[frozenset[Need]] = frozenset()
     chooses = False
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
-        """Over the snapshot's adapter."""
+        """Restore the router over the snapshot's adapter."""
         return cls(owners)
 
     def __init__(self, owners: Owners) -> None:
@@ -46,7 +46,7 @@ class SingleRouter(Router):
         self._weights = dict.fromkeys(owners, 1.0)
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """That one, fully."""
+        """Return weight 1 for the adapter."""
         return Mixture.same(self._weights, len(texts))
 
 
@@ -79,7 +79,7 @@ class WeightedSumRouter(Router):
     def restored(
         cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
     ) -> WeightedSumRouter:
-        """Over the adapters that have a weight.
+        """Restore the router over the adapters that have a weight.
 
         Raises:
             BankError: an adapter of the snapshot has none.
@@ -130,14 +130,14 @@ class ProgressiveRouter(TaskRouter):
     def restored(
         cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
     ) -> ProgressiveRouter:
-        """Over the snapshot's prompts in the order of their numbers, in which they were learned."""
+        """Restore the router over the snapshot's prompts in the order of their numbers, in which they were learned."""
         places = state.settings["prompt_order"]
         return cls({name: owners[name] for name in sorted(owners, key=lambda name: places[name])})
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Weight 1 for the prompt of the task by its name, and for all earlier ones."""
-        own = super().route(texts, tasks)
-        return Mixture(own.names, own.weights.flip(1).cumsum(1).flip(1))
+        """Return weight 1 for the prompt of the task by its name, and for all earlier ones."""
+        mixture = super().route(texts, tasks)
+        return Mixture(mixture.names, mixture.weights.flip(1).cumsum(1).flip(1))
 
 
 class TextRouter(Router):
@@ -149,15 +149,15 @@ class TextRouter(Router):
 
     def __init__(self, router: SlotRouter, encoder: SentenceEncoder, owners: Owners) -> None:
         self.router, self.encoder = router, encoder
-        owned = {one: owners.get(router.adapters(one)[0], ()) for one in router.tasks}
-        self._phases = {task: one for one, tasks in owned.items() for task in tasks}
+        owned = {task_name: owners.get(router.adapters(task_name)[0], ()) for task_name in router.tasks}
+        self._phases = {task: task_name for task_name, tasks in owned.items() for task in tasks}
         if router.samples:
-            router.calibrated()  # ahead of the first text
+            router.calibrated()  # before the first text
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """By each text's query; with `task_id`, among the slots of its own task alone.
+        """Route by each text's query; with `task_id`, among the slots of its own task alone.
 
-        Without kept texts to compare with there are no out-of-distribution scores.
+        Without kept texts there are no out-of-distribution scores.
         """
         queries_BC, only = self.encoder.embed(texts), None
         if tasks is not None and self.router.config.task_id:
@@ -167,16 +167,16 @@ class TextRouter(Router):
 
     @property
     def reads_task(self) -> bool:
-        """With `task_id` alone."""
+        """Whether the router was configured with `task_id`."""
         return self.router.config.task_id
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
-        """With the snapshot's sentence encoder, which must be the one that the keys were made with."""
+        """Restore the router with the snapshot's sentence encoder, which must be the one of its keys."""
         if state.encoder is None:
             raise BankError(f"a snapshot with router '{state.kind}' must name its sentence encoder, this one does not")
         config = validate(EncoderConfig, {"layer": "last", **state.encoder})
-        same = [one for one in encoders if (one.config, one.fingerprint) == (config, state.encoder_sha256)]
+        same = [loaded for loaded in encoders if (loaded.config, loaded.fingerprint) == (config, state.encoder_sha256)]
         encoder = same[0] if same else SentenceEncoder(config, keeps=SERVED_TEXTS)
         if encoder.fingerprint != state.encoder_sha256:
             raise RetrievalError(
@@ -187,7 +187,7 @@ class TextRouter(Router):
 
     @classmethod
     def selected(cls, state: RouterState, dev: Mapping[str, Tensor]) -> RouterState:
-        """With keys or discriminant, whichever routes more dev texts to their task."""
+        """Return the state with keys or discriminant, whichever routes more dev texts to their task."""
         router = SlotRouter.restored(state)
         for task in router.tasks:
             router.hold_out(task, dev[task])
@@ -196,7 +196,7 @@ class TextRouter(Router):
 
     @classmethod
     def task_of(cls, tensor: str) -> str:
-        """Of `key/<task>.<slot>` or `<part>/<task>` (names of tasks may contain dots)."""
+        """Return the task of `key/<task>.<slot>` or `<part>/<task>` (names of tasks may contain dots)."""
         part, _, owner = tensor.partition("/")
         return owner.rpartition(".")[0] if part == "key" else owner
 
@@ -285,7 +285,7 @@ def without(state: RouterState, task: str) -> RouterState:
     for key in ("tasks", "prompt_order"):
         if key in settings:
             held = settings[key]
-            left = [one for one in held if one != task]
-            settings[key] = {one: held[one] for one in left} if isinstance(held, dict) else left
+            left = [task_name for task_name in held if task_name != task]
+            settings[key] = {task_name: held[task_name] for task_name in left} if isinstance(held, dict) else left
     tensors = {name: value for name, value in state.tensors.items() if task_of(name) != task}
     return replace(state, settings=settings, tensors=tensors)

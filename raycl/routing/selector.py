@@ -1,7 +1,7 @@
 """A selector learned apart from the adapters, for SAPT's ablations -Alignment and -SA (SAPT, section 6.3).
 
-The same network as the attention, trained after a task on the weights that every task's texts had when it was learned,
-with pseudo-samples of all tasks: what shared attention makes unnecessary.
+The network is that of the attention. It is trained after a task on the weights that every task's texts had when it was
+learned, with pseudo-samples of all tasks; shared attention makes this unnecessary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raycl.routing.attention import Attention, AttentionConfig, divergence
 
 
 class SelectorConfig(Section):
-    """How the separate selector of two ablations is trained (not in the paper)."""
+    """Settings of training the separate selector of two ablations (not in the paper)."""
 
     steps: int = Field(500, ge=1, description="optimizer steps")
     rate: float = Field(1e-3, gt=0, description="learning rate of Adam")
@@ -36,7 +36,7 @@ def learn_selector(
 
     Args:
         pooled: task -> `[n, d]` pseudo-samples (`max_pooled`), in the order of learning.
-        targets: task -> `[i]` weights over the first i tasks, which its texts shall have.
+        targets: task -> `[i]` target weights of its texts over the first i tasks.
     """
     draw = torch.Generator().manual_seed(seed)
     rows = {task: found.float().cpu() for task, found in pooled.items()}
@@ -49,8 +49,10 @@ def learn_selector(
     for _ in range(config.steps):
         drawn = [rows[task][torch.randperm(len(rows[task]), generator=draw)[: config.batch]] for task in rows]
         log_alpha = log_softmax(linear(found.query(torch.cat(drawn)), keys_TD) / found.tau, dim=-1)
-        target = torch.cat([wanted[task].expand(len(own), -1) for task, own in zip(rows, drawn, strict=True)])
-        share = torch.cat([torch.full((len(own),), 1.0 / len(own)) for own in drawn])
+        target = torch.cat(
+            [wanted[task].expand(len(drawn_rows), -1) for task, drawn_rows in zip(rows, drawn, strict=True)]
+        )
+        share = torch.cat([torch.full((len(drawn_rows),), 1.0 / len(drawn_rows)) for drawn_rows in drawn])
         optimizer.zero_grad()
         (divergence(target, log_alpha) * share).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -1,7 +1,8 @@
 """The frozen sentence encoder: texts to queries, each text encoded once.
 
 Which layer is read decides how well tasks are separated: SLM takes the mean of the last one, which in sentence encoders
-has learned to drop how a text is written. Two thirds of the way up both are there: on MiniLM and four tasks the paper's
+    has learned to drop the style of a text. Two thirds of the way up, content and style are both present: on MiniLM and
+    four tasks the paper's
 keys find 96.7 % of texts' tasks there and 88.6 % in the last layer, the discriminant 99.2 and 96.3 %, for the same pass
 of the encoder.
 """
@@ -35,8 +36,8 @@ SAMPLE = "Which of these texts is about the same thing?"
 FAILURES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 KEPT_TEXTS, SERVED_TEXTS = 200_000, 4_096
-"""Texts whose queries stay in memory, the oldest go first: in training, where every epoch brings them again (300 MB at
-384 dimensions), and of served texts, which seldom come twice (10 MB)."""
+"""The number of texts whose queries stay in memory: in training, where every epoch reads them again (300 MB at 384
+dimensions), and in serving, where texts seldom come twice (10 MB). The oldest are dropped first."""
 
 
 class EncoderConfig(Section):
@@ -59,7 +60,7 @@ class EncoderConfig(Section):
 
 
 class SentenceEncoder:
-    """Texts to `[B, c]` float32 on the CPU, unnormalised means over real tokens (SLM, section 3.2, and its code).
+    """Maps texts to `[B, c]` float32 on the CPU, unnormalised means over real tokens (SLM, section 3.2, and its code).
 
     An empty text has the query of the encoder's special tokens alone.
 
@@ -91,7 +92,7 @@ class SentenceEncoder:
 
     @property
     def width(self) -> int:
-        """Dimensions of a query."""
+        """The dimensions of a query."""
         settings = json.loads((folder_of(self.config.name, self.config.revision) / "config.json").read_text())
         return int(settings.get("hidden_size") or self._loaded().get_embedding_dimension())
 
@@ -125,7 +126,7 @@ class SentenceEncoder:
         return self._model
 
     def _shorten(self) -> None:
-        """Drop the layers above the one that is read, where a text then has the very same query."""
+        """Drop the layers above the one that is read, where queries stay exactly the same."""
         inner = getattr(self._model[0].auto_model, "encoder", None)
         layers = getattr(inner, "layer", None)
         if inner is None or not isinstance(layers, nn.ModuleList) or not 0 < self._layer(len(layers) + 1) < len(layers):
@@ -134,7 +135,7 @@ class SentenceEncoder:
         inner.layer = layers[: self._layer(len(layers) + 1)]
         try:
             same = torch.equal(self._passed([SAMPLE]), before)
-        except FAILURES:  # a model that counts its layers elsewhere
+        except FAILURES:  # this model counts its layers elsewhere
             log.info("'%s' computes all its layers", self.config.name)
         if not same:
             inner.layer = layers
@@ -155,13 +156,13 @@ class SentenceEncoder:
         fresh = list(dict.fromkeys(text for text in texts if text not in self._known))
         if fresh:
             self.remember(fresh, self._computed(fresh))
-        found = torch.stack([self._known[text] for text in texts]) if texts else torch.zeros(0, self.width)
-        while len(self._known) > self._keeps:  # a server encodes new texts without end
+        queries = torch.stack([self._known[text] for text in texts]) if texts else torch.zeros(0, self.width)
+        while len(self._known) > self._keeps:  # a server always encodes new texts
             self._known.pop(next(iter(self._known)))
-        return found
+        return queries
 
     def remember(self, texts: Sequence[str], queries: Tensor) -> None:
-        """Queries that were computed elsewhere."""
+        """Remember queries that were computed elsewhere."""
         self._known.update(zip(texts, queries.unbind(), strict=True))
 
     def _computed(self, texts: Sequence[str]) -> Tensor:
@@ -170,31 +171,33 @@ class SentenceEncoder:
         lengths = model.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"]
         self.truncated += sum(len(ids) > limit for ids in lengths)
         by_length = sorted(range(len(texts)), key=lambda row: len(lengths[row]))
-        found: Tensor | None = None
+        queries: Tensor | None = None
         for first in range(0, len(texts), self.config.batch_size):
             rows = by_length[first : first + self.config.batch_size]
             part = self._passed([texts[row] for row in rows])
-            found = torch.zeros(len(texts), part.shape[1]) if found is None else found
-            found[rows] = part
-        assert found is not None, "no texts"
-        bad = ~torch.isfinite(found).all(1)
+            queries = torch.zeros(len(texts), part.shape[1]) if queries is None else queries
+            queries[rows] = part
+        assert queries is not None, "no texts"
+        bad = ~torch.isfinite(queries).all(1)
         if bool(bad.any()):
             text = texts[int(bad.nonzero()[0])]
             raise RetrievalError(
                 f"encoder '{self.config.name}' gives values that are not finite for the text '{text[:60]}': use another"
             )
-        return found
+        return queries
 
     def _passed(self, texts: list[str]) -> Tensor:
-        """One forward pass."""
+        """Run one forward pass."""
         model = self._loaded()
         features = model.preprocess(texts)
-        features = {name: one.to(model.device) if isinstance(one, Tensor) else one for name, one in features.items()}
+        features = {
+            name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in features.items()
+        }
         with torch.no_grad():
             out = model(features)
         if self.config.layer == "last":
-            whole: Tensor = out["sentence_embedding"]
-            return whole.float().cpu()
+            embedding: Tensor = out["sentence_embedding"]
+            return embedding.float().cpu()
         layers = out["all_layer_embeddings"]
         number = self._layer(len(layers))
         if number >= len(layers):
@@ -231,8 +234,8 @@ class SentenceEncoder:
         cache, file = self._cache, f"{key}.safetensors"
         if cache is not None and cache.exists(record_of(file)):
             try:
-                data, found = read_sealed(cache, file, key)
-                return load(data)["queries"], int(found.info["truncated"])
+                data, seal = read_sealed(cache, file, key)
+                return load(data)["queries"], int(seal.info["truncated"])
             except StorageError as error:
                 log.warning("queries are computed again: %s", error)
         before = self.truncated

@@ -4,8 +4,7 @@
 
 Where the task ids of texts are given, K are the keys of a text's task and of those that were learned before it, and the
 modules of later tasks have weight 0. The query of a text is the mean of the backbone's last hidden states over its
-tokens, without adapters: padding takes no part, and neither do neighbours. Computed in float32 whatever the model is
-in.
+tokens, without adapters, padding or neighbours. Weights are computed in float32 whatever the model's dtype.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class TaskKeys(nn.Module):
     """One key for each task.
 
     Attributes:
-        dimensions: D, of queries and keys.
-        key: `[D]` of the task in training; None between tasks.
+        dimensions: D of queries and keys.
+        key: key `[D]` of the task in training; None between tasks.
         keys: earlier task -> its key `[D]`, frozen, on the CPU.
         trainable: task in training, "" for none.
     """
@@ -47,11 +46,11 @@ class TaskKeys(nn.Module):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tasks as the weights' columns are ordered: in the order of learning."""
+        """The tasks of the weights' columns, in the order of learning."""
         return (*self.keys, self.trainable) if self.trainable else tuple(self.keys)
 
     def begin(self, task: str, seed: int) -> None:
-        """A key for a new task, drawn from U(0, 1) (the authors' code)."""
+        """Draw a key for a new task from U(0, 1) (the authors' code)."""
         assert task not in self.keys, f"'{task}' has a key already"
         drawn = torch.rand(self.dimensions, generator=torch.Generator().manual_seed(seed))
         self.key, self.trainable = nn.Parameter(drawn.to(self._device)), task
@@ -76,7 +75,7 @@ class TaskKeys(nn.Module):
         return normalize(query_BD.float(), dim=1) @ normalize(torch.stack(rows), dim=1).T
 
     def weights(self, cosines_BT: Tensor, last_B: Tensor | None = None) -> Tensor:
-        """Return `[B, T]` of the tasks' modules.
+        """Return the weights `[B, T]` of the tasks' modules.
 
         Args:
             last_B: column of each text's task; later columns get weight 0. None: no task is left out.
@@ -94,11 +93,11 @@ class TaskKeys(nn.Module):
         return result
 
     def tensors(self) -> dict[str, Tensor]:
-        """`key/<task>` of earlier tasks."""
+        """Return `key/<task>` of earlier tasks."""
         return {f"key/{task}": key for task, key in self.keys.items()}
 
     def settings(self) -> dict[str, Any]:
-        """JSON-able: everything but the keys."""
+        """Return the JSON-able settings, everything but the keys."""
         return {
             "dimensions": self.dimensions,
             "weights": self.weighting,
@@ -138,7 +137,7 @@ class TaskKeysRouter(PromptRouter):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> TaskKeysRouter:
-        """With the keys that were learned in training."""
+        """Restore the router with the keys that were learned in training."""
         settings = state.settings
         keys = TaskKeys(settings["dimensions"], settings["weights"], settings["scale"])
         keys.take(settings["tasks"], state.tensors)

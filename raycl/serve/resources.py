@@ -1,4 +1,4 @@
-"""What replicas and the gate reserve in the cluster: all that they use, so that it is not given to others."""
+"""The resources that replicas and the gate reserve in the cluster, so that others do not get them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def on_gpu(device: str) -> bool:
 
 
 def settled_device(device: str) -> str:
-    """`cpu` or `cuda`: a replica uses what was reserved, whatever its node has besides."""
+    """Return `cpu` or `cuda`: a replica uses its reserved device, whatever else its node has."""
     return "cuda" if on_gpu(device) else "cpu"
 
 
 def gate_device(config: ServeConfig) -> str:
-    """Where the gate's own backbone is, see `settled_device`."""
+    """Return the device of the gate's backbone; see `settled_device`."""
     return settled_device(config.gate.device or config.device)
 
 
@@ -46,7 +46,7 @@ def _takes(config: ServeConfig, device: str, gpus: float) -> dict[str, float]:
 def total_resources(config: ServeConfig) -> dict[str, float]:
     """CPUs and GPUs of everything, at least."""
     replica, gate = replica_takes(config), gate_takes(config)
-    found = {}
+    totals = {}
     for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
-        found[name] = config.replicas * replica[key] + config.gates * gate[key]
-    return found
+        totals[name] = config.replicas * replica[key] + config.gates * gate[key]
+    return totals

@@ -47,7 +47,7 @@ class AuthConfig(Section):
 
 
 class FollowConfig(Section):
-    """How new snapshots of the bank are activated."""
+    """Activation of new snapshots of the bank."""
 
     enabled: bool = Field(
         True, description="activate snapshots when they are published; false: only by POST /admin/activate"
@@ -57,7 +57,8 @@ class FollowConfig(Section):
 
 
 class GateConfig(Section):
-    """What a snapshot must pass before it is activated: `raycl serve promote`, and following with `follow.gated`.
+    """The gate that a snapshot must pass before it is activated: `raycl serve promote`, and following with
+    `follow.gated`.
 
     Evaluating beside the endpoint takes a second backbone: the gate reserves room for it during the evaluation.
     """
@@ -197,7 +198,7 @@ class ServeConfig(Section):
 
     @property
     def permissions(self) -> Permissions:
-        """What the bank's author may run here."""
+        """The code that the bank's author may run here."""
         return Permissions(self.trust_remote_code, self.allow_pickle)
 
     @property
@@ -221,7 +222,7 @@ class ServeConfig(Section):
         return self.upstream.url is not None
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """What belongs to an ingress or a way of following that is not chosen."""
+        """Yield settings of an ingress or a way of following that is not chosen."""
         if self.ingress == "direct":
             yield "route_prefix", "ingress=direct"
         if self.forwards:

@@ -1,1 +1,1 @@
-"""What stands on top of an encoder-only model: scores over labels, and guesses of hidden words."""
+"""Heads of an encoder-only model: scores over labels, and guesses of hidden words."""

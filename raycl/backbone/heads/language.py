@@ -1,8 +1,8 @@
 """The masked-language-modelling head of an encoder-only model, apart from the encoder that it reads.
 
-Hugging Face keeps encoder and head in one model, each architecture with a head of its own making; here adapters,
-poolings and label heads live on the bare encoder. So the whole model is loaded too, and where its encoder was stands
-something that hands states through: what remains is the head, whatever its parts are called.
+Hugging Face keeps encoder and head in one model, and every architecture has its own head; here adapters, pooling and
+label heads use the bare encoder. So the full model is loaded too, and its encoder is replaced by a module that returns
+the given states. The rest is the head, whatever its parts are called.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 
 class LanguageHead(nn.Module):
-    """States to scores over the vocabulary.
+    """Maps states to scores over the vocabulary.
 
     Attributes:
-        architecture: class of the whole model. prefix: name of the encoder in it.
+        architecture: class of the full model. prefix: name of the encoder in it.
         is_fresh: the checkpoint has no such head, so some of its weights are random (the output words are always those
             of the input embeddings where the architecture ties them).
     """
 
-    def __init__(self, whole: Any, model: Any, is_fresh: bool) -> None:
-        """Take the head from `whole`.
+    def __init__(self, full_model: Any, model: Any, is_fresh: bool) -> None:
+        """Take the head from `full_model`.
 
         Args:
             model: the encoder that it will read.
         """
         super().__init__()
-        self.architecture = type(whole).__name__
-        self.prefix = str(whole.base_model_prefix)
+        self.architecture = type(full_model).__name__
+        self.prefix = str(full_model.base_model_prefix)
         self.is_fresh = is_fresh
-        if getattr(whole.config, "tie_word_embeddings", True):
-            whole.get_output_embeddings().weight = model.get_input_embeddings().weight
-        setattr(whole, self.prefix, _Given())
-        self.whole = whole
+        if getattr(full_model.config, "tie_word_embeddings", True):
+            full_model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        setattr(full_model, self.prefix, _Given())
+        self.whole = full_model
 
     def forward(self, states_MD: Tensor) -> Tensor:
-        """Return `[M, D]` to `[M, V]`."""
+        """Map `[M, D]` to `[M, V]`."""
         logits: Tensor = self.whole(inputs_embeds=states_MD[None]).logits
         return logits[0]
 
@@ -53,10 +53,10 @@ class LanguageHead(nn.Module):
 
 
 class _Given(nn.Module):
-    """In the encoder's place: what it is given are the states already."""
+    """Replaces the encoder: its inputs are already the states."""
 
     def forward(self, *nothing: Any, inputs_embeds: Tensor, **others: Any) -> BaseModelOutput:
-        """Return `[1, M, D]` as they are."""
+        """Return `[1, M, D]` unchanged."""
         from transformers.modeling_outputs import BaseModelOutput
 
         return BaseModelOutput(last_hidden_state=inputs_embeds)

@@ -1,1 +1,1 @@
-"""What computes the linears of a backbone, where it is not torch alone: quantized weights, products on CPUs."""
+"""Linears of a backbone that torch does not compute alone: quantized weights, products on CPUs."""

@@ -24,7 +24,7 @@ log = logging.getLogger("raycl")
 CPU_INFO = Path("/proc/cpuinfo")
 
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""How Linux names instructions that multiply bfloat16 (the last: Arm)."""
+"""Linux's names of instructions that multiply bfloat16 (the last: Arm)."""
 
 
 @lru_cache(maxsize=1)
@@ -57,7 +57,7 @@ def warn_of_slow_bfloat16(backbone: str) -> None:
 
 @contextmanager
 def by_onednn(model: nn.Module) -> Iterator[None]:
-    """Inside, a model's linears of float32 weights on the CPU are multiplied by oneDNN; adapters' small ones are not.
+    """Multiply a model's linears of float32 weights on the CPU by oneDNN inside, without adapters' small ones.
 
     Layers keep their weights, hooks and names: only how the product is computed is replaced.
     """
@@ -76,10 +76,10 @@ def _product(module: nn.Linear, x: Tensor) -> Tensor:
     if torch.is_grad_enabled() or not _is_plain(x) or not _is_plain(weight.data):
         return linear(x, weight, module.bias)
     product: Any = torch.ops.mkldnn._linear_pointwise
-    found: Tensor = product(x, weight, module.bias, "none", [], "")
-    return found
+    output: Tensor = product(x, weight, module.bias, "none", [], "")
+    return output
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """No part of a tensor that workers share out, no other type or device."""
+    """Return whether a weight is float32 on the CPU, and complete on this worker."""
     return type(tensor) is Tensor and tensor.dtype == torch.float32 and tensor.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Frozen weights in four or eight bits, by bitsandbytes; what is computed stays in the backbone's dtype.
+"""Frozen weights in four or eight bits, by bitsandbytes; computation stays in the backbone's dtype.
 
 nf4: Dettmers et al. 2023 (QLoRA), 4-bit NormalFloat in blocks of 64 weights, whose scales are quantized again. int8:
 Dettmers et al. 2022 (LLM.int8()), one scale for each output, and in each forward pass one for each token; without the
@@ -21,7 +21,7 @@ from raycl.errors import BackboneError
 Quantization = Literal["none", "nf4", "int8"]
 
 BLOCK = 64
-"""Weights of nf4 that have one scale."""
+"""The number of nf4 weights that share a scale."""
 
 CHATTER = ("bitsandbytes.autograd._functions", "bitsandbytes.backends.cpu.ops")
 """Loggers that warn in every layer that inputs are cast, and that an optional kernel is not there; peft imports the
@@ -32,7 +32,7 @@ for name in CHATTER:
 
 
 def check_quantization(chosen: Quantization) -> None:
-    """Raises BackboneError: weights are to be quantized, and the library is missing."""
+    """Raise a BackboneError if weights are to be quantized and the library is missing."""
     if chosen != "none" and importlib.util.find_spec("bitsandbytes") is None:
         raise BackboneError(
             f"backbone.quantization={chosen} needs the package bitsandbytes: pip install 'raycl[quantization]', or use "
@@ -41,7 +41,7 @@ def check_quantization(chosen: Quantization) -> None:
 
 
 def quantized(chosen: Quantization, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that quantize weights while they are read, straight to the device; {} for none.
+    """Return arguments of `from_pretrained` that quantize weights while they are read to the device; {} for none.
 
     Raises:
         BackboneError: see `check_quantization`.
@@ -60,7 +60,7 @@ def quantized(chosen: Quantization, dtype: torch.dtype, device: torch.device) ->
 
 
 def make_consistent(model: nn.Module, dtype: torch.dtype) -> None:
-    """Quantized linears compute the same in training and in evaluation, in `dtype`, which each of them records.
+    """Make quantized linears compute the same in training and evaluation, in `dtype`, which each of them records.
 
     On CPUs, bitsandbytes 0.50.2 computes in another way in evaluation mode: with AVX-512 BF16 it packs a 4-bit weight
     anew, rounds its scales to bfloat16 and computes in bfloat16 from then on, and at 8 bits it rounds inputs too. On
@@ -81,4 +81,4 @@ def make_consistent(model: nn.Module, dtype: torch.dtype) -> None:
             )
         module.compute_dtype = dtype  # type: ignore[assignment]
         if on_cpu:
-            module.train(True).train = lambda mode=True, own=module: own  # type: ignore[method-assign, misc]
+            module.train(True).train = lambda mode=True, linear=module: linear  # type: ignore[method-assign, misc]

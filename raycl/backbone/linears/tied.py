@@ -1,4 +1,4 @@
-"""Linears whose weights are another layer's too, as output words often are the input embeddings."""
+"""Linears that share weights with another layer, as output words often do with the input embeddings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def untie(model: Any, paths: Iterable[str]) -> bool:
     """Give those linears at `paths` whose weights are shared a copy of their own; the model's config says so.
 
     Returns:
-        whether there was one.
+        whether there was such a linear.
 
     Raises:
         BackboneError: an encoder-decoder model, since some of them scale what shared output words read, and no other.

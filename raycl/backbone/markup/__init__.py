@@ -1,1 +1,1 @@
-"""What a tokenizer makes of markup: chat templates, and the strings of special tokens."""
+"""Markup of tokenizers: chat templates, and the strings of special tokens."""

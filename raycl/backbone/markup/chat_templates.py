@@ -1,7 +1,7 @@
-"""Chat templates: what one writes before an answer of the assistant, and what it makes of the answer.
+"""Chat templates: the text that they write before an answer of the assistant, and their form of the answer.
 
-A template trims an answer, puts a block of thinking before it, or ends it with tokens of its own, so where the prompt
-ends and what is learned is asked of the template and never searched for in what it wrote.
+A template may trim an answer, put a block of thinking before it, or add tokens of its own. So the template is probed
+for the end of the prompt and the text to learn, which are never searched for in its output.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ CHATML = (
 """The chat markup that many tokenizers have as their template."""
 
 PROBE = "\U0010fffb"
-"""A private character that stands for an answer, to see what is written around one."""
+"""A private character in place of an answer, which shows the text around answers."""
 
 TOGETHER = 64
-"""Conversations that are rendered by one request."""
+"""The number of conversations that one request renders."""
 
 TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-"""Special tokens of no tokenizer, to try a template with."""
+"""Made-up special tokens to try a template with."""
 
 SHORT = (("user", "the sky is"),)
 LONG = (*(("user", "the sky is " * 20), ("assistant", "blue " * 20)) * 16, *SHORT)
 """Conversations to try a template with."""
 
 SUFFIXES, LARGEST = (".jinja", ".jinja2", ".j2"), 2**20
-"""Of a file that holds a template: its names' ends, and bytes at most."""
+"""Suffixes of template files, and their largest size in bytes."""
 
 
 def template_source(value: str | None) -> str | None:
@@ -42,7 +42,7 @@ def template_source(value: str | None) -> str | None:
     itself.
 
     Raises:
-        ValueError: it is none; files are read before (`with_template_files`), since records name none.
+        ValueError: it is no template; files are read before (`with_template_files`), since records name no files.
     """
     if value is None or _is_source(value):
         return value
@@ -87,13 +87,13 @@ def _is_source(value: str) -> bool:
 
 
 class Around(NamedTuple):
-    """What a template writes around the assistant's next answer, whatever that is.
+    """The text that a template writes around the assistant's next answer, whatever the answer is.
 
     Attributes:
-        prompt: all before it: the conversation with the generation prompt, and what each answer begins with (an empty
-            block of thinking).
+        prompt: the text before it: the conversation with the generation prompt, and the common beginning of answers (an
+        empty block of thinking).
         lead: white space between prompt and answer, which tokenizers join with the answer's first word.
-        tail: all behind it.
+        tail: the text after it.
     """
 
     prompt: str
@@ -107,11 +107,11 @@ def turns(
     conversations: Sequence[Conversation],
     answers: Sequence[str] | None = None,
 ) -> Iterator[tuple[Around, str]]:
-    """Yield what is written around the answer to each conversation, and what the template makes of the answer.
+    """Yield the text around the answer to each conversation, and the answer as the template writes it.
 
     Args:
-        names: what the template may name beside the messages: the special tokens.
-        answers: one for each; None: any, and what becomes of it is "".
+        names: further variables of the template: the special tokens.
+        answers: an answer for each conversation; None: any, which is yielded as "".
 
     Raises:
         ValueError: the template cannot render a conversation, begins the turn of an answer otherwise than its
@@ -120,17 +120,20 @@ def turns(
     for first in range(0, len(conversations), TOGETHER):
         several = list(enumerate(conversations[first : first + TOGETHER], first))
         wanted: list[tuple[Conversation, bool]] = []
-        for place, one in several:
-            tried = [PROBE] if answers is None else [PROBE, answers[place]]
-            wanted += [(one, True), *(([*one, ("assistant", answer)], False) for answer in tried)]
-        found = iter(renderer().render(template, names, wanted))
-        for place, one in several:
-            around = _around(_text(one, next(found)), _text(one, next(found)))
-            yield around, "" if answers is None else _written(_text(one, next(found)), answers[place], around)
+        for index, conversation in several:
+            tried = [PROBE] if answers is None else [PROBE, answers[index]]
+            wanted += [(conversation, True), *(([*conversation, ("assistant", answer)], False) for answer in tried)]
+        rendered = iter(renderer().render(template, names, wanted))
+        for index, conversation in several:
+            around = _around(_text(conversation, next(rendered)), _text(conversation, next(rendered)))
+            yield (
+                around,
+                "" if answers is None else _written(_text(conversation, next(rendered)), answers[index], around),
+            )
 
 
 def check(template: str, system: str) -> None:
-    """Try a template before anything depends on it: with a short conversation, and whether it ends with a long one.
+    """Try a template before anything depends on it, with a short conversation and a long one.
 
     Args:
         system: system message of conversations that have none of their own; "": none.
@@ -138,10 +141,10 @@ def check(template: str, system: str) -> None:
     Raises:
         ValueError: see `turns`.
     """
-    short, long = ([*([("system", system)] if system else []), *one] for one in (SHORT, LONG))
+    short, long = ([*([("system", system)] if system else []), *conversation] for conversation in (SHORT, LONG))
     for _ in turns(template, TOKENS, [short]):
         (tried,) = renderer().render(template, TOKENS, [(long, True)])
-        if tried.ended:  # it may refuse a conversation, but not hold up others
+        if tried.ended:  # it may refuse a conversation, but not delay others
             _text(long, tried)
 
 
@@ -153,9 +156,9 @@ def _text(conversation: Conversation, rendered: Rendered) -> str:
 
 
 def _around(before: str, probed: str) -> Around:
-    """From a conversation with the generation prompt, and with `PROBE` as its answer."""
-    before_answer, found, tail = probed.rpartition(PROBE)
-    if not found or not before_answer.startswith(before):
+    """Compare a conversation with the generation prompt to the same with `PROBE` as its answer."""
+    before_answer, mark, tail = probed.rpartition(PROBE)
+    if not mark or not before_answer.startswith(before):
         raise ValueError(
             f"begins the turn of an answer with '{_end(before_answer)}' and ends its generation prompt with "
             f"'{_end(before)}': expected the same, so that what is learned is what is asked"
@@ -165,21 +168,24 @@ def _around(before: str, probed: str) -> Around:
     return Around(before_answer.removesuffix(lead), lead, tail)
 
 
-def _written(whole: str, answer: str, around: Around) -> str:
-    """Return what a template makes of an answer, from the conversation with it."""
+def _written(written: str, answer: str, around: Around) -> str:
+    """Return an answer as the template writes it, taken from the conversation with it."""
     start = around.prompt + around.lead
-    if len(whole) < len(start) + len(around.tail) or not (whole.startswith(start) and whole.endswith(around.tail)):
+    common = len(_common(written, start))
+    if len(written) < len(start) + len(around.tail) or not (
+        written.startswith(start) and written.endswith(around.tail)
+    ):
         raise ValueError(
-            f"rewrites the answer '{answer[:40]}' to '{whole[len(_common(whole, start)) :][:40]}': expected it behind "
+            f"rewrites the answer '{answer[:40]}' to '{written[common:][:40]}': expected it behind "
             f"'{_end(start)}' and in front of '{around.tail[:20]}', as other answers are"
         )
-    return whole[len(start) : len(whole) - len(around.tail)]
+    return written[len(start) : len(written) - len(around.tail)]
 
 
-def _common(one: str, other: str) -> str:
-    """Return what both begin with."""
-    length = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
-    return one[:length]
+def _common(first: str, other: str) -> str:
+    """Return the common beginning of both."""
+    length = next((index for index, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), len(other))
+    return first[:length]
 
 
 def _end(text: str) -> str:

@@ -20,19 +20,19 @@ CPU_S = 1.0
 """Seconds of CPU time for one conversation, then the kernel ends the process: Python cannot interrupt `9**9**9`."""
 
 MEMORY_MIB, OUT_OF_MEMORY = 512, 77
-"""Memory beside what the process begins with, and its exit status when that is not enough."""
+"""Memory in addition to that at the start of the process, and the exit status when it is not enough."""
 
 CHARACTERS, FACTOR = 2**18, 4
-"""A rendered text has at most so many characters, and the factor times those of its conversation."""
+"""A rendered text has at most this many characters plus the factor times those of its conversation."""
 
 LONGEST_PROBLEM = 300
-"""Characters of a message."""
+"""The most characters of a message."""
 
 FAILURES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, OSError),
     *(RuntimeError, SyntaxError, TypeError, ValueError),
 )
-"""What Python code fails with; a template's own refusals come as Jinja's errors."""
+"""Errors of Python code; a template's own refusals are Jinja's errors."""
 
 
 def main(path: Sequence[str]) -> None:
@@ -58,11 +58,11 @@ def _send(to: TextIO, answer: Mapping[str, str]) -> None:
 
 
 def _limit() -> None:
-    """What holds for the whole process: memory, and no files."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the process that asks
+    """Limit the process: its memory, and no files."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of a terminal is for the parent process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    with suppress(OSError, ValueError):  # macOS has no limit of memory
+    with suppress(OSError, ValueError):  # macOS has no memory limit
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + MEMORY_MIB * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -27,11 +27,11 @@ Conversation = Sequence[tuple[str, str]]
 """Messages as (role, content)."""
 
 KEPT = ("LD_LIBRARY_PATH", "TZ")
-"""Environment variables that the process has: of others, keys among them, it knows nothing."""
+"""The only environment variables of the process; others, such as keys, are removed."""
 
 
 class Rendered(NamedTuple):
-    """What became of a conversation.
+    """The result of rendering a conversation.
 
     Attributes:
         problem: why there is no text; "": there is one.
@@ -57,8 +57,8 @@ class Renderer:
         """Return the text of each conversation, up to the first one with a problem.
 
         Args:
-            template: Jinja source. names: what it may name beside the messages: the special tokens.
-            wanted: conversations; True: with the generation prompt behind.
+            template: Jinja source. names: further variables of the template: the special tokens.
+            wanted: conversations; True: with the generation prompt.
 
         Raises:
             BackboneError: the process cannot be started.
@@ -67,20 +67,20 @@ class Renderer:
         with self._lock:
             process = self._process = self._process or _started()
             assert process.stdin is not None, "it is a pipe"
-            found: list[Rendered] = []
+            rendered: list[Rendered] = []
             with suppress(BrokenPipeError):
                 process.stdin.write(request.encode() + b"\n")
                 process.stdin.flush()
-            while len(found) < len(wanted) and not (found and found[-1].problem):
+            while len(rendered) < len(wanted) and not (rendered and rendered[-1].problem):
                 answer = _line(process)
                 if answer:
-                    found.append(Rendered(answer.get("text", ""), answer.get("problem", "")))
+                    rendered.append(Rendered(answer.get("text", ""), answer.get("problem", "")))
                 else:
-                    found.append(Rendered(problem=self._ended(process), ended=True))
-            return found
+                    rendered.append(Rendered(problem=self._ended(process), ended=True))
+            return rendered
 
     def _ended(self, process: subprocess.Popen[bytes]) -> str:
-        """Return why it gives no answer; the next conversation gets another process."""
+        """Return why the process gives no answer; the next conversation gets another process."""
         self._process = None
         status = _closed(process)
         if status == -signal.SIGPROF:
@@ -98,11 +98,11 @@ class Renderer:
 
 @lru_cache(maxsize=1)
 def renderer() -> Renderer:
-    """Return the one of this process."""
+    """Return the renderer of this process."""
     return Renderer()
 
 
-os.register_at_fork(after_in_child=renderer.cache_clear)  # a process is asked by the one that started it alone
+os.register_at_fork(after_in_child=renderer.cache_clear)  # only the process that started it may use it
 
 
 def _started() -> subprocess.Popen[bytes]:
@@ -129,15 +129,15 @@ def _no_process(problem: str) -> BackboneError:
 
 
 def _line(process: subprocess.Popen[bytes]) -> dict[str, str]:
-    """Its next answer; empty: it has ended."""
+    """Return the process's next answer; empty: it has ended."""
     assert process.stdout is not None, "it is a pipe"
     line = process.stdout.readline()
-    found: dict[str, str] = json.loads(line) if line.endswith(b"\n") else {}
-    return found
+    answer: dict[str, str] = json.loads(line) if line.endswith(b"\n") else {}
+    return answer
 
 
 def _closed(process: subprocess.Popen[bytes]) -> int:
-    """End it, if it has not ended; its exit status."""
+    """End the process if it is running, and return its exit status."""
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:

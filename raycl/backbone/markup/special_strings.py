@@ -24,7 +24,7 @@ class SpecialStrings:
     """The special tokens of a fast tokenizer.
 
     Attributes:
-        ids: of all special tokens, which decoding leaves out.
+        ids: ids of all special tokens, which decoding leaves out.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -41,20 +41,21 @@ class SpecialStrings:
         self._ending = re.compile(rf"(?:\s*(?:{names}))*")
 
     def broken(self, text: str) -> str:
-        """Return a text of the data for a template, its special strings told from those that the template writes."""
+        """Return a text of the data for a template, with marks that distinguish its special strings from the
+        template's."""
         clean = text.replace(_MARK, "\ufffd").replace(_BREAK, "\ufffd")
-        if not any(start in clean for start in self._starts):  # most texts, in a tenth of the expression's time
+        if not any(start in clean for start in self._starts):  # decides most texts in a tenth of the expression's time
             return clean
-        return self._found.sub(lambda found: f"{found[0][:1]}{_BREAK}{found[0][1:]}", clean)
+        return self._found.sub(lambda match: f"{match[0][:1]}{_BREAK}{match[0][1:]}", clean)
 
     def ending(self, text: str) -> str:
         """Return the special strings that a text begins with, and the white space before each; "": none."""
-        found = self._ending.match(text)
-        assert found is not None, "no special string is one too"
-        return found[0]
+        match = self._ending.match(text)
+        assert match is not None, "no special string is one too"
+        return match[0]
 
-    def whole(self, text: str) -> str:
-        """Back from `broken`."""
+    def unbroken(self, text: str) -> str:
+        """Invert `broken`."""
         return text.replace(_BREAK, "")
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
@@ -62,15 +63,15 @@ class SpecialStrings:
         if not texts:
             return []
         given = {"add_special_tokens": add_special_tokens, "truncation": False, "padding": False, "verbose": False}
-        found: list[list[int]] = self._tokenizer(list(texts), **given)["input_ids"]
-        for place, text in enumerate(texts):
+        ids: list[list[int]] = self._tokenizer(list(texts), **given)["input_ids"]
+        for index, text in enumerate(texts):
             if _BREAK in text:
-                marked = self.whole(self._exact.sub(lambda found: f"{_MARK}{found[0]}{_MARK}", text))
-                found[place] = self._marked.encode(marked, add_special_tokens=add_special_tokens).ids
-        return found
+                marked = self.unbroken(self._exact.sub(lambda match: f"{_MARK}{match[0]}{_MARK}", text))
+                ids[index] = self._marked.encode(marked, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        """Where the tokens of a text of the data are in it."""
+        """Return the offsets of the tokens in a text of the data."""
         if self._found.search(text):
             return list(self._marked.encode(text, add_special_tokens=False).offsets)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -78,7 +79,7 @@ class SpecialStrings:
 
     @cached_property
     def _marked(self) -> Tokenizer:
-        """The tokenizer whose special tokens have other names: their strings between marks.
+        """The tokenizer with other names of its special tokens: their strings between marks.
 
         Its vocabulary has them too, since a model of pieces or words would find them there.
 
@@ -99,13 +100,13 @@ class SpecialStrings:
             model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
-        found = Tokenizer.from_str(json.dumps(tree))
-        found.no_truncation()
-        found.no_padding()
-        moved = [name for name in names if found.token_to_id(names[name]) != backend.token_to_id(name)]
+        tokenizer = Tokenizer.from_str(json.dumps(tree))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        moved = [name for name in names if tokenizer.token_to_id(names[name]) != backend.token_to_id(name)]
         if moved:
             raise BackboneError(
                 "the data holds strings of special tokens, which this tokenizer cannot read as text, since "
                 f"'{moved[0]}' would get another id: remove such strings, or choose another backbone"
             )
-        return found
+        return tokenizer

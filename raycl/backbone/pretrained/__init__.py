@@ -1,4 +1,4 @@
-"""Pretrained models by name: where their files lie, which are fetched from the hub, and which model they are."""
+"""Pretrained models by name: the location of their files, fetching from the hub, and identity."""
 
 from raycl.backbone.pretrained.hashes import fingerprint_of, parts_of
 from raycl.backbone.pretrained.loading import ONE_AT_A_TIME

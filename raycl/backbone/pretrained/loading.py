@@ -1,7 +1,7 @@
 """Models are loaded one after another in a process.
 
-Transformers replaces methods of its classes while it loads a model (`no_tie_weights`) and puts back what it found. Of
-two threads that load at once the second finds the replacement and leaves it there, and from then on no model of the
+Transformers replaces methods of its classes while it loads a model (`no_tie_weights`) and restores the previous ones
+afterwards. When two threads load at once, the second one restores the replacement, and from then on no model of the
 process ties its weights.
 """
 

@@ -1,6 +1,7 @@
 """The number of positions that a stack of layers can read.
 
-Where positions have a table, it counts: RoBERTa and its kin begin behind the padding id, so that they have fewer
+Where positions have a table, its size is the limit: RoBERTa and its kin begin behind the padding id, so that they have
+    fewer
 positions than rows, and BART keeps two rows in front of the first. Positions without a table (rotary ones) can be
 computed beyond those that a model was trained on, but are not.
 """
@@ -13,7 +14,7 @@ from typing import Any
 from torch import nn
 
 TABLE = re.compile(r"(^|\.)(\w*position\w*|wpe)$")
-"""How the path of a table of positions ends (BERT, BART, GPT-2 and their kin)."""
+"""Matches the end of the path of a table of positions (BERT, BART, GPT-2 and similar models)."""
 
 
 def positions_of(stack: Any) -> int | None:

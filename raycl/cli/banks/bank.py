@@ -17,12 +17,16 @@ from raycl.cli.terminal import echo, log_to_stderr
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--bank", required=True, metavar="PATH", help="folder or URI of the bank")
-    found.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
-    found.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run code")
-    found.add_argument("--json", action="store_true", help="for scripts")
-    names = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    argument_parser.add_argument("--bank", required=True, metavar="PATH", help="folder or URI of the bank")
+    argument_parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that comes with the backbone"
+    )
+    argument_parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run code")
+    argument_parser.add_argument("--json", action="store_true", help="for scripts")
+    names = argument_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     names.add_parser("list", help="snapshots and adapters")
     names.add_parser("branches", help="each branch, the snapshot that it points at, and what moved it there")
     log = names.add_parser("log", help="snapshots of a branch, newest first, with the tasks that each added")
@@ -90,7 +94,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     forgetting.add_argument("--backbone", help="where the backbone is now, if not where it was")
     data = "s3://BUCKET or the like at which the snapshot's record may name data, beside the bank's own"
     forgetting.add_argument("--allow-storage", metavar="ADDRESS", action="append", default=[], help=data)
-    return found
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
@@ -99,11 +103,11 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one command; 1 if it found something wrong."""
+    """Run one command; returns 1 if it reports a problem."""
     from raycl.operations.banks.commands import answer
 
     log_to_stderr()
     logging.getLogger("raycl").setLevel(logging.INFO)
-    found = answer(options)
-    echo(json.dumps(found.tree, indent=1) if options.json else found.text)
-    return 0 if found.ok else 1
+    result = answer(options)
+    echo(json.dumps(result.tree, indent=1) if options.json else result.text)
+    return 0 if result.ok else 1

@@ -16,13 +16,15 @@ from raycl.cli.terminal import echo, log_to_stderr
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    predict.add_input(found)
-    found.add_argument("--label", metavar="COLUMN", help="column of the answer (default: label or output)")
-    found.add_argument("--metric", help="default: that of the task with these labels, else exact_match")
-    found.add_argument("--json", metavar="FILE", help="also write everything here")
-    found.add_argument("--png", metavar="FILE", help="draw the confusion of labels here")
-    return found
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    predict.add_input(argument_parser)
+    argument_parser.add_argument("--label", metavar="COLUMN", help="column of the answer (default: label or output)")
+    argument_parser.add_argument("--metric", help="default: that of the task with these labels, else exact_match")
+    argument_parser.add_argument("--json", metavar="FILE", help="also write everything here")
+    argument_parser.add_argument("--png", metavar="FILE", help="draw the confusion of labels here")
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
@@ -43,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
         from raycl.operations.report.evaluation_report import confusion_png, evaluation_table
         from raycl.serve.offline.row_evaluation import evaluate_rows
 
-        found = evaluate_rows(model, given, options.metric, task=options.task, max_tokens=options.max_tokens)
-    tree = asdict(found)
+        evaluation = evaluate_rows(model, given, options.metric, task=options.task, max_tokens=options.max_tokens)
+    tree = asdict(evaluation)
     echo(evaluation_table(tree))
     if options.json:
         Path(options.json).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")

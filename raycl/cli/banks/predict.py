@@ -27,37 +27,47 @@ if TYPE_CHECKING:
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_input(found)
-    found.add_argument("--to", metavar="FOLDER", help="folder or URI for parts; default: standard output")
-    found.add_argument("--output", metavar="FILE", help="also one file of all rows: .csv, .jsonl or .parquet")
-    found.add_argument(
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_input(argument_parser)
+    argument_parser.add_argument("--to", metavar="FOLDER", help="folder or URI for parts; default: standard output")
+    argument_parser.add_argument("--output", metavar="FILE", help="also one file of all rows: .csv, .jsonl or .parquet")
+    argument_parser.add_argument(
         "--workers", type=int, metavar="N", help="answer parts on N workers of the Ray cluster at RAY_ADDRESS, or here"
     )
-    found.add_argument("--part-rows", type=int, default=4096, help="rows of a part (default: 4096)")
-    return found
+    argument_parser.add_argument("--part-rows", type=int, default=4096, help="rows of a part (default: 4096)")
+    return argument_parser
 
 
-def add_input(found: argparse.ArgumentParser) -> None:
-    """Arguments that name the snapshot and the rows."""
-    found.add_argument("bank", metavar="BANK[@REFERENCE]", help="branch, number or hash of a snapshot; default: main")
-    found.add_argument("words", nargs="+", metavar="FILE key.path=value", help="files or folders; settings of serving")
-    found.add_argument(
+def add_input(argument_parser: argparse.ArgumentParser) -> None:
+    """Add arguments that name the snapshot and the rows."""
+    argument_parser.add_argument(
+        "bank", metavar="BANK[@REFERENCE]", help="branch, number or hash of a snapshot; default: main"
+    )
+    argument_parser.add_argument(
+        "words", nargs="+", metavar="FILE key.path=value", help="files or folders; settings of serving"
+    )
+    argument_parser.add_argument(
         "--format",
         metavar="NAME",
         default="auto",
         help="of the files, as stream.tasks has it (default: by their suffix)",
     )
-    found.add_argument("--text", metavar="COLUMN", help="column of the text (default: text, input or sentence)")
-    found.add_argument("--depth", metavar="N", type=int, help="levels that a row of JSON may have (default: 64)")
-    found.add_argument("--row-mb", metavar="N", type=int, help="MiB that a row may have (default: 16)")
-    found.add_argument(
+    argument_parser.add_argument(
+        "--text", metavar="COLUMN", help="column of the text (default: text, input or sentence)"
+    )
+    argument_parser.add_argument(
+        "--depth", metavar="N", type=int, help="levels that a row of JSON may have (default: 64)"
+    )
+    argument_parser.add_argument("--row-mb", metavar="N", type=int, help="MiB that a row may have (default: 16)")
+    argument_parser.add_argument(
         "--expansion", metavar="N", type=int, help="times a Parquet file's size that its rows may take (default: 1000)"
     )
-    found.add_argument("--split", default="test", help="of a dataset (default: test)")
-    found.add_argument("--config", metavar="NAME", help="configuration of a dataset that has several")
-    found.add_argument("--task", help="task of all rows, if it is known")
-    found.add_argument("--max-tokens", type=int, help="of generated answers (default: as in training)")
+    argument_parser.add_argument("--split", default="test", help="of a dataset (default: test)")
+    argument_parser.add_argument("--config", metavar="NAME", help="configuration of a dataset that has several")
+    argument_parser.add_argument("--task", help="task of all rows, if it is known")
+    argument_parser.add_argument("--max-tokens", type=int, help="of generated answers (default: as in training)")
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
@@ -65,15 +75,15 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
     return split(parser(prog), words)
 
 
-def split(found: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse, with files and settings apart."""
-    options = found.parse_intermixed_args(words)
+def split(argument_parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse words, separating files and settings."""
+    options = argument_parser.parse_intermixed_args(words)
     options.files = [word for word in options.words if "=" not in word or "://" in word.partition("=")[0]]
     options.overrides = [word for word in options.words if word not in options.files]
     if not options.files:
-        found.error("no FILE: expected a file or folder with rows")
+        argument_parser.error("no FILE: expected a file or folder with rows")
     if getattr(options, "workers", None) and not options.to:
-        found.error("--workers write parts: name their folder with --to")
+        argument_parser.error("--workers write parts: name their folder with --to")
     return options
 
 
@@ -118,7 +128,7 @@ def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer; a summary follows where files are written."""
+    """Answer all rows; a summary follows where files are written."""
     from contextlib import ExitStack
     from functools import partial
     from tempfile import TemporaryDirectory
@@ -155,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_parts(options: argparse.Namespace, given: Input, to: Storage, settings: dict[str, Any]) -> dict[str, Any]:
-    """Answer here or on workers; returns the summary."""
+    """Answer in this process or on workers, and return the summary."""
     from raycl.serve.offline.prediction_files import write_predictions
 
     if options.workers:

@@ -1,4 +1,4 @@
-"""Serve what a bank holds: one endpoint for every task, no task id, always up to date.
+"""Serve a bank: one endpoint for every task, no task id, always up to date.
 
 raycl serve --bank runs/mine                       until Ctrl-C, on http://127.0.0.1:8000
 raycl serve --bank runs/mine/bank port=9000 follow.enabled=false
@@ -18,33 +18,37 @@ from raycl.cli.files import add_allow_env
 from raycl.cli.terminal import echo, log_to_stderr
 
 UNNAMED = "RUN_DIR"
-"""Stands for the bank in a printed config for which none is named."""
+"""The bank in a printed config for which none is named."""
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--bank", metavar="PATH", help="folder or URI of the bank, or of the run that publishes to it")
-    found.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
-    add_allow_env(found)
-    found.add_argument("--max-drop", type=float, help="points that an old task may lose (promote; default 1)")
-    found.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
-    found.add_argument(
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    argument_parser.add_argument(
+        "--bank", metavar="PATH", help="folder or URI of the bank, or of the run that publishes to it"
+    )
+    argument_parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
+    add_allow_env(argument_parser)
+    argument_parser.add_argument("--max-drop", type=float, help="points that an old task may lose (promote; default 1)")
+    argument_parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
+    argument_parser.add_argument(
         "words", nargs="*", metavar="WORD", help="activate SNAPSHOT, promote SNAPSHOT, or key.path=value ..."
     )
-    return found
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
     """Return the parsed command line."""
-    found = parser(prog)
-    options = found.parse_intermixed_args(words)
+    argument_parser = parser(prog)
+    options = argument_parser.parse_intermixed_args(words)
     commands = [word for word in options.words if "=" not in word]
     options.overrides = [word for word in options.words if "=" in word]
     options.command, options.snapshot = [*commands, "", ""][:2] if commands else ["serve", ""]
     known = commands[:1] in (["activate"], ["promote"]) and len(commands) == 2
     if commands and not known:
-        found.error(
+        argument_parser.error(
             f"'{' '.join(commands)}' is no command: expected activate SNAPSHOT, promote SNAPSHOT, or nothing, where "
             "SNAPSHOT is a number, a branch or the first digits of a hash"
         )
@@ -52,7 +56,7 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one command; 1 if a candidate was refused."""
+    """Run one command; returns 1 if a candidate was refused."""
     from raycl.serve.settings import at_bank, load_serve_config
 
     log_to_stderr()

@@ -1,1 +1,1 @@
-"""Commands about runs: train, sweep and compare, and what became of them."""
+"""Commands about runs: train, sweep and compare, and their results."""

@@ -18,11 +18,13 @@ KINDS = ("checkpoints", "prefixes", "cache")
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("folder", nargs="?", help="folder or URI of runs (default: as output.dir of a run)")
-    found.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="just these (default: all)")
-    found.add_argument("--remove", action="store_true", help="remove what is shown")
-    return found
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    argument_parser.add_argument("folder", nargs="?", help="folder or URI of runs (default: as output.dir of a run)")
+    argument_parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="just these (default: all)")
+    argument_parser.add_argument("--remove", action="store_true", help="remove what is shown")
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
@@ -36,19 +38,19 @@ def run(options: argparse.Namespace) -> int:
     from raycl.run import config as run_config
     from raycl.storage import Storage
 
-    found = removable(Storage.at(options.folder or run_config.default_directory()), options.only)
-    for one in found:
-        echo(f"{one.bytes / 1e6:10,.1f} MB  {one.kind:12} {one.folder.uri}")
-    total = sum(one.bytes for one in found)
-    if not found:
+    items = removable(Storage.at(options.folder or run_config.default_directory()), options.only)
+    for item in items:
+        echo(f"{item.bytes / 1e6:10,.1f} MB  {item.kind:12} {item.folder.uri}")
+    total = sum(item.bytes for item in items)
+    if not items:
         echo("nothing to remove")
         return 0
-    for kind in dict.fromkeys(one.kind for one in found):
+    for kind in dict.fromkeys(item.kind for item in items):
         echo(f"without {kind}: {EFFECTS[kind]}")
     if not options.remove:
         echo(f"{total / 1e6:,.1f} MB in all; nothing was removed: add --remove")
         return 0
-    for one in found:
-        remove(one)
+    for item in items:
+        remove(item)
     echo(f"removed {total / 1e6:,.1f} MB")
     return 0

@@ -17,21 +17,25 @@ from raycl.cli.terminal import echo
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("comparison", metavar="FILE", help="YAML with name, base, runs, seeds")
-    found.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example base.train.epochs=1")
-    found.add_argument("--dir", default="runs", help="folder or URI for all runs (default: runs)")
-    found.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows")
-    add_allow_env(found)
-    found.add_argument("--status", action="store_true", help="state of each run, and stop")
-    found.add_argument("--png", metavar="FILE", help="write the matrices as heat maps side by side")
-    return found
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    argument_parser.add_argument("comparison", metavar="FILE", help="YAML with name, base, runs, seeds")
+    argument_parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="for example base.train.epochs=1"
+    )
+    argument_parser.add_argument("--dir", default="runs", help="folder or URI for all runs (default: runs)")
+    argument_parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows")
+    add_allow_env(argument_parser)
+    argument_parser.add_argument("--status", action="store_true", help="state of each run, and stop")
+    argument_parser.add_argument("--png", metavar="FILE", help="write the matrices as heat maps side by side")
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
     """Return the parsed command line."""
     options = parser(prog).parse_intermixed_args(words)
-    options.overrides += [word for word in options.only if "=" in word]  # that follow the rows
+    options.overrides += [word for word in options.only if "=" in word]  # numbers that follow the rows
     options.only = [word for word in options.only if "=" not in word]
     return options
 
@@ -48,9 +52,9 @@ def run(options: argparse.Namespace) -> int:
     if options.status:
         from raycl.operations.sweep.comparison import states
 
-        found = states(comparison, options.dir, tuple(options.only))
-        width = max(map(len, found))
-        echo("\n".join(f"{name:{width}}  {state}" for name, state in found.items()))
+        states_by_name = states(comparison, options.dir, tuple(options.only))
+        width = max(map(len, states_by_name))
+        echo("\n".join(f"{name:{width}}  {state}" for name, state in states_by_name.items()))
         return 0
     outcome = run_comparison(comparison, options.dir, tuple(options.only))
     from raycl.operations.report.plots import heatmaps

@@ -15,10 +15,14 @@ FILE = "jobs/configs/compare/demo.yaml"
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--dir", default="runs", help="folder or URI for its runs (default: runs)")
-    found.add_argument("--png", metavar="FILE", default="runs/demo.png", help="picture (default: runs/demo.png)")
-    return found
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    argument_parser.add_argument("--dir", default="runs", help="folder or URI for its runs (default: runs)")
+    argument_parser.add_argument(
+        "--png", metavar="FILE", default="runs/demo.png", help="picture (default: runs/demo.png)"
+    )
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
@@ -27,5 +31,5 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 
 def run(options: argparse.Namespace) -> int:
-    """As `raycl compare` with a file that is installed with raycl."""
+    """Run `raycl compare` with a file that is installed with raycl."""
     return compare.run(compare.arguments([FILE, "--dir", options.dir, "--png", options.png]))

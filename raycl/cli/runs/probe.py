@@ -4,7 +4,7 @@ raycl probe runs/finetune runs/finetune-migu --png overlap.png
 raycl probe runs --rows 50 --threshold 0.9 --csv overlap.csv
 raycl probe runs --layer 'encoder.block.5.*wi'
 
-It works with every method, with the modifier migu and without. A run's probe.json keeps what was measured.
+It works with every method, with and without the modifier migu. A run's probe.json keeps the measurements.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ from raycl.cli.terminal import echo
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("runs", nargs="+", help="run folder, or folder of runs (path or URI)")
-    found.add_argument("--rows", type=int, default=100, metavar="N", help="test rows of each task (default: 100)")
-    found.add_argument(
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    argument_parser.add_argument("runs", nargs="+", help="run folder, or folder of runs (path or URI)")
+    argument_parser.add_argument(
+        "--rows", type=int, default=100, metavar="N", help="test rows of each task (default: 100)"
+    )
+    argument_parser.add_argument(
         "--threshold", type=float, default=0.7, metavar="T", help="share of outputs that are not large (default: 0.7)"
     )
-    found.add_argument(
+    argument_parser.add_argument(
         "--layer", default="", metavar="REGEX", help="show layers whose path ends so (default: all of them)"
     )
-    found.add_argument(
+    argument_parser.add_argument(
         "--set", nargs="+", default=[], metavar="key.path=value", help="of a run's config, such as stream.root=/data"
     )
-    found.add_argument("--again", action="store_true", help="measure runs again that were measured before")
-    found.add_argument("--png", type=Path, help="write the overlaps of tasks as heat maps side by side")
-    found.add_argument("--csv", type=Path, help="write the overlaps with full precision")
-    return found
+    argument_parser.add_argument("--again", action="store_true", help="measure runs again that were measured before")
+    argument_parser.add_argument("--png", type=Path, help="write the overlaps of tasks as heat maps side by side")
+    argument_parser.add_argument("--csv", type=Path, help="write the overlaps with full precision")
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
@@ -42,7 +46,7 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure what is missing, print the tables, write the files."""
+    """Measure missing runs, print the tables, write the files."""
     from raycl.metrics.run_results import read_results, run_folders
 
     folders = [folder.address for root in options.runs for folder in run_folders(root)]
@@ -52,12 +56,12 @@ def run(options: argparse.Namespace) -> int:
 
     settings = ProbeSettings(options.rows, options.threshold)
     measured = [probe(folder, settings, options.set, options.again) for folder in folders]
-    found = probes_of([read_results(folder) for folder in folders], measured, options.layer)
-    echo("\n\n".join(map(probe_table, found)))
+    probes = probes_of([read_results(folder) for folder in folders], measured, options.layer)
+    echo("\n\n".join(map(probe_table, probes)))
     if options.png:
-        echo(f"wrote {probe_maps(found, options.png)}")
+        echo(f"wrote {probe_maps(probes, options.png)}")
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
-        options.csv.write_text(probe_csv(found), encoding="utf-8")
+        options.csv.write_text(probe_csv(probes), encoding="utf-8")
         echo(f"wrote {options.csv}")
     return 0

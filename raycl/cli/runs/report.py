@@ -18,18 +18,20 @@ from raycl.cli.terminal import echo
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("runs", nargs="+", help="run folder, folder of runs, or results.json (path or URI)")
-    found.add_argument("--png", type=Path, help="write the matrices as heat maps side by side")
-    found.add_argument(
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    argument_parser.add_argument("runs", nargs="+", help="run folder, folder of runs, or results.json (path or URI)")
+    argument_parser.add_argument("--png", type=Path, help="write the matrices as heat maps side by side")
+    argument_parser.add_argument(
         "--router-png", type=Path, help="draw the routers of the runs that have one: keys, t-SNE, tasks found"
     )
-    found.add_argument(
+    argument_parser.add_argument(
         "--attention-png", type=Path, help="draw the adapters' weights for each task's texts in runs of sapt"
     )
-    found.add_argument("--csv", type=Path, help="write the comparison with full precision")
-    found.add_argument("--runs-csv", type=Path, help="write one line a run, with full precision")
-    return found
+    argument_parser.add_argument("--csv", type=Path, help="write the comparison with full precision")
+    argument_parser.add_argument("--runs-csv", type=Path, help="write one line a run, with full precision")
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:

@@ -15,30 +15,36 @@ from raycl.cli.terminal import echo
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("run", metavar="RUN_DIR", help="folder or URI of a run")
-    found.add_argument("--web", action="store_true", help="serve a page of it on this machine: tasks, loss, matrix")
-    found.add_argument(
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    argument_parser.add_argument("run", metavar="RUN_DIR", help="folder or URI of a run")
+    argument_parser.add_argument(
+        "--web", action="store_true", help="serve a page of it on this machine: tasks, loss, matrix"
+    )
+    argument_parser.add_argument(
         "--port", type=int, metavar="N", help="with --web: this port, 0 for any (default: the first free one from 8300)"
     )
-    found.add_argument("--host", help="with --web: address to listen on (default: 127.0.0.1, this machine alone)")
-    found.add_argument("--open", action="store_true", help="with --web: open the page in a browser")
-    return found
+    argument_parser.add_argument(
+        "--host", help="with --web: address to listen on (default: 127.0.0.1, this machine alone)"
+    )
+    argument_parser.add_argument("--open", action="store_true", help="with --web: open the page in a browser")
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
     """Return the parsed command line."""
-    found = parser(prog)
-    options = found.parse_args(words)
+    argument_parser = parser(prog)
+    options = argument_parser.parse_args(words)
     if not options.web and (options.port is not None or options.host or options.open):
-        found.error("--port, --host and --open need --web")
+        argument_parser.error("--port, --host and --open need --web")
     if options.port is not None and not 0 <= options.port < 2**16:
-        found.error(f"--port is {options.port}: expected a number from 0 to 65535")
+        argument_parser.error(f"--port is {options.port}: expected a number from 0 to 65535")
     return options
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print it, or serve its page."""
+    """Print the status, or serve its page."""
     from raycl.run.folder import run_at
 
     run_at(options.run)
@@ -51,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     import threading
     import webbrowser
 
@@ -65,7 +71,7 @@ def _serve(options: argparse.Namespace) -> int:
         if not is_loopback(host):
             echo(f"note: with --host {host} everyone who reaches this machine can read the page", file=sys.stderr)
         echo(f"status of {options.run} on {url} (Ctrl-C ends it)", flush=True)
-        if options.open:  # a browser in the terminal would keep the page waiting for its server
+        if options.open:  # a browser in the terminal would block the page's server
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
         PageServer(reader, listens, host).run()
     return 0

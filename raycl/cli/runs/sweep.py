@@ -18,13 +18,19 @@ from raycl.cli.terminal import echo
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("sweep", metavar="FILE", help="YAML with name, base, space, metric, search, scheduler, ...")
-    found.add_argument("--dir", help="folder or URI for sweeps (default: as output.dir of a run)")
-    found.add_argument("--resume", action="store_true", help="continue the sweep; failed trials are tried again")
-    add_allow_env(found)
-    found.add_argument("--set", nargs="+", action="extend", default=[], metavar="key.path=value")
-    return found
+    argument_parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    argument_parser.add_argument(
+        "sweep", metavar="FILE", help="YAML with name, base, space, metric, search, scheduler, ..."
+    )
+    argument_parser.add_argument("--dir", help="folder or URI for sweeps (default: as output.dir of a run)")
+    argument_parser.add_argument(
+        "--resume", action="store_true", help="continue the sweep; failed trials are tried again"
+    )
+    add_allow_env(argument_parser)
+    argument_parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="key.path=value")
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:

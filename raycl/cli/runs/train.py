@@ -32,18 +32,22 @@ SETTINGS = """settings that matter first (all: --print-config, and docs/referenc
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser."""
-    found = argparse.ArgumentParser(
+    argument_parser = argparse.ArgumentParser(
         prog, description=__doc__, epilog=SETTINGS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("words", nargs="*", metavar="FILE.yaml key.path=value", help="for example method=lora")
-    found.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
-    add_allow_env(found)
-    found.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
-    found.add_argument("--status", metavar="RUN_DIR", help="state of a run on any machine; starts nothing")
-    found.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML")
-    found.add_argument("--revise", metavar="TASK", help="learn a task of a bank again: name or YAML with its new data")
-    found.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
-    plan = found.add_argument_group("plan")
+    argument_parser.add_argument("words", nargs="*", metavar="FILE.yaml key.path=value", help="for example method=lora")
+    argument_parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
+    add_allow_env(argument_parser)
+    argument_parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
+    argument_parser.add_argument("--status", metavar="RUN_DIR", help="state of a run on any machine; starts nothing")
+    argument_parser.add_argument(
+        "--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML"
+    )
+    argument_parser.add_argument(
+        "--revise", metavar="TASK", help="learn a task of a bank again: name or YAML with its new data"
+    )
+    argument_parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
+    plan = argument_parser.add_argument_group("plan")
     plan.add_argument("--plan", action="store_true", help="what the run would need on these GPUs, and stop")
     plan.add_argument("--gpu", metavar="NAME", default="a100-80", help=f"one of {', '.join(GPU_NAMES)}")
     plan.add_argument("--gpus", metavar="N", type=int, help="workers, a GPU each (default: launch.workers)")
@@ -54,26 +58,28 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     plan.add_argument("--methods", action="store_true", help="what each method keeps, needs and trains, and stop")
     plan.add_argument("--sizes", action="store_true", help="the table of sizes in cluster/README.md, and stop")
     plan.add_argument("--json", action="store_true", help="the plan as JSON")
-    found.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
-    return found
+    argument_parser.add_argument(
+        "--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)"
+    )
+    return argument_parser
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
     """Return the parsed command line."""
-    found = parser(prog)
-    options = found.parse_intermixed_args(words)
+    argument_parser = parser(prog)
+    options = argument_parser.parse_intermixed_args(words)
     files = [word for word in options.words[:1] if word.endswith((".yaml", ".yml")) and "=" not in word]
     options.overrides = options.words[len(files) :]
     if files and options.config:
-        found.error(f"two config files, {files[0]} and {options.config}: give one")
+        argument_parser.error(f"two config files, {files[0]} and {options.config}: give one")
     options.config = options.config or next(iter(files), None)
     if options.resume and options.config:
-        found.error(f"--resume takes the run's own config: leave {options.config} out")
+        argument_parser.error(f"--resume takes the run's own config: leave {options.config} out")
     if options.status and (options.words or options.config or options.resume):
-        found.error("--status takes no other options")
+        argument_parser.error("--status takes no other options")
     planned = options.resume or options.status or options.add or options.revise
     if options.plan and planned:
-        found.error("--plan takes a config and overrides, no run that is there")
+        argument_parser.error("--plan takes a config and overrides, no run that is there")
     return options
 
 
@@ -134,6 +140,6 @@ def _plan(options: argparse.Namespace, config: str | None) -> int:
     settings = run_config.load_config(config, options.overrides)
     gpus = options.gpus or settings.launch.workers
     cluster = Cluster(gpu_named(options.gpu), gpus, options.gpus_per_node, options.utilisation)
-    found = plan(settings, cluster)
-    echo(json.dumps(tree(found), indent=2) if options.json else text(found))
+    report = plan(settings, cluster)
+    echo(json.dumps(tree(report), indent=2) if options.json else text(report))
     return 0

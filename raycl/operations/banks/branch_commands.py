@@ -35,14 +35,22 @@ def branches(bank: Bank, options: Namespace) -> CommandResult:
         )
     columns = ("branch", "snapshot", "sha256", "tasks", "moved", "by")
     rows = [
-        (one["branch"], one["snapshot"], _digits(one), ", ".join(one["tasks"]), _when(one), one["why"]) for one in tree
+        (
+            branch["branch"],
+            branch["snapshot"],
+            _digits(branch),
+            ", ".join(branch["tasks"]),
+            _when(branch),
+            branch["why"],
+        )
+        for branch in tree
     ]
     return CommandResult(table(columns, rows), tree)
 
 
 def log(bank: Bank, options: Namespace) -> CommandResult:
     """Return a snapshot's line back to the first: what each added, and what a branch left when it went back there."""
-    found = []
+    entries = []
     is_branch = is_branch_name(options.branch) and Branch(bank, options.branch).head() is not None
     back = Branch(bank, options.branch).steps_back() if is_branch else []
     snapshot: Snapshot | None = resolve(bank, options.branch)
@@ -50,7 +58,7 @@ def log(bank: Bank, options: Namespace) -> CommandResult:
         parent = snapshot.parent
         before = bank.open(parent) if parent is not None and bank.storage.exists(snapshot_file(parent)) else None
         known = {task.name for task in before.tasks} if before else set()
-        found.append(
+        entries.append(
             {
                 "snapshot": snapshot.number,
                 "sha256": snapshot.sha256,
@@ -62,18 +70,19 @@ def log(bank: Bank, options: Namespace) -> CommandResult:
             }
         )
         snapshot = before
-    end = "" if found[-1]["parent"] is None else f"\nsnapshot {found[-1]['parent']} and those before it were pruned"
+    end = "" if entries[-1]["parent"] is None else f"\nsnapshot {entries[-1]['parent']} and those before it were pruned"
     rows = [
-        (one["snapshot"], _digits(one), ", ".join(one["tasks_added"]), len(one["tasks"]), one["run"]) for one in found
+        (entry["snapshot"], _digits(entry), ", ".join(entry["tasks_added"]), len(entry["tasks"]), entry["run"])
+        for entry in entries
     ]
-    line = {one["snapshot"] for one in found}
+    line = {entry["snapshot"] for entry in entries}
     steps = [
         f"\n{_when(asdict(move))}: the branch went back from snapshot {left} to {move.snapshot} ({move.why})"
         for left, move in back
         if move.snapshot in line
     ]
     return CommandResult(
-        table(("snapshot", "sha256", "tasks added", "tasks", "run"), rows) + end + "".join(steps), found
+        table(("snapshot", "sha256", "tasks added", "tasks", "run"), rows) + end + "".join(steps), entries
     )
 
 
@@ -137,9 +146,9 @@ def delete(bank: Bank, options: Namespace) -> CommandResult:
     return CommandResult(text, {"branch": options.branch, "snapshot": head})
 
 
-def _digits(one: dict[str, Any]) -> str:
-    return str(one["sha256"])[:12]
+def _digits(entry: dict[str, Any]) -> str:
+    return str(entry["sha256"])[:12]
 
 
-def _when(one: dict[str, Any]) -> str:
-    return datetime.fromtimestamp(one["time"]).isoformat(" ", "seconds")
+def _when(entry: dict[str, Any]) -> str:
+    return datetime.fromtimestamp(entry["time"]).isoformat(" ", "seconds")

@@ -1,4 +1,4 @@
-"""What a command of `raycl bank` found, as text and as a tree for scripts."""
+"""The answer of a command of `raycl bank`, as text and as a tree for scripts."""
 
 from __future__ import annotations
 

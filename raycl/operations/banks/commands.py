@@ -1,4 +1,4 @@
-"""What `raycl bank` does for each of its commands: an answer as text and as a tree for scripts."""
+"""The commands of `raycl bank`: each returns an answer as text and as a tree for scripts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def _list(bank: Bank, options: Namespace) -> CommandResult:
             for s in tree["snapshots"]
         ],
     )
-    second = table(("adapter", "versions"), [(name, ", ".join(map(str, found))) for name, found in adapters.items()])
+    second = table(
+        ("adapter", "versions"), [(name, ", ".join(map(str, numbers))) for name, numbers in adapters.items()]
+    )
     return CommandResult(f"{first}\n\n{second}", tree)
 
 
@@ -72,16 +74,16 @@ def _show(bank: Bank, options: Namespace) -> CommandResult:
 
 
 def _verify(bank: Bank, options: Namespace) -> CommandResult:
-    found = verify(bank, _named(bank, options.run))
+    findings = verify(bank, _named(bank, options.run))
     lines = [
-        f"{counted(found.adapters, 'adapter')}, {counted(found.snapshots, 'snapshot')}, "
-        f"{counted(found.objects, 'file of tensors')}, {counted(found.bytes, 'byte')}",
-        *(f"problem: {problem}" for problem in found.problems),
-        *(f"leftover: {file}" for file in found.leftovers),
-        *(f"stray: {file}" for file in found.strays),
-        "clean" if not found.problems else counted(len(found.problems), "problem"),
+        f"{counted(findings.adapters, 'adapter')}, {counted(findings.snapshots, 'snapshot')}, "
+        f"{counted(findings.objects, 'file of tensors')}, {counted(findings.bytes, 'byte')}",
+        *(f"problem: {problem}" for problem in findings.problems),
+        *(f"leftover: {file}" for file in findings.leftovers),
+        *(f"stray: {file}" for file in findings.strays),
+        "clean" if not findings.problems else counted(len(findings.problems), "problem"),
     ]
-    return CommandResult("\n".join(lines), asdict(found), not found.problems)
+    return CommandResult("\n".join(lines), asdict(findings), not findings.problems)
 
 
 def _named(bank: Bank, run: str | None) -> list[Named]:
@@ -138,12 +140,17 @@ def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> Co
         mixtures = {next(iter(weights)) if len(weights) == 1 else MIXTURE: weights}
     else:
         mixtures = {entry.name: {entry.name: 1.0} for entry in snapshot.adapters}
-    found = export_vllm(bank, snapshot, mixtures, options.to, options.served_from, options.accelerator)
-    models = "\n".join(f"  {model}" for model in found.models.values())
-    text = f"wrote {found.folder.uri}, for max_lora_rank {found.rank}; models:\n{models}"
-    if found.config is None:
+    exported = export_vllm(bank, snapshot, mixtures, options.to, options.served_from, options.accelerator)
+    models = "\n".join(f"  {model}" for model in exported.models.values())
+    text = f"wrote {exported.folder.uri}, for max_lora_rank {exported.rank}; models:\n{models}"
+    if exported.config is None:
         text += "\nno serve.yaml: Ray loads adapters from object stores, give --served-from s3://... for it"
-    tree = {"folder": found.folder.uri, "models": found.models, "max_lora_rank": found.rank, "config": found.config}
+    tree = {
+        "folder": exported.folder.uri,
+        "models": exported.models,
+        "max_lora_rank": exported.rank,
+        "config": exported.config,
+    }
     return CommandResult(text, {**tree, "snapshot": snapshot.number})
 
 
@@ -163,7 +170,7 @@ def _always(bank: Bank, snapshot: Snapshot) -> dict[str, float]:
 
 
 def _weights(text: str) -> dict[str, float]:
-    """`a=0.7,b=0.3`, or a name alone for weight 1."""
+    """Parse `a=0.7,b=0.3`, or a name alone for weight 1."""
     weights: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")

@@ -55,7 +55,7 @@ def card_metadata(
     """Return the metadata of a mixture's card: a task whose adapters have most weight comes first, as at the endpoint.
 
     Args:
-        backbone: where the backbone is now; None: where the snapshot's run found it.
+        backbone: present location of the backbone; None: that of the snapshot's run.
 
     Raises:
         BankError: an adapter that the snapshot lacks, or a backbone of no known kind.
@@ -172,15 +172,15 @@ def import_peft(bank: Bank, folder: str, name: str, backbone: BackboneConfig, ta
 
 
 def _check_head(folder: str, labels: Any, head: Mapping[str, Tensor], width: int) -> None:
-    """Whether `LABELS` and `HEAD` are a label head for hidden states of this width."""
+    """Check that `LABELS` and `HEAD` are a label head for hidden states of this width."""
     if not (isinstance(labels, list) and all(isinstance(label, str) for label in labels)):
         raise BankError(f"{LABELS} of '{folder}' holds {labels!r:.80}: expected a list of labels")
     if len(set(labels)) < len(labels):
         raise BankError(f"{LABELS} of '{folder}' names a label twice: expected each once")
-    found = {part: list(tensor.shape) for part, tensor in head.items()}
+    shapes = {part: list(tensor.shape) for part, tensor in head.items()}
     expected = {"weight": [len(labels), width], "bias": [len(labels)]}
-    if found != expected:
-        raise BankError(f"{HEAD} of '{folder}' holds {found}: expected {expected} for its {len(labels)} labels")
+    if shapes != expected:
+        raise BankError(f"{HEAD} of '{folder}' holds {shapes}: expected {expected} for its {len(labels)} labels")
     if not all(tensor.is_floating_point() and bool(torch.isfinite(tensor).all()) for tensor in head.values()):
         raise BankError(f"{HEAD} of '{folder}' holds values that are not finite numbers")
 

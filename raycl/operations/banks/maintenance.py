@@ -36,7 +36,7 @@ GRACE_S = 3600.0
 
 @dataclass
 class Verification:
-    """What `verify` found.
+    """The findings of `verify`.
 
     Attributes:
         problems: one sentence each; a whole bank has none.
@@ -55,7 +55,7 @@ class Verification:
 
 @dataclass
 class Pruned:
-    """What `prune` removed, or would remove."""
+    """The objects that `prune` removed, or would remove."""
 
     snapshots: list[int] = field(default_factory=list)
     adapters: list[str] = field(default_factory=list)
@@ -80,33 +80,33 @@ class Named:
 
 def verify(bank: Bank, named: Sequence[Named] = ()) -> Verification:
     """Read everything: records, hashes, shapes; and is all there that parents, activations and `named` count on?"""
-    found = Verification()
+    findings = Verification()
     removed = removed_from(bank.storage)
-    found.problems += [*removed.problems, *lease_problems(bank.storage)]
+    findings.problems += [*removed.problems, *lease_problems(bank.storage)]
     objects: dict[str, list[str]] = {}
     read: set[str] = set()  # objects of training states, most of which many snapshots name
-    for manifest in _manifests(bank, found):
-        found.adapters += 1
+    for manifest in _manifests(bank, findings):
+        findings.adapters += 1
         for info in _objects(manifest):
             objects.setdefault(info.file, []).append(str(manifest.ref))
         try:
             bank.fetch(manifest)
         except BankError as error:
-            found.problems.append(str(error))
+            findings.problems.append(str(error))
     there = set(bank.snapshots()) | removed.snapshots
-    for snapshot in _snapshots(bank, found):
-        found.snapshots += 1
+    for snapshot in _snapshots(bank, findings):
+        findings.snapshots += 1
         if snapshot.parent is not None and snapshot.parent not in there:
-            found.problems.append(_gone(snapshot.parent, f"snapshot {snapshot.number} names as its parent"))
+            findings.problems.append(_gone(snapshot.parent, f"snapshot {snapshot.number} names as its parent"))
         for entry in snapshot.adapters:
             file = manifest_file(entry.name, entry.version)
             if not bank.storage.exists(file):
-                found.problems.append(f"snapshot {snapshot.number} names {entry}, which is not published")
+                findings.problems.append(f"snapshot {snapshot.number} names {entry}, which is not published")
         if snapshot.router.tensors is not None:
             try:
                 bank.get(snapshot.router.tensors, f"the router of snapshot {snapshot.number}")
             except BankError as error:
-                found.problems.append(str(error))
+                findings.problems.append(str(error))
         try:
             for group, info in state_objects(bank, snapshot).items():
                 if info.sha256 in read or (info.file in removed.samples and not bank.storage.exists(info.file)):
@@ -114,68 +114,68 @@ def verify(bank: Bank, named: Sequence[Named] = ()) -> Verification:
                 read.add(info.sha256)
                 bank.read_object(info, f"the training state of snapshot {snapshot.number} ({group})")
         except BankError as error:
-            found.problems.append(str(error))
-        for file in _files_of(bank, snapshot, found):
+            findings.problems.append(str(error))
+        for file in _files_of(bank, snapshot, findings):
             objects.setdefault(file, []).append(f"snapshot {snapshot.number}")
-    _decided(bank, there, found)
-    _counted_on(bank, named, there, found)
+    _decided(bank, there, findings)
+    _counted_on(bank, named, there, findings)
     files = bank.storage.files()
     for file, users in objects.items():
         if file not in files and file in removed.samples:
             continue
         if file not in files:
-            found.problems.append(f"'{file}' is missing, which {users[0]} needs")
+            findings.problems.append(f"'{file}' is missing, which {users[0]} needs")
         else:
-            found.objects += 1
-            found.bytes += files[file].size
-    found.leftovers = sorted(
+            findings.objects += 1
+            findings.bytes += files[file].size
+    findings.leftovers = sorted(
         file for file, info in files.items() if info.unfinished or (is_object(file) and file not in objects)
     )
-    found.strays = sorted(file for file, info in files.items() if not (info.unfinished or _is_written(file)))
-    found.problems = list(dict.fromkeys(found.problems))
-    return found
+    findings.strays = sorted(file for file, info in files.items() if not (info.unfinished or _is_written(file)))
+    findings.problems = list(dict.fromkeys(findings.problems))
+    return findings
 
 
 def _gone(number: int, which: str) -> str:
     return f"snapshot {number} is gone, which {which}, and no pruning removed it: restore a copy, or resume its run"
 
 
-def _decided(bank: Bank, there: set[int], found: Verification) -> None:
+def _decided(bank: Bank, there: set[int], findings: Verification) -> None:
     """Snapshots that moves of branches and decisions of endpoints name."""
     for name in numbered_folders(bank, BRANCHES):
         branch = Branch(bank, name)
-        found.problems += branch.records.problems()
+        findings.problems += branch.records.problems()
         for number in branch.numbers():
             try:
                 move = branch.move(number)
             except BankError as error:
-                found.problems.append(str(error))
+                findings.problems.append(str(error))
                 continue
             if move.snapshot is not None and move.snapshot not in there:
-                found.problems.append(_gone(move.snapshot, f"move {number} of branch '{name}' names"))
+                findings.problems.append(_gone(move.snapshot, f"move {number} of branch '{name}' names"))
     for name in followed(bank):
         activations = Activations(bank, name)
-        found.problems += activations.records.problems()
+        findings.problems += activations.records.problems()
         for decision in activations.all():
             if isinstance(decision, BankError):
-                found.problems.append(str(decision))
+                findings.problems.append(str(decision))
             elif decision.snapshot not in there:
                 which = f"decision {decision.number} of the endpoints that follow '{name}' names"
-                found.problems.append(_gone(decision.snapshot, which))
+                findings.problems.append(_gone(decision.snapshot, which))
 
 
-def _counted_on(bank: Bank, named: Sequence[Named], there: set[int], found: Verification) -> None:
-    for one in named:
-        if one.snapshot not in there:
-            found.problems.append(_gone(one.snapshot, f"{one.owner} published"))
+def _counted_on(bank: Bank, named: Sequence[Named], there: set[int], findings: Verification) -> None:
+    for name in named:
+        if name.snapshot not in there:
+            findings.problems.append(_gone(name.snapshot, f"{name.owner} published"))
             continue
         try:
-            versions = {entry.name: entry.version for entry in bank.open(one.snapshot).adapters}
+            versions = {entry.name: entry.version for entry in bank.open(name.snapshot).adapters}
         except BankError:
             continue  # pruned, or a problem already
-        if versions != one.adapters:
-            found.problems.append(
-                f"snapshot {one.snapshot} is not the one that {one.owner} published: its adapters differ"
+        if versions != name.adapters:
+            findings.problems.append(
+                f"snapshot {name.snapshot} is not the one that {name.owner} published: its adapters differ"
             )
 
 
@@ -189,7 +189,7 @@ def prune(
     """Remove what no snapshot names: older versions, forgotten adapters, leftovers of dead writers; and old samples.
 
     Args:
-        keep_snapshots: how many of the newest snapshots of each branch stay, beside those that an endpoint answers
+        keep_snapshots: number of the newest snapshots of each branch that stay, besides those that an endpoint answers
             from and that an unfinished run may continue from; those on no branch go too; None: all stay.
         grace_s: nothing younger is touched.
         sample_days: stored samples that are older are removed from all snapshots; None: as each snapshot's run says
@@ -244,15 +244,15 @@ def _old_samples(
     bank: Bank, snapshots: Sequence[Snapshot], files: Mapping[str, StoredFile], days: float | None
 ) -> set[str]:
     """Return files of stored samples that are older than so many days, or than their run allows."""
-    found = set()
+    expired = set()
     for snapshot in snapshots:
         limit = days if days is not None else snapshot.provenance.get("config", {}).get("bank", {}).get("sample_days")
         if limit is None:
             continue
         named = {info.file for entry in snapshot.adapters for info in entry.extras.values()}
         named |= {info.file for info, _ in samples_in_state(bank, snapshot).values()}
-        found |= {file for file in named if file in files and files[file].age > limit * 86400}
-    return found
+        expired |= {file for file in named if file in files and files[file].age > limit * 86400}
+    return expired
 
 
 def diff(old: Snapshot, new: Snapshot) -> dict[str, Any]:
@@ -276,31 +276,31 @@ def diff(old: Snapshot, new: Snapshot) -> dict[str, Any]:
     }
 
 
-def _manifests(bank: Bank, found: Verification | None) -> Iterator[AdapterManifest]:
+def _manifests(bank: Bank, findings: Verification | None) -> Iterator[AdapterManifest]:
     """Yield every readable manifest; others become problems, or an error where problems are not collected."""
     for name in bank.names():
         for version in bank.versions(name):
             try:
                 yield bank.manifest(AdapterRef(name=name, version=version))
             except BankError as error:
-                if found is None:
+                if findings is None:
                     raise
-                found.problems.append(str(error))
+                findings.problems.append(str(error))
 
 
-def _snapshots(bank: Bank, found: Verification) -> Iterator[Snapshot]:
+def _snapshots(bank: Bank, findings: Verification) -> Iterator[Snapshot]:
     for number in bank.snapshots():
         try:
             yield bank.open(number)
         except BankError as error:
-            found.problems.append(str(error))
+            findings.problems.append(str(error))
 
 
 def _objects(manifest: AdapterManifest) -> list[ObjectInfo]:
     return [manifest.tensors, *manifest.extras.values()]
 
 
-def _files_of(bank: Bank, snapshot: Snapshot, found: Verification | None = None) -> set[str]:
+def _files_of(bank: Bank, snapshot: Snapshot, findings: Verification | None = None) -> set[str]:
     """Return files of tensors and of training state; a state that cannot be read is an error unless problems are
     collected."""
     files = {info.file for entry in snapshot.adapters for info in (entry.tensors, *entry.extras.values())}
@@ -310,7 +310,7 @@ def _files_of(bank: Bank, snapshot: Snapshot, found: Verification | None = None)
         try:
             files |= {info.file for info in state_objects(bank, snapshot).values()}
         except BankError:
-            if found is None:
+            if findings is None:
                 raise
     return files
 

@@ -37,7 +37,7 @@ def merge(bank: Bank, ours: Snapshot, theirs: Snapshot, other: Bank, with_sample
     """Return a snapshot of `bank` with the tasks of both; it answers as if one run had learned all of them.
 
     Args:
-        theirs: of `other`, which may be the same bank; what it names is copied otherwise.
+        theirs: snapshot of `other`, which may be the same bank; otherwise its objects are copied.
         with_samples: also copy what is kept beside adapters, pseudo-samples above all: inputs of users.
 
     Raises:
@@ -83,12 +83,14 @@ def merge(bank: Bank, ours: Snapshot, theirs: Snapshot, other: Bank, with_sample
 
 
 def _check(ours: Snapshot, theirs: Snapshot) -> None:
-    """Both were learned alike, and what one task taught does not depend on the others."""
+    """Check that both were learned alike, and that no task's adapter depends on other tasks."""
     both = _names(ours, theirs)
     for what in ("backbone", "encoder"):
-        one, two = getattr(ours, what), getattr(theirs, what)
-        if (one and one.sha256) != (two and two.sha256):
-            raise BankError(f"{both} cannot be merged: {what} '{one and one.name}' and '{two and two.name}' differ")
+        our_model, two = getattr(ours, what), getattr(theirs, what)
+        if (our_model and our_model.sha256) != (two and two.sha256):
+            raise BankError(
+                f"{both} cannot be merged: {what} '{our_model and our_model.name}' and '{two and two.name}' differ"
+            )
     if changed := changes(*(snapshot.provenance.get("inputs", {}) for snapshot in (ours, theirs))):
         raise BankError(f"{both} cannot be merged, since they were learned from other inputs: {'; '.join(changed)}")
     configs = [snapshot.provenance.get("config") for snapshot in (ours, theirs)]
@@ -113,24 +115,24 @@ def _check(ours: Snapshot, theirs: Snapshot) -> None:
         )
 
 
-def _merged_router(one: RouterState, two: RouterState, ours: Snapshot, theirs: Snapshot) -> RouterState:
+def _merged_router(our_router: RouterState, two: RouterState, ours: Snapshot, theirs: Snapshot) -> RouterState:
     both = _names(ours, theirs)
-    settings = [{key: value for key, value in state.settings.items() if key != "tasks"} for state in (one, two)]
+    settings = [{key: value for key, value in state.settings.items() if key != "tasks"} for state in (our_router, two)]
     selects = method_config(ours.provenance["config"]["method"]).selects_router
-    if (one.kind != two.kind and not selects) or settings[0] != settings[1]:
+    if (our_router.kind != two.kind and not selects) or settings[0] != settings[1]:
         raise BankError(
-            f"{both} cannot be merged: router '{one.kind}' and router '{two.kind}', or its settings, differ"
+            f"{both} cannot be merged: router '{our_router.kind}' and router '{two.kind}', or its settings, differ"
         )
-    kind = router_class(one)
-    tensors: dict[str, Tensor] = dict(one.tensors)
+    kind = router_class(our_router)
+    tensors: dict[str, Tensor] = dict(our_router.tensors)
     for name, tensor in two.tensors.items():
         if not torch.equal(tensors.setdefault(name, tensor), tensor):
             owner = kind.task_of(name)
             what = f"task '{owner}' has other keys" if owner else f"the router's '{name}' differs"
             raise BankError(f"{both} cannot be merged: {what}")
-    tasks = list(dict.fromkeys([*one.settings.get("tasks", ()), *two.settings.get("tasks", ())]))
+    tasks = list(dict.fromkeys([*our_router.settings.get("tasks", ()), *two.settings.get("tasks", ())]))
     merged: Mapping[str, Any] = {**settings[0], **({"tasks": tasks} if tasks else {})}
-    return replace(one, settings=dict(merged), tensors=tensors)
+    return replace(our_router, settings=dict(merged), tensors=tensors)
 
 
 def _dev_queries(bank: Bank, snapshot: Snapshot) -> dict[str, Tensor]:
@@ -164,14 +166,15 @@ def _config(ours: Snapshot, theirs: Snapshot) -> dict[str, Any]:
     """Our run's config with their tasks in its stream, so that the merged snapshot can be evaluated."""
     config = dict(ours.provenance["config"])
     specs = [
-        list(one.provenance["config"]["stream"]["tasks"] or [task.name for task in one.tasks]) for one in (ours, theirs)
+        list(snapshot.provenance["config"]["stream"]["tasks"] or [task.name for task in snapshot.tasks])
+        for snapshot in (ours, theirs)
     ]
-    names = [[spec["name"] if isinstance(spec, dict) else spec for spec in one] for one in specs]
+    names = [[spec["name"] if isinstance(spec, dict) else spec for spec in snapshot] for snapshot in specs]
     learned = {task.name for task in theirs.tasks}
     new = [spec for spec, name in zip(specs[1], names[1], strict=True) if name in learned and name not in names[0]]
     config["stream"] = {**config["stream"], "tasks": [*specs[0], *new]}
-    for place, key in enumerate(LIMITS):
-        own = {name: theirs.token_limits(name)[place] for name in names[1] if name in learned - set(names[0])}
+    for index, key in enumerate(LIMITS):
+        own = {name: theirs.token_limits(name)[index] for name in names[1] if name in learned - set(names[0])}
         differing = {name: limit for name, limit in own.items() if limit != config["stream"].get(key)}
         config["stream"][f"{key}_by_task"] = {**config["stream"].get(f"{key}_by_task", {}), **differing}
     config["method"] = copy.deepcopy(config["method"])

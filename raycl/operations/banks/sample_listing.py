@@ -34,7 +34,7 @@ def samples_in_state(bank: Bank, snapshot: Snapshot) -> dict[str, tuple[ObjectIn
     """
     removed = removed_from(bank.storage).samples
     others = {info.file for entry in snapshot.adapters for info in (entry.tensors, *entry.extras.values())}
-    found = {}
+    samples = {}
     for group, info in state_objects(bank, snapshot).items():
         kind, _, owner = group.rstrip("/").partition("/")
         gone = info.file in removed and not bank.storage.exists(info.file)
@@ -42,8 +42,8 @@ def samples_in_state(bank: Bank, snapshot: Snapshot) -> dict[str, tuple[ObjectIn
             continue
         tensors = bank.get(info, f"the training state of snapshot {snapshot.number} ({group})")
         if PseudoSamples.are_in(tensors):
-            found[owner] = (info, PseudoSamples.of(tensors))
-    return found
+            samples[owner] = (info, PseudoSamples.of(tensors))
+    return samples
 
 
 def sample_texts(bank: Bank, snapshot: Snapshot, adapters: Iterable[SnapshotAdapter], codec: HFCodec) -> dict[str, str]:
@@ -53,12 +53,12 @@ def sample_texts(bank: Bank, snapshot: Snapshot, adapters: Iterable[SnapshotAdap
         BankError: see `stored_samples`.
     """
     prompts = {info.name: info.prompt for info in snapshot.tasks}
-    found = {}
+    texts_by_task = {}
     for task, samples in _kept(bank, adapters):
         before, behind = codec.encode_source(list(prompts.get(task, ("", ""))))
         texts = [codec.decode(torch.tensor([_inner(ids, before, behind)]))[0] for ids in samples.sources]
-        found[task] = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    return found
+        texts_by_task[task] = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    return texts_by_task
 
 
 def _inner(ids: Sequence[int], before: Sequence[int], behind: Sequence[int]) -> Sequence[int]:

@@ -66,8 +66,8 @@ def forget(
     Args:
         scores: also evaluate every other task before and after.
         overrides: dotted settings of the stream, for data that has moved (`stream.root=...`, `stream.test_rows=200`).
-        backbone: where it is now, if not where it was.
-        permissions: what the snapshot's author may run here.
+        backbone: present location of the backbone, if it has moved.
+        permissions: code that the snapshot's author may run here.
         storage: addresses of storage, beside the bank's, at which the snapshot's record may name data.
 
     Raises:

@@ -34,17 +34,17 @@ TOGETHER = 8
 """Adapters of one batch at most: each takes memory of `max_lora_rank`, used or not."""
 
 REMOTE = ("s3://", "gs://", "abfss://", "azure://")
-"""Where `ray.serve.llm` loads adapters from."""
+"""Addresses from which `ray.serve.llm` loads adapters."""
 
 CONFIG, MIXTURE = "serve.yaml", "mixture"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The written files.
 
     Attributes:
-        folder: with a folder for each adapter. models: adapter -> name that requests give. rank: `max_lora_rank`.
+        folder: contains a folder for each adapter. models: adapter -> name in requests. rank: `max_lora_rank`.
         config: written to `serve.yaml`; None: the folder is not where Ray could load it from.
     """
 
@@ -124,7 +124,7 @@ def allowed_rank(ranks: Mapping[str, int]) -> int:
     Raises:
         BankError: one has more than any.
     """
-    name = max(ranks, key=lambda one: ranks[one])
+    name = max(ranks, key=lambda accelerator: ranks[accelerator])
     fitting = [rank for rank in RANKS if rank >= ranks[name]]
     if not fitting:
         raise BankError(
@@ -140,7 +140,7 @@ def serve_config(
     """Return a config for `serve deploy`.
 
     Args:
-        model: what requests call the backbone; with an adapter they name `model:adapter`.
+        model: name of the backbone in requests; `model:adapter` names an adapter.
     """
     together = min(len(adapters), TOGETHER)
     engine: dict[str, Any] = {"enable_lora": True, "max_loras": together, "max_lora_rank": rank}

@@ -1,1 +1,1 @@
-"""What a run will need, by arithmetic: memory, traffic, time and disk, before anything is started or loaded."""
+"""Plans of runs by arithmetic: memory, traffic, time and disk, before anything is started or loaded."""

@@ -48,10 +48,10 @@ def _parameters(name: str) -> tuple[str, str]:
     """Trained on the second task, and kept of each task for itself, without label heads."""
     for backbone, folder in BACKBONES.items():
         try:
-            found = opened(_config(name, folder))
+            parts = opened(_config(name, folder))
         except RayclError:  # the method is not for such backbones
             continue
-        second = list(phases_of(found.context))[1]
+        second = list(phases_of(parts.context))[1]
         own = method_class(name).own_adapters
         where = "" if backbone == next(iter(BACKBONES)) else f" ({backbone})"
         return f"{_short(second.count)}{where}", _short(second.adapters) if own else "0"

@@ -200,7 +200,8 @@ class Trained:
     """Parameters that a phase trains.
 
     Attributes:
-        base: the backbone's own. linears: adapters of linears. shared: parts of the router. ranks: of its adapters.
+        base: the backbone's parameters. linears: adapters of linears. shared: parts of the router. ranks: ranks of
+            adapters.
         adapters: parameters of the adapters in training, frozen ones among them too; without label heads.
         state: bytes that the optimizer keeps for all.
     """
@@ -288,7 +289,7 @@ def _score_bytes(config: Any, attention: str, compute_bytes: int) -> int:
 def _layers(model: nn.Module) -> list[int]:
     """Return parameters of each layer of the backbone, without adapters."""
     names = ({name: p.numel() for name, p in layer.named_parameters()} for layer in layers(model))
-    return [sum(count for name, count in one.items() if ".lora_" not in name) for one in names]
+    return [sum(count for name, count in counts.items() if ".lora_" not in name) for counts in names]
 
 
 SCALES = {"nf4": 1 / 64 + 4 / (64 * 256), "int8": 0.0}
@@ -297,7 +298,7 @@ output of a linear (`_weight_bytes`)."""
 
 
 def _weight_bytes(backbone: Backbone, quantization: str, computed: int, parameters: int) -> float:
-    """Of a frozen parameter, on average: linears are quantized but for output words and what stays in float32."""
+    """Return the mean bytes of a frozen parameter; output words and float32 linears are not quantized."""
     if quantization == "none":
         return float(computed)
     kept = tuple(getattr(backbone.model, "_keep_in_fp32_modules", None) or ())
@@ -329,7 +330,7 @@ def _linears(backbone: Backbone, adapted: set[str], trained: bool) -> Iterator[L
         reads = "" if role == "attention.out" else f"{parent} {side} {'' if role.startswith('attention') else role}"
         keeps = bool(reads) and (is_adapted or trained) and reads not in read
         read |= {reads} if keeps else set()
-        beside = {other: one for one, other in roles.items() if one.rpartition(".")[0] == parent}
+        beside = {other: sibling for sibling, other in roles.items() if sibling.rpartition(".")[0] == parent}
         gated = role == "ffn.in" and beside.get(role) != path
         query = beside.get("attention.query", path)
         kept = shapes[query][1] if role in ("attention.key", "attention.value") else outputs
@@ -338,17 +339,17 @@ def _linears(backbone: Backbone, adapted: set[str], trained: bool) -> Iterator[L
 
 
 def _roles(paths: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    roles: dict[str, str] = {}
     for role in ROLES:
         try:
-            found |= dict.fromkeys(matching(paths, (role,)), role)
+            roles |= dict.fromkeys(matching(paths, (role,)), role)
         except BackboneError:  # a model without such layers
             continue
-    return found
+    return roles
 
 
 def _keys_of(path: str, role: str, beside: Mapping[str, str], backbone: Backbone) -> str:
-    """For a query projection: the side of the keys of its attention; "" for other linears."""
+    """Return the side of the keys of a query projection's attention; "" for other linears."""
     if role not in ("attention.query", "attention.qkv"):
         return ""
     return backbone.side(beside.get("attention.key", path))
@@ -369,9 +370,11 @@ def _step(opened: Opened) -> StepLoad:
     means = {side: float(tokens) for side, tokens in longest.items()}
     if opened.lengths:
         in_batch = 1 if train.packing else micro
-        sources = [one.joined if joined else one.sources for one in opened.lengths]
-        means["source"] = _mean(opened, [longest_of(one, in_batch) for one in sources]) + prefix
-        means["target"] = _mean(opened, [longest_of(one.targets, 1 if joined else micro) for one in opened.lengths])
+        sources = [lengths.joined if joined else lengths.sources for lengths in opened.lengths]
+        means["source"] = _mean(opened, [longest_of(lengths, in_batch) for lengths in sources]) + prefix
+        means["target"] = _mean(
+            opened, [longest_of(lengths.targets, 1 if joined else micro) for lengths in opened.lengths]
+        )
     losses = float(longest["target"]), means["target"]
     if opened.context.stream.learns_texts:
         share = 1.0 if joined else stream.mask_share
@@ -387,8 +390,8 @@ def _step(opened: Opened) -> StepLoad:
 
 
 def _mean(opened: Opened, of_task: Sequence[float]) -> float:
-    """Over tasks, which count by their rows."""
-    rows = [one.rows for one in opened.lengths]
+    """Return the mean over tasks weighted by their rows."""
+    rows = [lengths.rows for lengths in opened.lengths]
     return sum(count * value for count, value in zip(rows, of_task, strict=True)) / sum(rows)
 
 
@@ -403,8 +406,8 @@ def longest_of(lengths: Sequence[int], count: int) -> float:
 def _prefix(method: Method) -> int:
     """Return positions of the prompts in training."""
     learner: Any = getattr(method, "learner", method)
-    found = [getattr(part, "trainable", None) for part in (learner.backbone.prefix, learner.backbone.suffix)]
-    return sum(int(prompts.shape[1]) for prompts in found if prompts is not None)
+    soft_prompts = [getattr(part, "trainable", None) for part in (learner.backbone.prefix, learner.backbone.suffix)]
+    return sum(int(prompts.shape[1]) for prompts in soft_prompts if prompts is not None)
 
 
 def engine_of(config: EngineConfig, model: ModelLoad, workers: int) -> EngineLoad:

@@ -38,15 +38,16 @@ DISK_NAMES = {
 
 @dataclass(frozen=True)
 class Report:
-    """What a run needs.
+    """The resources that a run needs.
 
     Attributes:
         gpu, host: bytes by name (`gpu_memory`, `host_memory`).
-        activations: with and without gradient checkpointing, as `recomputed` and `kept`.
-        fits: in the memory of GPU and node. bottleneck: memory, host memory, compute, network or loading.
-        share: of the memory that is there, or of the run's time (loading and training; of a step's where the number of
-            steps is not known).
-        notes: what was assumed.
+        activations: bytes with and without gradient checkpointing, as `recomputed` and `kept`.
+        fits: whether the run fits into the memory of GPU and node. bottleneck: memory, host memory, compute, network or
+            loading.
+        share: share of the available memory, or of the run's time (loading and training; of a step's where the number
+            of steps is not known).
+        notes: assumptions.
     """
 
     model: ModelLoad
@@ -90,51 +91,51 @@ def limits(
 ) -> tuple[bool, str, float]:
     """Return whether it fits, what limits it, and its share: memory that is short, else what takes most of the time."""
     filled = {"memory": gpu["peak"] / cluster.gpu.memory, "host memory": max(host.values()) / cluster.host}
-    name = max(filled, key=lambda one: filled[one])
+    name = max(filled, key=lambda part: filled[part])
     if filled[name] > 1:
         return False, name, filled[name]
     loading = times.loading if times.training else 0.0
     steps = times.training / times.step if times.training else 1.0
     spent = {"compute": times.compute * steps, "network": times.network * steps, "loading": loading}
-    longest = max(spent, key=lambda one: spent[one])
+    longest = max(spent, key=lambda part: spent[part])
     return True, longest, spent[longest] / (sum(spent.values()) or 1.0)
 
 
-def tree(found: Report) -> dict[str, Any]:
-    """JSON-able."""
-    model = asdict(found.model)
+def tree(report: Report) -> dict[str, Any]:
+    """Return the plan as a JSON-able tree."""
+    model = asdict(report.model)
     del model["linears"]
     return {
-        "fits": found.fits,
-        "bottleneck": found.bottleneck,
-        "share": found.share,
+        "fits": report.fits,
+        "bottleneck": report.bottleneck,
+        "share": report.share,
         "model": model,
-        "step": asdict(found.step),
-        "engine": asdict(found.engine),
-        "cluster": asdict(found.cluster),
-        "gpu_bytes": dict(found.gpu),
-        "activation_bytes": dict(found.activations),
-        "host_bytes": dict(found.host),
-        "traffic_bytes_per_step": asdict(found.traffic),
-        "operations_per_step": found.operations,
-        "seconds": asdict(found.seconds),
-        "steps": list(found.run.steps),
-        "extra_passes": found.run.extra,
-        "disk_bytes": dict(found.run.disk),
-        "notes": list(found.notes),
+        "step": asdict(report.step),
+        "engine": asdict(report.engine),
+        "cluster": asdict(report.cluster),
+        "gpu_bytes": dict(report.gpu),
+        "activation_bytes": dict(report.activations),
+        "host_bytes": dict(report.host),
+        "traffic_bytes_per_step": asdict(report.traffic),
+        "operations_per_step": report.operations,
+        "seconds": asdict(report.seconds),
+        "steps": list(report.run.steps),
+        "extra_passes": report.run.extra,
+        "disk_bytes": dict(report.run.disk),
+        "notes": list(report.notes),
     }
 
 
-def text(found: Report) -> str:
-    """For a terminal."""
-    return "\n".join(_lines(found))
+def text(report: Report) -> str:
+    """Return the plan as text for a terminal."""
+    return "\n".join(_lines(report))
 
 
-def _lines(found: Report) -> Iterator[str]:
-    model, cluster = found.model, found.cluster
+def _lines(report: Report) -> Iterator[str]:
+    model, cluster = report.model, report.cluster
     yield (
-        f"{'fits' if found.fits else 'does not fit'}; bottleneck: {found.bottleneck} ({100 * found.share:.0f} % of "
-        f"{'the time' if found.fits else 'what is there'})"
+        f"{'fits' if report.fits else 'does not fit'}; bottleneck: {report.bottleneck} ({100 * report.share:.0f} % of "
+        f"{'the time' if report.fits else 'what is there'})"
     )
     yield ""
     yield "parameters"
@@ -143,29 +144,29 @@ def _lines(found: Report) -> Iterator[str]:
     yield _row("adapters after all tasks", _count(model.adapters))
     yield ""
     gpu = f"{cluster.gpu.ray}, {_size(cluster.gpu.memory)}; another one: --gpu"
-    yield f"memory of a GPU ({gpu}), {found.engine.name}, {cluster.gpus} worker(s)"
-    yield from (_row(name.replace("_", " "), _size(value)) for name, value in found.gpu.items() if value)
-    kept = found.activations
+    yield f"memory of a GPU ({gpu}), {report.engine.name}, {cluster.gpus} worker(s)"
+    yield from (_row(name.replace("_", " "), _size(value)) for name, value in report.gpu.items() if value)
+    kept = report.activations
     yield _row("with gradient checkpointing", f"{_size(kept['recomputed'])} of activations, else {_size(kept['kept'])}")
     yield ""
     yield f"memory of a node ({_size(cluster.host)}), {cluster.on_node} worker(s)"
-    yield from (_row(name, _size(value)) for name, value in found.host.items())
+    yield from (_row(name, _size(value)) for name, value in report.host.items())
     yield ""
     yield "an optimizer step, each worker"
-    yield _row("gradients summed", _size(found.traffic.gradients))
-    yield _row("weights gathered", _size(found.traffic.parameters))
-    yield _row("sent", _size(found.traffic.sent))
-    yield _row("operations", f"{found.operations:.3g}")
-    times = found.seconds
+    yield _row("gradients summed", _size(report.traffic.gradients))
+    yield _row("weights gathered", _size(report.traffic.parameters))
+    yield _row("sent", _size(report.traffic.sent))
+    yield _row("operations", f"{report.operations:.3g}")
+    times = report.seconds
     yield _row("time", f"{times.step:.3g} s (compute {times.compute:.3g}, network {times.network:.3g})")
-    extra = f", {found.run.extra:.0%} more with the method's extra passes" if found.run.extra else ""
-    spent = f"{sum(found.run.steps)}, {_duration(times.training)}{extra}"
-    yield _row("steps", spent if found.run.steps else "not known")
+    extra = f", {report.run.extra:.0%} more with the method's extra passes" if report.run.extra else ""
+    spent = f"{sum(report.run.steps)}, {_duration(times.training)}{extra}"
+    yield _row("steps", spent if report.run.steps else "not known")
     yield _row("loading", f"{times.loading:.3g} s at {_size(cluster.disk)}/s")
     yield ""
     yield "disk"
-    yield from (_row(name, _size(found.run.disk[key])) for key, name in DISK_NAMES.items() if key in found.run.disk)
-    yield from ("", *(f"note: {note}" for note in found.notes)) if found.notes else ()
+    yield from (_row(name, _size(report.run.disk[key])) for key, name in DISK_NAMES.items() if key in report.run.disk)
+    yield from ("", *(f"note: {note}" for note in report.notes)) if report.notes else ()
 
 
 def _row(name: str, value: str) -> str:

@@ -37,7 +37,7 @@ MICRO, SOURCE, TARGET = 4, 448, 64
 
 
 def sizes_table() -> str:
-    """As Markdown: a row for each backbone, way and number of GPUs, a column for each GPU."""
+    """Return the table as Markdown: a row for each backbone, way and number of GPUs, a column for each GPU."""
     lines = [
         f"| backbone | trained, engine | GPUs | {' | '.join(GPUS)} |",
         f"|{'---|' * (3 + len(GPUS))}",
@@ -55,12 +55,12 @@ def _rows() -> Iterator[list[str]]:
             for count in COUNTS:
                 divided = engine_of(engine, model, count)
                 long_run = replace(run, steps=STEPS)
-                found = [report(model, step, divided, long_run, Cluster(gpu, count)) for gpu in GPUS.values()]
-                yield [name, way, str(count), *map(_cell, found)]
+                reports = [report(model, step, divided, long_run, Cluster(gpu, count)) for gpu in GPUS.values()]
+                yield [name, way, str(count), *map(_cell, reports)]
 
 
 def _config(backbone: str, method: str, bits: str) -> RunConfig:
-    """With a stream of four tasks whose data is not looked for."""
+    """Return a config with a stream of four tasks whose data is not read."""
     tree = {
         "stream": {"name": "std-1", "max_source_tokens": SOURCE, "max_target_tokens": TARGET},
         "backbone": {"name": backbone, "quantization": bits, "gradient_checkpointing": True},
@@ -71,7 +71,7 @@ def _config(backbone: str, method: str, bits: str) -> RunConfig:
     return configs.validate(RunConfig, tree)
 
 
-def _cell(found: Report) -> str:
-    if not found.fits:
-        return f"no: {found.bottleneck} {100 * found.share:.0f} %"
-    return f"{found.bottleneck} {100 * found.share:.0f} %, {found.seconds.step:.2g} s"
+def _cell(plan: Report) -> str:
+    if not plan.fits:
+        return f"no: {plan.bottleneck} {100 * plan.share:.0f} %"
+    return f"{plan.bottleneck} {100 * plan.share:.0f} %, {plan.seconds.step:.2g} s"

@@ -31,7 +31,7 @@ ABOVE, BELOW = 0.6, 0.8
 
 
 def attention_maps(results: Sequence[Tree], path: str | Path) -> Path:
-    """One row per run as a PNG at `path`: mean weights in percent when each task was learned, and at the end.
+    """Draw one row per run as a PNG at `path`: mean weights in percent when each task was learned, and at the end.
 
     Raises:
         RunError: no results, more than `MOST_RUNS`, a run without attention or with more than `MOST_TASKS` tasks.

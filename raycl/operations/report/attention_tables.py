@@ -34,7 +34,7 @@ class AttentionWeights:
 
     @staticmethod
     def of(result: Tree) -> AttentionWeights:
-        """Of a run.
+        """Read the attention of a run.
 
         Raises:
             RunError: it has no attention weights.

@@ -36,13 +36,13 @@ def evaluation_table(tree: Tree) -> str:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for number, heading in enumerate(("label", "precision", "recall", "F1", "rows", "most often taken for")):
             table.add_column(heading, justify="right" if 0 < number < 5 else "left")
-        for place, label in enumerate(tree["labels"][:LISTED]):
-            one, counts = tree["by_label"][label], list(tree["confusion"][place])
-            counts[place] = 0
+        for index, label in enumerate(tree["labels"][:LISTED]):
+            scores, counts = tree["by_label"][label], list(tree["confusion"][index])
+            counts[index] = 0
             worst = int(np.argmax(counts))
             mistake = f"{tree['labels'][worst]} ({counts[worst]:,})" if counts[worst] else NOTHING
-            values = [f"{100 * one[key]:.1f}" for key in ("precision", "recall", "f1-score")]
-            table.add_row(label, *values, f"{int(one['support']):,}", mistake)
+            values = [f"{100 * scores[key]:.1f}" for key in ("precision", "recall", "f1-score")]
+            table.add_row(label, *values, f"{int(scores['support']):,}", mistake)
         blocks.append(table)
         if len(tree["labels"]) > LISTED:
             blocks.append(Text(f"and {len(tree['labels']) - LISTED} more labels"))
@@ -58,13 +58,13 @@ def confusion_png(tree: Tree, path: str | Path) -> Path:
     labels = tree["labels"][:LISTED]
     if not labels:
         raise DataError("the backbone's answers are texts, not labels: there is no confusion to draw, leave --png out")
-    rows = [place for place, row in enumerate(tree["confusion"][: len(labels)]) if sum(row)]
-    counts = np.array([tree["confusion"][place] for place in rows], dtype=np.float64)
+    rows = [index for index, row in enumerate(tree["confusion"][: len(labels)]) if sum(row)]
+    counts = np.array([tree["confusion"][index] for index in rows], dtype=np.float64)
     cells = 100 * counts[:, : len(labels)] / counts.sum(1, keepdims=True)
     width, height = 0.6 * len(labels), 0.6 * len(rows)
     figure = new_figure(width + 2.4, height + 2.0)
     axes = axes_at(figure, 1.8, width, height, 0.3)
-    draw_cells(axes, cells, labels, [labels[place] for place in rows])
+    draw_cells(axes, cells, labels, [labels[index] for index in rows])
     axes.set_xlabel("predicted label")
     axes.set_ylabel("true label (percent of its rows)")
     return save_png(figure, path)

@@ -31,30 +31,30 @@ def probe_maps(probes: Sequence[Probes], path: str | Path) -> Path:
     Raises:
         RunError: a row has more maps than can be read.
     """
-    most = max(len(one.models) for one in probes)
+    most = max(len(probe.models) for probe in probes)
     if most > MOST_PANELS:
         raise RunError(
             f"a picture of {most} models in a row cannot be read: give runs of at most {MOST_PANELS - 1} settings"
         )
-    counts = [len(one.models[0].tasks) for one in probes]
+    counts = [len(probe.models[0].tasks) for probe in probes]
     panel = max(CELL_WIDTH * max(counts), 2.2) + MARGIN
     heights = [CELL_HEIGHT * count for count in counts]
     figure = new_figure(panel * most + 1.0, sum(heights) + (ABOVE + BELOW) * len(probes))
     width, height = figure.get_size_inches()
     top = 0.0
-    for one, count, tall in zip(probes, counts, heights, strict=True):
+    for probe, count, tall in zip(probes, counts, heights, strict=True):
         top += ABOVE
-        layers = f"{len(one.kinds[ALL])} layers" if len(one.kinds[ALL]) > 1 else one.kinds[ALL][0]
-        head = f"large outputs that two tasks share, in percent: {one.title}, {layers}; {one.chance:.0f} is chance"
+        layers = f"{len(probe.kinds[ALL])} layers" if len(probe.kinds[ALL]) > 1 else probe.kinds[ALL][0]
+        head = f"large outputs that two tasks share, in percent: {probe.title}, {layers}; {probe.chance:.0f} is chance"
         figure.text(MARGIN / width, 1 - (top - 0.6) / height, head, fontsize=10, fontweight="bold", va="bottom")
-        for number, model in enumerate(one.models):
+        for number, model in enumerate(probe.models):
             axes = axes_at(figure, MARGIN + panel * number, CELL_WIDTH * count, tall, top)
-            draw_cells(axes, np.array(model.overlap(one.kinds[ALL])), model.tasks, model.tasks)
-            mean = model.mean_overlap(one.kinds[ALL])
+            draw_cells(axes, np.array(model.overlap(probe.kinds[ALL])), model.tasks, model.tasks)
+            mean = model.mean_overlap(probe.kinds[ALL])
             number_shown = "" if mean is None else f"   {mean.mean:.1f}"
             axes_title = model.title.replace(" (", "\n(", 1) + number_shown
             axes.set_title(axes_title, fontsize=9, loc="left")
-        right = MARGIN + panel * (len(one.models) - 1) + CELL_WIDTH * count
+        right = MARGIN + panel * (len(probe.models) - 1) + CELL_WIDTH * count
         draw_scale(axes_at(figure, right + 0.2, 0.12, max(tall, 1.2), top))
         top += tall + BELOW
     return save_png(figure, path)

@@ -48,8 +48,8 @@ class ProbedModel:
 
     def overlap(self, paths: Sequence[str]) -> list[list[float]]:
         """Return tasks by tasks in percent, mean over layers and runs; see `TaskRows.overlap`."""
-        found: list[list[float]] = np.mean([run.overlap(paths) for run in self.runs], axis=0).tolist()
-        return found
+        shares: list[list[float]] = np.mean([run.overlap(paths) for run in self.runs], axis=0).tolist()
+        return shares
 
     def mean_overlap(self, paths: Sequence[str]) -> Spread | None:
         """Return the mean over pairs of tasks, over runs."""
@@ -74,7 +74,7 @@ class Probes:
 
 
 def probes_of(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], layer: str = "") -> list[Probes]:
-    """One for each stream, backbone and measurement.
+    """Return a probe for each stream, backbone and measurement.
 
     Args:
         measured: `probe.json` of each run. layer: regular expression for the end of a path; "": every layer.
@@ -83,15 +83,15 @@ def probes_of(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], l
         RunError: no layer ends so.
     """
     sets: dict[tuple[object, ...], list[int]] = {}
-    for number, (result, one) in enumerate(zip(results, measured, strict=True)):
-        settings = one["settings"]
-        same = (stream_of(result), backbone_of(result), settings["rows"], settings["threshold"], *one["tasks"])
-        sets.setdefault((*same, *one["models"]["trained"]), []).append(number)
+    for number, (result, measurement) in enumerate(zip(results, measured, strict=True)):
+        settings = measurement["settings"]
+        same = (stream_of(result), backbone_of(result), settings["rows"], settings["threshold"], *measurement["tasks"])
+        sets.setdefault((*same, *measurement["models"]["trained"]), []).append(number)
     return [_probes([results[n] for n in numbers], [measured[n] for n in numbers], layer) for numbers in sets.values()]
 
 
 def _probes(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], layer: str) -> Probes:
-    by_run = {id(result): one for result, one in zip(results, measured, strict=True)}
+    by_run = {id(result): measurement for result, measurement in zip(results, measured, strict=True)}
     first = _rows_of(measured[0], UNTRAINED)
     kinds = {kind: [path for path in paths if re.search(f"({layer})$", path)] for kind, paths in first.kinds.items()}
     kinds = {kind: paths for kind, paths in kinds.items() if paths}
@@ -110,11 +110,11 @@ def _probes(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], lay
 
 def _rows_of(measured: Mapping[str, Tree], model: str) -> TaskRows:
     layers = measured["models"][model]
-    return TaskRows(list(measured["tasks"]), {path: list(map(unpacked_rows, found)) for path, found in layers.items()})
+    return TaskRows(list(measured["tasks"]), {path: list(map(unpacked_rows, rows)) for path, rows in layers.items()})
 
 
 def probe_table(probes: Probes) -> str:
-    """Kinds of layers by models: percent of large outputs that two tasks share, mean over pairs of tasks."""
+    """Return the table of layer kinds by models: percent of large outputs that two tasks share, mean over pairs."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("layers")
     for model in probes.models:
@@ -136,12 +136,12 @@ def probe_csv(probes: Sequence[Probes]) -> str:
     text = io.StringIO()
     writer = SpreadsheetWriter(text)
     writer.writerow(["models", "model", "runs", "layers", "count", "overlap", "overlap_std", "chance"])
-    for one in probes:
-        for model in one.models:
-            for kind, paths in one.kinds.items():
+    for probe in probes:
+        for model in probe.models:
+            for kind, paths in probe.kinds.items():
                 spread = model.mean_overlap(paths)
                 numbers = [None, None] if spread is None else [spread.mean, spread.std]
-                writer.writerow([one.title, model.title, len(model.runs), kind, len(paths), *numbers, one.chance])
+                writer.writerow([probe.title, model.title, len(model.runs), kind, len(paths), *numbers, probe.chance])
     return text.getvalue()
 
 

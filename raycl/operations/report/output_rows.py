@@ -1,4 +1,4 @@
-"""Which rows of the weights each task of a run kept for its updates, read from its result file (modifier `migu`).
+"""The rows of weights that each task of a run kept for its updates, read from its result file (modifier `migu`).
 
 Two tasks that update the same rows disturb each other: the share of rows that both kept most often, layer by layer. The
 similarity map of the MIGU paper is measured in the finished model instead (`probe`).
@@ -21,7 +21,7 @@ class OutputRows(TaskRows):
     Attributes:
         tasks: names of its phases, those that were evaluated.
         layers: without those that not every task observed.
-        masked: whether the task was trained under the mask, or only measured (a skipped first task).
+        masked: the task was trained under the mask, and not only measured (as a skipped first task).
         norm_kept: share of the observed gradient's norm that the mask kept, in percent, if it was measured.
     """
 
@@ -30,7 +30,7 @@ class OutputRows(TaskRows):
 
     @staticmethod
     def of(result: Tree) -> OutputRows:
-        """Of a run.
+        """Read the kept rows of a run.
 
         Raises:
             RunError: it had no such modifier, or no phase has ended yet.

@@ -45,17 +45,17 @@ class TaskRows:
 
     def mean_overlap(self, paths: Sequence[str] | None = None) -> float | None:
         """Return the mean over all pairs of different tasks; None of fewer than two."""
-        found = np.array(self.overlap(paths))
-        others = ~np.eye(len(found), dtype=bool)
-        return float(found[others].mean()) if len(found) > 1 else None
+        shares = np.array(self.overlap(paths))
+        others = ~np.eye(len(shares), dtype=bool)
+        return float(shares[others].mean()) if len(shares) > 1 else None
 
     @property
     def kinds(self) -> dict[str, list[str]]:
         """`encoder.block.*.layer.*.SelfAttention.q` -> paths of the layers of that kind, whatever their numbers."""
-        found: dict[str, list[str]] = {}
+        paths_by_kind: dict[str, list[str]] = {}
         for path in self.layers:
-            found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", path), []).append(path)
-        return found
+            paths_by_kind.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", path), []).append(path)
+        return paths_by_kind
 
 
 def unpacked_rows(packed: Mapping[str, Any]) -> Bits:

@@ -44,7 +44,7 @@ def heatmap(result: Tree, path: str | Path) -> Path:
 
 
 def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
-    """The matrices of several runs next to each other, one colour scale from 0 to 100, as a PNG at `path`.
+    """Draw the matrices of several runs next to each other, one colour scale from 0 to 100, as a PNG at `path`.
 
     Raises:
         RunError: no results, or more than `MOST_PANELS`.
@@ -93,7 +93,7 @@ def _curves(result: Tree) -> list[tuple[str, list[float | None]]]:
 
 
 def axes_at(figure: Figure, left: float, width: float, height: float, top: float = 1.0) -> Axes:
-    """Axes of this size with their top this far below the figure's, all in inches."""
+    """Return axes of this size whose top is this far below the figure's, all in inches."""
     total_width, total_height = figure.get_size_inches()
     bottom = total_height - top - height
     return figure.add_axes((left / total_width, bottom / total_height, width / total_width, height / total_height))
@@ -108,7 +108,7 @@ def _draw_matrix(axes: Axes, result: Tree) -> None:
 
 
 def draw_scale(axes: Axes) -> None:
-    """The colours from 0 to 100."""
+    """Draw the scale of colours from 0 to 100."""
     axes.figure.colorbar(ScalarMappable(SCALE, COLOUR_MAP), cax=axes, ticks=range(0, 101, 20))
     axes.tick_params(labelsize=8)
 

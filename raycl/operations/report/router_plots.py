@@ -32,14 +32,14 @@ TASK_HEIGHT, LEAST_HEIGHT = 0.26, 3.2
 NUMBERED_HEIGHT = 0.5
 """Inches of a task's row from which each bar has room for its number."""
 BARELESS = "0.0 of its dev texts"
-"""Beside bars of no length, where they have no room for their numbers."""
+"""The text next to bars of length 0, which have no room for their numbers."""
 BARS_WIDTH, LEGEND_WIDTH, SCALE_WIDTH = 3.6, 1.5, 0.9
 ABOVE, BELOW = 0.9, 1.2
 """Inches above the panels of a run for titles, and below them for names and legends."""
 
 
 def router_maps(results: Sequence[Tree], path: str | Path) -> Path:
-    """One row of panels per run as a PNG at `path`: cosines of keys, t-SNE of keys, tasks found by each router.
+    """Draw one row of panels per run as a PNG at `path`: cosines of keys, t-SNE of keys, tasks found by each router.
 
     Raises:
         RunError: no results, more than `MOST_RUNS`, a run without a router or with more than `MOST_TASKS` tasks.
@@ -92,11 +92,11 @@ def _draw_cosines(axes: Axes, routing: RouterSummary, scale: Normalize) -> None:
     axes.imshow(cells, cmap=COLOUR_MAP, norm=scale, aspect="auto", interpolation="nearest")
     tasks = list(dict.fromkeys(routing.owners))
     places = [np.flatnonzero([owner == task for owner in routing.owners]) for task in tasks]
-    borders = [float(place[-1]) + 0.5 for place in places[:-1]]
+    borders = [float(position[-1]) + 0.5 for position in places[:-1]]
     for border in borders:
         axes.axhline(border, color="white", linewidth=1)
         axes.axvline(border, color="white", linewidth=1)
-    middles, names = [float(place.mean()) for place in places], short_names(tasks)
+    middles, names = [float(position.mean()) for position in places], short_names(tasks)
     axes.set_xticks(middles, names, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
     axes.set_yticks(middles, names, fontsize=8)
     axes.tick_params(length=0)
@@ -141,10 +141,10 @@ def _draw_found(axes: Axes, routing: RouterSummary, size: float) -> None:
         if size / count >= NUMBERED_HEIGHT:
             numbers = ["" if np.isnan(share) else f"{share:.1f}" for share in shares]
             axes.bar_label(bars, labels=numbers, fontsize=7, padding=2)
-    for place, task in enumerate(routing.tasks):
+    for index, task in enumerate(routing.tasks):
         shares = [routing.found[kind][task] for kind in KINDS if task in routing.found[kind]]
         blank = "no dev texts" if not shares else "" if max(shares) or size / count >= NUMBERED_HEIGHT else BARELESS
-        axes.text(1, place, blank, fontsize=7, va="center", color="0.4")
+        axes.text(1, index, blank, fontsize=7, va="center", color="0.4")
     axes.set_yticks(range(count), short_names(routing.tasks), fontsize=8)
     axes.set(xlim=(0, 100), ylim=(count - 0.5, -0.5))
     axes.tick_params(axis="x", labelsize=8)

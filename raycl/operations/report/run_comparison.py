@@ -52,7 +52,7 @@ OPTIONAL = {
 of the last row under the other `eval.instruction`. They are columns only where some run has them."""
 
 COSTS = ("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")
-"""What a run took -> seconds, tokens a second, seconds inside training steps, parameters of the phase that trains most,
+"""Costs of a run: seconds, tokens a second, seconds inside training steps, parameters of the phase that trains most,
 MiB of the largest worker."""
 
 
@@ -65,7 +65,7 @@ class Spread:
 
     @staticmethod
     def over(numbers: Sequence[float | None]) -> Spread | None:
-        """None unless every run has the number: a mean over some seeds only would mislead."""
+        """Return None unless every run has the number, since a mean over some seeds only would mislead."""
         known = [number for number in numbers if number is not None]
         if not known or len(known) < len(numbers):
             return None
@@ -77,12 +77,12 @@ class Line:
     """One line of a comparison.
 
     Attributes:
-        method: with its modifiers.
+        method: name with modifiers.
         settings: `key=value` where it differs from other lines of the same method, stream and backbone.
-        runs: how many runs the numbers are means of, one a seed.
+        runs: number of runs in the means, one for each seed.
         numbers: `ap`, `f_ra`, `fwt`, `bwt`, those in `OPTIONAL`, `unseen_<type>` for the types of tasks that were never
             trained (points), `COSTS`.
-        published: what a paper printed of some of these numbers. source: which paper and table.
+        published: numbers that a paper printed. source: paper and table.
     """
 
     method: str
@@ -96,7 +96,7 @@ class Line:
 
 
 def compare(results: Sequence[Tree]) -> list[Line]:
-    """One line per setting, by stream and backbone, in order of first appearance within them.
+    """Return a line per setting, by stream and backbone, in order of first appearance within them.
 
     Before those of a stream and backbone stands the untrained backbone, where a run evaluated it.
     """
@@ -159,7 +159,8 @@ def to_csv(results: Sequence[Tree]) -> str:
 
 
 def runs_to_csv(results: Sequence[Tree]) -> str:
-    """One line a run: its folder's name, its seed, its numbers in full precision and the last score of each task.
+    """Return CSV with a line for each run: its folder's name, its seed, its numbers in full precision and the last
+    score of each task.
 
     The scores stand in columns `score_<task>`; cells are empty where a run has not the number or the task.
     """
@@ -174,7 +175,7 @@ def runs_to_csv(results: Sequence[Tree]) -> str:
     for result, line, end in zip(results, lines, ends, strict=True):
         config, numbers = result["config"], [line.numbers.get(name) for name in names]
         title = [(config.get("output") or {}).get("name"), config.get("seed"), line.method, line.stream, line.backbone]
-        writer.writerow([*title, *(one and one.mean for one in numbers), *(end.get(task) for task in tasks)])
+        writer.writerow([*title, *(number and number.mean for number in numbers), *(end.get(task) for task in tasks)])
     return text.getvalue()
 
 
@@ -186,9 +187,9 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
     first = group[0]
     numbers = {name: Spread.over([metric_of(result, name) for result in group]) for name in METRICS}
     optional = [_optional(result) for result in group]
-    numbers |= {name: Spread.over([found[name] for found in optional]) for name in OPTIONAL}
+    numbers |= {name: Spread.over([scores[name] for scores in optional]) for name in OPTIONAL}
     types = [unseen_types(result) for result in group]
-    numbers |= {f"{OF_TYPE}{name}": Spread.over([found.get(name) for found in types]) for name in types[0]}
+    numbers |= {f"{OF_TYPE}{name}": Spread.over([scores.get(name) for scores in types]) for name in types[0]}
     numbers |= {name: Spread.over([result.get(name) for result in group]) for name in COSTS}
     title = method_of(first), settings, stream_of(first), backbone_of(first)
     return Line(*title, len(group), numbers, numbers_of(first), source_of(first))
@@ -197,8 +198,10 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
 def _untrained(results: Sequence[Tree], like: Tree) -> Line | None:
     """Return the backbone before any training on this run's stream, over the seeds that evaluated it; None: none
     did."""
-    same = [one for one in results if (stream_of(one), backbone_of(one)) == (stream_of(like), backbone_of(like))]
-    by_seed = {one["config"].get("seed"): found for one in same if (found := untrained_of(one)) is not None}
+    same = [
+        result for result in results if (stream_of(result), backbone_of(result)) == (stream_of(like), backbone_of(like))
+    ]
+    by_seed = {result["config"].get("seed"): scores for result in same if (scores := untrained_of(result)) is not None}
     return replace(_line(list(by_seed.values()), ""), method=UNTRAINED, published={}, source="") if by_seed else None
 
 

@@ -70,7 +70,8 @@ def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
 
 
 def comparison_table(results: Sequence[Tree]) -> str:
-    """One line per setting: AP, F.Ra, FWT, BWT, unseen, time, tokens/s; mean ± standard deviation over seeds.
+    """Return a table with a line per setting: AP, F.Ra, FWT, BWT, unseen, time, tokens/s; mean ± standard deviation
+    over seeds.
 
     Beside a number that a paper printed for some line stands the paper's, and below the table its source.
     """
@@ -122,7 +123,7 @@ def routing_table(result: Tree) -> str:
 
 
 def routing_comparison(results: Sequence[Tree]) -> str:
-    """Routers of several runs by task, one block per setting: mean ± standard deviation over seeds.
+    """Return routers of several runs by task, one block per setting: mean ± standard deviation over seeds.
 
     Raises:
         RunError: a run has no router.
@@ -202,7 +203,7 @@ def tables_of(result: Tree) -> list[str]:
 
 
 def metrics_line(result: Tree) -> str:
-    """`AP 81.7  F.Ra 12.5  FWT +1.0  BWT -12.5 (over M: -8.3)  weighted AP 80.9`."""
+    """Return a line such as `AP 81.7  F.Ra 12.5  FWT +1.0  BWT -12.5 (over M: -8.3)  weighted AP 80.9`."""
     signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+.1f')}" for name in ("fwt", "bwt")]
     plain = [f"{METRICS[name]} {_number(metric_of(result, name))}" for name in ("ap", "f_ra")]
     over_m = f"(over M: {_number(metric_of(result, 'bwt_m'), '+.1f')})"
@@ -232,17 +233,17 @@ def _matrix(result: Tree) -> RenderableType:
 
 
 def _add_limits(table: Table, limits: Sequence[tuple[float, float] | None]) -> None:
-    """The 95 % intervals of the row above, if it has any."""
+    """Add the 95 % intervals of the row above, if it has any."""
     if any(limits):
         table.add_row("95 % interval", *("" if pair is None else f"{pair[0]:.1f}–{pair[1]:.1f}" for pair in limits))
 
 
 def _other_row(result: Tree) -> list[RenderableType]:
     """Return what an endpoint scores on requests with and without instruction, where a run measured both."""
-    found = other_row_of(result)
-    if found is None:
+    other_row = other_row_of(result)
+    if other_row is None:
         return []
-    means = {"given": metric_of(result, "ap"), "chosen": metric_of(result, "ap"), found[0]: found[2]}
+    means = {"given": metric_of(result, "ap"), "chosen": metric_of(result, "ap"), other_row[0]: other_row[2]}
     shown = (f"{_number(means[kind])} {how}" for kind, how in INSTRUCTION.items())
     return [Text(f"AP at an endpoint: {', '.join(shown)}")]
 
@@ -273,8 +274,8 @@ def _revision(result: Tree) -> list[RenderableType]:
     table.add_column(f"{task} learned again")
     for name in short_names(list(scores), 14 if len(scores) <= 6 else 8):
         table.add_column(name, justify="right")
-    for row, place in (("before", 0), ("after", 1)):
-        table.add_row(row, *(_number(pair[place]) for pair in scores.values()))
+    for row, index in (("before", 0), ("after", 1)):
+        table.add_row(row, *(_number(pair[index]) for pair in scores.values()))
     changes = (None if old is None or new is None else new - old for old, new in scores.values())
     table.add_row("difference", *map(_number, changes))
     return [table]
@@ -291,15 +292,15 @@ def _unseen(result: Tree) -> list[RenderableType]:
         table.add_column(name, justify="right")
     bare = untrained_of(result)
     rows = {"never trained": result} if bare is None else {"untrained": bare, "never trained": result}
-    for name, one in rows.items():
-        found = unseen_of(one)
-        table.add_row(name, *map(_number, [*(found.get(task) for task in scores), unseen_mean(one)]))
+    for name, run_result in rows.items():
+        unseen_scores = unseen_of(run_result)
+        table.add_row(name, *map(_number, [*(unseen_scores.get(task) for task in scores), unseen_mean(run_result)]))
     _add_limits(table, limits_of([result["unseen"]["cells"][task] for task in scores]))
     return [table, *_unseen_types(rows)]
 
 
 def _unseen_types(rows: Mapping[str, Tree]) -> list[RenderableType]:
-    """Their means by type, where types are known."""
+    """Return the means of unseen tasks by type, where types are known."""
     types = list(dict.fromkeys(name for result in rows.values() for name in unseen_types(result)))
     if not types:
         return []
@@ -353,7 +354,7 @@ def _width(blocks: Sequence[Sequence[str]]) -> int:
 
 
 def _beside(blocks: Sequence[Sequence[str]]) -> str:
-    """Blocks of lines next to each other, tops aligned."""
+    """Join blocks of lines next to each other, tops aligned."""
     padded = [[set_cell_size(line, _width([block])) for line in block] for block in blocks]
     blanks = [" " * _width([block]) for block in blocks]
     rows = range(max(map(len, padded)))

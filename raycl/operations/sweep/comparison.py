@@ -114,11 +114,11 @@ def load_comparison(path: str, overrides: Sequence[str] = ()) -> ComparisonConfi
     refuse(_ignored(comparison), source)
     unused = {name: unused_in(config) for name, config in planned.items()}
     shared = leaves(comparison.base)
-    everywhere = [found_in(shared, one) for one in unused.values()]
+    everywhere = [found_in(shared, unused_settings) for unused_settings in unused.values()]
     refuse({f"base.{name}": everywhere[0][name] for name in set.intersection(*map(set, everywhere))}, source)
-    for name, found in unused.items():
+    for name, reasons in unused.items():
         entry = name.rpartition("-s")[0]
-        refuse(found_in(leaves(_tree(comparison.runs[entry].set)), found), f"{source}, runs.{entry}")
+        refuse(found_in(leaves(_tree(comparison.runs[entry].set)), reasons), f"{source}, runs.{entry}")
     for name, config in planned.items():
         entry = name.rpartition("-s")[0]
         if (single := comparison.runs[entry].singles) is not None:
@@ -137,13 +137,13 @@ def _tree(overrides: Sequence[str]) -> Tree:
 
 
 def _ignored(comparison: ComparisonConfig) -> dict[str, str]:
-    """Settings of runs that a comparison gives itself -> what it has instead."""
+    """Return settings of runs that a comparison sets itself -> its own setting instead."""
     instead = {"output": "--dir and the run's name", "seed": "seeds"}
-    found = {path: f"base.{setting(path, value)}" for path, value in leaves(comparison.base).items()}
+    sources = {path: f"base.{setting(path, value)}" for path, value in leaves(comparison.base).items()}
     for name, entry in comparison.runs.items():
         given = leaves(_tree(entry.set))
-        found |= {path: f"runs.{name}.set of {setting(path, value)}" for path, value in given.items()}
-    return {place: instead[key] for path, place in found.items() if (key := path.partition(".")[0]) in instead}
+        sources |= {path: f"runs.{name}.set of {setting(path, value)}" for path, value in given.items()}
+    return {source: instead[key] for path, source in sources.items() if (key := path.partition(".")[0]) in instead}
 
 
 def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> ComparisonOutcome:
@@ -183,12 +183,12 @@ def states(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] =
 def _state(run: Storage) -> str:
     if not run.exists(CONFIG):
         return "not started"
-    found = status_of(run.address)
-    return f"{found.state}: {found.message}; {found.details['tasks']}"
+    status = status_of(run.address)
+    return f"{status.state}: {status.message}; {status.details['tasks']}"
 
 
 def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]) -> dict[str, RunConfig]:
-    """As `plan`, of the rows in `only`, or of all."""
+    """Return the `plan` of the rows in `only`, or of all."""
     unknown = [name for name in only if name not in comparison.runs]
     if unknown:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What fills the disk and can be removed without losing what was learned.
+"""Files that can be removed from the disk without losing what was learned.
 
 A bank is never removed, nor anything of a run that is not finished.
 """
@@ -29,7 +29,7 @@ class Removable:
     """A folder that can be removed.
 
     Attributes:
-        kind: of `KINDS`. folder: where it is. bytes: its size.
+        kind: one of `KINDS`. folder: its location. bytes: its size.
     """
 
     kind: str
@@ -43,18 +43,18 @@ def removable(directory: Storage, kinds: Collection[str]) -> list[Removable]:
     Raises:
         StorageError: the folder is out of reach.
     """
-    found = []
+    items = []
     for kind in KINDS:
         for folder in KINDS[kind](directory) if kind in kinds else ():
             size = sum(file.size for file in folder.files().values())
             if size:
-                found.append(Removable(kind, folder, size))
-    return found
+                items.append(Removable(kind, folder, size))
+    return items
 
 
-def remove(one: Removable) -> None:
+def remove(removable: Removable) -> None:
     """Delete the folder with all that is in it."""
-    one.folder.delete("")
+    removable.folder.delete("")
 
 
 def _cache(directory: Storage) -> Iterator[Storage]:
@@ -70,7 +70,7 @@ def _prefixes(directory: Storage) -> Iterator[Storage]:
 
 
 def _checkpoints(directory: Storage) -> Iterator[Storage]:
-    """Of finished runs whose bank has what a next run starts from."""
+    """Yield checkpoints of finished runs whose bank has the state from which a next run starts."""
     for folder in _folders(directory, CONFIG):
         with suppress(RunError, BankError, StorageError):
             if status_of(folder.address).state == "finished" and _can_start_from_bank(folder):

@@ -55,10 +55,10 @@ MAY_CHANGE = ("retries", "concurrency", "resources")
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What is known before the first trial.
+    """The plan of a sweep before the first trial.
 
     Attributes:
-        trials: by number; of a search that plans nothing, those of earlier sessions. tasks: phases of each.
+        trials: trials by number; without planning, those of earlier sessions. tasks: phases of each trial.
     """
 
     trials: dict[int, Settings]
@@ -100,7 +100,7 @@ def _claim(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
         )
     written = configs.from_yaml(folder.storage.read_text(SWEEP), f"{folder.storage.uri}/{SWEEP}")
     old = configs.validate(SweepConfig, written)  # an older one lacks younger settings
-    before, now = (plain(configs.as_tree(one)) for one in (old, sweep))
+    before, now = (plain(configs.as_tree(config)) for config in (old, sweep))
     changed = configs.differences(before, now, without=MAY_CHANGE)
     if sweep.search.name != "grid":
         changed.pop("samples", None)  # more of the same is welcome
@@ -138,10 +138,10 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
     return SweepPlan(trials, max(lengths), shared, total)
 
 
-def _kinds(found: list[RunConfig]) -> list[RunConfig]:
-    """One config of each method, backbone and stream: a check of all would take longer than some sweeps."""
+def _kinds(configs: list[RunConfig]) -> list[RunConfig]:
+    """Return one config of each method, backbone and stream; a check of all would take longer than some sweeps."""
     kinds: dict[tuple[Any, ...], RunConfig] = {}
-    for config in found:
+    for config in configs:
         key = (config.method.name, tuple(config.modifiers), config.backbone.name, str(config.stream))
         kinds.setdefault(key, config)
     return list(kinds.values())
@@ -192,7 +192,7 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
 
 
 def _refuse_unfinished(folder: SweepFolder, plan: SweepPlan, reason: str) -> None:
-    """Nothing to do where the signal came so late that every trial is over.
+    """Refuse a sweep that a signal interrupted, unless every trial is over.
 
     Raises:
         StoppedError: some are not.
@@ -255,7 +255,7 @@ def _held(sweep: SweepConfig) -> dict[str, float]:
 
 
 def _restarts(sweep: SweepConfig) -> int:
-    """Of a trial's own process after crashes (-1: no limit); it stands for the worker group where that works in it."""
+    """Return the restarts of a trial's process after crashes (-1: no limit), where the worker group runs in it."""
     crashes = _launch(sweep).max_failures
     if not sweep.in_process:
         return sweep.retries

@@ -18,7 +18,7 @@ from raycl.run.config import RunConfig
 from raycl.training.records.results import wall_seconds
 
 NUMBERS = ("ap", "f_ra", "bwt", "fwt")
-"""Of every run, beside the sweep's own metrics."""
+"""Numbers of every run, in addition to the sweep's own metrics."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TrialGroup:
     """Trials that differ in `over` alone.
 
     Attributes:
-        means, spreads: of each metric over trials that are done; None below one (two) of them.
+        means, spreads: means and standard deviations of each metric over finished trials; None below one (two) of them.
     """
 
     settings: Settings
@@ -94,7 +94,7 @@ class SweepOutcome:
         return found
 
     def tree(self) -> Tree:
-        """JSON-able: `summary.json`."""
+        """Return the JSON-able content of `summary.json`."""
         return {
             "name": self.sweep.name,
             "paths": list(self.sweep.space),
@@ -122,21 +122,23 @@ class SweepOutcome:
 def collect(sweep: SweepConfig, folder: SweepFolder, tasks: int) -> SweepOutcome:
     """Read what became of every trial."""
     settings = folder.settings()
-    rows = [read_row(sweep, folder, number, found, tasks) for number, found in settings.items()]
+    rows = [read_row(sweep, folder, number, config_by_number, tasks) for number, config_by_number in settings.items()]
     groups = grouped(sweep, rows)
     front = pareto([row for row in rows if row.state == "done"], sweep.mode)
     best = _best(sweep, rows, groups)
     ordered = sorted(rows, key=lambda row: _rank(row, sweep, front))
-    found = {number: folder.config(sweep, number, one) for number, one in settings.items() if number == best}
+    config_by_number = {
+        number: folder.config(sweep, number, values) for number, values in settings.items() if number == best
+    }
     if best is not None and sweep.singles:
         results = folder.results(best)
         assert results is not None, "a trial that is done has results"
-        found[best] = configs.validate(RunConfig, results["config"])
-    return SweepOutcome(sweep, tasks, ordered, groups, front, best, found)
+        config_by_number[best] = configs.validate(RunConfig, results["config"])
+    return SweepOutcome(sweep, tasks, ordered, groups, front, best, config_by_number)
 
 
 def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Settings, tasks: int) -> TrialRow:
-    """One trial from its folder."""
+    """Read a trial from its folder."""
     state, reached = folder.state(number, tasks)
     results, records = folder.results(number), reached.phases
     error = folder.error(number) if state == "failed" else None
@@ -165,7 +167,7 @@ def grouped(sweep: SweepConfig, rows: Sequence[TrialRow]) -> list[TrialGroup]:
     for row in rows:
         kept = {path: value for path, value in row.settings.items() if path not in sweep.over}
         groups.setdefault(json.dumps(kept, sort_keys=True), []).append(row)
-    found = []
+    group_list = []
     for key, members in groups.items():
         columns = [
             [row.scores[index] for row in members if row.state == "done" and row.scores]
@@ -174,8 +176,8 @@ def grouped(sweep: SweepConfig, rows: Sequence[TrialRow]) -> list[TrialGroup]:
         known = [[value for value in column if value is not None] for column in columns]
         means = [statistics.fmean(column) if column else None for column in known]
         spreads = [statistics.stdev(column) if len(column) > 1 else None for column in known]
-        found.append(TrialGroup(json.loads(key), [row.number for row in members], means, spreads))
-    return found
+        group_list.append(TrialGroup(json.loads(key), [row.number for row in members], means, spreads))
+    return group_list
 
 
 def pareto(rows: Sequence[TrialRow], modes: Sequence[str]) -> list[int]:
@@ -190,14 +192,14 @@ def pareto(rows: Sequence[TrialRow], modes: Sequence[str]) -> list[int]:
     }
     points = {number: point for number, point in points.items() if len(point) == len(modes)}
 
-    def beats(one: list[float], other: list[float]) -> bool:
-        return one != other and all(a >= b for a, b in zip(one, other, strict=True))
+    def beats(scores: list[float], other: list[float]) -> bool:
+        return scores != other and all(a >= b for a, b in zip(scores, other, strict=True))
 
     return [number for number, point in points.items() if not any(beats(other, point) for other in points.values())]
 
 
 def _best(sweep: SweepConfig, rows: Sequence[TrialRow], groups: Sequence[TrialGroup]) -> int | None:
-    """By the first metric's mean over `over`: the first trial of that group that is done; ties go to the earlier."""
+    """Return the first finished trial of the group with the best mean of the first metric; ties go to the earlier."""
     done = {row.number for row in rows if row.state == "done"}
     sign = 1 if sweep.mode[0] == "max" else -1
     known = [(sign * group.means[0], group) for group in groups if group.means[0] is not None]

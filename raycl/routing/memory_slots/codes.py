@@ -18,18 +18,18 @@ RECALL = 0.995
 """Share of the true nearest keys that the index must find when it is built."""
 
 SAMPLE = 256
-"""Texts, made from the keys, on which that is measured."""
+"""The number of texts, generated from the keys, on which recall is measured."""
 
 
 class CodeIndex:
     """Search over the keys of one group.
 
     Attributes:
-        recall: on the sample.
+        recall: recall on the sample.
     """
 
     def __init__(self, unit_NH: Tensor, top_k: int) -> None:
-        """Build it.
+        """Build the index.
 
         Args:
             unit_NH: normalised keys, on the CPU. top_k: K of the searches to come, for which recall is measured.
@@ -45,25 +45,25 @@ class CodeIndex:
 
     def search(self, unit_BH: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Return cosines and numbers of the nearest keys, both `[B, K]`; largest first."""
-        cosines, found = self._nearest(np.ascontiguousarray(unit_BH.numpy()), top_k)
-        return torch.from_numpy(cosines), torch.from_numpy(found)
+        cosines, rows = self._nearest(np.ascontiguousarray(unit_BH.numpy()), top_k)
+        return torch.from_numpy(cosines), torch.from_numpy(rows)
 
     def _nearest(self, queries: Rows, top_k: int) -> tuple[Rows, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
-        found = self._index.search(queries, min(max(self._scored, top_k), self._count))[1]
-        cosines = np.einsum("bh,bkh->bk", queries, self._keys[found])
+        candidates = self._index.search(queries, min(max(self._scored, top_k), self._count))[1]
+        cosines = np.einsum("bh,bkh->bk", queries, self._keys[candidates])
         best = np.argsort(-cosines, axis=1, kind="stable")[:, :top_k]
-        return np.take_along_axis(cosines, best, 1), np.take_along_axis(found, best, 1)
+        return np.take_along_axis(cosines, best, 1), np.take_along_axis(candidates, best, 1)
 
     def _tune(self, unit_NH: Tensor, top_k: int) -> None:
-        """Score more candidates again until the sample finds its true neighbours."""
+        """Increase the number of candidates until the sample finds its true neighbours."""
         draw = torch.Generator().manual_seed(0)
         near = unit_NH[torch.randperm(self._count, generator=draw)[:SAMPLE]]
         apart = torch.randn(near.shape, generator=draw) / (2 * near.shape[1] ** 0.5)
         queries = np.ascontiguousarray(nn.functional.normalize(near + apart, dim=-1).numpy())
         exact = faiss.knn(queries, self._keys, top_k, metric=faiss.METRIC_INNER_PRODUCT)[1]
         for self._scored in (16, 32, 64, 128, 256, 512):
-            found = self._nearest(queries, top_k)[1]
-            self.recall = float(np.mean([len(set(a) & set(b)) / top_k for a, b in zip(found, exact, strict=True)]))
+            neighbours = self._nearest(queries, top_k)[1]
+            self.recall = float(np.mean([len(set(a) & set(b)) / top_k for a, b in zip(neighbours, exact, strict=True)]))
             if self.recall >= RECALL:
                 break
 

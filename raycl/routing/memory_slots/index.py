@@ -1,7 +1,7 @@
 """The nearest sub-keys of many slots, group by group: exact where that is fast, else compressed codes (on a CPU).
 
-On an accelerator every cosine is computed, however many keys there are: 40,000 keys are one small matrix product. So it
-is where FAISS is not installed, only slower.
+On an accelerator every cosine is computed, however many keys there are: 40,000 keys are one small matrix product. A CPU
+without FAISS does the same, only slower.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 EXACT_UP_TO = 4_000
-"""Slots up to which a CPU looks at every key: 0.4 ms for one text and six groups of 64 dimensions on one core."""
+"""A CPU compares every key up to this many slots: 0.4 ms for a text and six groups of 64 dimensions on one core."""
 
 
 class KeyIndex:
@@ -23,7 +23,7 @@ class KeyIndex:
     """
 
     def __init__(self, keys_NgH: Tensor, top_k: int, exact_up_to: int = EXACT_UP_TO) -> None:
-        """Build it.
+        """Build the index.
 
         Args:
             top_k: K of the searches to come, for which recall is measured.
@@ -34,7 +34,9 @@ class KeyIndex:
         unit_NgH = nn.functional.normalize(keys_NgH, dim=-1)
         self._unit_gHN = unit_NgH.permute(1, 2, 0).contiguous() if self.exact else None
         if not self.exact:
-            from raycl.routing.memory_slots.codes import CodeIndex  # faiss, which only large banks on a CPU need
+            from raycl.routing.memory_slots.codes import (
+                CodeIndex,
+            )  # imports faiss, which only large banks on a CPU need
 
             self._codes = [CodeIndex(unit_NgH[:, group], top_k) for group in range(self.groups)]
             self.recall = min(codes.recall for codes in self._codes)
@@ -45,8 +47,8 @@ class KeyIndex:
         unit_BgH = nn.functional.normalize(queries_BgH, dim=-1)
         top_k = min(top_k, self.count)
         if self._unit_gHN is None:
-            found = [codes.search(unit_BgH[:, group], top_k) for group, codes in enumerate(self._codes)]
-            return torch.stack([pair[0] for pair in found], 1), torch.stack([pair[1] for pair in found], 1)
+            by_group = [codes.search(unit_BgH[:, group], top_k) for group, codes in enumerate(self._codes)]
+            return torch.stack([pair[0] for pair in by_group], 1), torch.stack([pair[1] for pair in by_group], 1)
         cosines_gBN = torch.bmm(unit_BgH.transpose(0, 1), self._unit_gHN)
         best = cosines_gBN.topk(top_k, dim=-1)
         slots, by_number = best.indices.sort(dim=-1)

@@ -1,4 +1,4 @@
-"""Keys for plots: the similarity of the keys of tasks, and where each lies in the plane."""
+"""Keys for plots: the similarity of tasks' keys, and their positions in a plane."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from raycl.routing.memory_slots.keys import cosines
 from raycl.routing.memory_slots.slots import SlotRouter
 
 MOST_POINTS, STEPS = 1000, 500
-"""Sub-keys up to which t-SNE is worked out, and its steps: about a second. Twice the steps come no closer (a divergence
-of 0.62 with 500 and with 1,000)."""
+"""The most sub-keys for t-SNE, and its steps: about a second. Twice the steps do not improve it (a divergence of 0.62
+with 500 and with 1,000)."""
 
 
 def similarity(router: SlotRouter) -> list[list[float]]:
-    """`[T][T]` mean cosine of the keys of two tasks in the same group (a task with itself: of different slots)."""
+    """Return the `[T][T]` mean cosine of the keys of two tasks in the same group (a task with itself: of different
+    slots)."""
     keys = router.keys()
-    found = []
+    rows = []
     for task in router.tasks:
         row = []
         for other in router.tasks:
@@ -25,22 +26,23 @@ def similarity(router: SlotRouter) -> list[list[float]]:
             if task == other and len(similar) > 1:
                 similar = similar[~torch.eye(len(similar), dtype=torch.bool)]
             row.append(float(similar.mean()))
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def newest_rows(router: SlotRouter) -> list[list[float]]:
-    """`[m][N]` mean cosine over groups of each slot of the newest task with every slot so far, in order of learning.
+    """Return the `[m][N]` mean cosine over groups of each slot of the newest task with every slot so far, in order of
+    learning.
 
     Keys never change once learned, so the rows of all tasks below each other are the lower triangle of `[N][N]`.
     """
     keys = router.keys()
-    found = cosines(keys[router.tasks[-1]], torch.cat([keys[task] for task in router.tasks])).mean(1)
-    return [[round(value, 3) for value in row] for row in found.tolist()]
+    means = cosines(keys[router.tasks[-1]], torch.cat([keys[task] for task in router.tasks])).mean(1)
+    return [[round(value, 3) for value in row] for row in means.tolist()]
 
 
 def plane(router: SlotRouter, seed: int = 0) -> list[dict[str, Any]]:
-    """t-SNE of every sub-key by cosine: x, y, slot and group; empty where there are too few or too many."""
+    """Compute t-SNE of all sub-keys by cosine: x, y, slot and group; empty where there are too few or too many."""
     from sklearn.manifold import TSNE
 
     keys = router.keys()

@@ -1,4 +1,4 @@
-"""Keys of dynamic task-related knowledge retrieval (SLM, section 3.2): made, learned, measured.
+"""Keys of dynamic task-related knowledge retrieval (SLM, section 3.2): initialization, training, measures.
 
 A slot has one sub-key for each of g groups, that is for each slice of the query.
 """
@@ -20,14 +20,14 @@ from raycl.errors import RetrievalError
 log = logging.getLogger("raycl")
 
 EVERY_S = 5.0
-"""Seconds between two lines about the progress."""
+"""Seconds between two log lines about the progress."""
 
 DECAY, DECAY_EPOCHS = 0.1, 2
-"""Of the rate in the authors' scripts."""
+"""The decay of the rate in the authors' scripts."""
 
 
 class KeyConfig(Section):
-    """How a task's keys are learned (SLM section 3.2 and its scripts; the paper's defaults unless stated)."""
+    """Settings of learning a task's keys (SLM section 3.2 and its scripts; the paper's defaults unless stated)."""
 
     groups: int = Field(6, ge=1, description="g, the number of slices of the query; it must divide the query's width")
     slots: int = Field(4, ge=1, description="m, the number of slots per task")
@@ -67,7 +67,7 @@ class KeyConfig(Section):
 
 
 def split_groups(queries_BC: Tensor, groups: int) -> Tensor:
-    """Return `[B, c]` to `[B, g, h]`, neighbouring slices.
+    """Split `[B, c]` into `[B, g, h]`, neighbouring slices.
 
     Raises:
         RetrievalError: g does not divide c, or values that are not finite.
@@ -84,9 +84,9 @@ def split_groups(queries_BC: Tensor, groups: int) -> Tensor:
 
 
 def semi_orthogonal(slots: int, groups: int, width: int, seed: int) -> Tensor:
-    """`[m, g, h]`: in every group orthonormal rows, in chunks of at most h where there are more.
+    """Return `[m, g, h]` with orthonormal rows in every group, in chunks of at most h where there are more.
 
-    The released routine makes h rows and leaves the rest as memory was.
+    The released routine fills h rows and leaves the others uninitialized.
     """
     draw = torch.Generator().manual_seed(seed)
     keys = torch.empty(groups, slots, width)
@@ -99,7 +99,7 @@ def semi_orthogonal(slots: int, groups: int, width: int, seed: int) -> Tensor:
 
 
 def from_data(queries_BgH: Tensor, slots: int, seed: int) -> Tensor:
-    """`[m, g, h]`: the mean query of each of m random parts of the texts."""
+    """Return `[m, g, h]`, the mean query of each of m random parts of the texts."""
     if len(queries_BgH) < slots:
         raise RetrievalError(f"{len(queries_BgH)} texts cannot start {slots} slots from data: use start=orthogonal")
     order = torch.randperm(len(queries_BgH), generator=torch.Generator().manual_seed(seed))
@@ -107,7 +107,7 @@ def from_data(queries_BgH: Tensor, slots: int, seed: int) -> Tensor:
 
 
 def cosines(queries_BgH: Tensor, keys_NgH: Tensor) -> Tensor:
-    """`[B, g, N]`; 0 where a side is all zeros."""
+    """Return cosines `[B, g, N]`; 0 where a side is all zeros."""
     unit_q = nn.functional.normalize(queries_BgH, dim=-1)
     unit_k = nn.functional.normalize(keys_NgH, dim=-1)
     return torch.einsum("bgh,ngh->bgn", unit_q, unit_k)
@@ -116,7 +116,7 @@ def cosines(queries_BgH: Tensor, keys_NgH: Tensor) -> Tensor:
 def learn_keys(
     queries_BC: Tensor, config: KeyConfig, top_k: int, seed: int, earlier_NgH: Tensor | None = None
 ) -> Tensor:
-    """Preparation phase of one task: `[m, g, h]` keys moved towards the task's queries; labels are not used.
+    """Run the preparation phase of a task: return `[m, g, h]` keys moved towards its queries, without labels.
 
     Args:
         earlier_NgH: keys of earlier tasks, from which `centrifugal` moves them away; None: there are none.
@@ -156,7 +156,7 @@ def _updates(texts: int, config: KeyConfig) -> int:
 
 
 def _batches(texts: int, config: KeyConfig, draw: torch.Generator) -> Iterator[tuple[int, Tensor]]:
-    """Epoch and rows of each step, every epoch in a new order."""
+    """Yield epoch and rows of each step, every epoch in a new order."""
     a_pass, left = -(-texts // config.batch_size), _updates(texts, config)
     for epoch in range(-(-left // a_pass)):
         for rows in torch.split(torch.randperm(texts, generator=draw), config.batch_size)[: left - epoch * a_pass]:
@@ -164,10 +164,10 @@ def _batches(texts: int, config: KeyConfig, draw: torch.Generator) -> Iterator[t
 
 
 def check_keys(config: KeyConfig, top_k: int) -> None:
-    """Sizes that fit each other.
+    """Check that sizes fit each other.
 
     Raises:
-        RetrievalError: they do not.
+    RetrievalError: they do not fit.
     """
     sizes = {"keys.slots": config.slots} | {f"keys.slots_by_task.{task}": m for task, m in config.slots_by_task.items()}
     for path, slots in sizes.items():
@@ -178,13 +178,13 @@ def check_keys(config: KeyConfig, top_k: int) -> None:
 def choose(similar_BgN: Tensor, top_k: int, mask: float, draw: torch.Generator | None = None) -> Tensor:
     """Return `[B, g, K]` indices of the largest entries, a share `mask` of the entries left out at random."""
     if mask:
-        kept = torch.rand(similar_BgN.shape, generator=draw) >= mask
-        similar_BgN = torch.where(kept, similar_BgN, similar_BgN - 1000.0)  # left out, yet there if K needs them
+        shown = torch.rand(similar_BgN.shape, generator=draw) >= mask
+        similar_BgN = torch.where(shown, similar_BgN, similar_BgN - 1000.0)  # left out, but available if K needs them
     return similar_BgN.topk(top_k, dim=-1).indices
 
 
 def _paper_step(keys: Tensor, gradient_MgH: Tensor, chosen_BgK: Tensor, config: KeyConfig) -> Tensor:
-    """`k += rate * grad cos(q, k)` for every text and each key that it chose (SLM, eq. 5)."""
+    """Add `rate * grad cos(q, k)` to each key that a text chose (SLM, eq. 5)."""
     return keys + config.rate * gradient_MgH
 
 
@@ -205,17 +205,17 @@ def _gradient(
 
 
 def _chosen_sum(queries_BgH: Tensor, chosen_BgK: Tensor, slots: int) -> Tensor:
-    """`[m, g, h]`: sum of the unit queries that chose each key."""
+    """Return `[m, g, h]`, the sum of the unit queries that chose each key."""
     return torch.einsum("bgm,bgh->mgh", _hits(chosen_BgK, slots), nn.functional.normalize(queries_BgH, dim=-1))
 
 
 def _hits(chosen_BgK: Tensor, slots: int) -> Tensor:
-    """`[B, g, m]`: 1 where a key was chosen."""
+    """Return `[B, g, m]`, 1 where a key was chosen."""
     return torch.zeros(*chosen_BgK.shape[:2], slots).scatter_(2, chosen_BgK, 1.0)
 
 
 def _pull(keys_MgH: Tensor, pulled_MgH: Tensor) -> Tensor:
-    """Gradient of the cosines of each key with the unit vectors whose sum is given."""
+    """Return the gradient of the cosines of each key with the unit vectors whose sum is given."""
     norm = keys_MgH.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     unit_k = keys_MgH / norm
     along = (pulled_MgH * unit_k).sum(-1, keepdim=True)
@@ -224,7 +224,7 @@ def _pull(keys_MgH: Tensor, pulled_MgH: Tensor) -> Tensor:
 
 
 class _OptimizerStep:
-    """Minus the mean of the chosen cosines, minimised by Adam, or by the authors' AdamW."""
+    """Minimises minus the mean of the chosen cosines by Adam, or by the authors' AdamW."""
 
     def __init__(self, keys: Tensor, config: KeyConfig) -> None:
         self.parameter = nn.Parameter(keys.clone())
@@ -233,7 +233,7 @@ class _OptimizerStep:
         self.optimizer = kind([self.parameter], lr=config.rate, weight_decay=0.01 if official else 0.0)
 
     def set_rate(self, config: KeyConfig, epoch: int) -> None:
-        """The rate of an epoch: the authors' code multiplies it by 0.1 after every second one."""
+        """Set the rate of an epoch; the authors' code multiplies it by 0.1 after every second one."""
         decays = config.update == "official" and config.epochs is not None
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate * (DECAY ** (epoch // DECAY_EPOCHS) if decays else 1.0)
@@ -253,7 +253,7 @@ class _OptimizerStep:
 
 
 def key_accuracy(similar_BgN: Tensor, own_N: Tensor, top_k: int) -> Tensor:
-    """Eq. 13: `[B]` bool, whether more than half of the g x K chosen sub-keys are of the text's own task.
+    """Return `[B]` bool, whether more than half of the g x K chosen sub-keys are of the text's own task (eq. 13).
 
     Args:
         own_N: bool, which slots belong to that task.

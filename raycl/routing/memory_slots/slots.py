@@ -28,10 +28,10 @@ class SlotRouter:
     """Chooses among the slots of all tasks learned so far, on the device where queries are.
 
     Attributes:
-        tasks: in the order in which they were learned.
+        tasks: tasks in the order in which they were learned.
         kind: keys: the paper's; discriminant: the task by its statistics, its slots by their keys.
-        dev: queries of each task that neither was made from, to select the kind that chooses better (`hold_out`).
-        samples: a few of them, kept with the keys.
+        dev: queries of each task's dev texts, by which the better kind is selected (`hold_out`).
+        samples: a few of these queries, kept with the keys.
     """
 
     def __init__(self, kind: Kind, groups: int, config: RetrievalConfig, per_group: bool = False) -> None:
@@ -52,7 +52,7 @@ class SlotRouter:
     # ---- learning --------------------------------------------------------------------------------------------
 
     def fit(self, task: str, queries_BC: Tensor, config: KeyConfig, seed: int) -> None:
-        """Preparation phase of a task: fit its keys and statistics.
+        """Run the preparation phase of a task: fit its keys and statistics.
 
         Raises:
             RetrievalError: see `learn_keys`.
@@ -62,7 +62,7 @@ class SlotRouter:
         self.add(task, learn_keys(queries_BC, config, self.config.top_k, seed, earlier), Statistics.of(queries_BC))
 
     def add(self, task: str, keys_MgH: Tensor, statistics: Statistics) -> None:
-        """A task whose keys and statistics are known."""
+        """Add a task whose keys and statistics are known."""
         self.tasks.append(task)
         self._keys[task], self._statistics[task] = keys_MgH, statistics
         self._discriminant = self._calibrator = self._index = self._placed = self._bounds = None
@@ -70,12 +70,12 @@ class SlotRouter:
         self._slot_names += self.slots(task)
 
     def take(self, task: str, other: SlotRouter) -> None:
-        """A task that `other` was fitted to."""
+        """Take over a task that `other` was fitted to."""
         self.add(task, other._keys[task], other._statistics[task])
         self.hold_out(task, other.dev[task])
 
     def hold_out(self, task: str, dev_BC: Tensor) -> None:
-        """A task's dev queries, on which routers are compared; a sample of them stays with the router."""
+        """Keep a task's dev queries, on which routers are compared; a sample of them stays with the router."""
         self.dev[task] = dev_BC
         if len(dev_BC):
             self.samples[task] = dev_BC[sample_rows(len(dev_BC))]
@@ -97,7 +97,7 @@ class SlotRouter:
 
     @property
     def _joined(self) -> Tensor:
-        """`[N, g, h]` keys of all tasks."""
+        """The keys of all tasks, `[N, g, h]`."""
         if len(self._parts) > 1:
             self._parts = [torch.cat(self._parts)]
         return self._parts[0]
@@ -126,7 +126,7 @@ class SlotRouter:
         return torch.cat([torch.full((len(self._keys[task]),), number) for number, task in enumerate(self.tasks)])
 
     def _compared(self, queries_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """`similar` and `owner`, both where the queries are."""
+        """Return `similar` and `owner` on the device of the queries."""
         return self.similar(queries_BC), self.owner().to(queries_BC.device)
 
     def route(self, queries_BC: Tensor, only: Sequence[str] | None = None) -> Mixture:
@@ -142,9 +142,9 @@ class SlotRouter:
             raise RetrievalError("no task has been learned yet: there are no keys to choose from")
         if only is None and self._is_large:
             return self._searched(queries_BC)
-        if only is not None and len(set(only)) == 1 and only[0] in self._keys:  # training: no other slot is looked at
-            own = cosines(split_groups(queries_BC, self.groups), self._keys[only[0]].to(queries_BC.device))
-            return Mixture(tuple(self.adapters(only[0])), slot_weights(own, self.config, None, self.per_group))
+        if only is not None and len(set(only)) == 1 and only[0] in self._keys:  # training: no other slot is compared
+            task_cosines = cosines(split_groups(queries_BC, self.groups), self._keys[only[0]].to(queries_BC.device))
+            return Mixture(tuple(self.adapters(only[0])), slot_weights(task_cosines, self.config, None, self.per_group))
         similar, owner = self._compared(queries_BC)
         if only is not None:
             unknown = sorted(set(only) - set(self.tasks))
@@ -171,8 +171,9 @@ class SlotRouter:
         return weights.new_zeros(len(weights), len(self.tasks)).index_add(1, columns, weights).argmax(1)
 
     def dev_accuracy(self) -> dict[str, dict[str, float]]:
-        """Kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key-retrieval accuracy (eq. 13)."""
-        found: dict[str, dict[str, float]] = {kind: {} for kind in (*KINDS, "eq13")}
+        """Return kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key-retrieval accuracy (eq.
+        13)."""
+        percents: dict[str, dict[str, float]] = {kind: {} for kind in (*KINDS, "eq13")}
         owner = self.owner()
         for number, task in enumerate(self.tasks):
             queries = self.dev.get(task)
@@ -180,13 +181,13 @@ class SlotRouter:
                 continue
             for kind in KINDS:
                 right = self.chosen(kind, queries) == number
-                found[kind][task] = 100 * float(right.float().mean())
+                percents[kind][task] = 100 * float(right.float().mean())
             counts = key_accuracy(self.similar(queries), owner == number, self.config.top_k)
-            found["eq13"][task] = 100 * float(counts.float().mean())
-        return found
+            percents["eq13"][task] = 100 * float(counts.float().mean())
+        return percents
 
     def select(self) -> None:
-        """Become the kind that chooses better on the dev texts of all tasks; the paper's where they are equal."""
+        """Select the kind that chooses better on the dev texts of all tasks; the paper's where they are equal."""
         dev_accuracy = self.dev_accuracy()
         if dev_accuracy["keys"]:
             means = {kind: sum(dev_accuracy[kind].values()) / len(dev_accuracy[kind]) for kind in KINDS}
@@ -202,7 +203,7 @@ class SlotRouter:
         return self.calibrated().scores(queries_BC)
 
     def calibrated(self) -> OodCalibrator:
-        """Return what `ood_score` compares with; the first call takes up to half a second at a hundred tasks.
+        """Return the calibrator of `ood_score`; the first call takes up to half a second at a hundred tasks.
 
         Raises:
             RetrievalError: no dev text of any task was kept.
@@ -236,7 +237,7 @@ class SlotRouter:
 
     @property
     def _is_large(self) -> bool:
-        """Too many slots to work out every cosine, and a rule that needs no others than the chosen ones."""
+        """Whether there are too many slots for every cosine, under a rule that needs only the chosen ones."""
         plain = (
             self.config.rule == "group_union"
             and self.config.similarity == "cosine"
@@ -246,7 +247,8 @@ class SlotRouter:
         return plain and len(self._joined) > EXACT_UP_TO
 
     def _searched(self, queries_BC: Tensor) -> Mixture:
-        """From the index, or from the slots of the chosen tasks: only chosen slots have a column."""
+        """Return a mixture from the index, or from the slots of the chosen tasks, with columns for chosen slots
+        only."""
         queries_BgH = split_groups(queries_BC, self.groups)
         if self.kind == "keys":
             index = self.index_on(queries_BC.device)
@@ -269,20 +271,20 @@ class SlotRouter:
         unit_k = torch.nn.functional.normalize(joined[number_BTm], dim=-1)
         similar = (unit_q[:, None, None] * unit_k).sum(-1).transpose(2, 3)
         weights = slot_weights(similar.flatten(0, 1), self.config, exists_BTm.flatten(0, 1))
-        own = weights.view(number_BTm.shape) * chances[:, :, None]
-        ids, place = torch.unique(number_BTm, return_inverse=True)
-        empty = own.new_zeros(len(queries_BC), len(ids))
-        return ids, empty.scatter_add(1, place.flatten(1), own.flatten(1))
+        slot_weights_ = weights.view(number_BTm.shape) * chances[:, :, None]
+        ids, column = torch.unique(number_BTm, return_inverse=True)
+        empty = slot_weights_.new_zeros(len(queries_BC), len(ids))
+        return ids, empty.scatter_add(1, column.flatten(1), slot_weights_.flatten(1))
 
     def index_on(self, device: torch.device) -> KeyIndex:
-        """Over the keys of all tasks so far."""
+        """Return the index over the keys of all tasks so far."""
         joined = self._joined_on(device)
         if self._index is None:
             self._index = KeyIndex(joined, self.config.top_k)
         return self._index
 
     def _by_task(self, queries_BC: Tensor, similar_BgN: Tensor, owner_N: Tensor) -> Tensor:
-        """Softmax over tasks; within each, the slots by their cosines."""
+        """Return the softmax over tasks, and within each task the slots by their cosines."""
         chances_BT = self.discriminant.weights(queries_BC, self.config.top_k)
         total = chances_BT.new_zeros(len(similar_BgN), similar_BgN.shape[2] * (self.groups if self.per_group else 1))
         for number in chances_BT.any(0).nonzero().flatten().tolist():
@@ -292,7 +294,7 @@ class SlotRouter:
 
     @property
     def discriminant(self) -> Discriminant:
-        """Over all tasks so far."""
+        """The discriminant over all tasks so far."""
         if self._discriminant is None:
             self._discriminant = Discriminant({task: self._statistics[task] for task in self.tasks})
         return self._discriminant
@@ -300,19 +302,20 @@ class SlotRouter:
     # ---- keeping ---------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """`key/<slot>` `[g, h]`; `count/<task>`, `mean/<task>`, `scatter/<task>`; `sample/<task>` if it has one."""
-        found: dict[str, Tensor] = {}
+        """Return `key/<slot>` `[g, h]`; `count/<task>`, `mean/<task>`, `scatter/<task>`; `sample/<task>` if it has
+        one."""
+        tensors: dict[str, Tensor] = {}
         for task in self.tasks:
-            found |= {f"key/{slot}": key for slot, key in zip(self.slots(task), self._keys[task], strict=True)}
+            tensors |= {f"key/{slot}": key for slot, key in zip(self.slots(task), self._keys[task], strict=True)}
             known = self._statistics[task]
-            found[f"count/{task}"] = torch.tensor([known.count])
-            found[f"mean/{task}"], found[f"scatter/{task}"] = known.mean, known.scatter
+            tensors[f"count/{task}"] = torch.tensor([known.count])
+            tensors[f"mean/{task}"], tensors[f"scatter/{task}"] = known.mean, known.scatter
             if task in self.samples:
-                found[f"sample/{task}"] = self.samples[task]
-        return {name: tensor.contiguous() for name, tensor in found.items()}
+                tensors[f"sample/{task}"] = self.samples[task]
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def settings(self) -> dict[str, Any]:
-        """JSON-able: everything but the tensors."""
+        """Return the JSON-able settings, everything but the tensors."""
         return {
             "groups": self.groups,
             "per_group": self.per_group,
@@ -322,7 +325,7 @@ class SlotRouter:
 
     @staticmethod
     def restored(state: RouterState) -> SlotRouter:
-        """From what `settings` and `tensors` gave; tasks whose tensors were removed are left out."""
+        """Restore from `settings` and `tensors`; tasks whose tensors were removed are left out."""
         settings, tensors = state.settings, state.tensors
         assert state.kind in ("keys", "discriminant"), state.kind
         kind: Kind = "keys" if state.kind == "keys" else "discriminant"

@@ -11,13 +11,13 @@ from torch import Tensor
 from raycl.config import Section
 
 TEMPERATURE = 0.1
-"""Of the softmax over slots (the authors' code)."""
+"""The temperature of the softmax over slots (the authors' code)."""
 
 Rule = Literal["group_union", "group_mean", "vote"]
 
 
 class RetrievalConfig(Section):
-    """How slots are selected and weighted."""
+    """Settings of selecting and weighting slots."""
 
     top_k: int = Field(
         2, ge=1, description="K, the number of slots selected in each group (group_mean and vote: in total)"
@@ -75,22 +75,22 @@ def slot_weights(
 
 
 def sparse_weights(cosines_BgK: Tensor, slots_BgK: Tensor, config: RetrievalConfig) -> tuple[Tensor, Tensor]:
-    """`group_union` from chosen slots alone, for banks whose cosines are never all worked out.
+    """Compute `group_union` from chosen slots alone, for banks where not all cosines are computed.
 
     Returns:
         ids: `[U]` slots that any example chose, ascending. weights: `[B, U]`.
     """
     values = cosines_BgK.masked_fill(torch.isneginf(cosines_BgK), 0.0)
     values = values.clamp_min(0.0) if config.clamp else values
-    ids, place = torch.unique(slots_BgK, return_inverse=True)
-    rows = place.flatten(1)
+    ids, positions = torch.unique(slots_BgK, return_inverse=True)
+    rows = positions.flatten(1)
     empty = values.new_zeros(len(rows), len(ids))
     hits = empty.scatter_add(1, rows, (~torch.isneginf(cosines_BgK)).float().flatten(1))
     return ids, _normalised(empty.scatter_add(1, rows, values.flatten(1)), (hits > 0).float())
 
 
 def _voted(similar_BgN: Tensor, config: RetrievalConfig) -> Tensor:
-    """Most often among the top K of the groups (and, in batch scope, of the batch); those K share evenly."""
+    """Weight the K slots that are most often in the top K of the groups (in batch scope, of the batch) equally."""
     top_k = min(config.top_k, similar_BgN.shape[2])
     chosen = similar_BgN.topk(top_k, dim=-1)
     hits = torch.zeros_like(similar_BgN).scatter(2, chosen.indices, (~torch.isneginf(chosen.values)).float())

@@ -1,1 +1,1 @@
-"""What is fitted to the vectors of texts in closed form: a discriminant, out-of-distribution scores."""
+"""Statistics fitted to the vectors of texts in closed form: a discriminant, out-of-distribution scores."""

@@ -3,10 +3,10 @@
 Each task leaves its count, its mean and its scatter of normalised queries. These are sums: exact in one pass, the same
 for any order of tasks, and a task is removed by leaving its sums out.
 
-Routers that read prompts have one beside them, over the means of bare texts' token embeddings (`BareTexts`): they learn
-from texts in their tasks' prompts, and tell tasks apart by the instructions above all. A text that comes without one is
-assigned to a task by its own words, which determines its prompt. On SmolLM2 96 of 100 texts of four tasks find theirs,
-and 92 of ten, with 100 rows a task.
+Routers that read prompts also have a discriminant over the means of bare texts' token embeddings (`BareTexts`): they
+learn from texts in their tasks' prompts, and distinguish tasks mainly by the instructions. A text that comes without
+one is assigned to a task by its own words, which determines its prompt. On SmolLM2 96 of 100 texts of four tasks find
+theirs, and 92 of ten, with 100 rows a task.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from raycl.errors import RetrievalError
 from raycl.types import Mixture
 
 RIDGE = 0.01
-"""Of the mean variance, added to the diagonal; 0.001 to 0.1 route the same within 0.4 points (measured on MiniLM)."""
+"""The share of the mean variance that is added to the diagonal; 0.001 to 0.1 route the same within 0.4 points (measured
+on MiniLM)."""
 
 BACKGROUND = 0.9
-"""Of the distance to the middle of all tasks, taken off the distance to the nearest (Ren et al. 2021, "A simple fix to
-Mahalanobis distance for improving near-OOD detection": 1, which sees nothing with one task and little with two).
+"""The share of the distance to the middle of all tasks that is subtracted from the distance to the nearest (Ren et al.
+2021, "A simple fix to Mahalanobis distance for improving near-OOD detection": 1, which detects nothing with one task
+and little with two).
 
 AUROC of telling texts of a task that was not learned from dev texts of k that were, mean over 12 draws from ten tasks
 of Long Sequence with the packaged encoder, at k = 1, 3, 6, 9: 92, 86, 80, 78 with 0; 92, 88, 86, 86 with 0.9; rounding
 alone, 82, 83, 86 with 1. Chosen on these draws, out of 0, 0.5, 0.8, 0.9 and 1."""
 
 WIDEST = 1024
-"""Dimensions of bare texts' embeddings that are read, the first ones; with 384 of 576, 1 of 100 texts fewer find their
-task."""
+"""The number of leading dimensions of bare texts' embeddings that are read; with 384 of 576, 1 of 100 texts fewer find
+their task."""
 
 DIRECTIONS = 32
-"""In which the covariance of an adapter's bare texts is kept. All 576 find as many texts' tasks at 100 rows a task, and
-0.6 % more at 1000, but take 1.3 MB a task instead of 74 KB."""
+"""The number of directions in which the covariance of an adapter's bare texts is kept. All 576 find as many texts'
+tasks at 100 rows a task, and 0.6 % more at 1000, but take 1.3 MB a task instead of 74 KB."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Statistics:
 
     @staticmethod
     def of(queries_BC: Tensor) -> Statistics:
-        """Of a task's queries.
+        """Compute the statistics of a task's queries.
 
         Raises:
             RetrievalError: no texts.
@@ -70,18 +72,18 @@ class Discriminant:
     """Scores of tasks for queries, on the device where the queries are.
 
     Attributes:
-        tasks: in the order of columns.
+        tasks: tasks in the order of columns.
         ridge: share of the mean variance that is added to the diagonal.
     """
 
     def __init__(self, statistics: Mapping[str, Statistics], ridge: float = RIDGE) -> None:
         self.tasks, self.ridge = tuple(statistics), ridge
-        found = list(statistics.values())
-        means = torch.stack([task.mean for task in found]).double()
-        shared = torch.zeros_like(found[0].scatter, dtype=torch.float64)
-        for task in found:
+        parts = list(statistics.values())
+        means = torch.stack([task.mean for task in parts]).double()
+        shared = torch.zeros_like(parts[0].scatter, dtype=torch.float64)
+        for task in parts:
             shared += task.scatter
-        counts = torch.tensor([task.count for task in found], dtype=torch.float64)
+        counts = torch.tensor([task.count for task in parts], dtype=torch.float64)
         shared /= counts.sum()
         self._precision = _inverse(shared, ridge)
         self._pulled = means @ self._precision
@@ -128,7 +130,7 @@ class Discriminant:
 
     @cached_property
     def _background(self) -> tuple[Tensor, Tensor]:
-        """Mean `[c]` and precision `[c, c]` of the texts of all tasks together."""
+        """Return mean `[c]` and precision `[c, c]` of the texts of all tasks together."""
         middle = self._shares @ self._means
         apart = self._means - middle
         return middle, _inverse(self._shared + (self._shares[:, None] * apart).T @ apart, self.ridge)
@@ -152,9 +154,9 @@ class Outline(NamedTuple):
     """Statistics of the texts of an adapter, in few numbers.
 
     Attributes:
-        number: of texts, `[1]`. mean: `[c]`.
-        factor: `[k, c]`; its product with itself is the scatter in the k directions where it is largest.
-        rest: `[1]`, mean of the scatter over all dimensions that is in none of them.
+        number: number of texts, `[1]`. mean: `[c]`.
+        factor: `[k, c]`; its product with itself is the scatter in the k directions where the scatter is largest.
+        rest: `[1]`, mean over all dimensions of the scatter in the other directions.
     """
 
     number: Tensor
@@ -164,7 +166,7 @@ class Outline(NamedTuple):
 
     @staticmethod
     def of(queries_NC: Tensor) -> Outline:
-        """Of an adapter's texts."""
+        """Compute the outline of an adapter's texts."""
         known = Statistics.of(queries_NC)
         values_C, vectors_CC = torch.linalg.eigh(known.scatter.double())
         values_C = values_C.clamp_min(0)
@@ -173,7 +175,7 @@ class Outline(NamedTuple):
         return Outline(torch.tensor([known.count]), known.mean, factor_KC.float().contiguous(), rest.float()[None])
 
     def statistics(self) -> Statistics:
-        """As the discriminant takes them."""
+        """Return the statistics for a discriminant."""
         scatter_CC = self.factor.T @ self.factor + torch.eye(len(self.mean)) * self.rest
         return Statistics(int(self.number), self.mean, scatter_CC)
 
@@ -190,7 +192,7 @@ class BareTexts:
         self._found: tuple[tuple[str, ...], Discriminant] | None = None
 
     def add(self, name: str, queries_ND: Tensor) -> None:
-        """An adapter's texts.
+        """Add an adapter's texts.
 
         Args:
             queries_ND: mean of each text's token embeddings.
@@ -207,15 +209,16 @@ class BareTexts:
         return Mixture(tuple(names), weights_BN.cpu())
 
     def _over(self, names: tuple[str, ...]) -> Discriminant:
-        """The covariance of few texts is uncertain by about as much as it has dimensions for each of them."""
+        """Return the discriminant; its ridge grows with dimensions per text, since few texts give an uncertain
+        covariance."""
         if self._found is None or self._found[0] != names:
             known = {name: self._outlines[name].statistics() for name in names}
-            width, count = len(known[names[0]].mean), sum(one.count for one in known.values())
+            width, count = len(known[names[0]].mean), sum(outline.count for outline in known.values())
             self._found = names, Discriminant(known, width / count)
         return self._found[1]
 
     def tensors(self) -> dict[str, Tensor]:
-        """`<kind>/<adapter>` of `KINDS_OF_OUTLINES`."""
+        """Return `<kind>/<adapter>` of `KINDS_OF_OUTLINES`."""
         return {
             f"{kind}/{name}": tensor
             for name, outline in self._outlines.items()
@@ -223,7 +226,7 @@ class BareTexts:
         }
 
     def take(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
-        """Back from `tensors`; adapters without any are left out."""
+        """Restore from `tensors`; adapters without any are left out."""
         self._outlines = {
             name: Outline(*(tensors[f"{kind}/{name}"] for kind in KINDS_OF_OUTLINES))
             for name in names

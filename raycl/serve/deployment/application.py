@@ -28,14 +28,14 @@ log = logging.getLogger("raycl")
 NAMESPACE = "serve"
 
 FAULTS = (RayError, RayServeException, RuntimeError, TimeoutError, ConnectionError)
-"""What Ray and Serve raise where a controller, a proxy or a replica does not answer."""
+"""Errors of Ray and Serve when a controller, a proxy or a replica does not answer."""
 
 WATCH_S = 5.0
 """Seconds between two looks whether an application is still there."""
 
 
 def name_of(config: ServeConfig) -> str:
-    """Of the application: the bank's folder, for people, and a digest of what answers, for Ray Serve."""
+    """Return the application's name: the bank's folder, for people, and a digest of its config, for Ray Serve."""
     parts = [part for part in re.split(r"[^A-Za-z0-9_-]+", config.bank.partition("?")[0]) if part]
     folder = next((part for part in reversed(parts) if part != "bank"), "bank")[:40]
     answers = "\n".join((config.bank, config.branch, config.upstream.export or ""))
@@ -54,7 +54,7 @@ class Holder:
 
 @contextmanager
 def reserved(name: str) -> Iterator[None]:
-    """The name is this command's own on the cluster.
+    """Reserve the name for this command on the cluster.
 
     Raises:
         LaunchError: another command serves under it.
@@ -76,7 +76,7 @@ def start(config: ServeConfig, application: object, name: str | None = None, rep
     """Bring the application up and return.
 
     Args:
-        name: of the application; None: `name_of`.
+        name: name of the application; None: `name_of`.
         replace: one of that name that is there was left by a command that has ended.
 
     Raises:
@@ -108,21 +108,23 @@ def _reason(name: str, error: Exception) -> str:
     """Return what the application's status says, or else the error."""
     message = ""
     with suppress(*FAULTS):
-        found = serve.status().applications.get(name)
-        message = found.message if found else ""
+        application = serve.status().applications.get(name)
+        message = application.message if application else ""
     return " ".join((message or str(error) or type(error).__name__).split())[-800:]
 
 
 def _check_others(config: ServeConfig, name: str, replace: bool) -> None:
-    """Nothing is replaced that others serve, and Serve listens where this endpoint is announced."""
+    """Check that no other application is replaced, and that Serve listens at this endpoint's address."""
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         if cluster.named():
             with bound(config.host, config.port):  # a proxy that cannot listen is reported by Serve after a minute
                 pass
         return
-    found = ServeInstanceDetails(**client.get_serve_details())
-    others = {other: details for other, details in found.applications.items() if details.status != "DELETING"}
+    details_of_serve = ServeInstanceDetails(**client.get_serve_details())
+    others = {
+        other: details for other, details in details_of_serve.applications.items() if details.status != "DELETING"
+    }
     if name in others:
         if not replace:
             raise LaunchError(f"this cluster serves an application '{name}' already: end the command that started it")
@@ -130,8 +132,8 @@ def _check_others(config: ServeConfig, name: str, replace: bool) -> None:
     if config.ingress == "direct":
         return
     path = config.route_prefix
-    there = found.http_options
-    if found.proxy_location == "Disabled":
+    there = details_of_serve.http_options
+    if details_of_serve.proxy_location == "Disabled":
         raise LaunchError(
             "Ray Serve runs on this cluster without proxies: use ingress=direct with a free port=NUMBER, or end Serve "
             "with `serve shutdown` if no one else uses it"

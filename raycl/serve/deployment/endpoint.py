@@ -82,7 +82,7 @@ class _News:
         self.log()
 
     def log(self) -> None:
-        """What is new since the last call; nothing while the bank cannot be read."""
+        """Log news since the last call; nothing while the bank cannot be read."""
         try:
             move, decision = self._activations.branch.last(), self._activations.latest()
         except (BankError, StorageError):
@@ -125,7 +125,7 @@ def promote(config: ServeConfig, reference: str) -> tuple[GateResult, str]:
     """Judge a candidate and activate it if it passes.
 
     Args:
-        reference: as in `activate`.
+        reference: see `activate`.
 
     Returns:
         the result, and its table with the outcome below.
@@ -144,7 +144,8 @@ def promote(config: ServeConfig, reference: str) -> tuple[GateResult, str]:
 
 
 def gate_table(result: GateResult) -> str:
-    """One row per task: rows evaluated, score of the active snapshot, of the candidate, and the change."""
+    """Return a table with a row per task: rows evaluated, score of the active snapshot, of the candidate, and the
+    change."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("task")
     for title in ("rows", f"snapshot {result.active}", f"snapshot {result.candidate}", "change"):

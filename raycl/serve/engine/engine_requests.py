@@ -17,12 +17,12 @@ FAILURES = (
     *(RayclError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
     *(RuntimeError, TypeError, ValueError),
 )
-"""What one answer may fail with while others go on; anything else ends the replica, and Serve starts another."""
+"""Errors of one answer that do not affect others; any other error ends the replica, and Serve starts another."""
 
 
 @dataclass(frozen=True)
 class AdapterSelection:
-    """Which adapters are active.
+    """The adapters that a request selects.
 
     Attributes:
         weights: adapter -> weight, as the request pinned them; {} is the bare backbone; None: the router decides.
@@ -42,7 +42,7 @@ class EngineRequest(GenerationRequest):
     Attributes:
         loaded: the snapshot that answers, from beginning to end.
         selection: which adapters are active.
-        route_only: with `sampling` None, answer with nothing but the mixture; else a label.
+        route_only: with `sampling` None, answer with the mixture only, not with a label.
         templated: the text is an input, and gets the prompt that its task was trained with.
         is_chat: the text stands for the messages of a conversation (`raycl.data.sources.conversation`).
         template: set by routing: task whose prompt the text gets; "": not known yet, or none.
@@ -62,7 +62,7 @@ class EngineRequest(GenerationRequest):
 
     @property
     def seen(self) -> str:
-        """What a router sees of it that reads texts."""
+        """The part of the text for routers that read texts."""
         return self.loaded.seen(self.reading)
 
 

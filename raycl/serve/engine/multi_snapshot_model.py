@@ -36,7 +36,7 @@ MARK = "~"
 """Separates an adapter's name and version from the suffix that distinguishes it from another one of both."""
 
 AHEAD_BYTES = 256 * 2**20
-"""Most bytes of one snapshot's adapters that are prefetched."""
+"""The most bytes of a snapshot's adapters that are prefetched."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class LoadedSnapshot(TaskPrompts):
 
     @property
     def head_rule(self) -> Any:
-        """How its label heads are mixed (`raycl.adapters.head.Rule`)."""
+        """The rule by which its label heads are mixed (`raycl.adapters.head.Rule`)."""
         return self.snapshot.router.settings.get("head_rule", "probability")
 
     @property
@@ -149,7 +149,7 @@ def mark_of(snapshot: Snapshot, others: Iterable[LoadedSnapshot]) -> str:
 
     Empty unless the bank was emptied and filled again while it was served.
     """
-    held = {one.keys[entry.name]: entry for one in others for entry in one.snapshot.adapters}
+    held = {other.keys[entry.name]: entry for other in others for entry in other.snapshot.adapters}
     marks = ("" if number == 0 else f"{MARK}{number}" for number in count())
     return next(m for m in marks if all(held.get(f"{entry}{m}", entry) == entry for entry in snapshot.adapters))
 
@@ -183,7 +183,7 @@ class MultiSnapshotModel:
     @property
     def loaded(self) -> dict[int, LoadedSnapshot]:
         """Number -> snapshot; of two that had the same number after each other the later one."""
-        return {one.snapshot.number: one for one in self._all}
+        return {loaded.snapshot.number: loaded for loaded in self._all}
 
     def add(self, loaded: LoadedSnapshot) -> None:
         """Load a snapshot; no mixture may be active.
@@ -216,17 +216,17 @@ class MultiSnapshotModel:
         self._all.append(loaded)
 
     def _place_prompts(self, loaded: LoadedSnapshot) -> None:
-        """In front of texts, or behind them; snapshots of both kinds may be loaded."""
+        """Place soft prompts before or after texts; snapshots of both kinds may be loaded."""
         backbone = self.backbone
         width = int(backbone.model.get_input_embeddings().weight.shape[1])
         if loaded.prompts_follow and backbone.suffix is None:
             backbone.suffix = MixedPrompts(self.stack, width)
         if not loaded.prompts_follow and backbone.prefix is None:
             backbone.prefix = MixedPrompts(self.stack, width)
-        for place, follows in ((backbone.prefix, False), (backbone.suffix, True)):
-            for one in (*self._all, loaded):
-                if isinstance(place, MixedPrompts) and one.prompts_follow != follows:
-                    place.elsewhere |= set(one.keys.values())
+        for prompts, follows in ((backbone.prefix, False), (backbone.suffix, True)):
+            for snapshot in (*self._all, loaded):
+                if isinstance(prompts, MixedPrompts) and snapshot.prompts_follow != follows:
+                    prompts.elsewhere |= set(snapshot.keys.values())
 
     def _check_bos(self, snapshot: Snapshot) -> None:
         learned = snapshot.provenance.get("config", {}).get("backbone", {}).get("bos", "tokenizer")
@@ -239,7 +239,9 @@ class MultiSnapshotModel:
     def _activation(self, snapshot: Snapshot) -> Activation:
         """Return the activation of all loaded adapters; adapters of a head or prompt alone have none."""
         others = [loaded.snapshot for loaded in self._all]
-        example = {entry.activation: entry for one in (*others, snapshot) for entry in one.adapters if entry.rank}
+        example = {
+            entry.activation: entry for entries_of in (*others, snapshot) for entry in entries_of.adapters if entry.rank
+        }
         if len(example) > 1:
             kinds = ", ".join(f"'{kind or 'none'}' ({example[kind]})" for kind in sorted(example))
             raise BankError(
@@ -250,7 +252,7 @@ class MultiSnapshotModel:
 
     def drop(self, gone: LoadedSnapshot) -> None:
         """Unload a snapshot and the adapters that no other one has; no mixture may be active."""
-        self._all = [one for one in self._all if one is not gone]
+        self._all = [loaded for loaded in self._all if loaded is not gone]
         kept = {key for other in self._all for key in other.keys.values()}
         for name, key in gone.keys.items():
             if key in kept:
@@ -271,13 +273,13 @@ class MultiSnapshotModel:
 
     def ahead(self, loaded: LoadedSnapshot) -> list[str]:
         """Return the first adapters of a snapshot, up to `AHEAD_BYTES`: they are prefetched."""
-        room, found = AHEAD_BYTES, []
+        room, keys = AHEAD_BYTES, []
         for entry in loaded.snapshot.adapters:
             room -= entry.tensors.bytes
             if room < 0:
                 break
-            found.append(loaded.keys[entry.name])
-        return found
+            keys.append(loaded.keys[entry.name])
+        return keys
 
     def prefetch(self, keys: Sequence[str]) -> None:
         """Load them onto the device if there is room; failures are logged, and raised for requests that need them."""
@@ -318,7 +320,7 @@ class MultiSnapshotModel:
         """Activate a mixture for everything inside.
 
         Args:
-            rule: of label heads. heads: adapter whose label head answers each example, for rule `label_count`.
+            rule: rule of label heads. heads: adapter whose label head answers each example, for rule `label_count`.
         """
         head = self.backbone.head
         if isinstance(head, MixedHead):
@@ -331,7 +333,7 @@ class MultiSnapshotModel:
 
     @contextmanager
     def activate_static(self, mixture: Mixture, weights_SN: Tensor) -> Iterator[int]:
-        """As `activate` without labels, at addresses that stay the same as long as the number that it gives.
+        """Activate a mixture without labels, at addresses that stay the same while the returned number does.
 
         Args:
             weights_SN: those of `mixture`, at the places where its examples are.

@@ -21,22 +21,22 @@ RoutePrompts = Callable[[LoadedSnapshot, Sequence[EngineRequest], Sequence[str]]
 def mixtures_of(
     loaded: LoadedSnapshot, requests: Sequence[EngineRequest], route_prompts: RoutePrompts | None = None
 ) -> list[Mixture]:
-    """One mixture of one row for each request to a snapshot, over the request's active adapters alone.
+    """Return a mixture of one row for each request to a snapshot, over the request's active adapters alone.
 
     Args:
-        route_prompts: for snapshots whose router reads prompts; it needs the model.
+        route_prompts: routes prompts by the model, for snapshots whose router reads prompts.
     """
     named = cache(lambda pairs: loaded.named(Mixture.same(dict(pairs), 1)))  # many requests pin the same weights
-    found = {
+    mixtures = {
         number: named(tuple(request.selection.weights.items()))
         for number, request in enumerate(requests)
         if request.selection.weights is not None
     }
-    free = [number for number in range(len(requests)) if number not in found]
+    free = [number for number in range(len(requests)) if number not in mixtures]
     with_task = [number for number in free if requests[number].selection.task is not None]
     for group in (with_task, [number for number in free if requests[number].selection.task is None]):
-        found |= _routed(loaded, requests, group, route_prompts)
-    return [found[number] for number in range(len(requests))]
+        mixtures |= _routed(loaded, requests, group, route_prompts)
+    return [mixtures[number] for number in range(len(requests))]
 
 
 def ood_score_of(mixture: Mixture) -> float | None:
@@ -59,18 +59,18 @@ def _routed(
         return loaded.mixture([request.seen for request in mine], tasks or None)
 
     whole, templates = loaded.route([request.reading for request in mine], mixture_of)
-    found = {}
-    for place, (number, weights, template) in enumerate(zip(group, whole.weights, templates, strict=True)):
+    mixtures = {}
+    for index, (number, weights, template) in enumerate(zip(group, whole.weights, templates, strict=True)):
         requests[number].template = template
         columns = weights.nonzero().flatten().tolist()
-        score = None if whole.ood_scores is None else whole.ood_scores[place : place + 1]
-        one = Mixture(tuple(whole.names[column] for column in columns), weights[None, columns], ood_scores=score)
-        found[number] = _hard(loaded, one) if requests[number].selection.hard else one
-    return found
+        score = None if whole.ood_scores is None else whole.ood_scores[index : index + 1]
+        mixture = Mixture(tuple(whole.names[column] for column in columns), weights[None, columns], ood_scores=score)
+        mixtures[number] = _hard(loaded, mixture) if requests[number].selection.hard else mixture
+    return mixtures
 
 
 def _hard(loaded: LoadedSnapshot, mixture: Mixture) -> Mixture:
-    """Only the adapters of the task with the largest weight, their weights scaled to a sum of 1."""
+    """Return the mixture of the task with the largest weight alone, scaled to a sum of 1."""
     task = loaded.largest(_weights(mixture))
     alone = mixture.weights * torch.tensor([[task in loaded.owners[key] for key in mixture.names]])
     return replace(mixture, weights=alone / alone.sum(1, keepdim=True))

@@ -61,7 +61,7 @@ class ServingEngine:
         Args:
             max_batch: rows that are computed together.
             max_source_tokens: longest prompt of snapshots that no run made; longer inputs are cut at their end.
-            max_target_tokens: of an answer of such a snapshot, unless the request sets it.
+            max_target_tokens: limit of an answer of such a snapshot, unless the request sets it.
             max_prompt_tokens: longest prompt that is not an input; longer ones are rejected.
             static_cache: texts are decoded at fixed addresses (`raycl.generation.static_cache`).
         """
@@ -123,17 +123,17 @@ class ServingEngine:
 
     @property
     def kind(self) -> str:
-        """Of the backbone: encoder, encoder-decoder, decoder."""
+        """The kind of the backbone: encoder, encoder-decoder, decoder."""
         return self.model.backbone.codec.kind
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the backbone can do."""
+        """The capabilities of the backbone."""
         return self.model.backbone.capabilities
 
     @property
     def counts(self) -> dict[str, float]:
-        """What happened so far, by name, for metrics."""
+        """Counts of events so far, by name, for metrics."""
         return {**self.model.counts, "tokens": self._texts.tokens, "retrieval_s": self._retrieval_s}
 
     @property
@@ -164,7 +164,7 @@ class ServingEngine:
                 self._drop_cancelled()
                 if self._waiting:
                     self._start()
-                self._isolated(self._texts.begin, self._texts.joined(), lambda one: one.request)
+                self._isolated(self._texts.begin, self._texts.joined(), lambda prepared: prepared.request)
                 self._guarded(self._texts.step, self._texts.decoding, self._texts.clear)
         finally:
             self._end()
@@ -211,25 +211,25 @@ class ServingEngine:
         """Route what waits; then labels are answered, and texts wait to join."""
         taken, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
         ready = self._isolated(self._routed, taken, lambda request: request)
-        for one in ready:
-            if one.sampling is not None or one.request.route_only:  # a label is sent together with this
-                self._send(one.request, Started(one.metadata))
-        ready = [one for one in ready if not one.request.over]
-        self._texts.joining += [one for one in ready if one.sampling is not None]
-        for group in self._groups([one for one in ready if one.sampling is None]):
-            self._isolated(self._labelled, group, lambda one: one.request)
+        for prepared in ready:
+            if prepared.sampling is not None or prepared.request.route_only:  # a label is sent together with this
+                self._send(prepared.request, Started(prepared.metadata))
+        ready = [prepared for prepared in ready if not prepared.request.over]
+        self._texts.joining += [prepared for prepared in ready if prepared.sampling is not None]
+        for group in self._groups([prepared for prepared in ready if prepared.sampling is None]):
+            self._isolated(self._labelled, group, lambda prepared: prepared.request)
 
     def _isolated(
         self, work: Callable[[list[Any]], list[Any]], items: list[Any], request_of: Callable[[Any], EngineRequest]
     ) -> list[Any]:
-        """`work` on all; if that fails, on each alone, so that one that cannot be answered spoils no other."""
+        """Run `work` on all items; if that fails, on each alone, so that a faulty item does not affect the others."""
         try:
             return work(items) if items else []
         except FAILURES as error:  # a request must never end the thread
             if len(items) == 1:
                 self._fail(request_of(items[0]), error)
                 return []
-            return [found for item in items for found in self._isolated(work, [item], request_of)]
+            return [output for item in items for output in self._isolated(work, [item], request_of)]
 
     def _guarded(self, work: Callable[[], None], requests: Sequence[EngineRequest], after: Callable[[], None]) -> None:
         try:
@@ -273,18 +273,18 @@ class ServingEngine:
         self._retrieval_s += spent / 1e3
         routed_prompts = [self._with_prompt(request, mixtures[number]) for number, request in enumerate(requests)]
         ready = []
-        for number, (one, truncated) in enumerate(
-            zip(routed_prompts, self._truncation.fit([one.prompt_request for one in routed_prompts]), strict=True)
+        for number, (routed, truncated) in enumerate(
+            zip(routed_prompts, self._truncation.fit([routed.prompt_request for routed in routed_prompts]), strict=True)
         ):
             request, sampling = requests[number], requests[number].sampling
             if sampling is not None:
-                most = [sampling.max_tokens, *([one.max_tokens] if sampling.as_trained else [])]
+                most = [sampling.max_tokens, *([routed.max_tokens] if sampling.as_trained else [])]
                 most += [] if truncated.room is None else [truncated.room]
                 sampling = replace(sampling, max_tokens=min(most))
             metadata = ResponseMetadata(
                 snapshot=request.loaded.snapshot.number,
-                weights=dict(sorted(one.weights.items(), key=lambda pair: -pair[1])),
-                template=one.template,
+                weights=dict(sorted(routed.weights.items(), key=lambda pair: -pair[1])),
+                template=routed.template,
                 prompt_tokens=len(truncated.ids),
                 cut_tokens=truncated.cut,
                 queue_ms=(began - request.began) * 1e3,
@@ -320,7 +320,7 @@ class ServingEngine:
         return loaded.named(route_batch(loaded.router, self.model.backbone, self.model.stack, batch, given or None))
 
     def _with_prompt(self, request: EngineRequest, mixture: Mixture) -> RoutedPrompt:
-        """With the prompt of the request's task, else of the task with the largest weight (`template_of`)."""
+        """Add the prompt of the request's task, else that of the task with the largest weight (`template_of`)."""
         loaded = request.loaded
         if not request.route_only and not self.model.fit([mixture]):
             raise AdapterError(
@@ -342,29 +342,29 @@ class ServingEngine:
     def _groups(self, ready: list[PreparedRequest[EngineRequest]]) -> list[list[PreparedRequest[EngineRequest]]]:
         """Return batches whose adapters fit on the device together and whose heads go by one rule."""
         groups: list[list[PreparedRequest[EngineRequest]]] = []
-        for one in ready:
+        for prepared in ready:
             for group in groups:
-                same = group[0].request.loaded.head_rule == one.request.loaded.head_rule
-                if same and self.model.fit([other.mixture for other in (*group, one)]):
-                    group.append(one)
+                same = group[0].request.loaded.head_rule == prepared.request.loaded.head_rule
+                if same and self.model.fit([other.mixture for other in (*group, prepared)]):
+                    group.append(prepared)
                     break
             else:
-                groups.append([one])
+                groups.append([prepared])
         return groups
 
     @torch.no_grad()
     def _labelled(self, ready: list[PreparedRequest[EngineRequest]]) -> list[PreparedRequest[EngineRequest]]:
         backbone = self.model.backbone
         rule = ready[0].request.loaded.head_rule
-        heads = [head_of(one.request) for one in ready] if rule == "label_count" else ()
-        mixture = Mixture.stacked([one.mixture for one in ready])
-        batch = batch_of([one.ids for one in ready], backbone.codec.pad_id).to(backbone.device)
+        heads = [head_of(prepared.request) for prepared in ready] if rule == "label_count" else ()
+        mixture = Mixture.stacked([prepared.mixture for prepared in ready])
+        batch = batch_of([prepared.ids for prepared in ready], backbone.codec.pad_id).to(backbone.device)
         with self.model.activate(mixture, rule, heads):
             scores, labels = backbone.score_labels(batch)
-        found = _best(scores.cpu(), labels)
-        for one, event in zip(ready, found, strict=True):
-            self._send(one.request, Started(one.metadata))
-            self._send(one.request, event)
+        events = _best(scores.cpu(), labels)
+        for prepared, event in zip(ready, events, strict=True):
+            self._send(prepared.request, Started(prepared.metadata))
+            self._send(prepared.request, event)
         return ready
 
 
@@ -381,15 +381,15 @@ def _best(scores_BC: Tensor, labels: Sequence[str]) -> list[LabelScores | Failed
     infinite_B = (known_BC & ~torch.isfinite(scores_BC)).any(1).tolist()
     unlabelled_B = (~known_BC).all(1).tolist()
     chances_BC, order_BC = torch.sort(scores_BC.softmax(1), dim=1, descending=True, stable=True)
-    found: list[LabelScores | Failed] = []
+    events: list[LabelScores | Failed] = []
     for infinite, unlabelled, chances, order in zip(
         infinite_B, unlabelled_B, chances_BC.tolist(), order_BC.tolist(), strict=True
     ):
         if infinite:
-            found.append(Failed(AdapterError(OVERFLOW)))
+            events.append(Failed(AdapterError(OVERFLOW)))
         elif unlabelled:
-            found.append(Failed(AdapterError("no selected adapter has a label head: select adapters that have one")))
+            events.append(Failed(AdapterError("no selected adapter has a label head: select adapters that have one")))
         else:
             pairs = zip(order, chances, strict=True)
-            found.append(LabelScores({labels[place]: chance for place, chance in pairs if chance > 0}))
-    return found
+            events.append(LabelScores({labels[index]: chance for index, chance in pairs if chance > 0}))
+    return events

@@ -29,11 +29,11 @@ class PromptRequest(NamedTuple):
 
 
 class RoutedPrompt(NamedTuple):
-    """What is known of an answer before its text is read.
+    """The properties of an answer before its text is read.
 
     Attributes:
         weights: adapter -> weight. template: the task whose prompt stands around the text; "": none does.
-        max_tokens: of an answer, as that task was trained.
+        max_tokens: limit of an answer in that task's training.
     """
 
     weights: dict[str, float]
@@ -57,7 +57,7 @@ class TruncatedPrompt:
 
 
 class Truncation:
-    """What fits into one backbone."""
+    """Truncates prompts to the limits of a backbone."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Truncation:
         """Keep the limits.
 
         Args:
-            positions: of a prompt (`Backbone.max_positions`); None: no limit.
-            answer_positions: of an answer (`Backbone.max_answer_positions`).
+            positions: limit of a prompt (`Backbone.max_positions`); None: no limit.
+            answer_positions: limit of an answer (`Backbone.max_answer_positions`).
             max_source: tokens of an input; longer ones are truncated, as in training.
             max_prompt: tokens of a prompt that is not an input, and is never cut.
         """
@@ -86,13 +86,13 @@ class Truncation:
         """
         unlike = list(dict.fromkeys(prompt_request))
         by_prompt: dict[Prompt, list[PromptRequest]] = {}
-        for one in unlike:
-            by_prompt.setdefault(one.prompt, []).append(one)
-        found: dict[PromptRequest, TruncatedPrompt] = {}
+        for request in unlike:
+            by_prompt.setdefault(request.prompt, []).append(request)
+        truncated: dict[PromptRequest, TruncatedPrompt] = {}
         for prompt, requests in by_prompt.items():
-            read = prompt.encode([one.text for one in requests], self.codec)
-            found |= {one: self._truncate(one, ids) for one, ids in zip(requests, read, strict=True)}
-        return [found[one] for one in prompt_request]
+            read = prompt.encode([request.text for request in requests], self.codec)
+            truncated |= {request: self._truncate(request, ids) for request, ids in zip(requests, read, strict=True)}
+        return [truncated[request] for request in prompt_request]
 
     def _truncate(self, prompt_request: PromptRequest, ids: list[int]) -> TruncatedPrompt:
         most = (prompt_request.most or self.max_source) if prompt_request.is_input else self.max_prompt
@@ -110,7 +110,7 @@ class Truncation:
         return TruncatedPrompt(ids, whole - len(ids), self._room(len(ids), prompt_request.ahead))
 
     def _room(self, length: int, ahead: int) -> int | None:
-        """Where prompt and answer are one sequence, what the prompt leaves of it."""
+        """Return the positions that a prompt leaves for its answer where both are one sequence."""
         if self.answer_positions is None:
             return None
         return self.answer_positions - (ahead + length if self.codec.capabilities.one_sequence else 0)

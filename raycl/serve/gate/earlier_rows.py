@@ -39,7 +39,7 @@ class EarlierRows(NamedTuple):
     """The rows of the active snapshot's tasks, where they are others than in the candidate's stream.
 
     Attributes:
-        stream: that has them. tasks: those of it with other rows.
+        stream: the stream with these rows. tasks: its tasks whose rows differ.
         gone: tasks with other rows that are not there any more.
     """
 
@@ -49,10 +49,10 @@ class EarlierRows(NamedTuple):
 
 
 def earlier_rows(active: Snapshot, candidate: Snapshot, stream: Stream, config: ServeConfig) -> EarlierRows:
-    """By what the snapshots record: how rows are found, and their fingerprints.
+    """Find earlier rows by the snapshots' records of data and fingerprints.
 
     Args:
-        stream: of the candidate.
+        stream: stream of the candidate.
 
     Raises:
         BankError, ConfigError: see `stream_of`. RayclError: data cannot be read.
@@ -68,12 +68,14 @@ def earlier_rows(active: Snapshot, candidate: Snapshot, stream: Stream, config: 
     ]
     gone = [name for name in changed if missing_files(configs.validate(StreamConfig, _alone(old, mine[name])))]
     tasks = [mine[name] if name in changed and name not in gone else theirs[name] for name in mine]
-    found = open_stream(configs.validate(StreamConfig, {**old, "tasks": tasks}), old_seed) if changed else stream
+    earlier_stream = (
+        open_stream(configs.validate(StreamConfig, {**old, "tasks": tasks}), old_seed) if changed else stream
+    )
     differing = []
-    for task in found.tasks if changed else ():
+    for task in earlier_stream.tasks if changed else ():
         if task.name not in changed or task.name in gone:
             continue
-        here = rows_of(found, task).get(split, {}).get("sha256")
+        here = rows_of(earlier_stream, task).get(split, {}).get("sha256")
         if before[task.name] not in (None, here) and not config.gate.stream:
             gone.append(task.name)
         elif here is not None and here != rows_of(stream, now[task.name]).get(split, {}).get("sha256"):
@@ -82,7 +84,7 @@ def earlier_rows(active: Snapshot, candidate: Snapshot, stream: Stream, config: 
         log.warning(
             "task '%s' is not evaluated on the rows that it had in snapshot %d: they are gone", name, active.number
         )
-    return EarlierRows(found, tuple(differing), tuple(gone))
+    return EarlierRows(earlier_stream, tuple(differing), tuple(gone))
 
 
 def _recorded(snapshot: Snapshot, config: ServeConfig) -> tuple[Tree, int]:
@@ -106,5 +108,5 @@ def _alone(tree: Tree, spec: Any) -> Tree:
 def _fingerprint(snapshot: Snapshot, task: str, split: Split) -> str | None:
     """SHA-256 of the rows that a task had; None: it is not recorded."""
     rows = snapshot.provenance.get("inputs", {}).get("tasks", {}).get(task, {})
-    found: str | None = rows.get(split, {}).get("sha256")
-    return found
+    fingerprint: str | None = rows.get(split, {}).get("sha256")
+    return fingerprint

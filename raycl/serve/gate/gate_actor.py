@@ -31,10 +31,10 @@ from raycl.serve.settings import ServeConfig
 log = logging.getLogger(__name__)
 
 PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
-"""Before a failed evaluation is repeated; doubled each time."""
+"""The first pause before a failed evaluation is repeated, doubled each time, and the longest."""
 
 ASK_S, ANSWER_S = 2.0, 10.0
-"""How often replicas poll the gate, and how long they wait for its answer."""
+"""Seconds between polls of the gate by replicas, and their longest wait for its answer."""
 
 
 class GateWorker:
@@ -60,7 +60,7 @@ class _Pending:
     """The branch's newest snapshot, which is not decided.
 
     Attributes:
-        move: of the branch, that brought it.
+        move: the branch's move that published it.
         since, again: when it was found, and when it may be evaluated, on the monotonic clock.
         pause_s: after a failed evaluation.
         problem: why it could not.
@@ -125,7 +125,7 @@ class GateActor:
         bank, decided = self._activations.bank, self._activations.all()
         if number == last.snapshot or is_ancestor(bank, number, bank.open(last.snapshot)):
             return True
-        return any(isinstance(one, Activation) and one.snapshot == number for one in decided)
+        return any(isinstance(decision, Activation) and decision.snapshot == number for decision in decided)
 
     def _decide(self, last: Activation) -> None:
         pending = self._pending
@@ -163,8 +163,8 @@ class GateActor:
             while not self._done(evaluated):
                 if time.monotonic() - began > limit:
                     return f"it takes longer than gate.timeout_s={limit:g}"
-            found: GateResult | str = ray.get(evaluated)
-            return found
+            result: GateResult | str = ray.get(evaluated)
+            return result
         except RayError as error:  # its process or node died
             return " ".join(str(error).split())[:400]
         finally:
@@ -194,7 +194,7 @@ class GateActor:
 
 
 def _room(takes: dict[str, float]) -> str:
-    """`1 GPU: the cluster has 0 of 2 GPUs free`."""
+    """Return a text such as `1 GPU: the cluster has 0 of 2 GPUs free`."""
     free, whole = ray.available_resources(), ray.cluster_resources()
     requested = [(takes[key], name) for key, name in (("num_gpus", "GPU"), ("num_cpus", "CPU")) if takes[key]]
     wants = " and ".join(counted(number, name) for number, name in requested)

@@ -27,7 +27,7 @@ log = logging.getLogger("raycl")
 
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate found.
+    """The result of the gate.
 
     Attributes:
         before, after: task -> score of the active snapshot and of the candidate; tasks that are new have no `before`.
@@ -50,7 +50,7 @@ class GateResult:
 
     @property
     def reason(self) -> str:
-        """What decides: the task that falls most, by how much, and the rows of revised tasks."""
+        """The reason of the decision: the task that falls most, by how much, and the rows of revised tasks."""
         drops = self.drops
         if not self.passed:
             worst = max(drops, key=lambda task: drops[task])

@@ -23,7 +23,7 @@ LOCAL_ONLY = (
 )
 
 DRAINED = 16
-"""How much of too large a body is read, in multiples of the limit: clients read no response while they send."""
+"""Too large bodies are read up to this multiple of the limit, since clients read no response while they send."""
 
 KEYS_ENV = "RAYCL_API_KEYS"
 """Environment variable with API keys, separated by commas."""
@@ -44,12 +44,12 @@ class Keys:
                 lines += Path(config.keys_file).read_text(encoding="utf-8").splitlines()
             except (OSError, ValueError) as error:
                 raise ConfigError(f"auth.keys_file '{config.keys_file}' cannot be read: {error}") from error
-        found = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-        self._admin = [key.removeprefix("admin:").encode() for key in found if key.startswith("admin:")]
-        self._plain = [key.encode() for key in found if not key.startswith("admin:")]
+        keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+        self._admin = [key.removeprefix("admin:").encode() for key in keys if key.startswith("admin:")]
+        self._plain = [key.encode() for key in keys if not key.startswith("admin:")]
         if b"" in self._admin:
             raise ConfigError("an API key is 'admin:' and nothing behind it: write the key there")
-        if config.keys_file is not None and not found:
+        if config.keys_file is not None and not keys:
             raise ConfigError(f"auth.keys_file '{config.keys_file}' holds no key: write one a line")
 
     def __bool__(self) -> bool:

@@ -14,7 +14,7 @@ async def cancel_on_disconnect(app: Any, scope: Any, body: bytes, receive: Any, 
     """Run an ASGI application on a body that has been read; cancelled if the client leaves before the answer's end.
 
     Args:
-        receive: of the server, behind the body: nothing else may read from it.
+        receive: the server's function after the body; nothing else may read from it.
     """
     given, gone, answered = False, asyncio.Event(), False
 

@@ -1,4 +1,4 @@
-"""What Ray Serve's proxies do besides: limits on connections, and errors of their own as JSON.
+"""Additions to Ray Serve's proxies: limits on connections, and the proxies' own errors as JSON.
 
 Serve has no settings for either, but calls a function before a proxy listens.
 """

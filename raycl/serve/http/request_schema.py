@@ -110,25 +110,25 @@ class Pins(Wire):
 
 
 class Request(Wire):
-    """What every request has."""
+    """The fields of every request."""
 
     model: Name = Field("auto", description="auto, base, an adapter, or snapshot:NUMBER")
     raycl: Pins | None = None
 
     @property
     def pins(self) -> Pins:
-        """What the request pins."""
+        """The adapters that the request pins."""
         return self.raycl or Pins()
 
 
 class StreamOptions(Wire):
-    """What a stream contains beside the text."""
+    """The content of a stream in addition to the text."""
 
     include_usage: bool | None = None
 
 
 class ResponseFormat(Wire):
-    """What an answer looks like."""
+    """The form of an answer."""
 
     type: Literal["text"]
 
@@ -151,12 +151,12 @@ class Generation(Request):
 
     @property
     def answers(self) -> int:
-        """To each prompt."""
+        """The number of answers to each prompt."""
         return self.n or 1
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Where the answer ends."""
+        """The texts at which the answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -185,7 +185,7 @@ class ChatMessage(Wire):
 
     @property
     def text(self) -> str:
-        """Its text."""
+        """The text of the message."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -227,7 +227,7 @@ class ClassifyRequest(Request):
 
     @property
     def texts(self) -> list[str]:
-        """Every text."""
+        """All texts."""
         return [self.input] if isinstance(self.input, str) else self.input
 
 

@@ -1,4 +1,4 @@
-"""What a request on the wire selects: a snapshot, its adapters and the settings of generated answers."""
+"""The selections of a request: a snapshot, its adapters and the settings of generated answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raycl.serve.settings import LimitsConfig
 
 @asynccontextmanager
 async def select(service: Service, request: Request) -> AsyncIterator[tuple[LoadedSnapshot, AdapterSelection]]:
-    """The snapshot, which stays while this is open, and the adapters that a request names.
+    """Yield the snapshot, which stays loaded inside, and the adapters that a request names.
 
     Raises:
         NotFoundError: no such model, adapter or snapshot. BusyError: too many snapshots are being loaded.
@@ -63,7 +63,7 @@ def details_of(loaded: LoadedSnapshot, metadata: ResponseMetadata) -> ResponseDe
 
 
 def _rounded(weights: Mapping[str, float]) -> dict[str, float]:
-    """Without weights that round to zero."""
+    """Return rounded weights without zeros."""
     return {name: near for name, weight in weights.items() if (near := round(weight, 6))}
 
 

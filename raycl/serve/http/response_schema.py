@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 
 class ResponseDetails(BaseModel):
-    """How an answer was made; times in milliseconds."""
+    """Details of an answer; times in milliseconds."""
 
     snapshot: int
     adapters: dict[str, float]
@@ -29,7 +29,7 @@ class ResponseDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens."""
+    """Numbers of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -57,7 +57,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatAnswer(BaseModel):
-    """Of POST /v1/chat/completions."""
+    """The response of POST /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"]
@@ -79,7 +79,7 @@ class TextChoice(BaseModel):
 
 
 class TextAnswer(BaseModel):
-    """Of POST /v1/completions."""
+    """The response of POST /v1/completions."""
 
     id: str
     object: Literal["text_completion"]
@@ -100,7 +100,7 @@ class Label(BaseModel):
 
 
 class LabelAnswer(BaseModel):
-    """Of POST /v1/classify."""
+    """The response of POST /v1/classify."""
 
     object: Literal["list"]
     model: str
@@ -116,7 +116,7 @@ class Route(BaseModel):
 
 
 class RouteAnswer(BaseModel):
-    """Of POST /v1/route."""
+    """The response of POST /v1/route."""
 
     object: Literal["list"]
     model: str
@@ -133,7 +133,7 @@ class ListedModel(BaseModel):
 
 
 class ModelsAnswer(BaseModel):
-    """Of GET /v1/models."""
+    """The response of GET /v1/models."""
 
     object: Literal["list"]
     data: list[ListedModel]
@@ -151,7 +151,7 @@ class AdapterInfo(BaseModel):
 
 
 class AdaptersAnswer(BaseModel):
-    """Of GET /v1/adapters."""
+    """The response of GET /v1/adapters."""
 
     object: Literal["list"]
     snapshot: int
@@ -159,7 +159,7 @@ class AdaptersAnswer(BaseModel):
 
 
 class SnapshotsAnswer(BaseModel):
-    """Of GET /v1/snapshots."""
+    """The response of GET /v1/snapshots."""
 
     object: Literal["list"]
     active: int
@@ -171,14 +171,14 @@ class SnapshotsAnswer(BaseModel):
 
 
 class ActivateAnswer(BaseModel):
-    """Of POST /admin/activate."""
+    """The response of POST /admin/activate."""
 
     active: int
     before: int
 
 
 class HealthAnswer(BaseModel):
-    """Of GET /healthz and /readyz."""
+    """The response of GET /healthz and /readyz."""
 
     status: str
     snapshot: int | None = None
@@ -195,6 +195,6 @@ class ErrorBody(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """What every failed request gets."""
+    """The response to every failed request."""
 
     error: ErrorBody

@@ -74,15 +74,15 @@ class Listener:
 
 @contextmanager
 def claimed(config: ServeConfig) -> Iterator[ServeConfig]:
-    """The settings of an endpoint whose Ray is started on this machine: its port and ingress.
+    """Yield the settings of an endpoint whose Ray is started on this machine, with port and ingress.
 
     The port stays reserved while this is open, although nothing listens there yet.
 
     Raises:
         LaunchError: the port is taken.
     """
-    with bound(config.host, config.port) as found:
-        port = int(found.getsockname()[1])
+    with bound(config.host, config.port) as listener:
+        port = int(listener.getsockname()[1])
     ingress = config.ingress
     if ingress == "auto":  # the kernel does not know which of several replicas is busy
         ingress = "proxy" if config.scales or config.replicas > 1 else "direct"

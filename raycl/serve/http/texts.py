@@ -29,7 +29,7 @@ EVENT = {
     "required": ["data"],
 }
 STREAM: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
-"""What `stream: true` gives, in the words of OpenAPI: the schema of every event."""
+"""The response to `stream: true` in OpenAPI's terms: the schema of every event."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class GenerationOptions:
     """A checked request: what is to be answered, and in which words.
 
     Attributes:
-        prompts: each gets `request.answers` answers. echoes: what stands before the answers to each.
+        prompts: each gets `request.answers` answers. echoes: text before the answers to each.
         samplings: one for each answer.
     """
 
@@ -49,7 +49,7 @@ class GenerationOptions:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of every request to the engine."""
+        """The settings of every request to the engine."""
         template = self.request.pins.template
         return {
             "sampling": self.samplings,
@@ -77,7 +77,7 @@ class GenerationOptions:
 
 
 def add_texts(app: FastAPI, service: Service) -> None:
-    """Both endpoints."""
+    """Add both endpoints."""
 
     @app.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatAnswer, "content": STREAM}})
     async def chat(request: ChatRequest) -> Response:
@@ -103,11 +103,11 @@ def _options(
 ) -> GenerationOptions:
     if service.capabilities.answers == "label":
         raise InvalidRequestError("this endpoint's backbone gives labels, not texts: use POST /v1/classify")
-    one = sampling_of(service.config.limits, request, max_tokens)
+    sampling = sampling_of(service.config.limits, request, max_tokens)
     service.check(prompts, request.answers)
-    seeds = [(one.seed + number) % 2**63 for number in range(request.answers)]
+    seeds = [(sampling.seed + number) % 2**63 for number in range(request.answers)]
     return GenerationOptions(
-        request, prompts, echoes, [replace(one, seed=seed) for _ in prompts for seed in seeds], chat
+        request, prompts, echoes, [replace(sampling, seed=seed) for _ in prompts for seed in seeds], chat
     )
 
 
@@ -140,7 +140,7 @@ async def _complete(service: Service, options: GenerationOptions) -> Response:
 
 
 async def _pieces(service: Service, options: GenerationOptions) -> AsyncGenerator[dict[str, Any], None]:
-    """Chunks of a stream; answers to several prompts, or n > 1, come one after another."""
+    """Yield chunks of a stream; answers to several prompts, or n > 1, follow one after another."""
     deadline, head = service.deadline, options.head()
     answers: list[ServedAnswer] = []
     async with (
@@ -171,8 +171,8 @@ def _chunk(
 ) -> dict[str, Any]:
     delta = {**({"role": "assistant"} if first else {}), **({"content": text} if text or first else {})}
     content = {"delta": delta} if options.chat else {"text": text}
-    one = {"index": number, **content, "finish_reason": finish, "logprobs": None}
-    return {**head, "object": _kind(options), "choices": [one]}
+    choice = {"index": number, **content, "finish_reason": finish, "logprobs": None}
+    return {**head, "object": _kind(options), "choices": [choice]}
 
 
 async def _events(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:

@@ -66,19 +66,19 @@ class _Plain(Response):
 
 
 def add_errors(app: FastAPI) -> None:
-    """What goes wrong becomes an answer in OpenAI's shape."""
+    """Turn errors into responses in OpenAI's form."""
 
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
-        first, place = _clearest(error)
+        first, location = _clearest(error)
         reason = str(first["msg"]).removeprefix("Value error, ")
         if first["type"] == "json_invalid":
-            text, place = f"the body is no valid JSON: {first.get('ctx', {}).get('error', reason)}", ""
+            text, location = f"the body is no valid JSON: {first.get('ctx', {}).get('error', reason)}", ""
         elif isinstance(error.body, bytes):
             text = "the body is not JSON, or its Content-Type is not: send it with 'Content-Type: application/json'"
         else:
-            text = f"{place or 'the body'}: {reason}"
-        return _Plain(body_of(text, "invalid_request_error", place or None), 400)
+            text = f"{location or 'the body'}: {reason}"
+        return _Plain(body_of(text, "invalid_request_error", location or None), 400)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -107,10 +107,13 @@ def _unreadable(cause: BaseException) -> str:
 
 
 def _clearest(error: RequestValidationError) -> tuple[dict[str, Any], str]:
-    """Of what is wrong with the first wrong field, what lies deepest; and its dotted path."""
-    found = [(dict(one), _place(one["loc"], error.body)) for one in error.errors()]
-    field = found[0][1].partition(".")[0]
-    return max((one for one in found if one[1].partition(".")[0] == field), key=lambda one: one[1].count("."))
+    """Return the deepest problem of the first wrong field, and its dotted path."""
+    problems = [(dict(problem), _place(problem["loc"], error.body)) for problem in error.errors()]
+    field = problems[0][1].partition(".")[0]
+    return max(
+        (problem for problem in problems if problem[1].partition(".")[0] == field),
+        key=lambda problem: problem[1].count("."),
+    )
 
 
 def _place(where: Sequence[Any], body: Any) -> str:
@@ -173,10 +176,10 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     def names() -> list[dict[str, Any]]:
         active = snapshot_manager.active.snapshot
-        found = ["auto", "base", *(f"snapshot:{number}" for number in snapshot_manager.bank.snapshots())]
-        found += [entry.name for entry in active.adapters]
+        listed = ["auto", "base", *(f"snapshot:{number}" for number in snapshot_manager.bank.snapshots())]
+        listed += [entry.name for entry in active.adapters]
         created = int(snapshot_manager.active_since)
-        return [{"id": name, "object": "model", "created": created, "owned_by": "raycl"} for name in found]
+        return [{"id": name, "object": "model", "created": created, "owned_by": "raycl"} for name in listed]
 
     @app.get("/v1/models", response_model=None, responses={200: {"model": ModelsAnswer}})
     def models() -> Response:
@@ -185,11 +188,11 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name}", response_model=None, responses={200: {"model": ListedModel}})
     def model(name: str) -> Response:
-        """One of them."""
-        found = [one for one in names() if one["id"] == name]
-        if not found:
+        """Return a model by name."""
+        matching = [entry for entry in names() if entry["id"] == name]
+        if not matching:
             raise NotFoundError(f"model '{name}' does not exist: GET /v1/models lists all")
-        return JSONResponse(found[0])
+        return JSONResponse(matching[0])
 
     @app.get("/v1/adapters", response_model=None, responses={200: {"model": AdaptersAnswer}})
     async def adapters() -> Response:

@@ -36,7 +36,7 @@ Text = str | Sequence[Message]
 """A text, or the messages of a conversation, whose last one is answered."""
 
 TEXT_ERRORS = (AdapterError, ConversationError, InternalError, RetrievalError)
-"""What the model may fail with on one text while others are answered."""
+"""Errors on one text that do not affect others."""
 
 WINDOW = 16
 """Batches of texts that are sorted by length together, so that a batch has little padding."""
@@ -50,7 +50,7 @@ class Prediction:
         text: the label with the largest probability, or the generated answer.
         scores: label -> probability, the largest first; {} for generated answers.
         tasks: task -> sum of its adapters' weights. adapters: adapter -> weight. The largest come first.
-        ood_score: from 0 to 1, near 1 for a text unlike all learned tasks; None: the router has no such score.
+        ood_score: score from 0 to 1, near 1 for a text unlike all learned tasks; None: the router has no such score.
         cut_tokens: tokens cut from the end of the text, which was longer than in training.
         error: why there is no answer; "": there is one.
     """
@@ -82,7 +82,7 @@ class OfflineModel:
     Attributes:
         snapshot: whose adapters and router answer.
         answers: `label` or `text`.
-        codec: of its backbone.
+        codec: codec of its backbone.
     """
 
     def __init__(self, engine: ServingEngine, loaded: LoadedSnapshot) -> None:
@@ -132,8 +132,8 @@ class OfflineModel:
         Generated answers take the most likely token, as in evaluation.
 
         Args:
-            task: of all texts, if it is known; a warning says where the router does not go by it.
-            max_tokens: of generated answers; None: as in training.
+            task: task of all texts, if it is known; a warning says where the router ignores it.
+            max_tokens: limit of generated answers; None: as in training.
             keep_errors: a text that the model fails on gets a prediction without an answer (`Prediction.error`).
 
         Raises:
@@ -150,8 +150,8 @@ class OfflineModel:
         """Return an answer to each row of a task, in its own prompt or by the text alone (`eval.instruction`)."""
         texts = [messages_of(text) for text in rows.texts] if rows.stream.is_chat(rows.task) else rows.texts
         is_given = rows.settings.instruction == "given" or self._loaded.asks_for_task
-        found, allowed = self._predicted(texts, rows.task.name if is_given else None, rows.limit), rows.allowed
-        return [one.among(allowed).strip() for one in found]
+        predictions, allowed = self._predicted(texts, rows.task.name if is_given else None, rows.limit), rows.allowed
+        return [prediction.among(allowed).strip() for prediction in predictions]
 
     def _predicted(
         self, texts: Iterable[Text], task: str | None, max_tokens: int | None, keep_errors: bool = False
@@ -179,7 +179,7 @@ class OfflineModel:
         Raises:
             RayclError: the router needs the task, or cannot read a text.
         """
-        return [dict(one.tasks) for one in self._window(texts, None, None, route_only=True)]
+        return [dict(response.tasks) for response in self._window(texts, None, None, route_only=True)]
 
     def _window(
         self,
@@ -206,7 +206,7 @@ class OfflineModel:
             written = text if isinstance(text, str) else text_of(text)
             is_chat = not isinstance(text, str)
             requests.append(EngineRequest(written, partial(send, number), sampling, is_chat=is_chat, **settings))
-        for request in sorted(requests, key=lambda one: -len(one.text)):
+        for request in sorted(requests, key=lambda text_request: -len(text_request.text)):
             self._engine.submit(request)
         answers, errors = [ServedAnswer() for _ in texts], dict[int, str]()
         left = len(texts)

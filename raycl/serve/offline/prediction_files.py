@@ -37,7 +37,7 @@ log = logging.getLogger("raycl")
 MANIFEST, SUMMARY = "predictions.json", "summary.json"
 FORMAT = 1
 _RECORD = re.compile(r"part-(\d{6,})\.json")
-"""Of a part; what else is in the folder is no part, a compressed copy for example."""
+"""Matches the record of a part; other files in the folder, such as compressed copies, are no parts."""
 PLACE = ("file", "row")
 OWN = (*PLACE, "answer", "error", "scores", "tasks", "ood_score", "cut_tokens")
 """Columns of the output that are not those of the input; the first say where a row is."""
@@ -46,38 +46,38 @@ PART_ROWS = 4096
 LOG_EVERY_S = 10.0
 
 
-def record_of(one: InputRow, prediction: Prediction | None, names_file: bool) -> Tree:
+def record_of(row: InputRow, prediction: Prediction | None, names_file: bool) -> Tree:
     """Return a row of the output: where it is, the answer or why there is none, and the other columns of the input."""
-    found: Tree = {"file": one.file.name} if names_file else {}
-    error = one.problem if prediction is None else prediction.error
-    found |= {"row": one.row.number, "answer": None if prediction is None or error else prediction.text}
+    record: Tree = {"file": row.file.name} if names_file else {}
+    error = row.problem if prediction is None else prediction.error
+    record |= {"row": row.row.number, "answer": None if prediction is None or error else prediction.text}
     if error:
-        found["error"] = error
+        record["error"] = error
     elif prediction is not None:
         if prediction.scores:
-            found["scores"] = {label: round(score, 6) for label, score in prediction.scores.items()}
-        found["tasks"] = {task: round(weight, 6) for task, weight in prediction.tasks.items()}
+            record["scores"] = {label: round(score, 6) for label, score in prediction.scores.items()}
+        record["tasks"] = {task: round(weight, 6) for task, weight in prediction.tasks.items()}
         if prediction.ood_score is not None:
-            found["ood_score"] = round(prediction.ood_score, 4)
+            record["ood_score"] = round(prediction.ood_score, 4)
         if prediction.cut_tokens:
-            found["cut_tokens"] = prediction.cut_tokens
-    others = plain(one.row.others or {})
-    return found | {f"input.{name}" if name in OWN else name: value for name, value in others.items()}
+            record["cut_tokens"] = prediction.cut_tokens
+    others = plain(row.row.others or {})
+    return record | {f"input.{name}" if name in OWN else name: value for name, value in others.items()}
 
 
 def plain(value: Any) -> Any:
     """Return a value of a file as JSON has it: text for dates and the like, null for numbers that are not finite."""
     if isinstance(value, Mapping):
-        return {_whole(str(key)): plain(one) for key, one in value.items()}
+        return {_whole(str(key)): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(part) for part in value]
     if isinstance(value, float | Decimal):
         return float(value) if math.isfinite(value) else None
     return value if value is None or isinstance(value, int) else _whole(str(value))
 
 
 def _whole(text: str) -> str:
-    """Without halves of surrogate pairs, which no file can hold."""
+    """Return a text without halves of surrogate pairs, which no file can hold."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -93,10 +93,10 @@ def answered(model: OfflineModel, given: Input, rows: Iterable[InputRow], **sett
     waiting, several = deque[InputRow](), len(given.files) > 1
 
     def texts() -> Iterator[Text]:
-        for one in rows:
-            waiting.append(one)
-            if not one.problem:
-                yield messages_of(one.row.text) if one.row.is_chat else one.row.text
+        for row in rows:
+            waiting.append(row)
+            if not row.problem:
+                yield messages_of(row.row.text) if row.row.is_chat else row.row.text
 
     def bad() -> Iterator[Tree]:
         while waiting and waiting[0].problem:
@@ -165,7 +165,7 @@ def done_parts(to: Storage, key: str) -> frozenset[int]:
     Args:
         key: see `claim`.
     """
-    files, found = set(to.list()), set()
+    files, done = set(to.list()), set()
     for number in sorted(int(match[1]) for name in files if (match := _RECORD.fullmatch(name))):
         try:
             if part_name(number) not in files:
@@ -174,8 +174,8 @@ def done_parts(to: Storage, key: str) -> frozenset[int]:
         except (DamagedError, FormatError) as error:
             log.warning("a part does not count, so its rows are answered: %s", error)
         else:
-            found.add(number)
-    return frozenset(found)
+            done.add(number)
+    return frozenset(done)
 
 
 def records_of(to: Storage, key: str, parts: int) -> Iterator[Tree]:
@@ -204,7 +204,7 @@ class PredictionProgress:
         self._began = self._logged = time.monotonic()
 
     def add(self, rows: int) -> None:
-        """Some more."""
+        """Add counts."""
         self.rows += rows
         now = time.monotonic()
         if now - self._logged >= LOG_EVERY_S:
@@ -213,12 +213,12 @@ class PredictionProgress:
 
 
 def part_name(number: int) -> str:
-    """File of a part."""
+    """Return the file name of a part."""
     return f"part-{number:06d}.jsonl"
 
 
 def claim(to: Storage, given: Input, snapshot: Snapshot, part_rows: int, settings: Tree) -> str:
-    """The folder is this input's, or is it from now on; returns the key of its parts.
+    """Claim the folder for this input, and return the key of its parts.
 
     Where the manifest is missing or damaged, parts that are whole and have the key of this input prove that it is.
 

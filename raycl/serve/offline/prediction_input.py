@@ -45,7 +45,7 @@ class Input:
     """Rows of files, in order.
 
     Attributes:
-        columns: where text (and label) are. format: of all files.
+        columns: columns of text (and label). format: format of all files.
     """
 
     files: tuple[Source, ...]
@@ -65,7 +65,7 @@ class Input:
             _log_notes(findings)
 
     def all_rows(self) -> Iterator[InputRow]:
-        """As `rows`, with those that cannot be used, and with the other fields of each.
+        """Yield `rows` including those that cannot be used, with the other fields of each.
 
         Raises:
             DataError: a file cannot be used, or none of its first `FIRST_ROWS` rows can.
@@ -73,9 +73,9 @@ class Input:
         for file in self.files:
             bad: list[InputRow] = []
             is_usable = False
-            for one in self._all_rows(file):
-                is_usable |= not one.problem
-                bad.append(one)
+            for row in self._all_rows(file):
+                is_usable |= not row.problem
+                bad.append(row)
                 if is_usable:
                     yield from bad
                     bad.clear()
@@ -108,35 +108,35 @@ def files_at(
     """Return files at paths or URIs; of a folder, those with a known suffix, in the order of their names; datasets.
 
     Args:
-        split, config: of a dataset: an `hf://` name, or a local folder in the hub's layout.
+        split, config: parts of a dataset: an `hf://` name, or a local folder in the hub's layout.
         limits: beyond which they are refused; None: the usual ones.
         format: of the files, whose suffix may also be its name.
 
     Raises:
         DataError: a file does not exist, or a folder has none.
     """
-    found: list[Source] = []
+    sources: list[Source] = []
     suffixes = (*SUFFIXES, f".{format}")
     for address in addresses:
         if address.startswith(HUB) and not address.endswith(suffixes):
-            found.append(HubSplit(address, split, config))
+            sources.append(HubSplit(address, split, config))
             continue
         file, folder = SourceFile.at(address), Storage.at(address)
         if file.name.endswith(suffixes):
             file.require()
-            found.append(file)
+            sources.append(file)
             continue
         names = sorted(name for name in folder.list() if name.endswith(suffixes))
         local = Path(folder.root) if folder.is_local else None
         is_saved = local is not None and any((local / name).is_file() for name in SAVED)
         if local is not None and is_dataset_folder(local) and (config or is_saved or not names):
             name = "" if (local / SAVED[1]).is_file() else split
-            found.append(HubSplit(str(local), name, config, cache=str(cache_folder(None) / "hub")))
+            sources.append(HubSplit(str(local), name, config, cache=str(cache_folder(None) / "hub")))
             continue
         if not names:
             file.refuse(f"expected a file, or a folder with files, that end with {', '.join(SUFFIXES)}, or a dataset")
-        found += [SourceFile(folder, name) for name in names]
-    return tuple(found) if limits is None else tuple(file.within(limits) for file in found)
+        sources += [SourceFile(folder, name) for name in names]
+    return tuple(sources) if limits is None else tuple(file.within(limits) for file in sources)
 
 
 class _KeptFindings(Findings):
@@ -154,8 +154,8 @@ class _KeptFindings(Findings):
 
     def taken(self) -> list[InputRow]:
         """Return the bad rows since the last call."""
-        found, self._bad = self._bad, []
-        return found
+        bad_rows, self._bad = self._bad, []
+        return bad_rows
 
 
 def _log_notes(findings: Findings) -> None:

@@ -46,7 +46,7 @@ def write_table(records: Callable[[], Iterator[Tree]], address: str) -> None:
     """Write records as one file, whole or not at all.
 
     Args:
-        records: of all parts (`records_of`); called for each of two passes.
+        records: returns the records of all parts (`records_of`); called for each of two passes.
 
     Raises:
         StorageError: it cannot be written, or a part is damaged.
@@ -59,12 +59,16 @@ def write_table(records: Callable[[], Iterator[Tree]], address: str) -> None:
 
 def _columns(records: Iterable[Tree]) -> dict[str, set[str]]:
     """Return columns in their order, with the kinds of their values: the file and row, the input's, then ours."""
-    found: dict[str, set[str]] = {}
+    values_by_column: dict[str, set[str]] = {}
     for record in records:
         for name, value in record.items():
-            found.setdefault(name, set()).add(_kind(value))
-    order = (*PLACE, *(name for name in found if name not in OWN), *(name for name in OWN if name not in PLACE))
-    return {name: found.get(name, set()) for name in order if name in found or name == "error"}
+            values_by_column.setdefault(name, set()).add(_kind(value))
+    order = (
+        *PLACE,
+        *(name for name in values_by_column if name not in OWN),
+        *(name for name in OWN if name not in PLACE),
+    )
+    return {name: values_by_column.get(name, set()) for name in order if name in values_by_column or name == "error"}
 
 
 def _kind(value: Any) -> str:
@@ -109,7 +113,7 @@ def _parquet(records: Iterator[Tree], columns: Mapping[str, set[str]]) -> Iterat
 
 
 def _type(kinds: set[str]) -> pa.DataType:
-    """Of a column of the input: text where its values are of several kinds or have parts."""
+    """Return the type of an input column: text where its values are of several kinds or have parts."""
     known = kinds - {"NoneType"}
     if known == {"bool"}:
         return pa.bool_()
@@ -124,7 +128,7 @@ def _values(batch: Sequence[Tree], field: pa.Field) -> list[Any]:
 
 
 class _Written(io.RawIOBase):
-    """What a writer has written since it was last taken."""
+    """The bytes that a writer has written since they were last taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +136,7 @@ class _Written(io.RawIOBase):
         self._count = 0
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def write(self, data: Any) -> int:
@@ -148,8 +152,8 @@ class _Written(io.RawIOBase):
 
     def taken(self) -> bytes:
         """Give it away."""
-        found, self._parts = b"".join(self._parts), []
-        return found
+        text, self._parts = b"".join(self._parts), []
+        return text
 
 
 _WRITERS: Mapping[str, Callable[[Iterator[Tree], Mapping[str, set[str]]], Iterator[bytes]]] = {

@@ -37,7 +37,7 @@ class PredictionWork:
     """What every worker needs.
 
     Attributes:
-        bank, snapshot: address and number. config: of serving. to: address of the folder. key: of its parts.
+        bank, snapshot: address and number. config: serving config. to: address of the folder. key: key of its parts.
         settings: of `OfflineModel.predict`.
     """
 

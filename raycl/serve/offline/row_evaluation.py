@@ -24,7 +24,7 @@ from raycl.types import Score
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well a snapshot answers.
+    """The scores of a snapshot on rows.
 
     Attributes:
         labels: true and predicted labels, the most frequent first; () for generated answers.
@@ -72,7 +72,9 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
 
     recorded = model.snapshot.provenance.get("config", {}).get("eval", {})
     rules = configs.validate(EvalConfig, {name: recorded[name] for name in ("labels", "off_task") if name in recorded})
-    named = next((one.labels for one in model.snapshot.tasks if one.name == settings.get("task")), None)
+    named = next(
+        (known_task.labels for known_task in model.snapshot.tasks if known_task.name == settings.get("task")), None
+    )
     allowed = (named or ()) if rules.labels == "task" else ()
     answers, weights, ood_scores = [], Counter[str](), []
     for prediction in model.predict(texts(), **settings):
@@ -81,13 +83,13 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
         ood_scores += [] if prediction.ood_score is None else [prediction.ood_score]
     if not answers:
         raise DataError(f"{', '.join(file.uri for file in given.files)}: no rows to evaluate: expected at least one")
-    found: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if model.answers == "label":
-        truth = [one[0] for one in references]
-        found = dict(zip(("labels", "confusion", "by_label"), _by_label(truth, answers), strict=True))
+        truth = [known_task[0] for known_task in references]
+        extra = dict(zip(("labels", "confusion", "by_label"), _by_label(truth, answers), strict=True))
     distinct = {text for accepted in references for text in accepted}
     task = _task_of(model.snapshot, distinct, settings.get("task"))
-    labels = task.labels or (tuple(sorted(distinct)) if found or len(distinct) <= MAX_AUTO_LABELS else None)
+    labels = task.labels or (tuple(sorted(distinct)) if extra or len(distinct) <= MAX_AUTO_LABELS else None)
     others = {label for other in model.snapshot.tasks for label in other.labels or ()}.difference(labels or ())
     metric = metric or task.metric
     task = task.model_copy(update={"metric": metric, "labels": labels})
@@ -98,14 +100,16 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     alone = None
     if settings.get("task") and model.reads_alone:
         texts_alone = (_text_of(row) for _, row in given.rows())
-        alone = scored([one.among(allowed) for one in model.predict(texts_alone, **{**settings, "task": None})])
+        alone = scored(
+            [known_task.among(allowed) for known_task in model.predict(texts_alone, **{**settings, "task": None})]
+        )
     return Evaluation(
         metric,
         scored(answers),
         alone=alone,
         tasks={task: total / len(answers) for task, total in weights.most_common()},
         mean_ood_score=sum(ood_scores) / len(ood_scores) if ood_scores else None,
-        **found,
+        **extra,
     )
 
 

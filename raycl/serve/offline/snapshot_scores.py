@@ -23,7 +23,7 @@ def score_snapshot(
     Raises:
         BankError: a task without answers.
     """
-    found = {}
+    scores = {}
     for task in tasks:
         if task.objective != "answer":
             raise BankError(
@@ -31,6 +31,6 @@ def score_snapshot(
                 "answers to evaluate a snapshot on: expected tasks with answers; see the run's own matrix"
             )
         rows = ScoredTask(stream, task, settings, model.codec)
-        found[task.name] = rows.score(model.answers_to(rows))
-        log.info("%s", line_of(task.name, found[task.name]))
-    return found
+        scores[task.name] = rows.score(model.answers_to(rows))
+        log.info("%s", line_of(task.name, scores[task.name]))
+    return scores

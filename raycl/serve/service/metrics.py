@@ -1,4 +1,4 @@
-"""What a replica reports to Prometheus, through Ray's own endpoint."""
+"""Metrics that a replica reports to Prometheus, through Ray's own endpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raycl.serve.service.service import ServedAnswer, Service
 
 
 def metrics_urls(node_id: str | None = None) -> list[str]:
-    """Where Prometheus reads the metrics of each node of the cluster, or of one of them."""
+    """Return the URLs where Prometheus reads the metrics of each node of the cluster, or of one of them."""
     return [
         f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         for node in ray.nodes()
@@ -26,7 +26,7 @@ EVERY_S = 2.0
 
 
 class GateMetrics:
-    """What the gate reports, beside replicas."""
+    """Metrics of the gate, in addition to those of replicas."""
 
     def __init__(self) -> None:
         self.problem = Gauge("raycl_gate_problem", "1 while the gate cannot evaluate the newest snapshot")

@@ -1,4 +1,4 @@
-"""From a bank to a service that answers: backbone, engine and snapshots put together."""
+"""Opens the service of a bank: backbone, engine and snapshots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from raycl.serve.snapshots.parts import backbone_of
 log = logging.getLogger(__name__)
 
 SOURCE_TOKENS, TARGET_TOKENS = 256, 64
-"""Of snapshots that no run made."""
+"""Token limits of snapshots that no run created."""
 
 WARMING = "a warm-up text"
 

@@ -60,7 +60,7 @@ class EventQueues:
         self._woken = False
 
     def post(self, queue: asyncio.Queue[Event], event: Event) -> None:
-        """From any thread."""
+        """Post an event from any thread."""
         self._items.append((queue, event))
         if not self._woken:
             self._woken = True
@@ -78,10 +78,10 @@ class Service:
     """Answers on one replica.
 
     Attributes:
-        kind: of the backbone, by name. capabilities: what it can do.
+        kind: name of the backbone's kind. capabilities: capabilities of the backbone.
         observe: called with every finished answer, for metrics.
         gate_problem: why the gate has not evaluated the newest snapshot, where there is a gate.
-        metrics_url: where Prometheus reads this replica's metrics; None: nothing collects them.
+        metrics_url: URL of this replica's metrics for Prometheus; None: nothing collects them.
     """
 
     def __init__(self, config: ServeConfig, engine: ServingEngine, snapshot_manager: SnapshotManager) -> None:
@@ -102,7 +102,7 @@ class Service:
 
     @asynccontextmanager
     async def use_snapshot(self, number: int | None) -> AsyncIterator[LoadedSnapshot]:
-        """A snapshot, which stays while this is open; None: the active one.
+        """Yield a snapshot, which stays loaded inside; None: the active one.
 
         Raises:
             NotFoundError: no such snapshot. BusyError: too many are being loaded.
@@ -159,7 +159,7 @@ class Service:
 
     @property
     def deadline(self) -> float:
-        """By when a request that comes now is answered, on the monotonic clock."""
+        """The deadline of a request that arrives now, on the monotonic clock."""
         return time.monotonic() + self.config.limits.timeout_s
 
     # ---- answers ---------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Service:
         """Submit one request per text; leaving cancels those that are not finished.
 
         Args:
-            settings: of `EngineRequest`; `sampling` may be a list, one for each text.
+            settings: settings of `EngineRequest`; `sampling` may be a list, one for each text.
 
         Raises:
             BusyError: the queue is full.
@@ -184,9 +184,9 @@ class Service:
         samplings = settings.pop("sampling", None)
         mailbox = self._mailbox_of(asyncio.get_running_loop())
         requests, queues = [], []
-        for place, text in enumerate(texts):
+        for index, text in enumerate(texts):
             events: asyncio.Queue[Event] = asyncio.Queue()
-            sampling = samplings[place] if isinstance(samplings, list) else samplings
+            sampling = samplings[index] if isinstance(samplings, list) else samplings
             requests.append(
                 EngineRequest(
                     *(text, partial(mailbox.post, events), sampling),
@@ -203,7 +203,7 @@ class Service:
                 request.cancelled = True
 
     def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> EventQueues:
-        """That of the loop where answers are waited for."""
+        """Return the event queue of the loop that waits for answers."""
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = EventQueues(loop)
         return self._mailbox
@@ -211,13 +211,13 @@ class Service:
     async def events(
         self, queue: asyncio.Queue[Event], until: Callable[[Event], bool], deadline: float | None = None
     ) -> AsyncIterator[Event]:
-        """Events of one request up to its last one.
+        """Yield the events of a request up to its last one.
 
         Args:
             deadline: on the monotonic clock; None: as if the request came now.
 
         Raises:
-            DeadlineExceededError: it takes too long. RayclError: what went wrong.
+            DeadlineExceededError: the answer takes too long. RayclError: the request failed.
         """
         deadline = self.deadline if deadline is None else deadline
         while True:

@@ -1,4 +1,4 @@
-"""Which snapshot should answer, by the bank and what was decided for the endpoint."""
+"""The snapshot that should answer, by the bank and the decisions for the endpoint."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class FailedSnapshot:
     """A snapshot that could not be used.
 
     Attributes:
-        pause_s: how long it is not looked at. until: when that is over, on the monotonic clock.
+        pause_s: seconds until it is checked again. until: end of the pause on the monotonic clock.
     """
 
     error: RayclError
@@ -106,7 +106,7 @@ class SnapshotManager:
             return self._opened(number) or self._load(*self._read(number))
 
     def open_checked(self, number: int) -> LoadedSnapshot:
-        """As `open`, after everything that the snapshot needs has been read and checked.
+        """Open a snapshot after its objects have been read and checked.
 
         Raises:
             BankError: unknown, damaged in any part, or made for another backbone.
@@ -145,7 +145,7 @@ class SnapshotManager:
     def _router(self, snapshot: Snapshot) -> Router:
         """Routers that read texts share one sentence encoder, which is loaded once."""
         with self._lock:
-            encoders = [one.router.encoder for one in self._open.values() if one.router.encoder is not None]
+            encoders = [loaded.router.encoder for loaded in self._open.values() if loaded.router.encoder is not None]
         return router_of(self._cache or self.bank, snapshot, self.config.permissions, encoders)
 
     def _check(self, snapshot: Snapshot) -> None:
@@ -193,7 +193,7 @@ class SnapshotManager:
             return True
 
     def acquire_if_loaded(self, number: int | None = None) -> LoadedSnapshot | None:
-        """As `acquire`, without waiting: None if the snapshot is not open."""
+        """Acquire a snapshot without waiting; None if it is not open."""
         with self._lock:
             loaded = self.active if number is None else self._open.get(number)
             if loaded is not None:
@@ -219,7 +219,7 @@ class SnapshotManager:
             return loaded
 
     def release(self, loaded: LoadedSnapshot) -> None:
-        """The answer is finished."""
+        """Release a snapshot when its answer is finished."""
         with self._lock:
             self._users[loaded] -= 1
 
@@ -255,7 +255,7 @@ class SnapshotManager:
         """Follow the bank now.
 
         Raises:
-            RayclError: what should answer cannot; an older one does, or what answered before.
+            RayclError: the wanted snapshot cannot answer; an older one, or the previous one, does.
         """
         error = self._follow()
         if error is not None:

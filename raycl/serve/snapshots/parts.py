@@ -1,4 +1,4 @@
-"""What a snapshot is opened with: its backbone, its router and its adapters."""
+"""The parts of an open snapshot: its backbone, its router and its adapters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permi
     """Return how to load the snapshot's backbone: as its run did, or from `given`.
 
     Args:
-        permissions: what the snapshot's author may run here; those of a snapshot without a run are used as they are.
+        permissions: code that the snapshot's author may run here; for a snapshot without a run they are used unchanged.
 
     Raises:
         BankError: it needs more than that, or the model found there is another one.
@@ -31,11 +31,11 @@ def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permi
     settings: dict[str, Any] = dict(snapshot.provenance.get("config", {}).get("backbone", unrecorded))
     _require(permissions, settings, f"snapshot {snapshot.number} was made with backbone")
     config = BackboneConfig(**{**settings, **({"name": given} if given else {})})
-    found = identity(config)
-    if found != snapshot.backbone.sha256:
+    digest = identity(config)
+    if digest != snapshot.backbone.sha256:
         raise BankError(
             f"snapshot {snapshot.number} was made with backbone '{snapshot.backbone.name}' "
-            f"({snapshot.backbone.sha256[:12]}), '{config.name}' is another model ({found[:12]}): name the right one"
+            f"({snapshot.backbone.sha256[:12]}), '{config.name}' is another model ({digest[:12]}): name the right one"
         )
     return config
 

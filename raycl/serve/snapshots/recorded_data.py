@@ -18,8 +18,8 @@ def recorded_data(
     """Return the sections `stream` and `eval` of the run that made a snapshot, and its seed.
 
     Args:
-        bank: its address. overrides: of these sections, for data that has moved.
-        allowed: addresses of storage that the record may name beside the bank's. setting: that names them.
+        bank: its address. overrides: overrides of these sections, for data that has moved.
+        allowed: addresses of storage that the record may name besides the bank's. setting: the setting that names them.
 
     Raises:
         BankError: the snapshot does not record it. ConfigError: it names storage that the user does not.

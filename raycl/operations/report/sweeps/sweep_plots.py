@@ -24,7 +24,7 @@ PANEL, HEIGHT = 3.2, 3.0
 """Inches of one setting's panel."""
 
 KINDS = 6
-"""At most so many words have a line each."""
+"""Up to this many words have a line each."""
 
 NOMINAL = {"seed"}
 """Settings whose numbers are names: nothing lies between two of them."""
@@ -45,19 +45,19 @@ def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
     rows = done_rows(summary)
     paths, same = varied(summary["paths"], rows)
     titles = [*map(_short, paths), *summary["metric"]]
-    columns = [Column.of([row["settings"].get(one) for row in rows]) for one in paths]
-    columns += [Column.of([row["scores"][place] for row in rows]) for place in range(len(summary["metric"]))]
+    columns = [Column.of([row["settings"].get(setting_path) for row in rows]) for setting_path in paths]
+    columns += [Column.of([row["scores"][index] for row in rows]) for index in range(len(summary["metric"]))]
     figure = new_figure(max(5.0, 1.7 * len(columns)), 4.2)
     axes = figure.subplots()
     scores = [row["scores"][0] for row in rows]
     colour = Normalize(min(scores), max(scores) if max(scores) > min(scores) else min(scores) + 1)
-    for place in sorted(range(len(rows)), key=lambda place: scores[place]):
-        points = [column.spread[place] for column in columns]
-        axes.plot(points, color=colormaps[COLOUR_MAP](colour(scores[place])), linewidth=1.4, alpha=0.85)
-    for place, column in enumerate(columns):
-        axes.axvline(place, color="0.7", linewidth=0.8, zorder=0)
+    for index in sorted(range(len(rows)), key=lambda index: scores[index]):
+        points = [column.spread[index] for column in columns]
+        axes.plot(points, color=colormaps[COLOUR_MAP](colour(scores[index])), linewidth=1.4, alpha=0.85)
+    for index, column in enumerate(columns):
+        axes.axvline(index, color="0.7", linewidth=0.8, zorder=0)
         for height, name in column.ticks:
-            axes.text(place + 0.03, height, name, fontsize=7, va="center")
+            axes.text(index + 0.03, height, name, fontsize=7, va="center")
     axes.set_xticks(range(len(columns)), titles, fontsize=8, rotation=15)
     axes.set_yticks([])
     axes.set_ylim(-0.06, 1.06)
@@ -81,12 +81,12 @@ def sensitivity(summary: Tree, path: str | Path) -> Path:
     figure = new_figure(PANEL * len(paths) + 0.6, HEIGHT)
     panels = figure.subplots(1, len(paths), sharey=True, squeeze=False)[0]
     kinds = kinds_of(paths, rows)
-    for axes, one in zip(panels, paths, strict=True):
-        values = [row["settings"].get(one) for row in rows]
-        if one in NOMINAL:
+    for axes, setting_path in zip(panels, paths, strict=True):
+        values = [row["settings"].get(setting_path) for row in rows]
+        if setting_path in NOMINAL:
             values = list(map(text, values))
         draw_setting(axes, values, [row["scores"][0] for row in rows], kinds if is_numeric(values) else None)
-        axes.set_xlabel(_short(one), fontsize=9)
+        axes.set_xlabel(_short(setting_path), fontsize=9)
     panels[0].set_ylabel(summary["metric"][0], fontsize=9)
     figure.tight_layout(rect=(0, 0, 1, 0.94) if same else None)
     _note(figure, same)
@@ -134,11 +134,11 @@ def done_rows(summary: Tree) -> list[Tree]:
 def varied(paths: Sequence[str], rows: Sequence[Tree]) -> tuple[list[str], list[str]]:
     """Return settings that differ between trials, and in words those that do not; if none differs, all of the
     former."""
-    found = {path: {text(row["settings"].get(path)) for row in rows} for path in paths}
-    different = [path for path in paths if len(found[path]) > 1]
+    values_by_path = {path: {text(row["settings"].get(path)) for row in rows} for path in paths}
+    different = [path for path in paths if len(values_by_path[path]) > 1]
     if not different:
         return list(paths), []
-    return different, [f"{_short(path)} {next(iter(found[path]))}" for path in paths if path not in different]
+    return different, [f"{_short(path)} {next(iter(values_by_path[path]))}" for path in paths if path not in different]
 
 
 def _note(figure: Figure, same: Sequence[str]) -> None:
@@ -160,9 +160,9 @@ class Column:
         room = min([BAND, *(0.5 * (high - low) for low, high in pairwise(levels))])
         self.spread = list(heights)
         for level in levels:
-            mine = [place for place, height in enumerate(heights) if height == level]
-            for number, place in enumerate(mine[: None if len(mine) > 1 else 0]):
-                self.spread[place] = level + room * (number / (len(mine) - 1) - 0.5)
+            mine = [index for index, height in enumerate(heights) if height == level]
+            for number, index in enumerate(mine[: None if len(mine) > 1 else 0]):
+                self.spread[index] = level + room * (number / (len(mine) - 1) - 0.5)
 
     @staticmethod
     def of(values: Sequence[Any]) -> Column:
@@ -171,14 +171,14 @@ class Column:
             wide = is_wide(values)
             places = [math.log(value) if wide else float(value) for value in values]
             low, high = min(places), max(places)
-            heights = [(place - low) / (high - low) if high > low else 0.5 for place in places]
+            heights = [(position - low) / (high - low) if high > low else 0.5 for position in places]
             chosen = _spread_out(sorted(set(zip(heights, values, strict=True))))
             return Column(heights, [(height, text(value)) for height, value in chosen])
         names = list(dict.fromkeys(map(text, values)))
         step = 1 / max(1, len(names) - 1)
         return Column(
             [names.index(text(value)) * step for value in values],
-            [(place * step, name) for place, name in enumerate(names)],
+            [(position * step, name) for position, name in enumerate(names)],
         )
 
 
@@ -214,7 +214,7 @@ def _spread_out(points: list[tuple[float, Any]], gap: float = 0.06) -> list[tupl
 def draw_setting(
     axes: Axes, values: Sequence[Any], scores: Sequence[float], kinds: Sequence[str] | None = None
 ) -> None:
-    """One panel of `sensitivity`: points, and a line for each of the kinds, if there are any."""
+    """Draw a panel of `sensitivity`: points, and a line for each of the kinds, if there are any."""
     numeric = is_numeric(values)
     names = list(dict.fromkeys(map(text, values)))
     places = list(values) if numeric else [names.index(text(value)) for value in values]
@@ -248,11 +248,11 @@ def draw_setting(
 
 
 def _together(rows: Iterable[Tree]) -> dict[tuple[float, float], list[int]]:
-    """Point of the first two scores -> numbers of the trials that lie there."""
-    found: dict[tuple[float, float], list[int]] = {}
+    """Return point of the first two scores -> numbers of its trials."""
+    by_point: dict[tuple[float, float], list[int]] = {}
     for row in rows:
-        found.setdefault((row["scores"][0], row["scores"][1]), []).append(row["number"])
-    return found
+        by_point.setdefault((row["scores"][0], row["scores"][1]), []).append(row["number"])
+    return by_point
 
 
 def _points(rows: Sequence[Tree]) -> tuple[list[float], list[float]]:

@@ -18,7 +18,8 @@ from raycl.operations.report.tables import render
 
 
 def sweep_table(summary: Tree) -> str:
-    """One line a trial, best first; over several metrics, those of the Pareto front are marked."""
+    """Return a table with a line for each trial, best first; over several metrics, those of the Pareto front are
+    marked."""
     table = _table(f"{summary['name']}")
     paths = summary["paths"]
     for title in ("trial", *map(_last, paths), "tasks", *summary["metric"], "AP", "F.Ra", "s", ""):
@@ -35,7 +36,7 @@ def sweep_table(summary: Tree) -> str:
 
 
 def group_table(summary: Tree) -> str:
-    """One line for all trials that differ in `over` alone: mean and standard deviation."""
+    """Return a table with a line for all trials that differ in `over` alone: mean and standard deviation."""
     table = _table(f"{summary['name']}, over {', '.join(summary['over'])}")
     paths = [path for path in summary["paths"] if path not in summary["over"]]
     for title in (*map(_last, paths), "trials", *summary["metric"]):
@@ -70,7 +71,7 @@ def text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict) and "name" in value:
-        rest = ", ".join(f"{key}={text(one)}" for key, one in value.items() if key != "name")
+        rest = ", ".join(f"{key}={text(part)}" for key, part in value.items() if key != "name")
         return f"{value['name']} ({rest})" if rest else str(value["name"])
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return ">".join(value)

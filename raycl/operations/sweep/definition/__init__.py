@@ -1,1 +1,1 @@
-"""What a sweep is: its settings, space, expressions and metrics, and the folder that records it."""
+"""The definition of a sweep: settings, space, expressions and metrics, and the folder that records it."""

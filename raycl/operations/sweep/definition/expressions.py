@@ -54,7 +54,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "len": len,
 }
 FAILURES = (ArithmeticError, TypeError, ValueError, KeyError)
-"""What computing with values that do not fit can raise."""
+"""Errors of computing with unsuitable values."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Expression:
     calls: tuple[tuple[str, str], ...]
 
     def value(self, names: Callable[[str], Any], functions: Mapping[str, Callable[..., Any]] | None = None) -> Any:
-        """Compute it.
+        """Compute the expression.
 
         Args:
             names: the value of a dotted name; may raise KeyError.
@@ -128,7 +128,7 @@ def _names(node: ast.expr, text: str, known: set[str]) -> Iterator[str]:
             parts = [node.operand]
         case ast.BoolOp():
             parts = node.values
-        case ast.Compare(ops=ops) if all(type(one) in COMPARISONS for one in ops):
+        case ast.Compare(ops=ops) if all(type(operator) in COMPARISONS for operator in ops):
             parts = [node.left, *node.comparators]
         case ast.IfExp():
             parts = [node.test, node.body, node.orelse]
@@ -146,7 +146,7 @@ def _names(node: ast.expr, text: str, known: set[str]) -> Iterator[str]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """`train.learning_rate` of a chain of attributes; empty for anything else."""
+    """Return `train.learning_rate` for a chain of attributes; empty for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and _dotted(node.value):
@@ -168,16 +168,16 @@ def _value(node: ast.expr, names: Callable[[str], Any], functions: Mapping[str, 
         case ast.UnaryOp():
             return SIGNS[type(node.op)](of(node.operand))
         case ast.BoolOp():
-            found = of(node.values[0])
+            result = of(node.values[0])
             for part in node.values[1:]:
-                if bool(found) is isinstance(node.op, ast.Or):
-                    return found
-                found = of(part)
-            return found
+                if bool(result) is isinstance(node.op, ast.Or):
+                    return result
+                result = of(part)
+            return result
         case ast.Compare():
             sides = [of(part) for part in [node.left, *node.comparators]]
             pairs = zip(node.ops, sides, sides[1:], strict=False)
-            return all(COMPARISONS[type(one)](left, right) for one, left, right in pairs)
+            return all(COMPARISONS[type(operator)](left, right) for operator, left, right in pairs)
         case ast.IfExp():
             return of(node.body) if of(node.test) else of(node.orelse)
         case ast.List() | ast.Tuple():

@@ -1,4 +1,4 @@
-"""What a trial is judged by: AP, F.Ra, a task's score, or a blend of them, after each task."""
+"""The metrics of a trial: AP, F.Ra, a task's score, or a blend of them, after each task."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from raycl.operations.sweep.definition.expressions import Expression, parse
 from raycl.types import Score
 
 NAMES = ("ap", "f_ra", "fwt", "bwt", "bwt_m", "average_accuracy")
-"""Of the numbers of a run that a metric may name; formulas in `raycl.metrics.matrix`."""
+"""The numbers of a run that a metric may name; formulas in `raycl.metrics.matrix`."""
 
 FORGETTING = ("f_ra", "bwt", "bwt_m")
-"""Nothing can be forgotten after the first task: these are 0 there."""
+"""Numbers that are 0 after the first task, when nothing can be forgotten."""
 
 
 def read_metric(text: str) -> Expression:
@@ -61,12 +61,12 @@ def measured(
     if len(records) == 1:
         numbers |= {name: 0.0 for name in FORGETTING if numbers[name] is None}
     scores = {task: cell["value"] for task, cell in records[-1]["row"].items() if task in matrix.tasks}
-    found: list[float | None] = []
+    values: list[float | None] = []
     for metric in metrics:
         undefined = any(numbers[name] is None for name in metric.names)
         unseen = any(name == "task" and task not in scores for name, task in metric.calls)
-        found.append(None if undefined or unseen else _value(metric, numbers, scores))
-    return found
+        values.append(None if undefined or unseen else _value(metric, numbers, scores))
+    return values
 
 
 def _value(metric: Expression, numbers: Mapping[str, Any], scores: Mapping[str, float]) -> float | None:

@@ -1,4 +1,4 @@
-"""What is searched: settings of a run by dotted path, each with the values that it may take.
+"""The search space: settings of a run by dotted path, each with its possible values.
 
 Grids, random draws and Optuna read the same description, and trial number i of a planned sweep is a function of the
 file and i alone, so a sweep that continues plans what it had planned.
@@ -61,7 +61,7 @@ class Draw(Section):
 
     @property
     def kind(self) -> str:
-        """Which one is given."""
+        """The kind of draw that is given."""
         return next(name for name in type(self).model_fields if getattr(self, name) is not None)
 
     @property
@@ -98,7 +98,7 @@ Space = Mapping[str, Draw]
 
 
 def step_value(low: float, step: float, number: int) -> float:
-    """`low + number step` as one would write it: 0.3, not 0.30000000000000004."""
+    """Return `low + number step` in its shortest form: 0.3, not 0.30000000000000004."""
     return float(f"{low + number * step:.12g}")
 
 
@@ -113,10 +113,10 @@ def planned(space: Space, samples: int, seed: int, follow: Callable[[Settings], 
     combinations = [dict(zip(grids, values, strict=True)) for values in itertools.product(*grids.values())]
     trials = []
     for number in range(samples):
-        for place, chosen in enumerate(combinations):
-            draw = np.random.default_rng([seed, number, place])
-            found = chosen | {path: one.drawn(draw) for path, one in rest.items()}
-            trials.append(follow(in_order(found, space)))
+        for index, chosen in enumerate(combinations):
+            draw = np.random.default_rng([seed, number, index])
+            settings = chosen | {path: draw_rule.drawn(draw) for path, draw_rule in rest.items()}
+            trials.append(follow(in_order(settings, space)))
     return trials
 
 
@@ -132,5 +132,5 @@ def key_of(settings: Settings) -> str:
 
 
 def in_order(settings: Settings, space: Space) -> Settings:
-    """As the file lists them."""
+    """Return settings in the order of the file."""
     return {path: settings[path] for path in space if path in settings}

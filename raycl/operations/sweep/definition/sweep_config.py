@@ -162,30 +162,30 @@ class SweepConfig(Section):
         """
         assert self.plans, "tpe finds its trials on the way"
         if self.search.name == "grid":
-            found = crossed(self.space, self.follow)
+            trials = crossed(self.space, self.follow)
         else:
-            found = planned(self.space, self.samples, self.search.seed, self.follow)
-        found = self._without_repeats(found)
+            trials = planned(self.space, self.samples, self.search.seed, self.follow)
+        trials = self._without_repeats(trials)
         if self.scheduler.name == "none":
-            return found
-        return [found[place] for place in np.random.default_rng(self.search.seed).permutation(len(found))]
+            return trials
+        return [trials[index] for index in np.random.default_rng(self.search.seed).permutation(len(trials))]
 
     def collapsed(self, settings: Settings) -> Settings:
-        """One trial's settings without those that act on nothing beside the others."""
+        """Return a trial's settings without those that the others leave without effect."""
         unused = unused_in(self.config(settings))
         return {path: value for path, value in settings.items() if covering(path, unused) is None}
 
     def _without_repeats(self, trials: list[Settings]) -> list[Settings]:
         """Drop settings without effect beside a trial's others, and of trials that are then equal keep one."""
-        found: list[Settings] = []
+        distinct: list[Settings] = []
         seen: set[str] = set()
         for settings in trials:
             kept = self.collapsed(settings)
             key = key_of(kept)
             if len(kept) == len(settings) or key not in seen:
-                found.append(kept)
+                distinct.append(kept)
             seen.add(key)
-        return found
+        return distinct
 
     def follow(self, settings: Settings) -> Settings:
         """Return the settings with those that follow from others, in the file's order.
@@ -193,12 +193,12 @@ class SweepConfig(Section):
         Raises:
             ConfigError: an expression names a path that does not exist, or cannot be computed.
         """
-        found = dict(settings)
+        followed = dict(settings)
         for path, draw in self.space.items():
             if draw.expr is not None:
-                tree = configs.as_tree(configs.validate(RunConfig, self.tree(found)))
-                found[path] = parse(draw.expr).value(partial(_at, tree))
-        return in_order(found, self.space)
+                tree = configs.as_tree(configs.validate(RunConfig, self.tree(followed)))
+                followed[path] = parse(draw.expr).value(partial(_at, tree))
+        return in_order(followed, self.space)
 
     def tree(self, settings: Settings) -> Tree:
         """Return the base with one trial's settings and resources."""
@@ -212,7 +212,7 @@ class SweepConfig(Section):
         return tree
 
     def config(self, settings: Settings) -> RunConfig:
-        """One trial's run.
+        """Return the run config of a trial.
 
         Raises:
             ConfigError: a path that no config has (names the nearest field), a value that its field does not take.
@@ -268,19 +268,22 @@ def _unused(sweep: SweepConfig) -> dict[str, str]:
     given = {"output": "--dir and the sweep's name", **{f"launch.{key}": f"resources.{key}" for key in TAKEN}}
     written = {f"base.{setting(path, value)}": path for path, value in leaves(sweep.base).items()}
     written |= {f"space '{path}'": path for path in sweep.space}
-    found = {name: given[above] for name, path in written.items() if (above := covering(path, given))}
-    trials = [unused_in(sweep.config(one)) for one in examples(sweep)]
+    unused_reasons = {name: given[above] for name, path in written.items() if (above := covering(path, given))}
+    trials = [unused_in(sweep.config(settings)) for settings in examples(sweep)]
     for name, path in written.items():
         reasons = [unused[above] for unused in trials if (above := covering(path, unused))]
         if len(reasons) == len(trials):
-            found[name] = reasons[0]
-    return found
+            unused_reasons[name] = reasons[0]
+    return unused_reasons
 
 
 def _requested(sweep: SweepConfig) -> list[str]:
     """Return what any trial could ask for (`config.trust`): in the base, in a listed value, or by any rule for its
     path."""
-    configs_of = [configs.as_tree(sweep.config({})), *(configs.as_tree(sweep.config(one)) for one in examples(sweep))]
+    configs_of = [
+        configs.as_tree(sweep.config({})),
+        *(configs.as_tree(sweep.config(settings)) for settings in examples(sweep)),
+    ]
     searched = [path for path in sweep.space if path.rpartition(".")[2] in trust.RISKS]
     return sorted({path for tree in configs_of for path in trust.requested(tree)} | set(searched))
 
@@ -297,7 +300,7 @@ def examples(sweep: SweepConfig) -> list[Settings]:
 
 
 def check_space(sweep: SweepConfig) -> None:
-    """Every listed value and both ends of every range, each with the others at their first; then all planned trials.
+    """Check every listed value and both ends of every range, with the others at their first; then all planned trials.
 
     Raises:
         ConfigError: names the path, and the nearest field where there is no such path.

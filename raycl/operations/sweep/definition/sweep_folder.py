@@ -44,7 +44,7 @@ class SweepFolder:
 
     @staticmethod
     def of(sweep: SweepConfig, directory: str) -> SweepFolder:
-        """Where the sweep writes; nothing is created."""
+        """Return the folder of a sweep; nothing is created."""
         return SweepFolder(Storage.at(directory).sub(sweep.name), sweep.name)
 
     def run_name(self, number: int) -> str:
@@ -56,7 +56,7 @@ class SweepFolder:
         return self.storage.sub(f"trials/{self.run_name(number)}")
 
     def prefix(self, key: str) -> Storage:
-        """Where the phases with this key are kept for others."""
+        """Return the folder in which the phases with this key are kept for other trials."""
         return self.storage.sub(f"prefixes/{key}")
 
     def config(self, sweep: SweepConfig, number: int, settings: Settings) -> RunConfig:
@@ -132,5 +132,5 @@ class SweepFolder:
 
 
 def plain(value: Any) -> Any:
-    """As it comes back from JSON."""
+    """Return a value as it is after a round trip through JSON."""
     return json_safe({"value": value})["value"]

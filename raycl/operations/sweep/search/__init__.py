@@ -1,1 +1,1 @@
-"""How a sweep searches: search algorithms, early stopping."""
+"""Search algorithms and early stopping of sweeps."""

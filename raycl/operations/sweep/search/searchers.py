@@ -47,10 +47,10 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
         """Return the next proposal, for Tune."""
         stopping = self.stop is not None and self.stop.is_requested
-        found = None if stopping else self.next_trial()
-        if found is None:
+        trial = None if stopping else self.next_trial()
+        if trial is None:
             return str(Searcher.FINISHED)
-        number, settings = found
+        number, settings = trial
         self.numbers[trial_id] = number
         self.folder.clear_failure(number)
         self.folder.write_settings(number, settings)
@@ -59,10 +59,10 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
         return {"number": number, "settings": settings, **texts}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Nothing to learn from it."""
+        """Do nothing; this searcher does not learn from results."""
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
-        """Nothing: the sweep's folder has it all."""
+        """Do nothing; the sweep's folder has the state."""
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing."""
@@ -90,7 +90,7 @@ class Planned(RecordingSearcher):
 
 @dataclass(frozen=True)
 class Result:
-    """What Optuna gets of a trial.
+    """The result of a trial for Optuna.
 
     Attributes:
         curve: tasks learned -> value of each metric. scores: at the end; empty: the trial failed.
@@ -128,7 +128,7 @@ class TpeSearcher(RecordingSearcher):
             self._repeat(key_of(sweep.collapsed(settings)), self._ask_for(settings))
 
     def tell_finished(self, settings: Settings, scores: Sequence[Sequence[float | None]], stopped: bool) -> None:
-        """A trial of an earlier session.
+        """Tell Optuna about a trial of an earlier session.
 
         Args:
             scores: after each task, of each metric.
@@ -138,7 +138,7 @@ class TpeSearcher(RecordingSearcher):
         self._share(key_of(settings), result)
 
     def next_trial(self) -> tuple[int, Settings] | None:
-        """One of an earlier session, or a fresh one."""
+        """Return a trial of an earlier session, or a fresh one."""
         if self.again:
             number = next(iter(self.again))
             settings = self.again.pop(number)
@@ -160,7 +160,7 @@ class TpeSearcher(RecordingSearcher):
         return None
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """A row."""
+        """Record a row of a trial."""
         number = self.numbers.get(trial_id)
         if number is not None and number in self.open_trials and TASKS in result:
             tasks, values = int(result[TASKS]), self._values(result)
@@ -168,16 +168,16 @@ class TpeSearcher(RecordingSearcher):
             self._on_the_way(self.open_trials[number], tasks, values)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """The last row, or an error."""
+        """Record the last row of a trial, or an error."""
         number = self.numbers.get(trial_id)
         if number is None or number not in self.open_trials:
             return
         failed = error or not result or FAILED in result
         values = [] if failed or result is None else self._values(result)
         stopped = bool(values) and is_stopped(self.folder.run(number), int((result or {})[TASKS]))
-        found = Result(self.curves.pop(number, {}), values, stopped)
-        self._close(self.open_trials.pop(number), found)
-        self._share(self.keys[number], found)
+        trial_result = Result(self.curves.pop(number, {}), values, stopped)
+        self._close(self.open_trials.pop(number), trial_result)
+        self._share(self.keys[number], trial_result)
 
     def _ask_for(self, settings: Settings) -> Any:
         """Return an Optuna trial with given settings; what they leave out is drawn."""
@@ -222,8 +222,8 @@ class TpeSearcher(RecordingSearcher):
         return {path: _distribution(draw) for path, draw in self.sweep.space.items() if draw.expr is None}
 
     def _as_settings(self, parameters: Mapping[str, Any]) -> Settings:
-        found = {path: _value(self.sweep.space[path], value) for path, value in parameters.items()}
-        return self.sweep.follow(in_order(found, self.sweep.space))
+        settings = {path: _value(self.sweep.space[path], value) for path, value in parameters.items()}
+        return self.sweep.follow(in_order(settings, self.sweep.space))
 
     def _as_parameters(self, settings: Settings) -> dict[str, Any]:
         drawn = {path: draw for path, draw in self.sweep.space.items() if draw.expr is None and path in settings}
@@ -268,5 +268,5 @@ def _value(draw: Draw, parameter: Any) -> Any:
 
 def _parameter(draw: Draw, value: Any) -> Any:
     if draw.values:
-        return [plain(one) for one in draw.values].index(plain(value))
+        return [plain(choice) for choice in draw.values].index(plain(value))
     return round((value - draw.range[0]) / draw.range[2]) if draw.quniform else value

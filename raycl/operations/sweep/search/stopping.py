@@ -69,7 +69,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
             self.rule.on_trial_complete(None, trial, results[-1])
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """A new trial."""
+        """Add a trial."""
         if self.rule is not None:
             self.rule.on_trial_add(tune_controller, trial)
 
@@ -92,7 +92,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
         return str(TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        """A trial is over."""
+        """Remove a finished trial."""
         if self.rule is not None and SCORE in result:
             self.rule.on_trial_complete(tune_controller, trial, result)
 

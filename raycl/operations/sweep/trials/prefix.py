@@ -33,7 +33,7 @@ def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:
     """Return keys of the run after 1, 2, ... phases, without the last, after which no run continues.
 
     Args:
-        tasks: of the stream in order.
+        tasks: tasks of the stream in order.
     """
     if config.stream.schedule == "joint":
         return []

@@ -33,7 +33,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class _Pointer:
-    """Which run was made for the settings of a key."""
+    """The run for the settings of a key."""
 
     key: str
     run: FolderName
@@ -72,7 +72,7 @@ def singles_of(config: RunConfig, directory: str, options: driver.RunOptions | N
     none.
 
     Args:
-        options: where it runs.
+        options: options of the run.
 
     Two trials that need it at the same moment both make it; the last to finish is the one that counts. A damaged
     pointer, or one of other settings, is written again.
@@ -90,9 +90,9 @@ def singles_of(config: RunConfig, directory: str, options: driver.RunOptions | N
         driver.train(prepare(configs.validate(RunConfig, tree)), options)
         write_pointer(root, key, name)
         run = name
-    found = configs.as_tree(config)
-    found["eval"]["singles"] = root.sub(run).address
-    return configs.validate(RunConfig, found)
+    config_tree = configs.as_tree(config)
+    config_tree["eval"]["singles"] = root.sub(run).address
+    return configs.validate(RunConfig, config_tree)
 
 
 def write_pointer(root: Storage, key: str, run: str) -> None:
@@ -105,10 +105,10 @@ def _known(root: Storage, key: str) -> str | None:
     damaged."""
     pointer = f"{key}.json"
     try:
-        found = read_fields(root, pointer, FORMAT, _POINTER) if root.exists(pointer) else None
-        if found is not None and found.key != key:
+        record = read_fields(root, pointer, FORMAT, _POINTER) if root.exists(pointer) else None
+        if record is not None and record.key != key:
             raise DamagedError(f"'{root.uri}/{pointer}' is of other settings: it was moved")
     except (DamagedError, FormatError) as error:
         log.warning("tasks are trained alone again: %s", error)
         return None
-    return None if found is None else found.run
+    return None if record is None else record.run

@@ -45,10 +45,10 @@ from raycl.training.records.stops.signal import is_stopped
 log = logging.getLogger("raycl")
 
 TASKS, SCORES, FAILED = "tasks", "score", "failed"
-"""What is reported: tasks done, `score0`, `score1`, ... for the metrics in order, and why the trial failed."""
+"""Keys of reports: tasks done, `score0`, `score1`, ... for the metrics in order, and why the trial failed."""
 
 POLL_S, POLL_REMOTE_S = 0.2, 2.0
-"""How often the journal is read."""
+"""Seconds between two readings of the journal."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class TrialWork:
     """What all trials of a sweep are given; plain values, since they travel to other processes.
 
     Attributes:
-        sweep: the config. directory: address of what holds the sweep's folder. stop: where its driver requests
-            trials to stop.
+        sweep: the config. directory: address of the parent of the sweep's folder. stop: file in which its driver
+            requests trials to stop.
         shared: prefix keys that several trials have (`raycl.operations.sweep.trials.prefix`).
     """
 
@@ -113,7 +113,7 @@ class Trial:
         self.reported = 0
 
     def learn(self) -> None:
-        """To the end of the stream, or to where it is stopped.
+        """Learn to the end of the stream, or until the trial is stopped.
 
         Raises:
             RayclError: the run failed.
@@ -190,7 +190,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """From journal records to what is reported."""
+    """Computes reports from journal records."""
 
     sweep: SweepConfig
     tasks: Sequence[str]
