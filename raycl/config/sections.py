@@ -19,12 +19,12 @@ import difflib
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -332,8 +332,23 @@ def to_yaml(config: BaseModel) -> str:
 def tree_to_yaml(tree: Tree) -> str:
     """Return the same from a resolved tree, as `OmegaConf.to_yaml` writes it, without the nodes that it would make
     first."""
-    dumper = get_omega_conf_dumper()
-    return MARK + yaml.dump(_escape(tree), Dumper=dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    style: dict[str, Any] = {"default_flow_style": False, "allow_unicode": True, "sort_keys": False}
+    return MARK + str(yaml.dump(_escape(tree), Dumper=_Dumper, **style))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that readers take for something else: OmegaConf 1e3 for a number, YAML 1.1 y and n for truth."""
+
+
+def _text_node(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    quoted = text in ("y", "Y", "n", "N")
+    with suppress(ValueError):
+        float(text)
+        quoted = True
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if quoted else None)
+
+
+_Dumper.add_representer(str, _text_node)
 
 
 def _escape(value: Any) -> Any:

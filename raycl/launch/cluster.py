@@ -22,8 +22,9 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray._private.state import jobs
 from ray.exceptions import RayError
+from ray.util.state import list_jobs
+from ray.util.state.exception import RayStateApiException
 
 from raycl.errors import LaunchError
 from raycl.launch.termination import exit_on_sigterm, exits_on_sigterm
@@ -35,6 +36,9 @@ PORTS = range(20_000, 32_000)
 
 WAIT_S = 10.0
 """Seconds between the log lines of a command that waits for resources."""
+
+ASK_S = 5
+"""Seconds in which the cluster's dashboard says which jobs there are."""
 
 
 def named(address: str | None = None) -> str | None:
@@ -241,9 +245,14 @@ def shortage(requested: Mapping[str, float], lower: str) -> str:
 
 
 def _other_jobs() -> Iterator[str]:
-    """Commands that have a Ray job on this cluster, with where to find them. Ray's public word needs the dashboard."""
-    mine = ray.get_runtime_context().get_job_id()
-    for job in jobs():
-        if not job["IsDead"] and job["JobID"] != mine and "ray/dashboard" not in job["Entrypoint"]:
-            command = textwrap.shorten(job["Entrypoint"], 120, placeholder=" ...")
-            yield f"'{command}' (process {job['DriverPid']} on {job['DriverIPAddress']})"
+    """Yield the commands that have a Ray job on this cluster, where its dashboard tells them."""
+    runtime = ray.get_runtime_context()
+    try:
+        jobs = list_jobs(runtime.gcs_address, filters=[("status", "=", "RUNNING")], timeout=ASK_S)
+    except (RayStateApiException, OSError) as error:  # no dashboard
+        log.debug("other jobs are not known: %s", error)
+        return
+    for job in jobs:
+        if job.driver_info is not None and job.job_id != runtime.get_job_id():
+            command = textwrap.shorten(job.entrypoint, 120, placeholder=" ...")
+            yield f"'{command}' (process {job.driver_info.pid} on {job.driver_info.node_ip_address})"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
 from raycl.errors import RayclError
 
@@ -121,7 +120,8 @@ def ensure_process_group(world: DistributedContext) -> None:
         return
     assert world.size == 1, "several workers, but no process group"
     backend = "nccl" if world.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    documented: Any = dist  # its types leave this class out
+    dist.init_process_group(backend, store=documented.HashStore(), rank=0, world_size=1)
 
 
 class Scattered(Tensor):

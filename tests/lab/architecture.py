@@ -69,6 +69,12 @@ DOORS = {
 }
 """Library -> the only files or folders that import it. No door at all: tensors and JSON are never pickled."""
 
+PRIVATE_AT = {
+    "raycl/launch/cluster.py": "ray._private.ray_constants",  # Ray has no public word for: listen on loopback alone
+    "raycl/serve/deployment/application.py": "ray.serve.context._get_global_client",  # `serve.status` has no address
+}
+"""Module -> the private name of a library that it imports all the same."""
+
 CLOSED = {"raycl/operations/report/": ("torch", "transformers")}
 """Folder -> libraries it does without: reports are made from result files on any laptop."""
 
@@ -241,6 +247,16 @@ def doors(module: Module) -> Iterator[Finding]:
         for folder, libraries in CLOSED.items():
             if module.path.startswith(folder) and library in libraries:
                 yield line, f"imports {library}, but {folder} does without it"
+
+
+@rule
+def private(module: Module) -> Iterator[Finding]:
+    for line, name in module.imports():
+        parts = name.split(".")
+        theirs = parts[0] not in ("raycl", "benchmarks", "__future__")
+        hidden = [part for part in parts if part.startswith("_") and not part.endswith("__")]
+        if module.ours and theirs and hidden and not name.startswith(PRIVATE_AT.get(module.path, "-")):
+            yield line, f"imports {name}, which is private to its library: use what that documents"
 
 
 @rule

@@ -43,6 +43,9 @@ time.sleep(300)
 STARTED = "RAYCL_STARTED"
 """Variable of what a process and all that it starts belong to."""
 
+DASHBOARD = True
+"""It knows the other jobs of a cluster."""
+
 Start = Callable[..., subprocess.Popen[str]]
 
 

@@ -260,3 +260,26 @@ def test_a_newer_driver_takes_over_and_the_older_stops(
     assert len({attempt["pid"] for attempt in read_state(storage).attempts}) == 3
     tiny.run(run_config.load_config(str(small), overrides), alone)
     assert losses(storage) == losses(alone)
+
+
+def tensors_of(run: Storage) -> dict[str, bytes]:
+    """File -> bytes of all tensors that a run has published."""
+    return {name: run.read(name) for name in run.files("bank") if name.endswith(".safetensors")}
+
+
+def test_a_run_of_this_process_is_the_run_of_one_worker(small: Path, tmp_path: Path) -> None:
+    """`launch.mode=local`: losses, gradient norms, matrix, answers and published tensors, bit for bit."""
+    one = ["launch.workers=1", "launch.cpus_per_worker=2", "train.max_steps=30", "train.epochs_by_task={}"]
+    runs = {
+        mode: prepared(small, tmp_path, *one, f"launch.mode={mode}", f"output.name={mode}") for mode in ("ray", "local")
+    }
+    ray_results, results = (launch.train(run) for run in runs.values())
+    there, here = (run.storage for run in runs.values())
+    steps = [
+        [(row["phase"], row["step"], row["loss"], row["grad_norm"]) for row in read_trace(run)] for run in (there, here)
+    ]
+    assert len(steps[0]) == 60 and steps[0] == steps[1]
+    assert results["matrix"] == ray_results["matrix"] and results["fingerprint"] == ray_results["fingerprint"]
+    assert tensors_of(there) and tensors_of(there) == tensors_of(here)
+    names = there.files("predictions").keys()
+    assert names and {name: there.read(name) for name in names} == {name: here.read(name) for name in names}
