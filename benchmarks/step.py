@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.figures import Figure, Report, machine
 from benchmarks.model_copies import shared_copy
 from benchmarks.phases import bare_context
-from raycl.backbone import Backbone, BackboneConfig, Output, load_backbone, load_codec
+from raycl.backbone import Backbone, BackboneConfig, BackboneOptions, Output, load_backbone, load_codec
 from raycl.backbone.base import checkpoint_activations, summed_cross_entropy
 from raycl.backbone.causal import join
 from raycl.backbone.load import wrap_model
@@ -215,7 +215,7 @@ def _drawn(size: str) -> Backbone:
 def _loaded(options: argparse.Namespace) -> Backbone:
     config = BackboneConfig(name=options.backbone, dtype="float32")
     codec = load_codec(config, options.tokens, options.answer)
-    return load_backbone(config, codec, torch.device("cpu"), 0, trains=True)
+    return load_backbone(config, codec, torch.device("cpu"), 0, BackboneOptions(trains=True))
 
 
 def _count(model: nn.Module) -> str:

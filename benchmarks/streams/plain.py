@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from raycl.backbone import BackboneConfig, load_backbone, load_codec
+from raycl.backbone import BackboneConfig, BackboneOptions, load_backbone, load_codec
 
 TARGETS = {"encoder": ["query", "value"], "encoder-decoder": ["q", "v"], "decoder": ["q_proj", "v_proj"]}
 """Kind of model -> the linear layers that get LoRA (BERT, T5, LLaMA)."""
@@ -203,7 +203,7 @@ def load(sheet: dict[str, Any]) -> Model:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = BackboneConfig(**sheet["backbone"])
     codec = load_codec(config, *sheet["limits"])
-    model = load_backbone(config, codec, device, sheet["seed"], trains=True).model
+    model = load_backbone(config, codec, device, sheet["seed"], BackboneOptions(trains=True)).model
     kinds: dict[str, type[Model]] = {"encoder": Encoder, "encoder-decoder": Seq2Seq, "decoder": Causal}
     return kinds[sheet["kind"]](model, codec.tokenizer, sheet["lora"], sheet["kind"], sheet["seed"])
 

@@ -123,7 +123,8 @@ class MixedHead(nn.Module):
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
         """Return `[B, C]` scores over all known labels, -inf for labels that no active adapter has."""
-        names, weights_BN = self._active_columns(pooled_BD)
+        rule = self._stack.head_rule or self.rule
+        names, weights_BN = self._active_columns(pooled_BD, rule)
         heads = self._head_rows(names)
         if not heads:
             return pooled_BD.new_full((len(pooled_BD), len(self.labels)), -torch.inf)
@@ -136,8 +137,8 @@ class MixedHead(nn.Module):
         owner = torch.cat([torch.full_like(rows.labels, number) for number, (_, rows) in enumerate(heads)])
         label = torch.cat([rows.labels for _, rows in heads])
         row_weights = weights_BN[:, torch.tensor([column for column, _ in heads], device=device)[owner]].float()
-        if self.rule in ("logit", "sum"):
-            row_weights = row_weights if self.rule == "logit" else (row_weights != 0).float()
+        if rule in ("logit", "sum"):
+            row_weights = row_weights if rule == "logit" else (row_weights != 0).float()
             none = torch.zeros(len(logits), len(self.labels), device=device)
             known = (
                 none.index_add(1, label, (row_weights != 0).float()) > 0
@@ -147,9 +148,9 @@ class MixedHead(nn.Module):
         log_weights = torch.where(row_weights > 0, row_weights.clamp_min(1e-30).log(), -torch.inf)
         return logsumexp_by(chances + log_weights, label, len(self.labels))
 
-    def _active_columns(self, pooled_BD: Tensor) -> tuple[dict[str, int], Tensor]:
+    def _active_columns(self, pooled_BD: Tensor, rule: Rule) -> tuple[dict[str, int], Tensor]:
         """Return adapters whose heads are used: adapter -> column of the weights `[B, N]`."""
-        if self.rule == "label_count":
+        if rule == "label_count":
             heads = self._stack.heads
             assert len(heads) == len(pooled_BD), "head rule label_count needs a mixture with each example's head"
             missing = set(heads) - self._stack.states.keys() - self._stack.trainable.keys()

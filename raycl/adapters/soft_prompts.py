@@ -14,8 +14,9 @@ as P', so frozen prompts are plain, and no task id is needed to find a task's ML
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -52,24 +53,50 @@ class PromptForm:
 PLAIN = PromptForm()
 
 
+@dataclass(frozen=True)
+class PromptUse:
+    """How the prompt of an adapter is mixed with others.
+
+    Attributes:
+        concatenated: it stands beside the sum of the others instead of being added to it.
+        order: sorts concatenated prompts.
+        is_here: False: it stands at the other side of texts, where another `MixedPrompts` has it.
+    """
+
+    concatenated: bool = False
+    order: tuple[int, str] = (0, "")
+    is_here: bool = True
+
+
+UseOf = Callable[[str], PromptUse]
+"""Adapter -> how its prompt is used."""
+
+
+def used_alike(how: How, adapter: str) -> PromptUse:
+    """All prompts are added up, or all are concatenated in the order of their adapters' names."""
+    return PromptUse(how == "concat", (0, adapter))
+
+
+ADDED_UP: UseOf = partial(used_alike, "sum")
+
+
 class MixedPrompts(nn.Module):
     """Prompt positions of the active mixture.
 
     Attributes:
         trainable: `[M, P, D]` prompts in training, one for each of the stack's adapters in training; None without.
         gate: `[M]` their factors, where the form has them. mlp_in, mlp_in_bias, mlp_out, mlp_out_bias: see `MLP`.
-        order: adapter -> its position among concatenated prompts, as a number and a name that sort it; without an entry
-            (0, its own name).
-        concatenated: adapters whose prompts are concatenated even where `how` sums the others.
-        elsewhere: adapters whose prompts stand on the other side of the text.
     """
 
-    def __init__(self, stack: AdapterStack, width: int, how: How = "sum") -> None:
+    def __init__(self, stack: AdapterStack, width: int, use_of: UseOf = ADDED_UP) -> None:
+        """Mix the prompts of a stack's adapters.
+
+        Args:
+            width: of a position.
+            use_of: asked in each forward pass for the adapters of the mixture.
+        """
         super().__init__()
-        self.width, self.how = width, how
-        self.concatenated: set[str] = set()
-        self.order: dict[str, tuple[int, str]] = {}
-        self.elsewhere: set[str] = set()
+        self.width, self._use_of = width, use_of
         for name in ("trainable", "gate", *MLP):
             self.register_parameter(name, None)
         self.trainable: nn.Parameter | None
@@ -124,16 +151,17 @@ class MixedPrompts(nn.Module):
         if not prompts:
             return None
         names, weights = plan.mixture.names, plan.weights(rows)
-        apart = {column for column in prompts if self.how == "concat" or names[column] in self.concatenated}
+        uses = {column: self._use_of(names[column]) for column in prompts}
+        apart = [column for column in prompts if uses[column].concatenated]
         if not apart:
             summed_BPD, mask_BP = self._summed(prompts, weights[:, list(prompts)])
             is_even = len({len(prompt) for prompt in prompts.values()}) == 1
             return (summed_BPD, mask_BP) if is_even else _left_padded(summed_BPD, mask_BP)
         parts: list[tuple[Tensor, Tensor]] = []
         if len(apart) < len(prompts):
-            summed = {column: prompt for column, prompt in prompts.items() if column not in apart}
+            summed = {column: prompt for column, prompt in prompts.items() if not uses[column].concatenated}
             parts.append(self._summed(summed, weights[:, list(summed)]))
-        for column in sorted(apart, key=lambda column: self.order.get(names[column], (0, names[column]))):
+        for column in sorted(apart, key=lambda column: uses[column].order):
             parts.append(self._summed({column: prompts[column]}, (weights[:, [column]] != 0).to(weights)))
         return _left_padded(torch.cat([part for part, _ in parts], 1), torch.cat([mask for _, mask in parts], 1))
 
@@ -144,7 +172,7 @@ class MixedPrompts(nn.Module):
         formed_MPD = formed(dict(self.named_parameters())) if is_trained else None
         prompts: dict[int, Tensor] = {}
         for column, name in enumerate(names):
-            if name in self.elsewhere:
+            if not self._use_of(name).is_here:
                 continue
             if name in trainable and formed_MPD is not None:
                 prompts[column] = formed_MPD[trainable.index(name)]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.layer import AttentionQueries, StackedLora, base_dtype, linear_shape
 from raycl.adapters.plan import MixturePlan, gate_of, neighbours, own_form
 from raycl.adapters.pool import RowPool
@@ -42,7 +43,8 @@ class AdapterStack:
         plan: the active mixture, prepared; None for the bare backbone.
         heads: heads of the active mixture (`Mixture.heads`).
         table: which loaded rows belong to which adapter.
-        static: preallocated rows for compiled models, else None.
+        static: preallocated rows of the active mixture, for compiled models; None: its rows are of any number.
+        head_rule: how label heads are mixed while the mixture is active; None: as each head was made.
         dropout: probability on the input of adapters in training.
         activation: activation of all its adapters, which are computed together.
         detach_loaded: no gradient flows through loaded adapters into the layers below them; values stay.
@@ -85,6 +87,7 @@ class AdapterStack:
         self.dropout = 0.0
         self.plan: MixturePlan | None = None
         self.static: StaticRows | None = None
+        self.head_rule: HeadRule | None = None
         self._open = False
         self.heads: tuple[str, ...] = ()
 
@@ -124,7 +127,7 @@ class AdapterStack:
 
     def extend(self, paths: Sequence[str]) -> None:
         """Wrap more linears of the model; loaded adapters stay loaded and have no effect there."""
-        assert not self._open and self.static is None, "a mixture is active, or shapes are fixed: extend before"
+        assert not self._open, "a mixture is active: extend before"
         fresh = [path for path in paths if path not in self.layers]
         if not fresh:
             return
@@ -275,19 +278,29 @@ class AdapterStack:
     # ---- mixtures --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def activate(self, mixture: Mixture | None, copies: int = 1, examples: Tensor | None = None) -> Iterator[None]:
+    def activate(
+        self,
+        mixture: Mixture | None,
+        copies: int = 1,
+        examples: Tensor | None = None,
+        static: StaticRows | None = None,
+        head_rule: HeadRule | None = None,
+    ) -> Iterator[None]:
         """Activate a mixture for everything that runs inside, backward and recomputation included.
 
         Args:
             mixture: None for the bare backbone.
             copies: sequences per example in generation (beams x samples).
             examples: `[P, S]` example of each position, where examples share rows.
+            static: rows at fixed addresses (`preallocate`), which nothing else uses meanwhile; None: of any number.
+            head_rule: how label heads are mixed; None: as each head was made.
 
         Raises:
             AdapterError: an adapter that is unknown or does not fit, or weights that are not finite.
         """
         assert not self._open, "a mixture is active already: deactivate it first, or its backward reads this one"
         self._open, self.heads = True, () if mixture is None else mixture.heads
+        self.static, self.head_rule = static, head_rule
         try:
             self._open_mixture(mixture, copies)
             if self.plan is not None and examples is not None:
@@ -295,18 +308,19 @@ class AdapterStack:
             yield
         finally:
             self.plan, self._open, self.heads = None, False, ()
-            if self.static is not None:
-                self.static.clear()
+            self.static = self.head_rule = None
+            if static is not None:
+                static.clear()
 
     @contextmanager
     def mixture_aside(self) -> Iterator[None]:
         """Set the active mixture aside: inside, the bare backbone computes, or a mixture that is activated there."""
-        held = self.plan, self.static, self._open, self.heads
-        self.plan, self.static, self._open, self.heads = None, None, False, ()
+        held = self.plan, self.static, self.head_rule, self._open, self.heads
+        self.plan, self.static, self.head_rule, self._open, self.heads = None, None, None, False, ()
         try:
             yield
         finally:
-            self.plan, self.static, self._open, self.heads = held
+            self.plan, self.static, self.head_rule, self._open, self.heads = held
 
     def _open_mixture(self, mixture: Mixture | None, copies: int) -> None:
         if mixture is None or not mixture.names:
@@ -352,15 +366,15 @@ class AdapterStack:
             return [name for name in self.states if name in wanted]
         return sorted(names, key=lambda name: self.table.rows[name][0])
 
-    def preallocate(self, rows: int, sequences: int) -> None:
-        """Use fixed shapes for inference from now on, for torch.compile and CUDA graphs.
+    def preallocate(self, rows: int, sequences: int) -> StaticRows:
+        """Return rows for inference at fixed shapes (`activate`), for torch.compile and CUDA graphs.
 
         Args:
             rows: sum of the ranks of all adapters that one batch may use.
             sequences: rows of a batch, beams and samples included.
         """
         assert not self.trainable, "adapters in training change shape: preallocate for inference only"
-        self.static = StaticRows(self.pool, rows, sequences)
+        return StaticRows(self.pool, rows, sequences)
 
     def detach(self) -> None:
         """Put the model's own linears back."""

@@ -5,11 +5,20 @@ models. Does not depend on tasks, streams, methods, or on how gradients are appl
 """
 
 from raycl.backbone.base import Backbone, Output
-from raycl.backbone.load import BackboneConfig, at_commit, identity, load_backbone, load_codec, load_skeleton
+from raycl.backbone.load import (
+    BackboneConfig,
+    BackboneOptions,
+    at_commit,
+    identity,
+    load_backbone,
+    load_codec,
+    load_skeleton,
+)
 
 __all__ = [
     "Backbone",
     "BackboneConfig",
+    "BackboneOptions",
     "Output",
     "at_commit",
     "identity",

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -32,6 +33,7 @@ from raycl.backbone.positions import join_last_states
 from raycl.backbone.pretrained import (
     CONFIG,
     ONE_AT_A_TIME,
+    FetchedFiles,
     commit_of,
     fingerprint_of,
     folder_of,
@@ -186,27 +188,39 @@ def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens
     return HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens, config.chat_template or "", config.bos)
 
 
+@dataclass(frozen=True)
+class BackboneOptions:
+    """What a backbone is loaded for.
+
+    Attributes:
+        learns_texts: texts themselves will be learned: encoder-only models come with the head that guesses hidden
+            words.
+        trains: there will be backward passes, for which torch's fused attention in bfloat16 on a CPU is not made: it
+            takes 4 to 9 times the time of plain products, which need more memory. Inference has it (`inference`).
+        on_host: the weights stay in mapped files, in the dtype of the checkpoint: an engine will move and convert them
+            layer by layer.
+    """
+
+    learns_texts: bool = False
+    trains: bool = False
+    on_host: bool = False
+
+
+FOR_INFERENCE = BackboneOptions()
+
+
 def load_backbone(
     config: BackboneConfig,
     codec: HFCodec,
     device: torch.device,
     seed: int,
-    language: bool = False,
-    trains: bool = False,
-    on_host: bool = False,
+    use: BackboneOptions = FOR_INFERENCE,
 ) -> Backbone:
     """Return weights on `device` in evaluation-ready state; `seed` fixes any weight the checkpoint lacks.
 
     Weights of a checkpoint of the dtype that computes are memory-mapped, as safetensors does it, and on a CPU they stay
     so: all processes of a node have the same pages, but for those that they write to. Moved to a GPU, they leave no
     copy behind.
-
-    Args:
-        language: texts themselves will be learned: encoder-only models come with the head that guesses hidden words.
-        trains: there will be backward passes, for which torch's fused attention in bfloat16 on a CPU is not made: it
-            takes 4 to 9 times the time of plain products, which need more memory. Inference has it (`inference`).
-        on_host: the weights stay in mapped files, in the dtype of the checkpoint: an engine will move and convert them
-            layer by layer.
 
     Raises:
         BackboneError: the model cannot be loaded, or the codec's texts do not fit it.
@@ -221,12 +235,12 @@ def load_backbone(
         dtype = pick_dtype(config.dtype, device)
         if device.type == "cpu" and dtype == torch.bfloat16:
             warn_of_slow_bfloat16(config.name)
-        avoids_fused = trains and device.type == "cpu" and dtype == torch.bfloat16
+        avoids_fused = use.trains and device.type == "cpu" and dtype == torch.bfloat16
         if avoids_fused:
             settings._attn_implementation = "eager"
         options = {
             "config": settings,
-            "dtype": "auto" if on_host else dtype,
+            "dtype": "auto" if use.on_host else dtype,
             "use_safetensors": None if config.allow_pickle else True,
             "trust_remote_code": config.trust_remote_code,
             **quantized(config.quantization, dtype, device),
@@ -234,7 +248,7 @@ def load_backbone(
         torch.manual_seed(seed)
         model = _loader(kind).from_pretrained(where, **options)
         make_consistent(model, dtype)
-        head = _language_head(model, where, options) if language and kind == "encoder" else None
+        head = _language_head(model, where, options) if use.learns_texts and kind == "encoder" else None
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     backbone = _wrap(kind, model, codec, config, head)
@@ -242,7 +256,7 @@ def load_backbone(
     if avoids_fused and getattr(model, "_supports_sdpa", False):
         backbone.inference_attention = "sdpa"
     backbone.inference_by_onednn = device.type == "cpu" and dtype == torch.float32 and prefers_onednn()
-    return backbone if on_host else backbone.to(device)
+    return backbone if use.on_host else backbone.to(device)
 
 
 def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:
@@ -307,7 +321,8 @@ def at_commit(config: BackboneConfig) -> BackboneConfig:
 
 def _folder(config: BackboneConfig, weights: bool = True) -> str:
     """Return the model's files, of one commit whatever is read."""
-    return str(folder_of(config.name, config.revision, config.allow_pickle, config.trust_remote_code, weights))
+    files = FetchedFiles(weights, config.allow_pickle, config.trust_remote_code)
+    return str(folder_of(config.name, config.revision, files))
 
 
 def _settings(folder: str, trusts: bool) -> PretrainedConfig:

@@ -35,7 +35,7 @@ from raycl.bank.manifest import (
     read_bytes,
     snapshot_file,
 )
-from raycl.bank.tensors import DTYPES, dtype_of, pack, unpack, views
+from raycl.bank.tensors import DTYPES, ExpectedAdapter, dtype_of, pack, unpack, views
 from raycl.errors import AlreadyExistsError, BankError, StorageError
 from raycl.storage import Storage
 from raycl.storage.records import Stamp, named_stamps, numbers, stamps
@@ -355,7 +355,7 @@ def unpack_entry(data: Buffer, entry: AdapterManifest | SnapshotAdapter, layout:
     assert shapes is not None, "an entry of a snapshot needs its layout"
     what = f"{entry.name}@{entry.version}"
     settings = (entry.rank, entry.scale, entry.dtype, entry.prompt, entry.labels, entry.activation)
-    return unpack(data, what, shapes, *settings)
+    return unpack(data, what, ExpectedAdapter(shapes, *settings))
 
 
 def info_of(tensors: Mapping[str, Tensor]) -> ObjectInfo:

@@ -254,17 +254,25 @@ def _flat(memory: memoryview) -> Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def unpack(
-    buffer: Buffer,
-    what: str,
-    layout: Layout,
-    rank: int,
-    scale: float,
-    dtype: str,
-    prompt: tuple[int, int] | None,
-    labels: tuple[str, ...],
-    activation: Activation,
-) -> AdapterState:
+@dataclass(frozen=True)
+class ExpectedAdapter:
+    """What the manifest of an adapter says about its tensors.
+
+    Attributes:
+        layout: linear path -> its inputs and outputs.
+        prompt: `(P, D)` of its soft prompt; None: it has none.
+    """
+
+    layout: Layout
+    rank: int
+    scale: float
+    dtype: str
+    prompt: tuple[int, int] | None
+    labels: tuple[str, ...]
+    activation: Activation
+
+
+def unpack(buffer: Buffer, what: str, expected: ExpectedAdapter) -> AdapterState:
     """Return the adapter in `buffer`, checked against its manifest.
 
     Raises:
@@ -272,27 +280,28 @@ def unpack(
     """
     tensors = views(buffer, what)
     linears = {}
-    for path, (inputs, outputs) in layout.items():
+    prompt, labels = expected.prompt, expected.labels
+    for path, (inputs, outputs) in expected.layout.items():
         a, b = _take(tensors, path + A, what), _take(tensors, path + B, what)
         if a.dim() != 2 or b.dim() != 2 or a.shape[1] != inputs or b.shape[0] != outputs or a.shape[0] != b.shape[1]:
             raise BankError(
                 f"{what}, '{path}': A {list(a.shape)} and B {list(b.shape)} are no LoRA of a linear from {inputs} to "
                 f"{outputs}, which its manifest promises"
             )
-        _check_dtype(what, path, a, dtype)
-        _check_dtype(what, path, b, dtype)
+        _check_dtype(what, path, a, expected.dtype)
+        _check_dtype(what, path, b, expected.dtype)
         linears[path] = (a, b)
     state = AdapterState(
         linears,
-        scale,
+        expected.scale,
         _shaped(tensors, PROMPT, prompt, what) if prompt is not None else None,
         labels,
         _shaped(tensors, HEAD_WEIGHT, (len(labels), None), what) if labels else None,
         _shaped(tensors, HEAD_BIAS, (len(labels),), what) if labels else None,
-        activation,
+        expected.activation,
     )
-    if state.rank != rank:
-        raise BankError(f"{what} has rank {state.rank}, its manifest has {rank}")
+    if state.rank != expected.rank:
+        raise BankError(f"{what} has rank {state.rank}, its manifest has {expected.rank}")
     if tensors:
         raise BankError(f"{what} holds tensors that its manifest does not name: {', '.join(sorted(tensors)[:5])}")
     return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.soft_prompts import PLAIN, Form, MixedPrompts, PromptForm
+from raycl.adapters.soft_prompts import PLAIN, Form, MixedPrompts, PromptForm, PromptUse, used_alike
 from raycl.adapters.soft_prompts import How as PromptMixing
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names, query_of
@@ -40,6 +41,25 @@ MlpWidthSetting = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class AdapterForm:
+    """What the adapters of a method are.
+
+    Attributes:
+        targets: roles or regular expressions of linear paths; empty for none.
+        scale: of every update (see `AdapterState`), unless a task has its own.
+        head_rule: how label heads are mixed (`raycl.adapters.head`).
+        activation: between A and B of each adapter.
+        prompts: adapters are soft prompts, mixed in this way; None: they are not.
+    """
+
+    targets: Sequence[str]
+    scale: float
+    head_rule: HeadRule
+    activation: Activation = ""
+    prompts: PromptMixing | None = None
+
+
 class PerTaskAdapter(Method, ABC):
     """One adapter or several for every task; those of earlier tasks never change.
 
@@ -58,41 +78,37 @@ class PerTaskAdapter(Method, ABC):
         config: MethodConfig,
         backbone: Backbone,
         seed: int,
-        targets: Sequence[str],
-        scale: float,
-        head_rule: HeadRule,
-        activation: Activation = "",
-        prompts: PromptMixing | None = None,
+        form: AdapterForm,
     ) -> None:
         """Attach the stack, and where there are any, prompts and label heads.
 
-        Args:
-            targets: roles or regular expressions of linear paths; empty for none.
-            scale: of every update (see `AdapterState`), unless a task has its own.
-            prompts: adapters are soft prompts, mixed in this way; None: they are not.
-
         Raises:
-            BackboneError: `targets` matches no linear.
+            BackboneError: `form.targets` matches no linear.
         """
         super().__init__(config, backbone, seed)
-        paths = linear_names(backbone.model, tuple(targets)) if targets else []
-        self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=activation, query_of=query_of)
-        self.scale = scale
+        paths = linear_names(backbone.model, tuple(form.targets)) if form.targets else []
+        self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=form.activation, query_of=query_of)
+        self.scale = form.scale
         self.owners: dict[str, list[str]] = {}
         self._learned: dict[str, AdapterState] = {}
         self._previous: dict[str, AdapterState] = {}
         self._task = ""
-        if prompts is not None:
+        self._form = form
+        if form.prompts is not None:
             width = int(backbone.model.get_input_embeddings().weight.shape[1])
-            backbone.prefix = MixedPrompts(self.stack, width, prompts)
+            backbone.prefix = MixedPrompts(self.stack, width, self._prompt_use)
         if backbone.head is not None:
-            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), head_rule)
+            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), form.head_rule)
 
     # ---- for subclasses --------------------------------------------------------------------------------------
 
     @abstractmethod
     def _create(self, task: str) -> None:
         """Create the task's trainable adapters (`AdapterStack.begin_training`, prompts, keys)."""
+
+    def _prompt_use(self, adapter: str) -> PromptUse:
+        """How the soft prompt of an adapter is mixed with others."""
+        return used_alike(self._form.prompts or "sum", adapter)
 
     def _number(self) -> int:
         """Seeds differ by this number: of tasks so far."""

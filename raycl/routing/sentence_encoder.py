@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from raycl.backbone.pretrained import ONE_AT_A_TIME, fingerprint_of, folder_of, only_pickled, resolve_path
+from raycl.backbone.pretrained import ONE_AT_A_TIME, FetchedFiles, fingerprint_of, folder_of, only_pickled, resolve_path
 from raycl.backbone.pretrained.position_tables import positions_of
 from raycl.config import Section
 from raycl.errors import RetrievalError, StorageError
@@ -100,7 +100,7 @@ class SentenceEncoder:
         if self._model is None:
             from sentence_transformers import SentenceTransformer
 
-            folder = folder_of(self.config.name, self.config.revision, self.config.allow_pickle)
+            folder = folder_of(self.config.name, self.config.revision, FetchedFiles(pickles=self.config.allow_pickle))
             if not self.config.allow_pickle and (file := only_pickled(folder)) is not None:
                 raise RetrievalError(
                     f"encoder '{self.config.name}' has pickled weights, which can run code: '{file}' has no "

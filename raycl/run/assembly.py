@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from raycl.backbone import identity, load_backbone, load_codec, load_skeleton
+from raycl.backbone import BackboneOptions, identity, load_backbone, load_codec, load_skeleton
 from raycl.data.stream import open_stream
 from raycl.methods.registry import method_class
 from raycl.run.checks import make_modifiers
@@ -42,7 +42,8 @@ def build(
     codec = load_codec(chosen, *config.stream.token_limits)
     stream = open_stream(config.stream, config.seed)
     is_sharded = isinstance(config.engine, FSDPConfig)
-    backbone = load_backbone(chosen, codec, world.device, config.seed, stream.learns_texts, True, is_sharded)
+    use = BackboneOptions(stream.learns_texts, trains=True, on_host=is_sharded)
+    backbone = load_backbone(chosen, codec, world.device, config.seed, use)
     if config.backbone.attention != "auto":
         backbone.use_attention(config.backbone.attention)
     if config.train.packing:

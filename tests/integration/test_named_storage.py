@@ -17,7 +17,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.cli import main
 from raycl.config.addresses import Server, addresses, announce, require_named
 from raycl.errors import ConfigError, DamagedError, RayclError
-from raycl.operations.banks.unlearning import forget
+from raycl.operations.banks.unlearning import RecordedSources, forget
 from raycl.run.banks import find_bank
 from raycl.run.config import from_tree
 from raycl.serve.gate.judge import judge
@@ -75,7 +75,7 @@ def test_the_storage_that_a_bank_names_is_not_asked(
             use()
     assert not elsewhere.asked
     with pytest.raises(RayclError):
-        forget(bank, snapshot, "colour", storage=[elsewhere.uri("")])
+        forget(bank, snapshot, "colour", sources=RecordedSources(storage=[elsewhere.uri("")]))
     assert elsewhere.asked and "AWS4-HMAC-SHA256 Credential=mine/" in elsewhere.asked[0][1], "what was refused"
 
 

@@ -20,7 +20,7 @@ from raycl.bank import Bank
 from raycl.config.trust import Permissions
 from raycl.errors import BackboneError, BankError, ConfigError, RunError
 from raycl.launch import prepared_run
-from raycl.operations.banks.unlearning import forget
+from raycl.operations.banks.unlearning import RecordedSources, forget
 from raycl.operations.sweep.comparison import load_comparison
 from raycl.operations.sweep.definition.sweep_config import load_sweep
 from raycl.run import checks
@@ -149,7 +149,16 @@ def test_a_bank_is_served_with_its_authors_code_where_the_endpoint_allows_it(cus
     service = open_service(config.model_copy(update={"trust_remote_code": True}))
     close_service(service)
     assert custom.ran
-    assert forget(bank, newest, "colour", permissions=Permissions(trust_remote_code=True), scores=False).new == 3
+    assert (
+        forget(
+            bank,
+            newest,
+            "colour",
+            scores=False,
+            sources=RecordedSources(permissions=Permissions(trust_remote_code=True)),
+        ).new
+        == 3
+    )
 
 
 def test_an_endpoints_config_file_cannot_permit_remote_code(tmp_path: Path) -> None:

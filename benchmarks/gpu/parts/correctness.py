@@ -146,11 +146,10 @@ def _mixtures(device: torch.device, kind: str, dtype: torch.dtype) -> Results:
         for name, mixture in mixtures.items():
             with stack.activate(mixture.on(device)):
                 found[name] = _states(kind, model, device)
-        stack.preallocate(ADAPTERS * RANK, ROWS)
+        room = stack.preallocate(ADAPTERS * RANK, ROWS)
         for name, mixture in mixtures.items():
-            with stack.activate(mixture):
+            with stack.activate(mixture, static=room):
                 found[f"{name}, static"] = _states(kind, model, device)
-        stack.static = None
     return found | _gradients(kind, model, stack, device)
 
 

@@ -25,7 +25,7 @@ from benchmarks.gpu.parts.steps import SAME_LOSS, Learner, plain_lora
 from benchmarks.gpu.setup import Case, Setup, check_close, check_equal, ratio
 from benchmarks.gpu.timing import Times
 from benchmarks.step import unlike_batch
-from raycl.backbone import Backbone, BackboneConfig, load_backbone
+from raycl.backbone import Backbone, BackboneConfig, BackboneOptions, load_backbone
 from raycl.backbone.causal import join
 from raycl.backbone.linears.quantization import Quantization
 from raycl.training.engines.fsdp import shard
@@ -90,7 +90,7 @@ class Large:
         """From the files to the device."""
         dtype: Any = str(self.setup.dtype).removeprefix("torch.")
         config = BackboneConfig(name=str(self.folder), dtype=dtype, quantization=quantization)
-        return load_backbone(config, self.base.codec, self.setup.device, 0, trains=True)
+        return load_backbone(config, self.base.codec, self.setup.device, 0, BackboneOptions(trains=True))
 
     def packing(self, seconds: float) -> Iterator[Figure]:
         """Yield the same unlike rows, padded and packed: so many useful tokens in both."""

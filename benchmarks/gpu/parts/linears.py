@@ -7,7 +7,6 @@ The weights of one or two linears fit into the cache of a large GPU, so decoding
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,11 +150,9 @@ def _over_bare(
         "naive": lambda: bench.naive(inputs, mixture),
     }
     rows, tokens = next(iter(inputs.values())).shape[:2]
-    if tokens == 1:  # at fixed addresses, so that a graph can be captured
-        bench.stack.preallocate(len(mixture.names) * RANK, rows)
-    with torch.no_grad(), ExitStack() as opened:
-        opened.callback(setattr, bench.stack, "static", None)
-        opened.enter_context(bench.stack.activate(mixture))
+    # at fixed addresses, so that a graph can be captured
+    room = bench.stack.preallocate(len(mixture.names) * RANK, rows) if tokens == 1 else None
+    with torch.no_grad(), bench.stack.activate(mixture, static=room):
 
         def keep(what: str) -> None:
             results[what] = runs[what]()

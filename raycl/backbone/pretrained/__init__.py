@@ -4,6 +4,7 @@ from raycl.backbone.pretrained.hashes import fingerprint_of, parts_of
 from raycl.backbone.pretrained.loading import ONE_AT_A_TIME
 from raycl.backbone.pretrained.model_files import (
     CONFIG,
+    FetchedFiles,
     commit_of,
     folder_of,
     is_local,
@@ -18,6 +19,7 @@ from raycl.backbone.pretrained.model_files import (
 __all__ = [
     "CONFIG",
     "ONE_AT_A_TIME",
+    "FetchedFiles",
     "commit_of",
     "fingerprint_of",
     "folder_of",

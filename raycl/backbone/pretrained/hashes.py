@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock
 from pydantic import TypeAdapter
 
-from raycl.backbone.pretrained.model_files import folder_of, identity_files, part_files
+from raycl.backbone.pretrained.model_files import FetchedFiles, folder_of, identity_files, part_files
 from raycl.errors import StorageError
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
@@ -46,12 +46,12 @@ def fingerprint_of(name: str, revision: str | None = None, pickles: bool = False
     """Return the SHA-256 over config, tokenizer and weight files.
 
     Args:
-        pickles: see `folder_of`.
+        pickles: see `FetchedFiles`.
 
     Raises:
         BackboneError: it does not exist.
     """
-    folder = folder_of(name, revision, pickles)
+    folder = folder_of(name, revision, FetchedFiles(pickles=pickles))
     digest = hashlib.sha256()
     for file in identity_files(folder):
         digest.update(f"{file.name} {hash_of(file)}\n".encode())
@@ -63,12 +63,12 @@ def parts_of(name: str, revision: str | None = None, pickles: bool = False, code
     tokenizer (with its chat template).
 
     Args:
-        pickles, code: see `folder_of`; the Python files count as config.
+        pickles, code: see `FetchedFiles`; the Python files count as config.
 
     Raises:
         BackboneError: it does not exist.
     """
-    parts = part_files(folder_of(name, revision, pickles, code), code)
+    parts = part_files(folder_of(name, revision, FetchedFiles(pickles=pickles, code=code)), code)
     named = {part: "".join(f"{file.name} {hash_of(file)}\n" for file in files) for part, files in parts.items()}
     return {part: hashlib.sha256(lines.encode()).hexdigest() for part, lines in named.items()}
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -82,17 +83,28 @@ def resolve(name: str) -> str:
     return name
 
 
-def folder_of(
-    name: str, revision: str | None = None, pickles: bool = False, code: bool = False, weights: bool = True
-) -> Path:
+@dataclass(frozen=True)
+class FetchedFiles:
+    """Which files of a hub model are fetched beside config and tokenizer.
+
+    Attributes:
+        weights: safetensors. pickles: with the weights pickled ones too, where there are no safetensors.
+        code: Python files.
+    """
+
+    weights: bool = True
+    pickles: bool = False
+    code: bool = False
+
+
+SAFE_WEIGHTS = FetchedFiles()
+
+
+def folder_of(name: str, revision: str | None = None, files: FetchedFiles = SAFE_WEIGHTS) -> Path:
     """Return the model's files on this machine, all of one commit; of a hub id, those that loading reads are fetched
     first.
 
     A name and revision of the hub are resolved to a commit once in a process.
-
-    Args:
-        pickles: fetch pickled weights where there are no safetensors. code: fetch Python files.
-        weights: fetch weights too; False: config and tokenizer alone.
 
     Raises:
         BackboneError: the model does not exist, or its folder holds an adapter too. OSError: the hub has no such model,
@@ -102,11 +114,11 @@ def folder_of(
     if Path(where).is_dir():
         return _without_adapter(Path(where))
     folder = _described(where, revision)
-    if code:
+    if files.code:
         _download(where, folder.name, CODE)
-    if weights:
+    if files.weights:
         _fetch_weights(where, folder.name)
-        if pickles:
+        if files.pickles:
             _download(where, folder.name, (*LAYER_PICKLES, *(() if _safetensors(folder) else PICKLES)))
     return folder
 

@@ -31,6 +31,7 @@ from raycl.methods.adapters.chosen_by_task import ByTaskConfig, ChosenByTask
 from raycl.methods.base import MethodConfig, State, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import as_peft_draws
+from raycl.methods.per_task_adapter import AdapterForm
 from raycl.types import Batch, Mixture, Phase
 
 
@@ -65,7 +66,7 @@ class Demix(ChosenByTask):
     Config: ClassVar[type[MethodConfig]] = DemixConfig
 
     def __init__(self, config: DemixConfig, backbone: Backbone, seed: int) -> None:
-        super().__init__(config, backbone, seed, config.targets, 1.0, "probability", "relu")
+        super().__init__(config, backbone, seed, AdapterForm(config.targets, 1.0, "probability", "relu"))
         self.starts: dict[str, str] = {}
         self._compared = ""
 

@@ -22,7 +22,7 @@ from raycl.adapters.head import MixedHead
 from raycl.backbone import Backbone
 from raycl.methods.base import MethodConfig, in_head
 from raycl.methods.lora_settings import LoraSettings, as_peft_draws
-from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.types import Batch, Mixture, RouterState
 
 
@@ -59,7 +59,7 @@ class IncLora(PerTaskAdapter):
     Config: ClassVar[type[MethodConfig]] = IncLoraConfig
 
     def __init__(self, config: IncLoraSettings, backbone: Backbone, seed: int) -> None:
-        super().__init__(config, backbone, seed, config.targets, config.alpha / config.rank, "logit")
+        super().__init__(config, backbone, seed, AdapterForm(config.targets, config.alpha / config.rank, "logit"))
         self.stack.detach_loaded = config.stop_grad_old_blocks
 
     def _create(self, task: str) -> None:

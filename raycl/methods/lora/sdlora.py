@@ -40,7 +40,7 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.methods.base import MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.inclora import IncLora, IncLoraSettings
-from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.methods.trained_adapters import end_training
 from raycl.types import AdapterState, Batch, Mixture, RouterState
 
@@ -81,7 +81,9 @@ class SdLora(IncLora):
     revisable: ClassVar[bool] = False  # magnitudes of later tasks were trained beside the task's own
 
     def __init__(self, config: SdLoraConfig, backbone: Backbone, seed: int) -> None:
-        PerTaskAdapter.__init__(self, config, backbone, seed, config.targets, config.alpha / config.rank, "sum")
+        PerTaskAdapter.__init__(
+            self, config, backbone, seed, AdapterForm(config.targets, config.alpha / config.rank, "sum")
+        )
         self.stack.detach_loaded = config.stop_grad_old_blocks
         self.magnitudes = self.router_module = TaskMagnitudes(self.stack.device)
         backbone.add_module("magnitudes", self.magnitudes)

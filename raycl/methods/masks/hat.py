@@ -31,6 +31,7 @@ from raycl.methods.context import TaskContext
 from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, Bounds, HardAttention, Key, freedom
 from raycl.methods.masks.hat_adapter import HatSettings, scale_of
 from raycl.methods.masks.units import parameters_of, units_of
+from raycl.methods.per_task_adapter import AdapterForm
 from raycl.methods.trained_adapters import end_training
 from raycl.types import AdapterState, Batch, Phase
 
@@ -62,7 +63,7 @@ class Hat(ChosenByTask):
         Raises:
             ConfigError: the backbone's layers have no units of this kind.
         """
-        super().__init__(config, backbone, seed, (), 1.0, "probability")
+        super().__init__(config, backbone, seed, AdapterForm((), 1.0, "probability"))
         units = units_of(backbone.model, attention_outputs=True)
         self.units = {one.gate_point: one for one in units}
         self.sides = parameters_of(backbone.model, units)

@@ -30,6 +30,7 @@ from raycl.methods.base import MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, Bounds, HardAttention, Key, annealed, freedom
+from raycl.methods.per_task_adapter import AdapterForm
 from raycl.methods.trained_adapters import end_training
 from raycl.types import AdapterState, Batch, Phase
 
@@ -62,7 +63,7 @@ class HatAdapter(ChosenByTask):
     revisable: ClassVar[bool] = False  # the shared weights hold every task
 
     def __init__(self, config: HatAdapterConfig, backbone: Backbone, seed: int) -> None:
-        super().__init__(config, backbone, seed, config.targets, 1.0, "probability", "relu")
+        super().__init__(config, backbone, seed, AdapterForm(config.targets, 1.0, "probability", "relu"))
         sizes: dict[Key, int] = {}
         for path, layer in self.stack.layers.items():
             sizes[path, "units"] = config.rank

@@ -29,7 +29,7 @@ from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import as_peft_draws
-from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.methods.queries import TextQueries
 from raycl.routing.class_gaussians import COVARIANCE, MEANS, SAMPLE, ClassGaussians, ClassStatistics
 from raycl.routing.statistics.out_of_distribution import sample_rows
@@ -125,11 +125,13 @@ class Epi(PerTaskAdapter):
             config,
             backbone,
             seed,
-            config.targets or TARGETS[config.value],
-            config.alpha / config.rank if is_lora else 1.0,
-            "probability",
-            "softmax" if config.value == "prefix" else "",
-            "sum" if config.value == "prompt" else None,
+            AdapterForm(
+                config.targets or TARGETS[config.value],
+                config.alpha / config.rank if is_lora else 1.0,
+                "probability",
+                "softmax" if config.value == "prefix" else "",
+                "sum" if config.value == "prompt" else None,
+            ),
         )
         self.gaussians = ClassGaussians(config.ridge)
         self._queries = TextQueries(backbone, self.stack)

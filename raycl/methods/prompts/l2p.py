@@ -23,6 +23,7 @@ Where code differs, the authors' for images (google-research/l2p), and for texts
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -30,7 +31,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.soft_prompts import MixedPrompts
+from raycl.adapters.soft_prompts import MixedPrompts, used_alike
 from raycl.backbone import Backbone, Output
 from raycl.methods.base import Learned, Method, MethodConfig, in_head, phase_labels
 from raycl.methods.context import TaskContext
@@ -75,7 +76,7 @@ class L2p(Method):
         words = backbone.model.get_input_embeddings().weight.detach()
         self.stack: AdapterStack = AdapterStack(backbone.model, [])
         self.stack.begin_training(dict.fromkeys(names, 0), 1.0, _nothing)
-        prompts = MixedPrompts(self.stack, int(words.shape[1]), "concat")
+        prompts = MixedPrompts(self.stack, int(words.shape[1]), partial(used_alike, "concat"))
         draw = torch.Generator().manual_seed(seed)
         rows = torch.randint(len(words), (config.pool_size, config.prompt_length), generator=draw)
         prompts.begin_training(words[rows.to(words.device)].float())

@@ -37,7 +37,7 @@ from raycl.backbone import Backbone, Output
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import as_peft_draws
-from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.methods.queries import TextQueries, mean_by_positions
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.task_keys import TaskKeys, Weighting
@@ -123,11 +123,13 @@ class Mocl(PerTaskAdapter):
             config,
             backbone,
             seed,
-            targets,
-            config.alpha / config.rank if config.value == "lora" else 1.0,
-            rule,
-            "softmax" if config.value == "prefix" else "",
-            "sum" if config.value == "prompt" else None,
+            AdapterForm(
+                targets,
+                config.alpha / config.rank if config.value == "lora" else 1.0,
+                rule,
+                "softmax" if config.value == "prefix" else "",
+                "sum" if config.value == "prompt" else None,
+            ),
         )
         width = int(backbone.model.config.hidden_size)
         self.keys = self.router_module = TaskKeys(width, config.weights, config.scale, backbone.device)

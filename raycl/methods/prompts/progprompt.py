@@ -25,10 +25,10 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.soft_prompts import PLAIN, MixedPrompts, PromptForm
+from raycl.adapters.soft_prompts import PLAIN, PromptForm, PromptUse
 from raycl.backbone import Backbone
 from raycl.methods.base import MethodConfig, State
-from raycl.methods.per_task_adapter import MlpWidthSetting, PerTaskAdapter
+from raycl.methods.per_task_adapter import AdapterForm, MlpWidthSetting, PerTaskAdapter
 from raycl.types import Batch, Mixture, RouterState
 
 
@@ -79,24 +79,18 @@ class ProgPrompt(PerTaskAdapter):
 
     def __init__(self, config: ProgPromptConfig, backbone: Backbone, seed: int) -> None:
         self._rule: HeadRule = "label_count" if config.task_id else "probability"  # the head that a mixture names
-        super().__init__(config, backbone, seed, (), 1.0, self._rule, prompts="concat")
         self._places: dict[str, int] = {}
+        super().__init__(config, backbone, seed, AdapterForm((), 1.0, self._rule, prompts="concat"))
 
-    @property
-    def _prompts(self) -> MixedPrompts:
-        assert isinstance(self.backbone.prefix, MixedPrompts), "the adapters are no prompts"
-        return self.backbone.prefix
+    def _prompt_use(self, adapter: str) -> PromptUse:
+        """Prompts stand in front of the text in the order of their numbers, the largest first."""
+        return PromptUse(True, (-self._places.get(adapter, 0), adapter))
 
     def _create(self, task: str) -> None:
         self.stack.begin_training({task: 0}, self.scale, _nothing)
         form = PromptForm(self.config.prompt_form, self.config.prompt_mlp_width)
         self._begin_prompts(1, self.config.prompt_length, form)
-        self._place({task: 1 + max(self._places.values(), default=0)})
-
-    def _place(self, places: Mapping[str, int]) -> None:
-        """Prompts stand in front of the text in the order of these numbers, the largest first."""
-        self._places |= places
-        self._prompts.order |= {name: (-number, name) for name, number in places.items()}
+        self._places[task] = 1 + max(self._places.values(), default=0)
 
     def route(self, batch: Batch) -> Mixture:
         """All prompts, and the task's label head."""
@@ -118,7 +112,7 @@ class ProgPrompt(PerTaskAdapter):
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """The prompts as they were, in their order."""
         learned = dict(values["learned"])
-        self._place({name: number for name, number in values["places"].items() if name in learned})
+        self._places |= {name: number for name, number in values["places"].items() if name in learned}
         super().load_state_dict(values, tensors)
 
 

@@ -33,7 +33,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
-from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec, load_skeleton
+from raycl.backbone import Backbone, BackboneConfig, BackboneOptions, load_backbone, load_codec, load_skeleton
 from raycl.backbone.base import summed_cross_entropy
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.positions import decoder_inputs, logits_at
@@ -163,7 +163,10 @@ class Generator:
         self.backbone, own = backbone, stack if stack is not None and stack.layers else None
         if config.backbone is not None:
             codec = load_codec(config.backbone, 1, 1)
-            self.backbone, own = load_backbone(config.backbone, codec, backbone.device, seed, trains=True), None
+            self.backbone, own = (
+                load_backbone(config.backbone, codec, backbone.device, seed, BackboneOptions(trains=True)),
+                None,
+            )
         self._run_stack, self.stack = own, own
         model = self.backbone.model
         if config.value == "prompt":

@@ -30,7 +30,7 @@ from raycl.generation.task_prompts import TaskPrompts
 from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import as_peft_draws
-from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.methods.pseudo_samples.samples import (
     PseudoSamples,
     Volume,
@@ -75,7 +75,8 @@ class Sapt(PerTaskAdapter):
         is_prompt = config.value == "prompt"
         targets = () if is_prompt else config.targets
         scale = config.alpha / config.rank
-        super().__init__(config, backbone, seed, targets, scale, config.head_rule, prompts="sum" if is_prompt else None)
+        form = AdapterForm(targets, scale, config.head_rule, prompts="sum" if is_prompt else None)
+        super().__init__(config, backbone, seed, form)
         self.config: SaptConfig
         self.stack.detach_loaded = config.stop_grad_old_blocks
         width = int(backbone.model.get_input_embeddings().weight.shape[1])

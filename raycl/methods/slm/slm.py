@@ -28,7 +28,7 @@ from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.per_task_adapter import MlpWidthSetting, PerTaskAdapter, PromptFormSetting
+from raycl.methods.per_task_adapter import AdapterForm, MlpWidthSetting, PerTaskAdapter, PromptFormSetting
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.memory_slots.key_maps import newest_rows, plane, similarity
 from raycl.routing.memory_slots.keys import KeyConfig, check_keys, split_groups
@@ -179,16 +179,8 @@ class Slm(PerTaskAdapter):
         encoder = SentenceEncoder(config.encoder, cache_folder(None) / "queries", device)
         split_groups(torch.zeros(1, encoder.width), config.keys.groups)
         targets = () if is_prompt else config.targets
-        super().__init__(
-            config,
-            backbone,
-            seed,
-            targets,
-            1.0,
-            config.head_rule,
-            activation,
-            config.prompt_mixing if is_prompt else None,
-        )
+        mixing = config.prompt_mixing if is_prompt else None
+        super().__init__(config, backbone, seed, AdapterForm(targets, 1.0, config.head_rule, activation, mixing))
         self.encoder: SentenceEncoder = encoder
         per_group = config.value_layout == "per_group"
         kind: Kind = "discriminant" if config.router == "discriminant" else "keys"

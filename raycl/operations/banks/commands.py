@@ -202,13 +202,15 @@ def _diff(bank: Bank, options: Namespace) -> CommandResult:
 
 
 def _forget(bank: Bank, options: Namespace) -> CommandResult:
-    from raycl.operations.banks.unlearning import forget  # brings the engine, which other commands need not
+    from raycl.operations.banks.unlearning import (  # brings the engine, which other commands need not
+        RecordedSources,
+        forget,
+    )
 
     snapshot = resolve(bank, options.snapshot)
     overrides = options.set + ([f"stream.test_rows={options.rows}"] if options.rows else [])
-    scores, backbone = not options.without_scores, options.backbone or ""
-    permissions, storage = _permissions(options), options.allow_storage
-    done = forget(bank, snapshot, options.task, scores, overrides, backbone, permissions, storage)
+    sources = RecordedSources(overrides, options.backbone or "", _permissions(options), options.allow_storage)
+    done = forget(bank, snapshot, options.task, not options.without_scores, sources)
     pairs = {task: (before, done.after[task]) for task, before in done.before.items()}
     rows = [
         (task, f"{old.value:.1f}", f"{new.value:.1f}", f"{new.value - old.value:+.1f}", old.count)

@@ -51,24 +51,34 @@ class UnlearningResult:
     after: dict[str, Score] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RecordedSources:
+    """Where the data and the backbone of a snapshot are now, and what its author may do here.
+
+    Attributes:
+        overrides: dotted settings of the stream, for data that has moved (`stream.root=...`, `stream.test_rows=200`).
+        backbone: where it is now, if not where it was.
+        permissions: what the snapshot's author may run here.
+        storage: addresses of storage, beside the bank's, at which the snapshot's record may name data.
+    """
+
+    overrides: Sequence[str] = ()
+    backbone: str = ""
+    permissions: Permissions = NONE_GIVEN
+    storage: Sequence[str] = ()
+
+
+AS_RECORDED = RecordedSources()
+
+
 def forget(
-    bank: Bank,
-    snapshot: Snapshot,
-    task: str,
-    scores: bool = True,
-    overrides: Sequence[str] = (),
-    backbone: str = "",
-    permissions: Permissions = NONE_GIVEN,
-    storage: Sequence[str] = (),
+    bank: Bank, snapshot: Snapshot, task: str, scores: bool = True, sources: RecordedSources = AS_RECORDED
 ) -> UnlearningResult:
     """Make a snapshot without `task`: its adapters, their head rows, keys and pseudo samples are gone from it.
 
     Args:
         scores: also evaluate every other task before and after.
-        overrides: dotted settings of the stream, for data that has moved (`stream.root=...`, `stream.test_rows=200`).
-        backbone: present location of the backbone, if it has moved.
-        permissions: code that the snapshot's author may run here.
-        storage: addresses of storage, beside the bank's, at which the snapshot's record may name data.
+        sources: where data and backbone are now.
 
     Raises:
         BankError: the task is unknown or the only one, or shares an adapter with others.
@@ -77,7 +87,7 @@ def forget(
     removed = adapters_of_task(snapshot, task)
     if len(snapshot.tasks) == 1:
         raise BankError(f"'{task}' is the only task of snapshot {snapshot.number}: remove the bank instead")
-    before = evaluate(bank, snapshot, task, overrides, backbone, permissions, storage) if scores else {}
+    before = evaluate(bank, snapshot, task, sources) if scores else {}
     kept = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters if entry.name not in removed]
     forgotten = [*snapshot.provenance.get("forgotten", []), task]
     router, _ = put_router(bank, without(get_router(bank, snapshot), task))
@@ -92,7 +102,7 @@ def forget(
         training=_training_without(bank, snapshot, task, removed),
     )
     now = bank.open(new.number)
-    after = evaluate(bank, now, task, overrides, backbone, permissions, storage) if scores else {}
+    after = evaluate(bank, now, task, sources) if scores else {}
     return UnlearningResult(task, snapshot.number, new.number, removed, before, after)
 
 
@@ -124,13 +134,7 @@ def _config_without(snapshot: Snapshot, task: str) -> dict[str, Any]:
 
 
 def evaluate(
-    bank: Bank,
-    snapshot: Snapshot,
-    without: str = "",
-    overrides: Sequence[str] = (),
-    backbone: str = "",
-    permissions: Permissions = NONE_GIVEN,
-    storage: Sequence[str] = (),
+    bank: Bank, snapshot: Snapshot, without: str = "", sources: RecordedSources = AS_RECORDED
 ) -> dict[str, Score]:
     """Return the score of every task of the snapshot but one, on the data of the run that made it.
 
@@ -138,12 +142,18 @@ def evaluate(
         BankError: the snapshot was not made by a run. ConfigError: it names storage that the caller does not.
         RayclError: backbone or data cannot be read.
     """
-    tree, seed = recorded_data(snapshot, bank.storage.address, overrides, storage, "--allow-storage ADDRESS")
+    tree, seed = recorded_data(
+        snapshot, bank.storage.address, sources.overrides, sources.storage, "--allow-storage ADDRESS"
+    )
     stream = open_stream(configs.validate(StreamConfig, tree["stream"]), seed)
     wanted = {task.name for task in stream.tasks if stream.has_data(task)} & {info.name for info in snapshot.tasks}
     wanted -= {without}
     log.info("snapshot %d:", snapshot.number)
     settings = configs.validate(EvalConfig, tree["eval"])
-    given = {"backbone": backbone or None, "max_batch": settings.batch_size, **asdict(permissions)}
+    given = {
+        "backbone": sources.backbone or None,
+        "max_batch": settings.batch_size,
+        **asdict(sources.permissions),
+    }
     with OfflineModel.open(bank, snapshot, ServeConfig(**settings_here(bank), **given)) as model:
         return score_snapshot(model, stream, [task for task in stream.tasks if task.name in wanted], settings)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
-from raycl.adapters.soft_prompts import MixedPrompts
+from raycl.adapters.soft_prompts import MixedPrompts, PromptUse
 from raycl.adapters.stack import Source
 from raycl.adapters.static import StaticRows
 from raycl.backbone import Backbone
@@ -37,6 +38,9 @@ MARK = "~"
 
 AHEAD_BYTES = 256 * 2**20
 """The most bytes of a snapshot's adapters that are prefetched."""
+
+
+ELSEWHERE = PromptUse(is_here=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +100,11 @@ class LoadedSnapshot(TaskPrompts):
         return self.snapshot.router.settings.get("prompt_mixing") == "concat"
 
     @property
-    def prompt_order(self) -> dict[str, tuple[int, str]]:
-        """Name on the device -> its place among concatenated prompts (`MixedPrompts.order`), the newest first."""
+    def prompt_uses(self) -> dict[str, PromptUse]:
+        """Name on the device -> how its prompt is mixed; of concatenated ones the newest comes first."""
         learned = self.snapshot.router.settings.get("prompt_order", {})
-        return {key: (-learned.get(name, 0), name) for key, name in self.names.items()}
+        apart = self.concatenates_prompts and not self.prompts_follow
+        return {key: PromptUse(apart, (-learned.get(name, 0), name)) for key, name in self.names.items()}
 
     @property
     def prompts_follow(self) -> bool:
@@ -173,6 +178,7 @@ class MultiSnapshotModel:
         self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
         self._sources: dict[str, tuple[Source, str]] = {}
         self._ranks: dict[str, int] = {}
+        self._prompts: dict[str, tuple[bool, PromptUse]] = {}
         self.stack = AdapterStack(backbone.model, [], max_loaded_rows, self._fetch, query_of=query_of)
         self._room: StaticRows | None = None
         self._room_for: object = None
@@ -207,9 +213,7 @@ class MultiSnapshotModel:
             ) from error
         if any(entry.prompt for entry in snapshot.adapters):
             self._place_prompts(loaded)
-        if isinstance(self.backbone.prefix, MixedPrompts) and loaded.concatenates_prompts:
-            self.backbone.prefix.concatenated |= set(loaded.keys.values())
-            self.backbone.prefix.order |= loaded.prompt_order
+        self._prompts |= {key: (loaded.prompts_follow, use) for key, use in loaded.prompt_uses.items()}
         for name, key in loaded.keys.items():
             self._sources.setdefault(key, (loaded.source, name))
         self._ranks |= {loaded.keys[entry.name]: entry.rank for entry in snapshot.adapters}
@@ -220,13 +224,14 @@ class MultiSnapshotModel:
         backbone = self.backbone
         width = int(backbone.model.get_input_embeddings().weight.shape[1])
         if loaded.prompts_follow and backbone.suffix is None:
-            backbone.suffix = MixedPrompts(self.stack, width)
+            backbone.suffix = MixedPrompts(self.stack, width, partial(self._prompt_use, True))
         if not loaded.prompts_follow and backbone.prefix is None:
-            backbone.prefix = MixedPrompts(self.stack, width)
-        for prompts, follows in ((backbone.prefix, False), (backbone.suffix, True)):
-            for snapshot in (*self._all, loaded):
-                if isinstance(prompts, MixedPrompts) and snapshot.prompts_follow != follows:
-                    prompts.elsewhere |= set(snapshot.keys.values())
+            backbone.prefix = MixedPrompts(self.stack, width, partial(self._prompt_use, False))
+
+    def _prompt_use(self, follows: bool, key: str) -> PromptUse:
+        """How an adapter's prompt is used behind texts, or in front of them."""
+        where, use = self._prompts[key]
+        return use if where == follows else ELSEWHERE
 
     def _check_bos(self, snapshot: Snapshot) -> None:
         learned = snapshot.provenance.get("config", {}).get("backbone", {}).get("bos", "tokenizer")
@@ -260,7 +265,7 @@ class MultiSnapshotModel:
                     owner = next(other for other in self._all if key in other.keys.values())
                     self._sources[key] = (owner.source, name)
                 continue
-            del self._sources[key], self._ranks[key]
+            del self._sources[key], self._ranks[key], self._prompts[key]
             if key in self.stack.states:
                 self.stack.drop(key)
 
@@ -322,13 +327,10 @@ class MultiSnapshotModel:
         Args:
             rule: rule of label heads. heads: adapter whose label head answers each example, for rule `label_count`.
         """
-        head = self.backbone.head
-        if isinstance(head, MixedHead):
-            head.rule = rule
-            if rule == "label_count":
-                self.stack.need(tuple(dict.fromkeys(heads)))
+        if isinstance(self.backbone.head, MixedHead) and rule == "label_count":
+            self.stack.need(tuple(dict.fromkeys(heads)))
         self._count(mixture)
-        with self.stack.activate(replace(mixture, heads=tuple(heads))):
+        with self.stack.activate(replace(mixture, heads=tuple(heads)), head_rule=rule):
             yield
 
     @contextmanager
@@ -346,12 +348,8 @@ class MultiSnapshotModel:
         if self._room_for != wanted or (self._room is not None and self._room.rows < rows):
             fresh = StaticRows(self.stack.pool, _power_of_two(rows), len(weights_SN)) if has_layers else None
             self._room, self._room_for, self._room_number = fresh, wanted, self._room_number + 1
-        self.stack.static = self._room
-        try:
-            with self.stack.activate(Mixture(mixture.names, weights_SN)):
-                yield self._room_number
-        finally:
-            self.stack.static = None
+        with self.stack.activate(Mixture(mixture.names, weights_SN), static=self._room):
+            yield self._room_number
 
     def _count(self, mixture: Mixture) -> None:
         loaded = sum(name in self.stack.states for name in mixture.names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead, Rule
-from raycl.adapters.soft_prompts import MLP, MixedPrompts, PromptForm
+from raycl.adapters.soft_prompts import MLP, MixedPrompts, PromptForm, PromptUse, used_alike
 from raycl.adapters.state import combine
 from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.errors import AdapterError
@@ -113,7 +114,7 @@ def prompted(lab: Lab, kind: str, how: Any) -> tuple[Backbone, AdapterStack]:
     width = backbone.model.get_input_embeddings().weight.shape[1]
     for seed, name in enumerate(("a", "b")):
         stack.load(name, AdapterState(prompt=torch.randn(3, width, generator=torch.Generator().manual_seed(seed))))
-    backbone.prefix = MixedPrompts(stack, width, how)
+    backbone.prefix = MixedPrompts(stack, width, partial(used_alike, how))
     backbone.learn_labels(["red", "blue"])
     return backbone, stack
 
@@ -270,7 +271,8 @@ def test_concatenated_prompts_have_an_order_of_their_own(lab: Lab) -> None:
             found.append(prefix(1, torch.device("cpu")))
     assert found[0] is not None and found[1] is not None and torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][0][0, :3], stack.states["a"].prompt)  # type: ignore[arg-type]
-    prefix.order = {"a": (0, "z"), "b": (0, "y")}
+    order = {"a": "z", "b": "y"}
+    prefix = MixedPrompts(stack, prefix.width, lambda name: PromptUse(True, (0, order[name])))
     with stack.activate(Mixture(("a", "b"), torch.ones(1, 2))):
         renamed = prefix(1, torch.device("cpu"))
     assert renamed is not None and torch.equal(renamed[0][0, :3], stack.states["b"].prompt)  # type: ignore[arg-type]
@@ -284,7 +286,7 @@ def test_concatenated_prompts_stand_behind_the_sum_of_the_others(lab: Lab) -> No
         stack.load(name, AdapterState(prompt=prompt))
     prefix = backbone.prefix
     assert isinstance(prefix, MixedPrompts)
-    prefix.concatenated |= {"c", "d"}
+    prefix = MixedPrompts(stack, prefix.width, lambda name: PromptUse(name in "cd", (0, name)))
     own = {name: stack.states[name].prompt for name in "abcd"}
     weights = torch.tensor([[0.5, 0.5, 0.7, 1.0], [0.0, 0.0, 0.0, 1.0], [2.0, 0.0, 0.0, 0.0], [0.0] * 4])
     with stack.activate(Mixture(tuple("abcd"), weights)):

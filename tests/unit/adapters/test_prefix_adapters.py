@@ -148,10 +148,9 @@ def test_every_way_of_running_gives_the_same(kind: str) -> None:
         own = logits(backbone)
         stack.plan.own = None
         torch.testing.assert_close(logits(backbone), own, atol=1e-5, rtol=1e-5)
-    stack.preallocate(rows=8, sequences=4)
-    with torch.no_grad(), stack.activate(mixture):
+    room = stack.preallocate(rows=8, sequences=4)
+    with torch.no_grad(), stack.activate(mixture, static=room):
         torch.testing.assert_close(logits(backbone), expected, atol=1e-5, rtol=1e-5)
-    stack.static = None
     stack.drop("b")
     stack.begin_training({"b": LENGTHS["b"]}, 1.0, lambda low, outputs: None)
     stack.fill({"b": states["b"]})
@@ -190,14 +189,15 @@ def test_generation_attends_at_every_step(kind: str) -> None:
 
 def test_compiled_once_for_all_mixtures() -> None:
     backbone, stack, _ = stacked("llama")
-    stack.preallocate(rows=8, sequences=4)
+    room = stack.preallocate(rows=8, sequences=4)
     torch.compiler.reset()
     compiled = torch.compile(backbone, backend="aot_eager", dynamic=False)
     with torch.no_grad():
-        with stack.activate(Mixture(tuple(LENGTHS), WEIGHTS)):
+        with stack.activate(Mixture(tuple(LENGTHS), WEIGHTS), static=room):
             first = compiled(input_ids=IDS).logits
             torch.testing.assert_close(first, logits(backbone), atol=1e-5, rtol=1e-4)
-        with torch.compiler.set_stance("fail_on_recompile"), stack.activate(Mixture(("b",), torch.ones(4, 1))):
+        one = Mixture(("b",), torch.ones(4, 1))
+        with torch.compiler.set_stance("fail_on_recompile"), stack.activate(one, static=room):
             second = compiled(input_ids=IDS).logits
     assert not torch.allclose(first, second)
 

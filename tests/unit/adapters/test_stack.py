@@ -255,20 +255,21 @@ def test_adapters_that_are_loaded_later_give_the_same_bits_in_any_order_of_use()
 @each_activation
 def test_compiled_once_for_all_mixtures_and_for_adapters_learned_later(activation: Activation) -> None:
     backbone, stack, _states = stacked("llama", activation)
-    stack.preallocate(rows=8, sequences=4)
+    room = stack.preallocate(rows=8, sequences=4)
     torch.compiler.reset()
     compiled = torch.compile(backbone, backend="aot_eager", dynamic=False)
     with torch.no_grad():
-        with stack.activate(mixture()):
+        with stack.activate(mixture(), static=room):
             first = compiled(input_ids=IDS).logits
         with torch.compiler.set_stance("fail_on_recompile"):
-            with stack.activate(Mixture(("b",), torch.ones(4, 1))):
+            with stack.activate(Mixture(("b",), torch.ones(4, 1)), static=room):
                 second = compiled(input_ids=IDS).logits
             stack.drop("a")
             stack.load("later", state(stack, 4, 9))
-            with stack.activate(Mixture(("later", "c"), torch.rand(4, 2))):
+            with stack.activate(Mixture(("later", "c"), torch.rand(4, 2)), static=room):
                 third = compiled(input_ids=IDS).logits
-            bare = compiled(input_ids=IDS).logits
+            with stack.activate(None, static=room):
+                bare = compiled(input_ids=IDS).logits
     plain, twin, _ = stacked("llama", activation)
     with torch.no_grad(), twin.activate(mixture()):
         torch.testing.assert_close(first, logits(plain), atol=1e-5, rtol=1e-4)
@@ -276,7 +277,7 @@ def test_compiled_once_for_all_mixtures_and_for_adapters_learned_later(activatio
     assert not torch.allclose(second, third)
     with pytest.raises(AdapterError, match="room is 8 rows for 4"):
         stack.load("wide", state(stack, 9, 5))
-        with stack.activate(Mixture(("wide",), torch.ones(4, 1))):
+        with stack.activate(Mixture(("wide",), torch.ones(4, 1)), static=room):
             pass
 
 
@@ -355,12 +356,11 @@ def test_every_kernel_equals_the_plain_sum(activation: Activation, form: str, re
     else:
         for name, block in blocks.items():
             stack.load(name, AdapterState({"0": block}, 1.5, activation=activation))
-    if form == "static":
-        stack.preallocate(rows=18, sequences=4)
+    room = stack.preallocate(rows=18, sequences=4) if form == "static" else None
     x, weights = torch.randn(4, 8, 6).double(), torch.zeros(4, 8)
     for row, pair in enumerate(((0.7, -0.4), (0.5, 0.2), (0.0, 1.3), (0.3, 0.1))):
         weights[row, 2 * row : 2 * row + 2] = torch.tensor(pair)
-    with torch.set_grad_enabled(recorded), stack.activate(Mixture(tuple(blocks), weights)):
+    with torch.set_grad_enabled(recorded), stack.activate(Mixture(tuple(blocks), weights), static=room):
         assert stack.plan is not None and (stack.plan.own is not None) is (form in ("shared", "own"))
         stack.plan.own = stack.plan.own if form == "own" else None
         found = net(x)

@@ -9,7 +9,7 @@ import torch
 from tiny import Lab, save_model
 from torch import nn
 
-from raycl.backbone import BackboneConfig, load_backbone, load_codec
+from raycl.backbone import BackboneConfig, BackboneOptions, load_backbone, load_codec
 from raycl.backbone.linears import cpu as cpu_linears
 from raycl.backbone.linears.cpu import by_onednn
 
@@ -44,7 +44,7 @@ def test_only_inference_in_float32_has_them(lab: Lab, tmp_path: Path, monkeypatc
     monkeypatch.setattr("raycl.backbone.load.prefers_onednn", lambda: True)
     for dtype, expected in (("float32", True), ("bfloat16", False)):
         config = BackboneConfig(name=str(lab.model_folder("llama")), dtype=dtype)
-        backbone = load_backbone(config, load_codec(config, 24, 8), CPU, 0, trains=True)
+        backbone = load_backbone(config, load_codec(config, 24, 8), CPU, 0, BackboneOptions(trains=True))
         layer = backbone.model.get_output_embeddings()
         with pytest.raises(RuntimeError, match="an error"), backbone.inference():
             assert ("forward" in vars(layer)) == expected

@@ -21,7 +21,7 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
+from raycl.backbone import Backbone, BackboneConfig, BackboneOptions, load_backbone, load_codec
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.errors import ConfigError
 from raycl.methods.finetune import Finetune
@@ -40,7 +40,7 @@ def loaded(folder: Path, kind: str = "encoder") -> Backbone:
     config = BackboneConfig(name=str(folder), dtype="float32")
     codec = load_codec(config, 24, 4)
     assert codec.kind == kind
-    return load_backbone(config, codec, CPU, 0, language=True).eval()
+    return load_backbone(config, codec, CPU, 0, BackboneOptions(learns_texts=True)).eval()
 
 
 def hidden_batch(mask_id: int) -> Batch:

@@ -30,7 +30,7 @@ from transformers import (
     RobertaModel,
 )
 
-from raycl.backbone import BackboneConfig, base, load_backbone, load_codec, load_skeleton
+from raycl.backbone import BackboneConfig, BackboneOptions, base, load_backbone, load_codec, load_skeleton
 from raycl.backbone.load import known_kind, pick_dtype, wrap_model
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
@@ -255,7 +255,7 @@ def test_attention_in_bfloat16_on_a_cpu_is_the_kind_whose_backward_pass_is_fast(
     for dtype in ("float32", "bfloat16"):
         config = BackboneConfig.model_validate({"name": str(lab.model_folder(kind)), "dtype": dtype})
         for trains in (True, False):
-            backbone = load_backbone(config, load_codec(config, 8, 8), CPU, 0, trains=trains)
+            backbone = load_backbone(config, load_codec(config, 8, 8), CPU, 0, BackboneOptions(trains=trains))
             chosen[dtype, trains] = backbone.model.config._attn_implementation
     assert chosen.pop(("bfloat16", True)) == "eager" and set(chosen.values()) == {"sdpa"}
 
