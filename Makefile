@@ -11,10 +11,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --pro
 OFFLINE := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast contract chaos compat check audit licenses sbom docs docs-run format clean
+.PHONY: help venv demo test test-fast contract chaos compat check audit licenses sbom docs docs-excerpts docs-run format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP)  ## create .venv with everything, pinned by constraints.txt (about 3 minutes, 2.5 GB; again: nothing)
 
@@ -76,6 +76,9 @@ sbom: venv  ## a software bill of materials of what is installed, in CycloneDX's
 
 docs: venv  ## build the documentation into site/, strictly
 	@$(OFFLINE) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-excerpts: venv  ## write the excerpts of the source in docs/extending/ anew
+	@$(BIN)/python docs/excerpts.py
 
 docs-run: venv  ## do every tutorial as printed, and renew the notebook's outputs (about nine minutes; not part of make test)
 	@$(PIP) -q -e '.[notebook]'

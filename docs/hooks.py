@@ -1,7 +1,7 @@
-"""What MkDocs generates and includes: the reference of settings and commands, notebooks, and excerpts of the source.
+"""What MkDocs generates and includes: the reference of settings and commands, notebooks, and pages that lie elsewhere.
 
-A line `::: raycl/routing/routers.py SumRouter` in a page becomes that class of that file, and `::: cluster/README.md`
-becomes the whole file. A file or name that does not exist fails the build.
+A line `::: cluster/README.md` in a page becomes that file; one that does not exist fails the build. Excerpts of the
+source stand in the pages themselves (`docs/excerpts.py`).
 
 A notebook becomes a page by nbconvert, as Markdown: so it has the theme's look, and its links are checked as those of
 all pages. (mkdocs-jupyter would insert HTML that is not checked, with scripts from the network.)
@@ -9,7 +9,6 @@ all pages. (mkdocs-jupyter would insert HTML that is not checked, with scripts f
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import html
 import io
@@ -40,7 +39,7 @@ from raycl.run.config import RunConfig
 from raycl.serve.settings import ServeConfig
 
 REPO = Path(__file__).resolve().parents[1]
-EXCERPT = re.compile(r"^::: (\S+)(?: (\w+))?$", re.MULTILINE)
+INCLUDE = re.compile(r"^::: (\S+\.md)$", re.MULTILINE)
 
 SETTINGS: dict[str, tuple[str, type[Section], str]] = {
     "run": (
@@ -95,8 +94,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put excerpts in."""
-    return EXCERPT.sub(lambda found: excerpt(found[1], found[2]), markdown)
+    """Put files in that lie elsewhere."""
+    return INCLUDE.sub(lambda match: included(match[1]), markdown)
 
 
 def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
@@ -106,25 +105,11 @@ def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
     return page, found["outputs"]
 
 
-def excerpt(path: str, name: str | None) -> str:
-    """A file of the repository, or one top-level definition of a Python file as a block of code."""
+def included(path: str) -> str:
+    """A Markdown file of the repository without its heading."""
     if not (REPO / path).is_file():
         raise PluginError(f"'::: {path}' names no file of the repository: correct the path")
-    text = (REPO / path).read_text(encoding="utf-8")
-    if name is None and path.endswith(".md"):
-        return re.sub(r"^# .*\n", "", text)
-    return f'```python title="{path}"\n{definition(path, text, name) if name else text.rstrip()}\n```'
-
-
-def definition(path: str, text: str, name: str) -> str:
-    """The source of a class, function or assignment at the top level."""
-    lines = text.splitlines()
-    for node in ast.parse(text).body:
-        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
-        if name in [getattr(node, "name", ""), *(getattr(target, "id", "") for target in targets)]:
-            start = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
-            return "\n".join(lines[start - 1 : node.end_lineno])
-    raise PluginError(f"'::: {path} {name}': the file has no top-level '{name}': correct the name")
+    return re.sub(r"^# .*\n", "", (REPO / path).read_text(encoding="utf-8"))
 
 
 def settings_page(title: str, model: type[Section], text: str) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from axes import sampled
-from test_streams import same_run
 from tiny import ENGINES, KINDS, WRITERS, Lab, Stop, fits, run, trace
 from torch import Tensor
 
 from raycl.methods.registry import METHODS, WRAPPERS, method_class
 from raycl.storage import Storage
+from raycl.testing.checks import check_same
 
 SHARED = tuple(name for name in METHODS if name not in WRAPPERS and not method_class(name).own_adapters)
 """Methods that train the same parameters on every task."""
@@ -60,7 +60,7 @@ def test_a_run_stopped_in_the_second_task_continues_the_same(lab: Lab, tmp_path:
     with pytest.raises(Stop):
         run(config, stopped, after=7)
     run(config, stopped)
-    same_run(stopped, whole)
+    check_same(stopped, whole)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from tiny import KINDS, NOT_SERVED, RUNS_BY_KIND, Complete, Done, last_checkpoin
 from raycl.bank import Bank, Snapshot
 from raycl.bank.router_states import get_router
 from raycl.bank.tensor_groups import PUBLISHED
-from raycl.data.loader import eval_batches
 from raycl.errors import BankError
 from raycl.methods.base import under
 from raycl.operations.banks.unlearning import evaluate, forget
+from raycl.testing.checks import check_snapshot
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.routing import PublishedRouter
 from raycl.training.phase.scoring import score_phase
@@ -74,20 +74,9 @@ def test_evaluation_routes_by_the_router_that_is_published(
 def test_a_snapshot_alone_answers_as_the_run_did(complete: Complete, kind: str, method: str) -> None:
     """What is read from the bank is what was trained."""
     done = complete(kind, method, "torch")
-    bank, snapshot = newest(done)
-    if snapshot is None:
+    if newest(done)[1] is None:
         assert method in NOT_SERVED or done.context.method.trains_backbone, "only whole models leave no snapshot"
-        return
-    model = opened(bank, snapshot)
-    codec = model.backbone.codec
-    for task in done.context.stream.tasks:
-        table = done.context.stream.table(task, "test", codec)
-        answers: dict[int, str] = {}
-        for batch in eval_batches(table, None, 0, 1, 4, codec.pad_id):
-            rows = batch.rows.tolist()
-            found = model.predict(batch, table.texts(rows), [task.name] * len(rows), 4)
-            answers |= dict(zip(rows, found, strict=True))
-        assert [answers[row] for row in range(len(table))] == answers_of(done, task.name)
+    check_snapshot(done)
 
 
 def test_a_snapshot_of_two_activations_is_refused(complete: Complete, tmp_path: Any) -> None:
@@ -97,15 +86,6 @@ def test_a_snapshot_of_two_activations_is_refused(complete: Complete, tmp_path: 
     mixed = bank.snapshot(entries, snapshot.backbone, snapshot.router, snapshot.tasks, provenance=snapshot.provenance)
     with pytest.raises(BankError, match=r"activations 'none' \(colour@1\), 'relu' \(animal@1\), but a model"):
         opened(bank, mixed)
-
-
-def answers_of(done: Done, task: str) -> list[str]:
-    """What the run itself answered after its last phase that evaluated the task."""
-    for folder in reversed(done.storage.list("predictions")):
-        if f"{task}.jsonl" in done.storage.list(f"predictions/{folder}"):
-            lines = done.storage.read(f"predictions/{folder}/{task}.jsonl").decode().splitlines()
-            return [json.loads(line)["answer"] for line in lines]
-    raise AssertionError(f"no predictions of {task}")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 from axes import FULL, sampled
-from tiny import ENGINES, KINDS, RUNS, RUNS_BY_KIND, TASKS, Complete, Done, Lab, Stop, exported, matrix, run, trace
+from tiny import ENGINES, KINDS, RUNS, RUNS_BY_KIND, TASKS, Complete, Done, Lab, Stop, matrix, run, trace
 
 from raycl.bank import Bank
 from raycl.errors import StorageError
-from raycl.methods.base import trained_names
 from raycl.operations.banks.maintenance import verify
 from raycl.run.assembly import build
 from raycl.storage import Storage
+from raycl.testing.checks import check_files, check_frozen, check_results, check_resume, check_same
 from raycl.training import recorder, stream_loop
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import TorchEngine
@@ -79,24 +79,10 @@ def stop(*args: Any, **named: Any) -> None:
     raise Stop
 
 
-def same_run(found: Storage, expected: Storage) -> None:
-    """Every number of every step, every score and every exported byte."""
-    assert trace(found) == trace(expected)
-    assert matrix(found) == matrix(expected)
-    assert exported(found) == exported(expected)
-
-
 def test_a_stream_runs_and_fills_its_matrix(done: Done) -> None:
+    check_results(done)
     results = done.storage.read_json("results.json")
-    scores, schedule = matrix(done.storage), done.context.info.tree["stream"]["schedule"]
-    assert results["finished"]
-    assert results["phases"] == (["joint"] if schedule == "joint" else list(TASKS))
-    filled = [[score is not None for score in row] for row in scores]
-    assert filled == ([[True, True]] if schedule == "joint" else [[True, False], [True, True]])
-    if done.context.schedule.one_model_per_task:
-        assert scores[1][0] == scores[0][0], "a task's own model is evaluated once, and its score stands"
     steps = trace(done.storage)
-    assert len(steps) == sum(entry["steps"] for entry in results["phase_times"])
     assert all(entry["resident_memory_mb"] > 0 for entry in results["phase_times"])
     joint_steps = {1: 7, 2: STEPS + STEPS}  # one stored row more fills the last batch of 2 to 3
     assert len(steps) == joint_steps[len(results["phases"])]
@@ -110,11 +96,7 @@ def test_all_engines_give_the_losses_of_plain_torch(complete: Complete, kind: st
 
 
 def test_a_run_stopped_in_the_last_task_resumes_bit_for_bit(done: Done, tmp_path: Path) -> None:
-    storage, steps = Storage.at(tmp_path), len(trace(done.storage))
-    with pytest.raises(Stop):
-        run(done.config, storage, after=steps - 1)
-    run(done.config, storage)
-    same_run(storage, done.storage)
+    check_resume(done, tmp_path, len(trace(done.storage)) - 1)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +109,7 @@ def test_a_run_stopped_in_the_last_task_resumes_bit_for_bit(done: Done, tmp_path
 def test_stopped_anywhere_in_the_first_task(
     complete: Complete, tmp_path: Path, method: str, engine: str, after: int
 ) -> None:
-    done, storage = complete("bert", method, engine), Storage.at(tmp_path)
-    with pytest.raises(Stop):
-        run(done.config, storage, after=after)
-    run(done.config, storage)
-    same_run(storage, done.storage)
+    check_resume(complete("bert", method, engine), tmp_path, after)
 
 
 @pytest.mark.parametrize(("method", "engine"), [*((method, "torch") for method in BETWEEN), ("lora", "zero3")])
@@ -148,7 +126,7 @@ def test_stopped_between_training_and_evaluation(
         assert storage.list("checkpoints")[-1].startswith(f"phase{phase:03d}-step{steps:07d}")
         with pytest.raises(Stop):
             run(done.config, storage, after=0, on_phase=stop)
-    same_run(storage, done.storage)
+    check_same(storage, done.storage)
     assert len(storage.list("trace")) == phases, "what was trained is not trained again"
 
 
@@ -172,7 +150,7 @@ def test_stopped_around_the_export(
     found = verify(Bank(storage.sub("bank")))
     assert found.problems == [] and found.snapshots <= 1, "a half-written publish is invisible"
     run(done.config, storage)
-    same_run(storage, done.storage)
+    check_same(storage, done.storage)
     assert verify(Bank(storage.sub("bank"))).leftovers == []
 
 
@@ -203,7 +181,7 @@ def test_the_next_passes_run_while_a_checkpoint_is_written(
     monkeypatch.setattr(recorder.checkpoints, "begin_checkpoint", begun)
     monkeypatch.setattr(recorder.checkpoints, "write_share", late)
     run(done.config, storage)
-    same_run(storage, done.storage)
+    check_same(storage, done.storage)
     for name in storage.list("checkpoints"):
         mine, other = (read_checkpoint(one, name, partial=True) for one in (storage, done.storage))
         assert all(torch.equal(value, other.optimizer[key]) for key, value in mine.optimizer.items())
@@ -229,7 +207,7 @@ def test_a_crash_or_an_error_while_a_checkpoint_is_written_leaves_the_one_before
         run(done.config, storage)
     assert read_state(storage).checkpoints == names[:after] and storage.list("checkpoints") == names
     run(done.config, storage)
-    same_run(storage, done.storage)
+    check_same(storage, done.storage)
 
 
 @pytest.mark.parametrize("engine", ["torch", "fsdp"])
@@ -239,7 +217,7 @@ def test_full_fine_tuning_copies_no_weights_at_a_tasks_end(
     done, storage = complete("bert", "finetune", engine), Storage.at(tmp_path)
     monkeypatch.setattr(TorchEngine, "parameters", stop)
     run(done.config, storage)
-    same_run(storage, done.storage)
+    check_same(storage, done.storage)
 
 
 @pytest.mark.parametrize(
@@ -253,31 +231,15 @@ def test_stopped_at_the_end_of_a_task(complete: Complete, tmp_path: Path, method
     took = storage.read_json("results.json")["wall_s"]
     again = run(done.config, storage)  # finished: nothing is left to do
     assert again.results()["wall_s"] == took, "reading a finished run takes no time of its own"
-    same_run(storage, done.storage)
+    check_same(storage, done.storage)
 
 
-def test_frozen_weights_keep_every_bit(done: Done, case: tuple[str, str, str]) -> None:
-    fresh = build(done.config, DistributedContext.alone(torch.device("cpu")))[0].backbone
-    learned = set(trained_names(done.context.backbone))
-    first, last = dict(fresh.named_parameters()), dict(done.context.backbone.named_parameters())
-    assert first.keys() == last.keys()
-    frozen = [name for name in first if name not in learned]
-    assert [name for name in frozen if not torch.equal(first[name], last[name])] == []
-    body = [name for name in learned if not name.startswith("head.")]
-    state = done.context.method.state_dict()[1]
-    slots = [value for name, value in state.items() if name.endswith("lora_B")]
-    words = done.context.backbone.model.get_input_embeddings().weight  # prompts begin as some of them
-    prompts = torch.cat([words[:0], *(value for name, value in state.items() if name.endswith("/prompt"))])
-    moved = not bool((prompts[:, None] == words).all(2).any(1).all())
-    changed = any(not torch.equal(first[name], last[name]) for name in body)
-    assert changed or moved or any(bool(value.any()) for value in slots), "nothing was learned at all"
-    assert any(name.startswith("model.") for name in frozen) is not done.context.method.trains_backbone
+def test_frozen_weights_keep_every_bit(done: Done) -> None:
+    check_frozen(done)
 
 
 def test_no_run_writes_pickles_or_moving_names(done: Done) -> None:
-    names = [path.name for path in Path(done.storage.root).rglob("*") if path.is_file()]
-    assert {name.rpartition(".")[2] for name in names} <= {"safetensors", "json", "jsonl"}
-    assert not any("latest" in name for name in names)
+    check_files(done)
 
 
 @pytest.mark.parametrize("method", ["lora", "finetune", "separate"])

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
+import excerpts
 import pytest
-import torch
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
-from torch import nn
 
 from raycl.config.reference import groups
-from raycl.methods.modifier import GradientModifier, Modifiers
 from raycl.operations.banks.commands import COMMANDS
 from raycl.run.config import RunConfig
 
@@ -38,7 +34,7 @@ def test_the_documentation_builds_strictly(tmp_path: Path) -> None:
     assert all(f"<code>{name}</code>" in commands for name in COMMANDS) and "--print-config" in commands
     ready = (tmp_path / "reference/files/index.html").read_text()
     assert [path for path in REPO.glob("jobs/configs/**/*.yaml") if path.name not in ready] == []
-    assert "SumRouter" in (tmp_path / "extending/router/index.html").read_text()
+    assert "RecencyRouter" in (tmp_path / "extending/router/index.html").read_text()
     assert "What raycl does not protect from" in (tmp_path / "security/index.html").read_text()
     notebook = (tmp_path / "tutorials/from-python/index.html").read_text()
     (picture,) = re.findall(r'src="([^"]*from-python_\d+_0\.png)"', notebook)
@@ -48,12 +44,12 @@ def test_the_documentation_builds_strictly(tmp_path: Path) -> None:
     assert all("fonts.googleapis.com" not in page and 'src="http' not in page for page in pages)
 
 
-@pytest.fixture
-def hooks() -> ModuleType:
-    module = ModuleType("hooks")
-    module.__file__ = str(REPO / "docs/hooks.py")
-    exec(compile(Path(module.__file__).read_text(), module.__file__, "exec"), module.__dict__)
-    return module
+def test_excerpts_in_the_pages_are_what_the_source_says() -> None:
+    pages = sorted(excerpts.PAGES.glob("*.md"))
+    stale = [page.name for page in pages if excerpts.filled(page.read_text()) != page.read_text()]
+    assert stale == [], "run `make docs-excerpts`"
+    marks = [line for page in pages for line in page.read_text().splitlines() if "excerpt:" in line]
+    assert len(marks) > 15 and all(re.fullmatch(r"<!-- excerpt: \S+( \w+)? -->", mark) for mark in marks)
 
 
 @pytest.mark.parametrize(
@@ -63,27 +59,9 @@ def hooks() -> ModuleType:
         ("raycl/routing/router.py", "Nobody", "no top-level 'Nobody'"),
     ],
 )
-def test_a_missing_excerpt_fails(hooks: ModuleType, path: str, name: str | None, message: str) -> None:
-    with pytest.raises(hooks.PluginError, match=message):
-        hooks.excerpt(path, name)
-
-
-def test_the_modifier_of_the_recipe_works() -> None:
-    page = (REPO / "docs/extending/modifier.md").read_text()
-    (code,) = re.findall(r"^```python\n(\"\"\".*?)^```", page, re.MULTILINE | re.DOTALL)
-    module = ModuleType("scale")
-    sys.modules["scale"] = module
-    try:
-        exec(compile(code, "scale.py", "exec"), module.__dict__)
-        backbone = nn.Linear(2, 1)
-        backbone.bias.requires_grad_(False)
-        made: GradientModifier = module.Scale(module.ScaleConfig(factor=0.1), SimpleNamespace(backbone=backbone))
-    finally:
-        del sys.modules["scale"]
-    modifiers = Modifiers({"scale": made})
-    modifiers.begin_task(SimpleNamespace(index=0), True, False)  # type: ignore[arg-type]
-    assert modifiers.parameter_names == modifiers.names == ["weight"]
-    assert torch.equal(modifiers("weight", torch.ones(1, 2)), torch.full((1, 2), 0.1))
+def test_a_missing_excerpt_fails(path: str, name: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        excerpts.excerpt(path, name)
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from raycl.data.benchmarks.knowledge import TaskInfo
+from raycl.data.benchmarks.knowledge import PublishedTask
 from raycl.data.benchmarks.orders import Benchmark
-from raycl.data.sources.fields import Row
+from raycl.data.sources.fields import SourceRow
 from raycl.metrics.answers import Metric, mean_best
 from raycl.methods.base import MethodConfig
 from raycl.methods.finetune import Finetune
@@ -85,11 +85,11 @@ class Scale(GradientModifier):
 def upper(file, columns, findings):
     for number, line in file.lines():
         text, _, label = line.partition("|")
-        yield Row(number, text.upper(), (label,))
+        yield SourceRow(number, text.upper(), (label,))
 
 
 half = Metric(mean_best(lambda answer, reference: 0.5))
-order = Benchmark("toy-order", ("one", "two"), known={"one": TaskInfo(("x", "y"), "half", folders=("first",))})
+order = Benchmark("toy-order", ("one", "two"), known={"one": PublishedTask(("x", "y"), "half", folders=("first",))})
 '''
 ADDS: dict[plugins.Kind, dict[str, str]] = {
     "method": {"toy": "toy_pkg:Toy", "around": "toy_pkg:Around", "broken": "toy_pkg.missing:X"},

@@ -1,0 +1,79 @@
+"""A method, a gradient modifier and an optimizer that are in no table, as authors of packages write them."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from raycl.methods.base import MethodConfig
+from raycl.methods.finetune import Finetune
+from raycl.methods.modifier import GradientModifier, ModifierConfig
+from raycl.training.optimizers.base import Group, OptimizerKind, ParameterSpec, StateTensor
+from raycl.types import Phase
+
+
+class ToyConfig(MethodConfig):
+    """All weights, as finetune."""
+
+    name: Literal["toy-finetune"] = "toy-finetune"
+
+
+class Toy(Finetune):
+    """It keeps the contract."""
+
+    Config: ClassVar[type[MethodConfig]] = ToyConfig
+
+
+class ForgetfulConfig(MethodConfig):
+    """Counts steps."""
+
+    name: Literal["forgetful"] = "forgetful"
+
+
+class Forgetful(Finetune):
+    """Its penalty depends on a number that no checkpoint has."""
+
+    Config: ClassVar[type[MethodConfig]] = ForgetfulConfig
+    calls = 0
+
+    def penalty(self, batch: object, output: object) -> Tensor:
+        """Grows from call to call."""
+        self.calls += 1
+        return self.calls * 1e-3 * next(iter(self.backbone.parameters())).square().mean()
+
+
+class ScaleConfig(ModifierConfig):
+    """Gradients times a factor."""
+
+    name: Literal["toy-scale"] = "toy-scale"
+    factor: float = Field(0.5, ge=0, description="what gradients are multiplied by")
+
+
+class Scale(GradientModifier):
+    """All gradients are scaled."""
+
+    Config = ScaleConfig
+
+    def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
+        """All trained parameters are changed."""
+        trained = [name for name, parameter in self.method.backbone.named_parameters() if parameter.requires_grad]
+        self.parameter_names = self.names = tuple(trained)
+
+    def __call__(self, name: str, gradient: Tensor) -> Tensor:
+        """The scaled gradient."""
+        return gradient.mul_(self.config.factor)
+
+
+class Nesterov(OptimizerKind):
+    """Gradient descent with Nesterov's momentum."""
+
+    def build(self, groups: list[Group]) -> Optimizer:
+        """Torch's."""
+        return SGD(groups, lr=self.train.learning_rate, momentum=0.9, nesterov=True)
+
+    def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:
+        """The running sum of gradients."""
+        return {"momentum_buffer": StateTensor(tuple(parameter.shape))}

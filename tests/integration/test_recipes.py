@@ -1,0 +1,152 @@
+"""The package that `docs/extending` prints: it builds, keeps the contracts, and works in the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from recipes import installed_recipes
+from tiny import KINDS, Lab, run, save_tasks, trace
+
+from raycl import plugins
+from raycl.bank import Bank
+from raycl.cli.main import main
+from raycl.data.settings import StreamConfig
+from raycl.data.stream import open_stream
+from raycl.methods.registry import method_class, modifier_class
+from raycl.routing.routers import router_class
+from raycl.run.plugins_list import plugins_list
+from raycl.storage import Storage
+from raycl.testing import check_method, check_modifier, check_optimizer, check_router
+from raycl.training.optimizers.registry import optimizer_class
+from raycl.types import RouterState
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return installed_recipes(tmp_path_factory.mktemp("recipes"))
+
+
+@pytest.fixture
+def package(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(site))
+    return site
+
+
+def raycl(site: Path | None, *words: str) -> subprocess.CompletedProcess[str]:
+    path = [str(REPO), *([str(site)] if site else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-m", "raycl.cli.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=200)
+
+
+@pytest.mark.usefixtures("package")
+def test_all_that_the_package_names_is_found() -> None:
+    usable, problems = plugins_list()
+    assert problems == [] and {plugin.kind for plugin in usable} == set(plugins.KINDS)
+    assert {plugin.source for plugin in usable} == {"my-raycl 0.1.0"}
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(("name", "kind"), [("anchored", "bert"), ("fading", "llama"), ("fading", "bert")])
+def test_the_methods_keep_the_contract(name: str, kind: str) -> None:
+
+    check_method(method_class(name), kinds=(kind,))
+
+
+@pytest.mark.usefixtures("package")
+def test_modifier_optimizer_and_router_keep_their_contracts() -> None:
+
+    check_modifier(modifier_class("scale"), methods=("lora",), kinds=KINDS[:1])
+    check_optimizer(optimizer_class("nesterov"), "nesterov", methods=("lora",))
+    state = RouterState("recency", {"order": ["a", "b"], "decay": 0.5})
+    check_router(router_class(state), "recency", state, {"a": ("a",), "b": ("b",)})
+
+
+@pytest.mark.usefixtures("package")
+def test_records_name_the_package(lab: Lab, tmp_path: Path) -> None:
+    storage = Storage.at(tmp_path)
+    run(lab.config("bert", "fading", modifiers=["scale"], train={"optimizer": "nesterov"}), storage)
+    used = {
+        "method fading": "my-raycl 0.1.0",
+        "modifier scale": "my-raycl 0.1.0",
+        "optimizer nesterov": "my-raycl 0.1.0",
+    }
+    assert storage.read_json("results.json")["versions"].items() >= used.items()
+    snapshot = Bank(storage.sub("bank")).newest()
+    assert snapshot is not None and snapshot.router.package == "my-raycl 0.1.0"
+    assert snapshot.provenance["versions"].items() >= used.items()
+
+
+def test_the_command_line_finds_it_and_says_when_it_is_missing(lab: Lab, site: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    tree = lab.tree("bert", "lora", modifiers=["scale"], train={"optimizer": "nesterov"})
+    config.write_text(yaml.safe_dump({**tree, "method": {"name": "fading"}}))
+    planned = raycl(site, "train", "--print-config", str(config))
+    assert planned.returncode == 0 and "decay: 0.5" in planned.stdout, planned.stderr
+    listed = raycl(site, "plugins")
+    assert listed.returncode == 0 and "recency" in listed.stdout and len(listed.stdout.splitlines()) == 8
+    without = raycl(None, "train", "--print-config", str(config))
+    assert "error: config key 'method' names 'fading': " in without.stderr and without.returncode == 1
+
+
+@pytest.mark.usefixtures("package")
+def test_files_in_the_format_of_the_package_are_learned_and_scored_by_its_metric(lab: Lab, tmp_path: Path) -> None:
+    stream = {"tasks": piped(tmp_path), "cache_dir": str(tmp_path / "cache")}
+    storage = Storage.at(tmp_path / "run")
+    run(lab.config("bert", "anchored", stream=stream), storage)
+    results = storage.read_json("results.json")
+    assert results["finished"] and results["versions"]["format piped"] == "my-raycl 0.1.0"
+    plain = Storage.at(tmp_path / "plain")
+    run(lab.config("bert", "anchored"), plain)
+    assert trace(storage) == trace(plain), "the same rows"
+
+
+@pytest.mark.usefixtures("package")
+def test_an_order_of_the_package_is_found_below_a_root(tmp_path: Path) -> None:
+    for name in ("yelp", "hotel_reviews", "amazon"):
+        (tmp_path / name).mkdir()
+        for split in ("train", "test"):
+            label = "good" if name == "hotel_reviews" else "positive"
+            row = json.dumps({"text": "clean rooms", "label": label})
+            (tmp_path / name / f"{split}.jsonl").write_text(f"{row}\n" * 3)
+    config = StreamConfig(name="reviews", root=str(tmp_path), dev_fraction=0, cache_dir=str(tmp_path / "cache"))
+    tasks = open_stream(config, 0).tasks
+    assert [task.name for task in tasks] == ["yelp", "hotels", "amazon"] and tasks[1].labels == ("good", "bad")
+
+
+def piped(folder: Path) -> list[dict[str, Any]]:
+    """The tasks of the laboratory in the format of the package."""
+    specs = save_tasks(folder / "tasks")
+    for spec in specs:
+        for split in ("train", "test"):
+            file = Path(spec["path"]) / f"{split}.jsonl"
+            rows = map(json.loads, file.read_text().splitlines())
+            file.with_suffix(".piped").write_text("".join(f"{row['text']}|{row['label']}\n" for row in rows))
+            file.unlink()
+        spec |= {"format": "piped", "metric": "prefix"}
+    return specs
+
+
+def test_a_bank_of_the_package_is_served_with_it_alone(
+    lab: Lab, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = Storage.at(tmp_path / "run")
+    run(lab.config("bert", "fading"), storage)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "fire is warm", "label": "red"}\n')
+    bank = str(Path(storage.root) / "bank")
+    assert main(["evaluate", bank, str(rows), "--task", "colour"]) == 0
+    assert "exact_match" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(package)])
+    assert main(["evaluate", bank, str(rows), "--task", "colour"]) == 1
+    words = "router 'recency' comes from package 'my-raycl' 0.1.0, which is not installed here: pip install my-raycl=="
+    assert words in capsys.readouterr().err
