@@ -1,4 +1,4 @@
-"""Which Ray a command uses: the one that is named, or one of its own on this machine, reached by loopback alone.
+"""The Ray of a command: the one that is named, or one of its own on this machine, reached by loopback alone.
 
 A Ray that merely runs on this machine belongs to another command (an endpoint, another run); a command that joined it
 would wait for its CPUs and end with it. So several on one machine are normal, and each one's processes need its
@@ -32,7 +32,7 @@ from raycl.launch.termination import exit_on_sigterm, exits_on_sigterm
 log = logging.getLogger("raycl")
 
 PORTS = range(20_000, 32_000)
-"""Of the head of a Ray of our own: below those that the system hands out, above those of Ray's workers."""
+"""Ports of the head of a command's own Ray: below the system's ephemeral ports, above those of Ray's workers."""
 
 WAIT_S = 10.0
 """Seconds between the log lines of a command that waits for resources."""
@@ -42,7 +42,7 @@ ASK_S = 5
 
 
 def named(address: str | None = None) -> str | None:
-    """The cluster that the config or RAY_ADDRESS names (`ray job submit` sets it); None: start one here."""
+    """Return the cluster that the config or RAY_ADDRESS names (`ray job submit` sets it); None: start one here."""
     found = address or os.environ.get("RAY_ADDRESS")
     return None if found in (None, "", "local") else found
 
@@ -56,7 +56,7 @@ def connect(
     """Join the cluster that is named, or start one here, unless this process has one.
 
     Args:
-        address: from the config. dashboard: of a cluster that is started; None: as Ray likes.
+        address: address in the config. dashboard: dashboard of a cluster that is started; None: Ray's default.
         env_vars: environment variables of all processes that this job starts on the cluster.
 
     Raises:
@@ -89,8 +89,8 @@ def joined(address: str | None, dashboard: bool = False) -> Iterator[None]:
     """Join the cluster that is named, or start one here, unless this process has one; it is left again on exit.
 
     Args:
-        address: from the config. dashboard: start it too; without it Train's cleaner of what a dead trial leaves behind
-            cannot work.
+        address: address in the config. dashboard: start it too; without it Train's cleaner of the remains of dead
+            trials cannot work.
     """
     if ray.is_initialized():
         yield
@@ -141,7 +141,7 @@ class _LateStart:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """What a Ray that starts now, and all of its processes, take from the environment."""
+    """Set the environment of a Ray that starts now, and of its processes."""
     port = free_port()
     values = {
         "RAY_GCS_SERVER_PORT": str(port),
@@ -159,7 +159,7 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These environment variables are set inside."""
+    """Set environment variables inside."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -173,7 +173,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """One of `PORTS` that is free on loopback.
+    """Return one of `PORTS` that is free on loopback.
 
     Raises:
         LaunchError: every one that was tried is taken.
@@ -213,7 +213,7 @@ def log_while_pending(waits: Callable[[], bool], requested: Mapping[str, float],
 
 
 def is_pending(all_of_it: bool = False) -> bool:
-    """Whether a placement group of this process's Ray job has no place yet.
+    """Return whether a placement group of this process's Ray job has no place yet.
 
     Args:
         all_of_it: and none of its groups that take CPUs has one.
@@ -229,13 +229,13 @@ def _cpus(group: Mapping[str, Any]) -> float:
 
 
 def fits(requested: Mapping[str, float]) -> bool:
-    """Whether so much is free now."""
+    """Return whether so much is free now."""
     free = ray.available_resources()
     return all(free.get(name, 0.0) >= amount for name, amount in requested.items())
 
 
 def shortage(requested: Mapping[str, float], lower: str) -> str:
-    """The requested resources, the free ones, and the other jobs of the cluster."""
+    """Return the requested resources, the free ones, and the other jobs of the cluster."""
     free, have = ray.available_resources(), ray.cluster_resources()
     wanted = " and ".join(f"{amount:g} {name}s" for name, amount in requested.items() if amount)
     left = " and ".join(f"{free.get(name, 0):g} of {have.get(name, 0):g} {name}s" for name in requested)

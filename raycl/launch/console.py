@@ -52,7 +52,7 @@ def follow(storage: Storage, label: str = "") -> Iterator[None]:
 
 
 def is_log(name: str) -> bool:
-    """Whether a file of `LOGS` is an attempt's, and no editor's or file manager's."""
+    """Return whether a file of `LOGS` is an attempt's, and no editor's or file manager's."""
     return re.fullmatch(r"attempt-\d{4,}\.txt", name) is not None
 
 
@@ -60,7 +60,7 @@ class PlainFormatter(logging.Formatter):
     """Lines without characters that a terminal obeys."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         return printable(super().format(record))
 
 

@@ -20,7 +20,7 @@ SETUP = ("starting", "preparing")
 
 
 def error_file(driver: str) -> str:
-    """Where on a run's storage an error of ours is left for its driver."""
+    """Return the file in a run's storage in which an error of ours is left for its driver."""
     return f"errors/{driver}.json"
 
 
@@ -42,7 +42,7 @@ class Crashes:
         self, storage: Storage, world: DistributedContext, control: Control, config: Tree, restarts: bool
     ) -> None:
         """Args:
-        config: tree of the run's config. restarts: whether a worker that fails is started again.
+        config: tree of the run's config. restarts: a worker that fails is started again.
         """
         self.storage, self.world, self.control = storage, world, control
         self.config, self.restarts = config, restarts
@@ -95,7 +95,7 @@ class Crashes:
 
 
 def _is_of_setup(error: Exception, activity: str) -> bool:
-    """Whether an exception comes from modules, config or data; stores, devices and networks may fail once."""
+    """Return whether an exception comes from modules, config or data; stores, devices and networks may fail once."""
     if isinstance(error, ImportError | SyntaxError):
         return True
     return activity in SETUP and not isinstance(error, OSError | RuntimeError)

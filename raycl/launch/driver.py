@@ -1,4 +1,4 @@
-"""From a prepared run to its results: workers are started, again and again where needed, until all is learned.
+"""The driver of a prepared run: it starts workers, again where needed, until all is learned.
 
 The outcome is read from the run's own journal, which is more reliable than what a launcher reports.
 """
@@ -30,14 +30,14 @@ class RunOptions:
     """Options of a run that a sweep or a comparison sets.
 
     Attributes:
-        in_process: what the run may use of this process, which is its only worker; None: `launch.mode` decides.
+        in_process: parts of this process, the only worker, that the run may use; None: `launch.mode` decides.
         shared: see `raycl.launch.worker.Worker`, for a run in this process.
         share: runs that share the cluster, where the config does not set the CPUs of a worker.
         label: prefix of the run's progress lines.
         awaits_decision: after every phase but the last, the workers wait for a decision
             (`raycl.training.records.stops.signal`).
         fork_points: number of finished phases -> folder that then gets a fork point.
-        stop: where the host requests that its runs stop.
+        stop: place in which the host requests that its runs stop.
     """
 
     in_process: Resources | None = None
@@ -53,7 +53,7 @@ class Launcher(AbstractContextManager["Launcher"], Protocol):
     """Starts the workers of a run; while it is entered, it holds what they run on.
 
     Attributes:
-        resources: of each worker.
+        resources: resources of each worker.
     """
 
     resources: Resources
@@ -109,7 +109,7 @@ def _launcher(prepared: Prepared, options: RunOptions, here: bool) -> Launcher:
 
 @contextmanager
 def _attempt(prepared: Prepared, options: RunOptions, driver: str) -> Iterator[None]:
-    """Workers of this driver learn the whole stream, or one phase of it where each has fresh ones.
+    """Let workers learn the stream, or one phase of it where each phase has fresh ones.
 
     Raises:
         StoppedError: a signal or the host stopped them. RunError: they ended without a reason.
@@ -131,7 +131,7 @@ def _attempt(prepared: Prepared, options: RunOptions, driver: str) -> Iterator[N
 
 
 def job_of(prepared: Prepared, options: RunOptions, threads: int = 1) -> TrainingJob:
-    """What every worker of a run gets from this process."""
+    """Return what every worker of a run gets from this process."""
     return TrainingJob(
         config=configs.as_tree(prepared.config),
         folder=prepared.storage.address,
@@ -151,7 +151,7 @@ def job_of(prepared: Prepared, options: RunOptions, threads: int = 1) -> Trainin
 
 
 def _resume_point(prepared: Prepared) -> str:
-    """The progress of a stopped run, for its message."""
+    """Return the progress of a stopped run, for its message."""
     newest = read_state(prepared.storage).checkpoints[-1:]
     at = f"checkpoint '{newest[0]}' is the last one" if newest else "before its first checkpoint"
     return f"{prepared.done} of {len(prepared.phases)} tasks are done, {at}"

@@ -34,11 +34,11 @@ class LocalProcess:
     """Launches a run in this process.
 
     Attributes:
-        resources: what the run uses of this process.
+        resources: parts of this process that the run uses.
     """
 
     def __init__(self, prepared: Prepared, options: RunOptions) -> None:
-        """Nothing is started.
+        """Start nothing.
 
         Raises:
             LaunchError: the config asks for a GPU, and there is none.
@@ -76,7 +76,8 @@ class LocalProcess:
 
 
 def own_resources(launch: LaunchConfig) -> Resources:
-    """What a run with `launch.mode=local` uses: all CPUs and a GPU that this process may use, unless the config says.
+    """Return what a run with `launch.mode=local` uses: all CPUs and a GPU that this process may use, unless the config
+    says.
 
     Raises:
         LaunchError: the config asks for a GPU, and there is none.
@@ -105,7 +106,7 @@ def available_cpus() -> int:
 
 @contextmanager
 def in_process_worker() -> Iterator[None]:
-    """A worker inside a process that is not its own: on exit its changes are reverted and its memory is freed."""
+    """Run a worker inside another process; on exit its changes are reverted and its memory is freed."""
     threads = torch.get_num_threads()
     forget_peak()
     try:

@@ -44,12 +44,12 @@ class Prepared:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """What is trained one after another."""
+        """The phases that are trained one after another."""
         return run_config.phases(self.config, self.stream)
 
     @property
     def info(self) -> RunInfo:
-        """What identifies the run."""
+        """The identity of the run."""
         return run_config.info_of(self.config, self.singles, self.replaces)
 
     @property
@@ -132,14 +132,14 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
 
 
 def _continued(config: RunConfig, storage: Storage, state: RunState) -> Prepared:
-    """The run with a config that may follow that of `state`; the next claim records it."""
+    """Return the run with a config that may follow that of `state`; the next claim records it."""
     stream, singles = checks.check(config), checks.read_singles(config)
     check_inputs(storage, state, inputs_of(config, stream))
     return Prepared(config, stream, storage, storage.root.rsplit("/", 1)[-1], singles, state.fingerprint)
 
 
 def run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
-    """Folder, config and state of a run (`ResumeError`: there is none); its data is not looked at."""
+    """Return the folder, config and state of a run (`ResumeError`: there is none); its data is not looked at."""
     storage = run_at(folder)
     state = read_state(storage)
     config = _config_of(storage, state)
@@ -154,18 +154,18 @@ def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) -> RunConfig:
-    """The config, if these overrides allow what it requests (`raycl.config.trust`)."""
+    """Return the config, if these overrides allow what it requests (`raycl.config.trust`)."""
     trust.require(trust.requested(configs.as_tree(config)), overrides, f"the run '{storage.uri}'")
     return config
 
 
 def resume_line(storage: Storage, config: RunConfig) -> str:
-    """Arguments of the job that resume a run."""
+    """Return arguments of the job that resume a run."""
     return resume_arguments(storage, configs.as_tree(config))
 
 
 def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """The config that the run's claims recorded; before the first, and of older versions, its file."""
+    """Return the config that the run's claims recorded; before the first, and of older versions, its file."""
     tree: dict[str, Any] = copy.deepcopy(state.config) or configs.from_yaml(
         storage.read_text(CONFIG), f"{storage.uri}/{CONFIG}"
     )
@@ -175,10 +175,10 @@ def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = (
 
 
 def finish(prepared: Prepared) -> dict[str, Any]:
-    """Results from the journal, written to `results.json`.
+    """Return results from the journal, written to `results.json`.
 
     Raises:
-        ResumeError: what is in the journal is another run's.
+        ResumeError: the journal belongs to another run.
     """
     state = read_state(prepared.storage)
     check_owner(prepared.storage, state, prepared.info)

@@ -33,7 +33,7 @@ FILE = "probe.json"
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """What is measured.
+    """Settings of a measurement.
 
     Attributes:
         rows: test rows of each task. threshold: share of a layer's outputs that are not large.
@@ -52,7 +52,7 @@ class ProbeSettings:
 
 
 def probe(folder: str, settings: ProbeSettings, overrides: Sequence[str] = (), again: bool = False) -> Tree:
-    """The run's `probe.json`; measured unless it is there with the same settings.
+    """Return the run's `probe.json`; measured unless it is there with the same settings.
 
     Args:
         overrides: `key.path=value` of the run's config, such as `stream.root=` where its data lies now.
@@ -77,7 +77,7 @@ def probe(folder: str, settings: ProbeSettings, overrides: Sequence[str] = (), a
 
 
 def _kept(storage: Storage) -> Tree:
-    """What was measured before; {} where nothing was, or its file is damaged."""
+    """Return what was measured before; {} where nothing was, or its file is damaged."""
     try:
         return without_hash(storage.read_json(FILE), f"{storage.uri}/{FILE}") if storage.exists(FILE) else {}
     except StorageError as error:
@@ -106,7 +106,7 @@ def _measured(config: RunConfig, storage: Storage, state: RunState, settings: Pr
 
 
 def _last(config: RunConfig, storage: Storage, state: RunState, world: DistributedContext) -> Checkpoint:
-    """The end of the last phase: its checkpoint, or what the bank keeps of it."""
+    """Return the end of the last phase: its checkpoint, or what the bank keeps of it."""
     bank = open_bank(config.bank, storage)
     objects = TensorObjects(storage, bank.storage)
     published = state.phases[-1].get("bank")

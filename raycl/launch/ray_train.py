@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from raycl.launch.prepared_run import Prepared
 
 DEFAULTS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
-"""How soon the end of a run is seen; Ray's: 2 s."""
+"""Settings under which the end of a run is noticed earlier than Ray's 2 s."""
 
 DEFAULTS_HERE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
-"""On a Ray of this process alone: its nodes end with it and not one by one."""
+"""Settings for a Ray of this process alone, whose nodes end together with it."""
 
 LOOK_S = 0.2
 """Seconds in which the end of a run is seen here, behind that."""
@@ -50,11 +50,11 @@ class RayTrain:
     """Launches a run on the workers of Ray Train.
 
     Attributes:
-        resources: of each worker.
+        resources: resources of each worker.
     """
 
     def __init__(self, prepared: Prepared, options: RunOptions) -> None:
-        """Nothing is started."""
+        """Start nothing."""
         self._prepared, self._options = prepared, options
         self._stack = ExitStack()
 
@@ -77,7 +77,7 @@ class RayTrain:
         self._stack.close()
 
     def work(self, job: TrainingJob) -> None:
-        """One run of Ray Train.
+        """Start one run of Ray Train.
 
         Raises:
             RunError: the workers failed. UnreachableError: the run's store does not answer.
@@ -125,7 +125,7 @@ class RayTrain:
 
 
 def run_job(job: TrainingJob) -> None:
-    """What Ray Train calls in every worker.
+    """Run the job; Ray Train calls this in every worker.
 
     It starts a failed group again, which helps after a crash, not after an error of ours: see `work`.
     """
@@ -191,7 +191,7 @@ class _Kept:
 
 
 def worker_resources(config: RunConfig, share: int = 1) -> Resources:
-    """What each worker gets of the cluster, which so many runs share.
+    """Return what each worker gets of the cluster, which so many runs share.
 
     Raises:
         LaunchError: it can never give that.

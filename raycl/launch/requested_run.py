@@ -1,4 +1,4 @@
-"""Which run `raycl train` starts or continues.
+"""The run that `raycl train` starts or continues.
 
 Settings and places are checked before torch is imported.
 """
@@ -29,7 +29,7 @@ log = logging.getLogger("raycl")
 def prepared(
     file: str | None, overrides: Sequence[str], resume: str | None, added: Sequence[str], revised: str | None
 ) -> Prepared:
-    """The run that these options describe, checked.
+    """Return the run that these options describe, checked.
 
     Args:
         file: a config file. resume: folder of a run.
@@ -56,7 +56,8 @@ def prepared(
 
 
 def _extended(folder: str, added: Sequence[str], overrides: Sequence[str]) -> Prepared:
-    """The run with more tasks; where its branch was rolled back, a new run that learns them from where that is now."""
+    """Return the run with more tasks; where its branch was rolled back, a new run that learns them from where that is
+    now."""
     from raycl.launch import prepared_run
 
     storage, config, state = prepared_run.run_in(folder)
@@ -76,7 +77,7 @@ def _start_at_branch(storage: Storage, config: RunConfig) -> list[str]:
 
 
 def _revision(task: str, resume: str | None) -> list[str]:
-    """Overrides of a run that starts from the bank and learns the task again.
+    """Return overrides of a run that starts from the bank and learns the task again.
 
     A finished run stays as it is: the new one has a folder of its own and starts from the head of its branch.
     """

@@ -1,4 +1,4 @@
-"""What a run has written about itself: journal, heartbeat, results, errors, requests to stop, log.
+"""The files that a run writes: journal, heartbeat, results, errors, requests to stop, log.
 
 The text of `raycl status` and its page share one reading of a run's files.
 """
@@ -29,7 +29,7 @@ class RunFiles:
     """Contents of the run's files.
 
     Attributes:
-        error: what ended the newest attempt, if an error of ours did. stop: the newest request to stop it.
+        error: the error of ours that ended the newest attempt, if any. stop: the newest request to stop it.
         hangs: messages of workers that made no progress.
         log: name of the newest attempt's log, and its lines; both empty before there are any.
         now: when they were read.
@@ -57,7 +57,7 @@ class RunFiles:
 
     @property
     def phases(self) -> int | None:
-        """How many there are in all."""
+        """The total number of phases."""
         found = self.heartbeat.get("phases") or len(self.results.get("phases", ()))
         return int(found) if found else None
 
@@ -72,7 +72,7 @@ class RunFiles:
 
 
 def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles:
-    """The run in a folder.
+    """Return the run in a folder.
 
     Args:
         journal: reads the journal of that folder, and has perhaps done so before.
@@ -113,7 +113,7 @@ def _results(storage: Storage) -> dict[str, Any]:
 
 
 def _json(storage: Storage, name: str) -> dict[str, Any]:
-    """A file that may be absent, or no JSON: it is not needed to continue."""
+    """Return a file that may be absent, or no JSON: it is not needed to continue."""
     try:
         found = storage.read_json(name) if storage.exists(name) else {}
     except StorageError:
@@ -122,7 +122,7 @@ def _json(storage: Storage, name: str) -> dict[str, Any]:
 
 
 def _stop(storage: Storage, drivers: set[str]) -> StopRequest | None:
-    """The newest request to these drivers' workers."""
+    """Return the newest request to these drivers' workers."""
     found: list[StopRequest] = []
     for driver in drivers - {""}:
         try:

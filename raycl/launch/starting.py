@@ -1,4 +1,4 @@
-"""How workers begin a run that starts from a snapshot of a bank (`bank.start`), and score it before a revision."""
+"""Workers' start of a run from a snapshot of a bank (`bank.start`), and its score before a revision."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def scores_of(
     shared: SharedReader | None,
     control: Control,
 ) -> dict[str, Score]:
-    """Score of every task of the stream with the snapshot as it is. Collective; the context is used up.
+    """Return the score of every task of the stream with the snapshot as it is. Collective; the context is used up.
 
     Where each task has a model of its own, the newest task's model is evaluated, and the run's records have the others'
     scores.

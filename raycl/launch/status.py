@@ -19,7 +19,7 @@ from raycl.training.records.progress import TraceReader, clock
 from raycl.training.records.stops.signal import is_stopped
 
 RESTART_S = 120.0
-"""In which Ray Train starts workers again."""
+"""Seconds in which Ray Train restarts workers."""
 
 State = Literal["running", "stopping", "finished", "failed", "stopped", "waiting", "crashed"]
 
@@ -28,12 +28,12 @@ _CHECKPOINT = re.compile(r"phase(\d+)-step(\d+)-")
 
 @dataclass(frozen=True)
 class Status:
-    """How a run is.
+    """The status of a run.
 
     Attributes:
-        state: in one word. message: the same as a sentence.
-        details: what else is known, by a short name, in order.
-        command: what to type next.
+        state: one word. message: the same as a sentence.
+        details: further facts by short names, in order.
+        command: the next command to type.
     """
 
     uri: str
@@ -48,7 +48,7 @@ class Status:
 
 
 def status_of(folder: str) -> Status:
-    """How the run in `folder` (a path or URI) is.
+    """Return how the run in `folder` (a path or URI) is.
 
     Raises:
         ResumeError: there is no run. RunError: its journal is damaged. StorageError: it is out of reach.
@@ -58,7 +58,7 @@ def status_of(folder: str) -> Status:
 
 
 def status_from(files: RunFiles, trace: TraceReader) -> Status:
-    """How the run is that wrote these files and this trace."""
+    """Return how the run is that wrote these files and this trace."""
     state, message = _state(files)
     log, lines = files.log
     details = {
@@ -74,7 +74,7 @@ def status_from(files: RunFiles, trace: TraceReader) -> Status:
 
 
 def _state(files: RunFiles) -> tuple[State, str]:
-    """In one word, and as a sentence."""
+    """Return the state in one word, and as a sentence."""
     if files.is_alive:
         activity = f"{_activity(files.heartbeat)}, last progress {_ago(files.age + files.heartbeat['idle_s'])}"
         return (
@@ -106,7 +106,7 @@ def _crash(files: RunFiles) -> str:
 
 
 def _activity(heartbeat: dict[str, Any]) -> str:
-    """The activity of the workers, as text."""
+    """Return the activity of the workers, as text."""
     activity = heartbeat["activity"]
     if "phase" not in heartbeat:
         return f"{activity}"
@@ -127,7 +127,7 @@ def _tasks(files: RunFiles) -> str:
 
 
 def _last_step(files: RunFiles, trace: TraceReader) -> str:
-    """Of the trace, which is at most `train.log_every_s` older than the run."""
+    """Return the last step of the trace, which is at most `train.log_every_s` older than the run."""
     steps = trace.steps()
     if not steps:
         return ""
@@ -138,7 +138,7 @@ def _last_step(files: RunFiles, trace: TraceReader) -> str:
 
 
 def _resume_point(files: RunFiles) -> str:
-    """From where it continues."""
+    """Return the point at which the run continues."""
     newest = files.state.checkpoints[-1:]
     found = _CHECKPOINT.match(newest[0]) if newest else None
     return f"it continues after step {int(found[2])} of task {int(found[1]) + 1} ({newest[0]})" if found else ""

@@ -23,7 +23,7 @@ log = logging.getLogger("raycl")
 
 CTRL_C = "Ctrl-C"
 ERRORS: dict[str, type[StoppedError]] = {"SIGTERM": StoppedError, CTRL_C: InterruptedRunError}
-"""What came -> the error of a run that it has stopped."""
+"""Signal -> the error of a run that it has stopped."""
 
 REASONS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: CTRL_C}
 
@@ -38,7 +38,7 @@ def exit_on_sigterm() -> None:
 
 
 def exits_on_sigterm() -> bool:
-    """Whether `exit_on_sigterm` is in force."""
+    """Return whether `exit_on_sigterm` is in force."""
     return signal.getsignal(signal.SIGTERM) is _leave
 
 
@@ -47,7 +47,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def stopped_by(reason: str, text: str) -> StoppedError:
-    """The error of a run that was stopped, with the status of what stopped it."""
+    """Return the error of a run that was stopped, with the status of what stopped it."""
     return ERRORS.get(reason, StoppedError)(f"stopped by {reason}, {text}")
 
 
@@ -61,11 +61,11 @@ class StopOnSignal:
     """
 
     def __init__(self, storage: Storage, driver: str, grace_s: float, many: bool = False) -> None:
-        """Nothing is changed yet.
+        """Change nothing yet.
 
         Args:
-            storage: of the run, or of the sweep or comparison of many runs. driver: the process that started the
-                workers. grace_s: seconds that they get. many: the workers belong to runs of a host.
+            storage: storage of the run, or of the sweep or comparison of many runs. driver: the process that started
+                the workers. grace_s: seconds that they get. many: the workers belong to runs of a host.
         """
         self.storage = storage.with_retries(0)  # there is no time to wait for one that is away
         self.driver, self.grace_s, self.many = driver, grace_s, many

@@ -1,4 +1,4 @@
-"""What a worker does with its job: it builds the parts of the run, learns the stream, and writes the run's log."""
+"""A worker's job: it builds the parts of the run, learns the stream, and writes the run's log."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def work(job: TrainingJob, worker: Worker) -> None:
     again. It is written to the run's folder, for its driver and its status, and a new worker ends at once.
 
     Raises:
-        RayclError: what is wrong with the run.
+        RayclError: the run has failed.
     """
     storage, world = job.storage, worker.world
     if storage.exists(error_file(job.driver)):
@@ -101,7 +101,7 @@ def work(job: TrainingJob, worker: Worker) -> None:
 def _begun(
     job: TrainingJob, worker: Worker, config: RunConfig, storage: Storage, control: Control
 ) -> tuple[TrainingContext, OpenEngine]:
-    """The parts of the run; of one that starts from a snapshot, with what that has learned."""
+    """Return the parts of the run; of one that starts from a snapshot, with what that has learned."""
     world = worker.world
     build = partial(assembly.build, config, world, job.singles, job.replaces, job.commit)
     context, open_engine = build()
@@ -115,13 +115,13 @@ def _begun(
 
 
 def _has_begun(storage: Storage) -> bool:
-    """Whether the run has a checkpoint; it has none if it died right after its claim."""
+    """Return whether the run has a checkpoint; it has none if it died right after its claim."""
     state = read_state(storage)
     return bool(state.checkpoints or state.phases)
 
 
 def _close(tracker: Tracker, kind: type[BaseException] | None, error: object, trace: object) -> None:
-    """The process may continue, with another run."""
+    """Release a run's resources, since the process may continue with another run."""
     tracker.close(failed=kind is not None)
 
 
@@ -135,7 +135,7 @@ def _log_earlier(storage: Storage, loop: StreamLoop, driver: str) -> None:
 
 
 def _copy_config(storage: Storage) -> None:
-    """`config.yaml` as the claims have it: a driver whose run is refused may have written its own."""
+    """Write `config.yaml` from the claim, since a driver whose run is refused may have written its own."""
     config = read_state(storage).config
     text = configs.tree_to_yaml(config).encode()
     if config and storage.read(CONFIG) != text:
@@ -172,7 +172,7 @@ class RunLog(logging.Handler):
 
 @contextmanager
 def run_log(storage: Storage, attempt: int) -> Iterator[None]:
-    """Inside, raycl's lines from INFO on go to the attempt's file too."""
+    """Send raycl's log lines from INFO on to the attempt's file as well, inside."""
     handler, level = RunLog(storage, attempt), log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -54,7 +54,7 @@ class MethodConfig(Section):
     """Whether it learns texts themselves (MIGU's table 1, CPT)."""
 
     def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
-        """Settings without effect on the run's backbone, as in `Section.unused_settings`: dotted path and reason.
+        """Yield settings without effect on the run's backbone, as in `Section.unused_settings`: dotted path and reason.
 
         Args:
             has_label_head: the backbone is encoder-only. reason: which backbone it is, and what it lacks.
@@ -63,7 +63,7 @@ class MethodConfig(Section):
             yield from ((name, reason) for name in self.label_head)
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """The settings that can change anything about phase `index`: what is learned, kept or measured in it.
+        """Return the settings that can change anything about phase `index`: what is learned, kept or measured in it.
 
         Runs whose keys agree up to some phase are the same run up to there, bit for bit, and sweeps train that part
         once. Leave out only what provably has no effect; by default nothing is left out.
@@ -78,7 +78,7 @@ class MethodConfig(Section):
         return settings
 
     def settings_by_task(self) -> dict[str, dict[str, Any]]:
-        """Dotted path -> name of a task -> its value."""
+        """Return the dotted path -> name of a task -> its value."""
         found = {path: at(as_tree(self), path) for path in self.by_task}
         return {path: holder[key] for path, (holder, key) in found.items()}
 
@@ -96,17 +96,17 @@ class MethodConfig(Section):
         A pass without gradients costs half of one with them. Evaluation is in no plan.
 
         Args:
-            epochs: of a task.
+            epochs: epochs of a task.
         """
         return 0.0
 
     @property
     def fixed_roles(self) -> tuple[str, ...]:
-        """Roles by which it chooses linears whatever its settings."""
+        """The roles by which it chooses linears whatever its settings."""
         return ()
 
     def prompt_positions(self, tasks: int) -> int:
-        """Positions that soft prompts take beside each text at most.
+        """Return the positions of positions that soft prompts take beside each text at most.
 
         Args:
             tasks: of the run.
@@ -191,7 +191,7 @@ class MethodConfig(Section):
 
 @dataclass
 class Learned:
-    """What a phase gives for use outside the run: adapters with their router, or a whole model.
+    """The result of a phase for use outside the run: adapters with their router, or a whole model.
 
     Attributes:
         adapters: name -> what it holds; they go to the bank.
@@ -201,8 +201,8 @@ class Learned:
         extras: adapter -> kind -> tensors that are kept beside it in the bank (pseudo-samples).
         owners: adapter -> names of its tasks, in the order of learning and of earlier phases too, for methods with
             adapters of their own for each task; {}: all adapters know all tasks so far.
-        router: how adapters are chosen for a text, in the phase's evaluation and in serving.
-        not_served: in one sentence, why nothing of it can be served; "" where it can.
+        router: chooses adapters for a text, in the phase's evaluation and in serving.
+        not_served: one sentence that says why it cannot be served; "" where it can.
     """
 
     adapters: dict[str, AdapterState] = field(default_factory=dict)
@@ -221,13 +221,13 @@ class Method:
         stack: adapters over the backbone, if there are any.
         encoder: the sentence encoder whose embeddings route texts, or None.
         needs_texts: as `MethodConfig.needs_texts`.
-        router_module: what routes and is trained, or None.
-        constraint: what updates of trained parameters must keep, or None.
+        router_module: the trained module that routes, or None.
+        constraint: property that updates of trained parameters must keep, or None.
         task_id_given: evaluation gives the task id of each text (schedule `separate`).
         is_wrapped: a method around it may train it on rows of earlier tasks beside those of a task.
         local_adaptation: evaluation adapts weights to each text before it is answered; None: it does not.
         transforms_gradients: it has a `transform_gradients` of its own.
-        mixes_gradients: what that gives for one value depends on others too, so it must be given whole gradients.
+        mixes_gradients: its result for one value depends on other values, so it needs complete gradients.
         adds_penalty: it has a `penalty` of its own.
 
     Class attributes:
@@ -269,31 +269,32 @@ class Method:
         self.adds_penalty = type(self).penalty is not Method.penalty
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Before any work, with all tasks of the stream: can they be learned, and is what they need there?
+        """Check before any work that all tasks of the stream can be learned, and that their inputs exist.
 
         Raises:
             RayclError: the first thing that is wrong.
         """
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """Before the first batch: create parameters, and set `requires_grad` of all.
+        """Create parameters before the first batch, and set `requires_grad` of all.
 
         With `context.resumed` parameters have their values already; only `requires_grad` is set then.
         """
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Per micro-batch of training: mix rows into it."""
+        """Mix rows into a micro-batch of training."""
         return batch
 
     def route(self, batch: Batch) -> Mixture | None:
-        """Per micro-batch of training, without side effects: each example's adapters and weights; None: no adapters.
+        """Return each example's adapters and weights, for every micro-batch of training, without side effects; None: no
+        adapters.
 
         Evaluation and serving ask the router that `end_task` returns.
         """
         return None
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """Per micro-batch, after forward: a scalar that is added to the mean task loss; None for nothing.
+        """Return a scalar that is added to the mean task loss of a micro-batch after forward; None for nothing.
 
         Micro-batches count by their share of the step's loss positions. So a penalty that does not depend on the
         batch is added exactly once a step, whatever the accumulation and the number of workers.
@@ -305,11 +306,12 @@ class Method:
         return gradients
 
     def end_task(self, context: TaskContext) -> Learned | None:
-        """After the last step: freeze and keep what was learned (`context.parameters`), and return what to publish."""
+        """Freeze and keep the learned parameters after the last step (`context.parameters`); returns what to
+        publish."""
         return None
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """JSON-able: the summary in the results of the phase that has just ended.
+        """Return the JSON-able summary in the results of the phase that has just ended.
 
         Args:
             observed: task -> mean weights of its evaluated texts before pruning (`Mixture.unpruned`).
@@ -317,7 +319,8 @@ class Method:
         return {}
 
     def state_dict(self) -> State:
-        """State beside the learned parameters (`trained_names`): values that shape the model, and frozen tensors."""
+        """Return state beside the learned parameters (`trained_names`): values that shape the model, and frozen
+        tensors."""
         return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}, TensorGroups()
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -328,7 +331,7 @@ class Method:
 
 
 def at(tree: Tree, path: str) -> tuple[Tree, str]:
-    """The section of a tree that holds a setting, and its key there."""
+    """Return the section of a tree that holds a setting, and its key there."""
     *sections, key = path.split(".")
     for section in sections:
         tree = tree[section]
@@ -336,19 +339,19 @@ def at(tree: Tree, path: str) -> tuple[Tree, str]:
 
 
 def activate(method: Method, mixture: Mixture | None) -> AbstractContextManager[None]:
-    """A routed mixture for all that runs inside: forward, backward with its recomputation, generation."""
+    """Return a routed mixture for all that runs inside: forward, backward with its recomputation, generation."""
     return nullcontext() if method.stack is None else method.stack.activate(mixture)
 
 
 def activate_batch(method: Method, batch: Batch) -> AbstractContextManager[None]:
-    """The mixture of a batch, as `Method.route` gives it, for the rows that the backbone makes of it."""
+    """Return the mixture of a batch, as `Method.route` gives it, for the rows that the backbone makes of it."""
     if method.stack is None:
         return nullcontext()
     return method.stack.activate(method.route(batch), examples=method.backbone.examples_in_rows(batch))
 
 
 def activate_trainable(method: Method, examples: int) -> AbstractContextManager[None]:
-    """Every trainable adapter with weight 1, for passes in which parameters matter and data does not."""
+    """Return every trainable adapter with weight 1, for passes in which parameters matter and data does not."""
     stack, module = method.stack, method.router_module
     if stack is None:
         return nullcontext()
@@ -365,17 +368,17 @@ def _parameters(module: RouterModule) -> Iterator[Tensor]:
 
 
 def trained_names(backbone: Backbone) -> list[str]:
-    """Names of the parameters that are trained; between phases, of those that later phases train on."""
+    """Return names of the parameters that are trained; between phases, of those that later phases train on."""
     return [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
 
 
 def phase_labels(phase: Phase) -> list[str]:
-    """All labels of a phase's tasks in order, without repeats."""
+    """Return all labels of a phase's tasks in order, without repeats."""
     return list(dict.fromkeys(label for task in phase.tasks for label in task.labels or ()))
 
 
 def check_prompts(method: str, tasks: Sequence[Task]) -> None:
-    """Whether each task has prompts, for methods that route by them.
+    """Check that each task has prompts, for methods that route by them.
 
     Raises:
         ConfigError: a task whose next words are learned has none.
@@ -389,7 +392,8 @@ def check_prompts(method: str, tasks: Sequence[Task]) -> None:
 
 
 def in_head(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter of the backbone is the label head's and holds anything (it does not without labels)."""
+    """Return whether a parameter of the backbone is the label head's and holds anything (it does not without
+    labels)."""
     return name.startswith("head.") and parameter.numel() > 0
 
 
@@ -405,7 +409,7 @@ def unpacked(
     activation: Activation = "",
     kind: str = "slot",
 ) -> dict[str, AdapterState]:
-    """Back from what `packed` gave; tensors of what was read from a checkpoint are created when they are used.
+    """Invert `packed`; tensors of a checkpoint are created when they are used.
 
     Args:
         labels: adapter -> labels of its head rows, in the order in which they were learned.
@@ -422,7 +426,7 @@ def unpacked(
 
 
 def under(start: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The tensors whose names begin with `start`, by the rest of their names."""
+    """Return the tensors whose names begin with `start`, by the rest of their names."""
     if isinstance(tensors, TensorGroups):
         return tensors.under(start)
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

@@ -1,4 +1,5 @@
-"""What a method may declare in addition to its hooks; engines, the evaluator and passes for parameters act on it."""
+"""Capabilities that a method may declare in addition to its hooks, for engines, the evaluator and passes for
+parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ class RouterModule(Protocol):
     """A module that routes and is trained with the adapters."""
 
     def zero(self, examples: int) -> Tensor:
-        """`[examples, 1]` zeros in whose graph every trained parameter of the module takes part."""
+        """Return `[examples, 1]` zeros in whose graph every trained parameter of the module takes part."""
         ...
 
 
 class Constraint(Protocol):
-    """What updates of some trained parameters must keep; engines apply it after each update of the optimizer."""
+    """A constraint on updates of some trained parameters, which engines apply after each update of the optimizer."""
 
     @property
     def names(self) -> Collection[str]:
@@ -28,7 +29,8 @@ class Constraint(Protocol):
         ...
 
     def __call__(self, name: str, before: Tensor, after: Tensor) -> Tensor:
-        """The value that the parameter gets, of the whole values before and after the optimizer's update, in float32.
+        """Return the value that the parameter gets, of the whole values before and after the optimizer's update, in
+        float32.
 
         The same on all workers.
         """
@@ -55,8 +57,9 @@ class LocalAdaptation(Protocol):
     """Weights are trained on a text's neighbours before it is answered, and are then as they were before.
 
     Attributes:
-        steps: gradient steps. rate: length of a step. momentum: of the steps; each text begins without any.
-        weight: of the squared distance to the trained weights.
+        steps: number of gradient steps. rate: length of a step. momentum: momentum of steps; each text begins without
+            any.
+        weight: weight of the squared distance to the trained weights.
     """
 
     @property

@@ -16,7 +16,7 @@ from raycl.data.tokens import HeldRows, Split, TokenRows, TokenTable
 from raycl.types import Batch, Phase, Task, TextCodec
 
 Quantity = Literal["loss", "outputs"]
-"""What a row's gradient is of: its mean task loss, or the sum of the logits of its true label or tokens."""
+"""The function of a row's gradient: its mean task loss, or the sum of the logits of its true label or tokens."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Step:
     Attributes:
         index: counted from 0 in the phase.
         seed: the same on all workers.
-        micro_batches: of this worker.
+        micro_batches: micro-batches of this worker.
     """
 
     index: int = 0
@@ -35,10 +35,10 @@ class Step:
 
 
 class PhaseWorker(Protocol):
-    """What the trainer provides: passes over data that need the model, and sums over all workers."""
+    """Operations of the trainer: passes over data that need the model, and sums over all workers."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all workers, in place."""
+        """Return the sum over all workers, in place."""
         ...
 
     def forward_pass(self, before: Callable[[Batch], None], examples: int | None) -> None:
@@ -46,13 +46,13 @@ class PhaseWorker(Protocol):
         ...
 
     def mean_loss(self, examples: int | None) -> float:
-        """Mean task loss on the phase's first training rows, without gradients."""
+        """Return the mean task loss on the phase's first training rows, without gradients."""
         ...
 
     def gate_gradients(
         self, gates: Sequence[Tensor], loss: Callable[[Batch], Tensor], examples: int | None
     ) -> list[Tensor]:
-        """Gradients of a loss, summed over the phase's first training rows, with regard to gates."""
+        """Return gradients of a loss, summed over the phase's first training rows, with regard to gates."""
         ...
 
     def visit(self, read: Callable[[Batch], None]) -> None:
@@ -60,13 +60,13 @@ class PhaseWorker(Protocol):
         ...
 
     def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
-        """Gradients of the mean task loss on these rows."""
+        """Return gradients of the mean task loss on these rows."""
         ...
 
     def row_gradients(
         self, rows: Sequence[tuple[Task, Indices]], of: Quantity
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Gradients on each of this worker's share of these rows alone."""
+        """Yield gradients on each of this worker's share of these rows alone."""
         ...
 
 
@@ -102,29 +102,29 @@ class TaskContext:
     worker: PhaseWorker | None = field(default=None, repr=False)
 
     def tables(self, split: Split) -> list[TokenTable]:
-        """The token table of each of the phase's tasks that has rows in `split`."""
+        """Return the token table of each of the phase's tasks that has rows in `split`."""
         tasks = [task for task in self.phase.tasks if len(self.stream.rows(task, split))]
         return [self.stream.table(task, split, self.codec) for task in tasks]
 
     def count(self, split: Split) -> int:
-        """Rows of all its tasks."""
+        """Return rows of all its tasks."""
         return sum(map(len, self.tables(split)))
 
     def prompts(self, task: Task, texts: Sequence[str], instruction: str | None = None) -> list[list[int]]:
-        """Prompt ids of texts with the task's template, cut as its own rows are.
+        """Return the prompt ids of texts with the task's template, cut as its own rows are.
 
         Args:
-            instruction: in the place of the task's own; see `takes_instruction`.
+            instruction: replaces the task's own; see `takes_instruction`.
         """
         prompt = self.stream.prompt(task, self.codec, instruction)
         return fit_sources(texts, prompt, self.codec, self.stream.limits(task, self.codec).source)[0]
 
     def instruction(self, task: Task) -> str:
-        """The instruction in the task's prompts; "" where they have none."""
+        """Return the instruction in the task's prompts; "" where they have none."""
         return self.stream.instruction(task, self.codec)
 
     def takes_instruction(self, task: Task, instruction: str) -> bool:
-        """Whether prompts with this instruction leave room for a text."""
+        """Return whether prompts with this instruction leave room for a text."""
         limit = self.stream.limits(task, self.codec).source
         return leaves_room(self.stream.prompt(task, self.codec, instruction), self.codec, limit)
 
@@ -133,7 +133,8 @@ class TaskContext:
         return self.stream.limits(task, self.codec).target
 
     def targets(self, task: Task, answers: Sequence[str]) -> list[list[int]]:
-        """Ids of answers of a task, written and cut as those of its rows; empty lists for encoder-only backbones."""
+        """Return ids of answers of a task, written and cut as those of its rows; empty lists for encoder-only
+        backbones."""
         return self.stream.answer_ids(task, answers, self.codec)
 
     def stored_rows(self, task: Task, share: float = 1.0, limit: int | None = None) -> Indices:
@@ -149,11 +150,11 @@ class TaskContext:
         self.added.append(rows)
 
     def generator(self, offset: int = 0) -> torch.Generator:
-        """A random stream that depends on the phase and the offset alone."""
+        """Return a random stream that depends on the phase and the offset alone."""
         return torch.Generator().manual_seed(offset + self.phase.index)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all workers, in place. Collective."""
+        """Return the sum of a tensor over all workers, in place. Collective."""
         return tensor if self.worker is None else self.worker.sum(tensor)
 
     def forward_pass(self, before: Callable[[Batch], None], examples: int | None = None) -> None:
@@ -169,7 +170,8 @@ class TaskContext:
         self.worker.forward_pass(before, examples)
 
     def mean_loss(self, examples: int | None = None) -> float:
-        """Mean task loss on the phase's training rows, by the model as it is and the method routes them. Collective.
+        """Return the mean task loss on the phase's training rows, by the model as it is and the method routes them.
+        Collective.
 
         Args:
             examples: so many rows at most, over all workers; None: each row once.
@@ -180,11 +182,12 @@ class TaskContext:
     def gate_gradients(
         self, gates: Sequence[Tensor], loss: Callable[[Batch], Tensor], examples: int | None = None
     ) -> list[Tensor]:
-        """Gradients with regard to virtual gates (`raycl.backbone.gates`), summed over the phase's rows. Collective.
+        """Return gradients with regard to virtual gates (`raycl.backbone.gates`), summed over the phase's rows.
+        Collective.
 
         Args:
             gates: leaves that require gradients, open around this call: recomputation reads them after `loss` too.
-            loss: of a batch, summed over its examples.
+            loss: loss of a batch, summed over its examples.
             examples: so many rows at most, over all workers; None: each row once.
         """
         assert self.worker is not None, "gradients need a trainer"
@@ -200,7 +203,7 @@ class TaskContext:
         self.worker.visit(read)
 
     def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
-        """Gradients of the mean task loss on training rows of any tasks, at the present parameters. Collective.
+        """Return gradients of the mean task loss on training rows of any tasks, at the present parameters. Collective.
 
         Methods that call it set `Method.computes_gradients`.
 
@@ -213,7 +216,7 @@ class TaskContext:
     def row_gradients(
         self, rows: Sequence[tuple[Task, Indices]], of: Quantity = "loss"
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Gradients on each row alone, at the present parameters and without dropout; one pass for each row.
+        """Yield gradients on each row alone, at the present parameters and without dropout; one pass for each row.
 
         Every worker is given its own share of the rows; what it makes of them can be summed with `sum`. Methods that
         call it set `Method.computes_gradients`.

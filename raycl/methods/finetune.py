@@ -25,13 +25,13 @@ class Finetune(Method):
     compiles = True
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """All parameters are trained; the head gains the phase's labels."""
+        """Train all parameters, and add the phase's labels to the head."""
         self.backbone.learn_labels(phase_labels(phase))
         for parameter in self.backbone.parameters():
             parameter.requires_grad_(parameter.numel() > 0)  # a label head without labels is nothing to train
 
     def end_task(self, context: TaskContext) -> Learned:
-        """The whole model under its Hugging Face names, the label head beside it."""
+        """Return the whole model under its Hugging Face names, the label head beside it."""
         exported = {self.backbone.exported_name(name): tensor for name, tensor in context.parameters.items()}
         head = self.backbone.head
         return Learned(model=exported, labels=[] if head is None else list(head.labels))

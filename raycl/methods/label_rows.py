@@ -11,18 +11,18 @@ from raycl.backbone import Backbone
 
 
 def known_labels(backbone: Backbone) -> list[str]:
-    """Labels of the head's rows; none where there is no head."""
+    """Return labels of the head's rows; none where there is no head."""
     return [] if backbone.head is None else list(backbone.head.labels)
 
 
 def in_present_rows(
     kept: Mapping[str, Tensor], labels: Sequence[str], backbone: Backbone, axis: int = 0
 ) -> dict[str, Tensor]:
-    """What was kept of parameters, in the shapes that these have now and on their device.
+    """Return what was kept of parameters, in the shapes that these have now and on their device.
 
     Args:
         kept: parameter -> tensor of its shape then, behind `axis` further dimensions.
-        labels: of the head's rows then.
+        labels: labels of the head's rows at that time.
 
     Returns:
         rows of the label head are found by their label; those of new labels are zero.

@@ -12,7 +12,7 @@ from raycl.methods.base import MethodConfig
 
 
 class LoraSettings(MethodConfig):
-    """What every LoRA has; `alpha / rank` is the scale of the update."""
+    """The settings of every LoRA; `alpha / rank` is the scale of the update."""
 
     rank: int = Field(8, ge=1, description="r, the rank of the update")
     alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")

@@ -30,7 +30,7 @@ class ModifierConfig(Section):
     name: str
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """The settings that can change what phase `index` learns; see `MethodConfig.cache_key`."""
+        """Return the settings that can change what phase `index` learns; see `MethodConfig.cache_key`."""
         return as_tree(self)
 
 
@@ -45,7 +45,7 @@ class GradientModifier:
         parameter_names: parameters whose gradients it may change in the current task, by the backbone's names, in an
             order that is the same on all workers.
         names: those whose gradients it is called with at the end of the current step. Each step looks for every name
-            in them: where there are many, keys of a dictionary are fast.
+            in them; where there are many, keys of a dictionary are fast.
     """
 
     Config: ClassVar[type[ModifierConfig]] = ModifierConfig
@@ -62,7 +62,7 @@ class GradientModifier:
         self.config, self.method = config, method
 
     def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
-        """After the method's `begin_task` and before the first batch: observe what is trainable.
+        """Observe trainable parameters, after the method's `begin_task` and before the first batch.
 
         Args:
             only: the run has no other phase. resumed: the task continues; `load_state` came before.
@@ -76,18 +76,19 @@ class GradientModifier:
         """
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
-        """Before the first of so many forward passes of an optimizer step, on every worker."""
+        """Begin an optimizer step of so many forward passes, on every worker."""
 
     def observe_forward(self, forward: Callable[[Batch], T], batch: Batch) -> T:
-        """`forward(batch)`, observed. Collective."""
+        """Run `forward(batch)` and observe it. Collective."""
         return forward(batch)
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
-        """The changed gradient (perhaps in place) of a parameter in `names`, whole and summed over workers."""
+        """Return the changed gradient (perhaps in place) of a parameter in `names`, whole and summed over workers."""
         return gradient
 
     def masked(self, name: str) -> Tensor | None:
-        """Where this step's gradient of a parameter was set to zero, as a bool that broadcasts to it; None: nowhere.
+        """Return where this step's gradient of a parameter was set to zero, as a bool that broadcasts to it; None:
+        nowhere.
 
         The next step may change it.
         """
@@ -99,18 +100,18 @@ class GradientModifier:
         return type(self).held is not GradientModifier.held
 
     def held(self, name: str) -> Tensor | None:
-        """Where a parameter and its optimizer state must not move at all in this step; as `masked`."""
+        """Return where a parameter and its optimizer state must not change in this step, in the form of `masked`."""
         return None
 
     def end_task(self) -> None:
-        """After the last step: stop observing."""
+        """Stop observing after the last step."""
 
     def summary(self) -> dict[str, Any]:
-        """JSON-able summary of the phase that has just ended, for the results."""
+        """Return a JSON-able summary of the phase that has just ended, for the results."""
         return {}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """For checkpoints: JSON-able state, and tensors on the CPU."""
+        """Return the state for checkpoints: JSON-able values, and tensors on the CPU."""
         return {}, {}
 
     def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -138,7 +139,7 @@ class Modifiers:
         return list(dict.fromkeys(name for member in self.members.values() for name in member.names))
 
     def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
-        """As each does."""
+        """Forward to each modifier."""
         for member in self.members.values():
             member.begin_task(phase, only, resumed)
 
@@ -149,25 +150,25 @@ class Modifiers:
                 member.observe_rows(partial(run_examples, member.examples), reduce)
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
-        """As each does."""
+        """Forward to each modifier."""
         for member in self.members.values():
             member.begin_step(seed, micro_batches, reduce)
 
     def observe_forward(self, forward: Callable[[Batch], T], batch: Batch) -> T:
-        """`forward(batch)`, observed by all of them."""
+        """Run `forward(batch)`, observed by all modifiers."""
         for member in self.members.values():
             forward = _observed_by(member, forward)
         return forward(batch)
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
-        """The gradient after all of them."""
+        """Return the gradient after all of them."""
         for member in self.members.values():
             if name in member.names:
                 gradient = member(name, gradient)
         return gradient
 
     def masked(self, name: str) -> Tensor | None:
-        """Where any of them has set the gradient to zero."""
+        """Return where any modifier has set the gradient to zero."""
         return _any([member.masked(name) for member in self.members.values()])
 
     @property
@@ -176,11 +177,11 @@ class Modifiers:
         return any(member.holds for member in self.members.values())
 
     def held(self, name: str) -> Tensor | None:
-        """Where any of them holds parameters fixed."""
+        """Return where any modifier holds parameters fixed."""
         return _any([member.held(name) for member in self.members.values()])
 
     def end_task(self) -> None:
-        """As each does."""
+        """Forward to each modifier."""
         for member in self.members.values():
             member.end_task()
 
@@ -189,7 +190,7 @@ class Modifiers:
         return {"modifiers": {name: member.summary() for name, member in self.members.items()}} if self.members else {}
 
     def state(self) -> dict[str, Any]:
-        """JSON-able state of each by its name."""
+        """Return the JSON-able state of each by its name."""
         return {name: member.state()[0] for name, member in self.members.items()}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -201,7 +202,7 @@ class Modifiers:
         }
 
     def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """What `state` and `tensors` gave, to each its own."""
+        """Restore each modifier from `state` and `tensors`."""
         for name, member in self.members.items():
             member.load_state(state.get(name, {}), under(f"modifier/{name}/", tensors))
 
@@ -211,7 +212,7 @@ def _observed_by(member: GradientModifier, forward: Callable[[Batch], T]) -> Cal
 
 
 def _any(masks: list[Tensor | None]) -> Tensor | None:
-    """Their union; None if there is none."""
+    """Return their union; None if there is none."""
     found: Tensor | None = None
     for mask in masks:
         if mask is not None:

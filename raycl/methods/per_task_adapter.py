@@ -115,31 +115,31 @@ class PerTaskAdapter(Method, ABC):
         return len(self._learned)
 
     def _head_labels(self, labels: list[str]) -> list[str]:
-        """Labels whose head rows are trained with the task."""
+        """Return the labels whose head rows are trained with the task."""
         return labels
 
     def _shared_head(self, labels: Sequence[str]) -> AdapterState | None:
-        """An adapter whose label head is used and stays as it is; None: a new one is trained."""
+        """Return an adapter whose label head is used and stays as it is; None: a new one is trained."""
         return None
 
     def _is_trained(self, name: str, parameter: Tensor) -> bool:
-        """Whether a parameter of the backbone is trained with the task."""
+        """Return whether a parameter of the backbone is trained with the task."""
         return is_trainable(name, parameter)
 
     def _router(self) -> RouterState:
-        """How adapters are chosen for a text."""
+        """Return how adapters are chosen for a text."""
         return RouterState("task")
 
     # ---- hooks -----------------------------------------------------------------------------------------------
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """The task's adapters and label rows are trained; everything else is frozen."""
+        """Train the task's adapters and label rows, and freeze everything else."""
         if not context.resumed:
             self._begin(phase.name, self._head_labels(phase_labels(phase)))
         self._train_own()
 
     def allocate(self, phase: Phase) -> None:
-        """The parameters that `begin_task` creates, without the phase's data: for estimates of their size."""
+        """Create the parameters of `begin_task` without the phase's data, to estimate their size."""
         self._begin(phase.name, self._head_labels(phase_labels(phase)))
         self._train_own()
 
@@ -160,7 +160,7 @@ class PerTaskAdapter(Method, ABC):
         self._previous = {}
 
     def _check_previous(self) -> None:
-        """A task that is learned again with its weights keeps their sizes.
+        """Check that a task that is learned again with its weights keeps their sizes.
 
         Raises:
             RunError: its settings give it others.
@@ -178,18 +178,18 @@ class PerTaskAdapter(Method, ABC):
                 )
 
     def _begin_prompts(self, adapters: int, length: int, form: PromptForm = PLAIN) -> None:
-        """Prompts of the task's adapters begin as embeddings of drawn tokens (SLM, eq. 12; SAPT, appendix C)."""
+        """Initialize prompts of the task's adapters by embeddings of drawn tokens (SLM, eq. 12; SAPT, appendix C)."""
         words = self.backbone.model.get_input_embeddings().weight.detach()
         rows = torch.randint(len(words), (adapters, length)).to(words.device)
         assert isinstance(self.backbone.prefix, MixedPrompts), "the adapters are no prompts"
         self.backbone.prefix.begin_training(words[rows].float(), form)
 
     def end_task(self, context: TaskContext) -> Learned:
-        """The task's adapters are frozen, and go to the bank with their label rows."""
+        """Freeze the task's adapters, and publish them with their label rows."""
         return self._published(context, self._freeze(context))
 
     def _published(self, context: TaskContext, states: Mapping[str, AdapterState]) -> Learned:
-        """Adapters of the phase, and earlier ones that it has changed."""
+        """Return adapters of the phase, and earlier ones that it has changed."""
         trained = (*(context.earlier_tasks if self.is_wrapped else ()), *context.phase.tasks)
         for name in states:
             self.owners.setdefault(name, [task.name for task in trained])
@@ -240,7 +240,7 @@ class PerTaskAdapter(Method, ABC):
     def without_task(
         cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
     ) -> State:
-        """A state between tasks without one of them: its adapters and router entries, and labels of its own.
+        """Return a state between tasks without one of them: its adapters and router entries, and labels of its own.
 
         Args:
             adapters: names of the task's adapters.

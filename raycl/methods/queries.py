@@ -1,4 +1,4 @@
-"""What methods with keys read of a batch: each text's query, and means over its texts that N workers agree on."""
+"""Inputs of methods with keys: each text's query, and means over a batch's texts that N workers agree on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TextQueries:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
-        """`[B, D]`."""
+        """Return queries `[B, D]`."""
         if self._last is None or self._last[0] is not batch.source_ids:
             assert self._stack.plan is None, "queries are the frozen model's own: a mixture is active"
             states_BLD = self._backbone.hidden_states(batch.source_ids, batch.source_mask)
@@ -30,7 +30,8 @@ class TextQueries:
 
 
 def mean_by_positions(values_B: Tensor, batch: Batch) -> Tensor:
-    """The mean of a value of each text, which counts by its loss positions, as micro-batches do (`Method.penalty`)."""
+    """Return the mean of a value of each text, which counts by its loss positions, as micro-batches do
+    (`Method.penalty`)."""
     labels = batch.target_ids if batch.target_ids.shape[1] else batch.label_ids.unsqueeze(1)
     count_B = (labels != IGNORE).sum(1).to(values_B.dtype)
     found: Tensor = (values_B * count_B).sum() / count_B.sum().clamp(min=1)

@@ -99,7 +99,7 @@ def modifier_class(name: str) -> type[GradientModifier]:
 
 
 def method_config(tree: Mapping[str, Any]) -> MethodConfig:
-    """The settings of a method from a run's config.
+    """Return the settings of a method from a run's config.
 
     Raises:
         ConfigError: they are no settings of that method in this version.
@@ -153,7 +153,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(attribute: str) -> Any:
-        """`LearnerChoice`, `MethodChoice`, `ModifierChoice`: config classes, distinguished by their `name`."""
+        """Return `LearnerChoice`, `MethodChoice` or `ModifierChoice`: config classes, distinguished by their `name`."""
         if attribute == "LearnerChoice":
             return _union(Names("method", LEARNERS), _learner_section)
         if attribute == "MethodChoice":

@@ -36,11 +36,11 @@ class SingleAdapter(Method):
             parameter.requires_grad_(is_trainable(name, parameter))
 
     def route(self, batch: Batch) -> Mixture:
-        """The one adapter, fully, for every example."""
+        """Return the one adapter, fully, for every example."""
         return Mixture.same({self.adapter: 1.0}, len(batch))
 
     def end_task(self, context: TaskContext) -> Learned:
-        """The adapter with the label head."""
+        """Return the adapter with the label head."""
         tensors, head = context.parameters, self.backbone.head
         state = self.stack.trainable_states(tensors)[self.adapter]
         if isinstance(self.backbone.prefix, MixedPrompts):

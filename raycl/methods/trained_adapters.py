@@ -1,4 +1,4 @@
-"""What the adapters in training hold at the end of a task, wherever it stands: linears, soft prompts, label rows."""
+"""The state of adapters in training at the end of a task: linears, soft prompts, label rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def end_training(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, 
 
 
 def head_adapter(backbone: Backbone, tensors: Mapping[str, Tensor]) -> dict[str, AdapterState]:
-    """The one label head that all tasks train, as an adapter beside others; empty without labels.
+    """Return the one label head that all tasks train, as an adapter beside others; empty without labels.
 
     Args:
         tensors: learned parameters by name, whole and on the CPU.
@@ -53,5 +53,5 @@ def head_adapter(backbone: Backbone, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def is_trainable(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter of the backbone belongs to the adapters in training."""
+    """Return whether a parameter of the backbone belongs to the adapters in training."""
     return ".lora_" in name or name.startswith("prefix.") or in_head(name, parameter)

@@ -42,7 +42,7 @@ class WrapperConfig(MethodConfig):
         return {f"learner.{path}": given for path, given in self.learner.settings_by_task().items()}
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """The learner's, and in the first phase without `unused_in_first_phase`."""
+        """Return the learner's, and in the first phase without `unused_in_first_phase`."""
         settings = super().cache_key(index, tasks, learns_texts)
         settings["learner"] = self.learner.cache_key(index, tasks, learns_texts)
         for name in self.unused_in_first_phase if index == 0 else ():
@@ -50,16 +50,16 @@ class WrapperConfig(MethodConfig):
         return settings
 
     def extra_passes(self, epochs: int) -> float:
-        """As the learner."""
+        """Forward to the learner."""
         return self.learner.extra_passes(epochs)
 
     @property
     def fixed_roles(self) -> tuple[str, ...]:
-        """As the learner."""
+        """See the learner."""
         return self.learner.fixed_roles
 
     def prompt_positions(self, tasks: int) -> int:
-        """As the learner."""
+        """Forward to the learner."""
         return self.learner.prompt_positions(tasks)
 
     @property
@@ -69,42 +69,42 @@ class WrapperConfig(MethodConfig):
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """As the learner."""
+        """See the learner."""
         return self.learner.learning_rates
 
     @property
     def needs_texts(self) -> bool:
-        """As the learner."""
+        """See the learner."""
         return self.learner.needs_texts
 
     @property
     def generates_samples(self) -> bool:
-        """As the learner."""
+        """See the learner."""
         return self.learner.generates_samples
 
     @property
     def sample_generator(self) -> SampleGenerator | None:
-        """As the learner."""
+        """See the learner."""
         return self.learner.sample_generator
 
     @property
     def publishes_samples(self) -> bool:
-        """As the learner."""
+        """See the learner."""
         return self.learner.publishes_samples
 
     @property
     def needs_task(self) -> bool:
-        """As the learner."""
+        """See the learner."""
         return self.learner.needs_task
 
     @property
     def chooses_task(self) -> bool:
-        """As the learner."""
+        """See the learner."""
         return self.learner.chooses_task
 
     @property
     def needs_dropout(self) -> bool:
-        """As the learner."""
+        """See the learner."""
         return self.learner.needs_dropout
 
     @property
@@ -114,7 +114,7 @@ class WrapperConfig(MethodConfig):
 
     @property
     def fits_ahead(self) -> bool:
-        """As the learner."""
+        """See the learner."""
         return self.learner.fits_ahead
 
 
@@ -140,7 +140,7 @@ class Wrapper(Method):
         self.adds_penalty = type(self).penalty is not Wrapper.penalty or self.learner.adds_penalty
 
     def _require_shared_adapters(self) -> None:
-        """For methods that train on rows of earlier tasks.
+        """Check that adapters are shared, for methods that train on rows of earlier tasks.
 
         Raises:
             ConfigError: the learner routes each text to its own task's adapters in training, so that rows of earlier
@@ -153,7 +153,7 @@ class Wrapper(Method):
             )
 
     def _require_shared_parameters(self) -> None:
-        """For methods that hold what earlier tasks trained.
+        """Check that parameters are shared, for methods that hold the parameters of earlier tasks.
 
         Raises:
             ConfigError: each task trains parameters of its own, and those of earlier ones are frozen.
@@ -166,41 +166,41 @@ class Wrapper(Method):
             )
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """As the learner."""
+        """Forward to the learner."""
         self.learner.check(tasks)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """As the learner."""
+        """Forward to the learner."""
         self.learner.begin_task(phase, context)
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """As the learner."""
+        """Forward to the learner."""
         return self.learner.prepare_batch(batch)
 
     def route(self, batch: Batch) -> Mixture | None:
-        """As the learner."""
+        """Forward to the learner."""
         return self.learner.route(batch)
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """As the learner."""
+        """Forward to the learner."""
         return self.learner.penalty(batch, output)
 
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As the learner."""
+        """Forward to the learner."""
         return self.learner.transform_gradients(gradients)
 
     def end_task(self, context: TaskContext) -> Learned | None:
-        """As the learner."""
+        """Forward to the learner."""
         return self.learner.end_task(context)
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """As the learner."""
+        """Forward to the learner."""
         return self.learner.summary(observed)
 
     def state_dict(self) -> State:
-        """As the learner."""
+        """Forward to the learner."""
         return self.learner.state_dict()
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """As the learner."""
+        """Forward to the learner."""
         self.learner.load_state_dict(values, tensors)

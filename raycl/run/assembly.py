@@ -32,11 +32,11 @@ def build(
     replaces: str = "",
     commit: str | None = None,
 ) -> tuple[TrainingContext, OpenEngine]:
-    """One worker's parts of the run, and what opens an engine for a phase.
+    """Build one worker's parts of the run, and the function that opens an engine for a phase.
 
     Args:
         replaces: see `RunInfo`.
-        commit: of the backbone on the hub, where its revision is resolved already.
+        commit: commit of the backbone on the hub, where its revision is resolved already.
     """
     chosen = config.backbone if commit is None else config.backbone.model_copy(update={"revision": commit})
     codec = load_codec(chosen, *config.stream.token_limits)
@@ -86,7 +86,7 @@ def open_engine(
     steps: int,
     phase: str = "",
 ) -> Engine:
-    """The configured engine around the backbone for one phase, which has its settings by its name."""
+    """Return the configured engine around the backbone for one phase, which has its settings by its name."""
     train = context.train.of_task(phase)
     rates = context.method.config.learning_rates
     if root is not None:

@@ -1,4 +1,4 @@
-"""Which bank, and which snapshot of it, a user names: by the bank's place, or by the run that publishes to it.
+"""The bank and snapshot that a user names: by the bank's location, or by the run that publishes to it.
 
 runs/mine/bank      the bank there, its branch main
 runs/mine           the bank of that run, and the branch that the run publishes to
@@ -18,16 +18,17 @@ from raycl.training.records.publish import open_bank
 from raycl.training.settings import BankConfig
 
 PARTS = ("snapshots", "adapters", "objects", "pruned", "branches", NOT_SERVED)
-"""What only the folder of a bank has."""
+"""Names that only the folder of a bank has."""
 
 
 def is_bank(storage: Storage) -> bool:
-    """Whether the folder holds a bank."""
+    """Return whether the folder holds a bank."""
     return any(storage.exists(name) for name in PARTS)
 
 
 def find_bank(place: str) -> tuple[Bank, str] | None:
-    """The bank at a path or URI, or of the run there, and the branch that is meant where none is named; None: neither.
+    """Return the bank at a path or URI, or of the run there, and the branch that is meant where none is named; None:
+    neither.
 
     Raises:
         ConfigError: the config of that run cannot be read. StorageError: the place is out of reach.
@@ -44,7 +45,7 @@ def find_bank(place: str) -> tuple[Bank, str] | None:
 
 
 def bank_at(place: str) -> tuple[Bank, str]:
-    """The same.
+    """Return the same.
 
     Raises:
         BankError: there is none. ConfigError, StorageError: see `find_bank`.
@@ -59,7 +60,7 @@ def bank_at(place: str) -> tuple[Bank, str]:
 
 
 def bank_and_reference(text: str) -> tuple[Bank, str]:
-    """The bank and the reference of `PLACE` or `PLACE@REFERENCE`; a place may have an @ in it too.
+    """Return the bank and the reference of `PLACE` or `PLACE@REFERENCE`; a place may have an @ in it too.
 
     Raises:
         BankError: there is no such bank.
@@ -71,7 +72,7 @@ def bank_and_reference(text: str) -> tuple[Bank, str]:
 
 
 def snapshot_at(text: str) -> tuple[Bank, Snapshot]:
-    """The bank and the snapshot that `PLACE` or `PLACE@REFERENCE` names; default: the head of the bank's branch.
+    """Return the bank and the snapshot that `PLACE` or `PLACE@REFERENCE` names; default: the head of the bank's branch.
 
     Raises:
         BankError: there is no such bank or snapshot.

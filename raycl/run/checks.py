@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 def check(config: RunConfig) -> Stream:
-    """Everything that can be known before any worker starts; returns the stream, read and validated.
+    """Return everything that can be known before any worker starts; returns the stream, read and validated.
 
     Raises:
         RayclError: the first thing that is wrong.
@@ -134,7 +134,7 @@ def _check_names(by_task: Mapping[str, Mapping[str, Any]], tasks: Sequence[Task]
 
 
 def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
-    """A generator can only write instructions that prompts have, and inputs that fit behind them.
+    """Check that prompts have the instructions that a generator writes, and room for inputs after them.
 
     Raises:
         ConfigError: no task's prompt has one, or an instruction is as long as what is written.
@@ -159,7 +159,7 @@ def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> N
 
 
 def warn_of_mistakes(stream: Stream, newest: int | None = None) -> None:
-    """A line for each kind of mistake in the data of a task.
+    """Log a line for each kind of mistake in the data of a task.
 
     Args:
         newest: so many tasks at the end of the stream alone; None: all of them, and unseen ones.
@@ -170,7 +170,7 @@ def warn_of_mistakes(stream: Stream, newest: int | None = None) -> None:
 
 
 def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
-    """As `check`, for a run that begins: its branch of a shared bank must be new. Also returns `eval.singles`' scores.
+    """Check a new run: its branch of a shared bank must be new. Also returns `eval.singles`' scores.
 
     Raises:
         RunError: another run's snapshots are on that branch, or the run starts from a snapshot of a method that
@@ -197,7 +197,7 @@ def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
 
 
 def check_data(config: RunConfig, stream: Stream) -> None:
-    """A learned task may be without data where nothing is trained on its rows again.
+    """Check data; a learned task may be without data where nothing is trained on its rows again.
 
     Raises:
         ConfigError: the method trains on rows of earlier tasks, or the task is to be trained.
@@ -234,7 +234,7 @@ def check_selection(config: RunConfig, stream: Stream) -> None:
 
 
 def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
-    """What is never trained must have rows, and a label head can answer with learned labels alone.
+    """Check that unseen tasks have rows, and that a label head knows their labels.
 
     Raises:
         ConfigError: a task without dev rows where `eval.split` is dev, or with labels that no task teaches.
@@ -256,7 +256,7 @@ def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
 
 
 def check_untrained(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
-    """A label head has no labels before it is trained.
+    """Check `eval.untrained`: a label head has no labels before it is trained.
 
     Raises:
         ConfigError: `eval.untrained` asks for its answers.
@@ -269,7 +269,7 @@ def check_untrained(config: RunConfig, stream: Stream, codec: TextCodec) -> None
 
 
 def needs_ray(what: str) -> ConfigError:
-    """For those that start processes for runs of `launch.mode=local`."""
+    """Check that Ray is available, for commands that start processes for runs of `launch.mode=local`."""
     return ConfigError(
         f"{what} runs on Ray, in processes of its own, and launch.mode is local: leave launch.mode at ray, or train "
         "each run with raycl train"
@@ -277,10 +277,10 @@ def needs_ray(what: str) -> ConfigError:
 
 
 def read_singles(config: RunConfig) -> dict[str, float] | None:
-    """Task -> score when trained alone, from `eval.singles`.
+    """Return the task -> score when trained alone, from `eval.singles`.
 
     Raises:
-        ConfigError: that run was not the same method and modifiers on the same data, backbone, training and seed.
+        ConfigError: that run had another method, modifiers, data, backbone, training or seed.
     """
     if config.eval.singles is None:
         return None
@@ -291,10 +291,10 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
 
 
 def check_singles(config: RunConfig, theirs: Tree, name: str) -> None:
-    """Whether a run's config is this one's with each task alone.
+    """Check that a run's config is this one's with each task alone.
 
     Args:
-        theirs: that config. name: what names it, in the error.
+        theirs: that config. name: its name in the error.
 
     Raises:
         ConfigError: it is not the same method and modifiers on the same data, backbone, training and seed.
@@ -316,7 +316,7 @@ def check_singles(config: RunConfig, theirs: Tree, name: str) -> None:
 
 
 def _single_differences(expected: Tree, found: Tree) -> list[str]:
-    """Dotted keys that matter for a task trained alone: the order of tasks does not."""
+    """Return dotted keys that matter for a task trained alone: the order of tasks does not."""
     unused = method_class(str(expected["method"]["name"])).Config.unused_for_single_task
     stream = ("stream.name", "stream.tasks", "stream.unseen", "stream.schedule")
     differing = list(configs.differences(found, expected, without=(*(f"method.{name}" for name in unused), *stream)))
@@ -326,7 +326,7 @@ def _single_differences(expected: Tree, found: Tree) -> list[str]:
 
 
 def make_modifiers(config: RunConfig, method: Method) -> Modifiers:
-    """The configured gradient modifiers over the method's backbone."""
+    """Return the configured gradient modifiers over the method's backbone."""
     return Modifiers({name: modifier_class(name)(chosen, method) for name, chosen in config.modifiers.items()})
 
 
@@ -340,7 +340,7 @@ def caution(config: RunConfig, stream: Stream) -> None:
 
 
 def _warmup(config: RunConfig, stream: Stream) -> Iterator[str]:
-    """Tasks that end before the learning rate has its value."""
+    """Yield tasks that end before the learning rate has its value."""
     train = config.train
     short = []
     for phase in SCHEDULES[config.stream.schedule]().phases(stream):
@@ -356,7 +356,7 @@ def _warmup(config: RunConfig, stream: Stream) -> Iterator[str]:
 
 
 def _samples(config: RunConfig, stream: Stream) -> Iterator[str]:
-    """Tasks of which a share of the rows is a handful."""
+    """Yield tasks of which a share of the rows is a handful."""
     if config.method.sample_share is None or config.stream.schedule != "sequential":
         return
     path, share = config.method.sample_share
@@ -381,5 +381,5 @@ def _rows(stream: Stream, task: Task) -> int:
 
 
 def _few(named: Sequence[str]) -> str:
-    """The first three, and how many there are beside."""
+    """Return the first three, and how many there are beside."""
     return ", ".join(named[:3]) + (f" and {len(named) - 3} others" if len(named) > 3 else "")

@@ -94,7 +94,7 @@ class RunConfig(Section):
         return configs.named_each(value, MODIFIER_NAMES)
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """What belongs to methods or backbones of another kind.
+        """Yield what belongs to methods or backbones of another kind.
 
         A hub backbone that is not cached has no known kind yet, so these settings are not checked.
         """
@@ -132,7 +132,7 @@ class RunConfig(Section):
 
 
 def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
-    """The validated tree from a file and overrides.
+    """Return the validated tree from a file and overrides.
 
     Raises:
         ConfigError: see `raycl.config.load`; or the file requests what only the command may allow (`config.trust`).
@@ -143,7 +143,7 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
 
 
 def read_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
-    """The same, where settings without effect are refused later (`refuse_unused`).
+    """Return the same, where settings without effect are refused later (`refuse_unused`).
 
     Raises:
         ConfigError: see `load_config`.
@@ -157,7 +157,7 @@ def refuse_unused(config: RunConfig, path: str | None, overrides: Sequence[str])
     """Refuse what a person wrote that has no effect.
 
     Args:
-        path, overrides: what the config was read from.
+        path, overrides: sources of the config.
 
     Raises:
         ConfigError: there is such a setting.
@@ -170,7 +170,7 @@ def _source(path: str | None) -> str:
 
 
 def from_tree(given: Tree) -> RunConfig:
-    """The validated config of what a user wrote; with `bank.start`, that of the snapshot's run with new tasks.
+    """Return the validated config of what a user wrote; with `bank.start`, that of the snapshot's run with new tasks.
 
     Raises:
         ConfigError: an unknown key, a wrong value, or one that the snapshot excludes. BankError: no such snapshot.
@@ -187,14 +187,14 @@ def from_tree(given: Tree) -> RunConfig:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Of everything that can change what a run learns."""
+    """Return the fingerprint of everything that can change what a run learns."""
     return configs.fingerprint(config, without=EXEMPT)
 
 
 def info_of(
     config: RunConfig, singles: dict[str, float] | None = None, replaces: str = "", inputs: Inputs | None = None
 ) -> RunInfo:
-    """What identifies the run of this config."""
+    """Return what identifies the run of this config."""
     tree, used = configs.as_tree(config), plugins_of(config)
     return RunInfo(config.seed, tree, fingerprint(config), singles, replaces, used, inputs or {})
 
@@ -224,28 +224,28 @@ def plugins_of(config: RunConfig) -> plugins.Used:
 
 
 def phases(config: RunConfig, stream: Stream) -> tuple[Phase, ...]:
-    """What the configured method trains one after another."""
+    """Return what the configured method trains one after another."""
     return SCHEDULES[config.stream.schedule]().phases(stream)
 
 
 def commit_of(config: RunConfig) -> str | None:
-    """The backbone's commit on the hub, which all workers of the run load, those that start later too."""
+    """Return the backbone's commit on the hub, which all workers of the run load, those that start later too."""
     return at_commit(config.backbone).revision
 
 
 def default_directory() -> str:
-    """The default folder of runs."""
+    """Return the default folder of runs."""
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     return os.environ.get("RAYCL_RUNS") or ("~/raycl-runs" if in_job else "runs")
 
 
 def directory(config: RunConfig) -> Storage:
-    """The folder that holds the run's own."""
+    """Return the folder that holds the run's own."""
     return Storage.at(config.output.dir or default_directory())
 
 
 def name_of(config: RunConfig) -> str | None:
-    """The name of the run's folder from the config or the environment; None: there is none."""
+    """Return the name of the run's folder from the config or the environment; None: there is none."""
     return config.output.name or _folder_name(os.environ.get("RAYCL_RUN_NAME") or "", "RAYCL_RUN_NAME") or None
 
 

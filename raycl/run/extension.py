@@ -21,7 +21,7 @@ from raycl.run.start import changes_beside_tasks, keep_limits
 
 
 def with_tasks(config: RunConfig, added: Sequence[str], learned: Collection[str] = ()) -> RunConfig:
-    """The config with tasks at the end of its stream.
+    """Return the config with tasks at the end of its stream.
 
     Args:
         added: names below the stream's root, or tasks of your own as YAML (`{name: tickets, path: data/tickets}`).
@@ -50,7 +50,7 @@ def _name(task: Any) -> str:
 
 
 def task_of(text: str) -> Any:
-    """A task as it was written on the command line.
+    """Return a task as it was written on the command line.
 
     Raises:
         ConfigError: it is neither a name nor YAML.
@@ -65,7 +65,7 @@ def task_of(text: str) -> Any:
 
 
 def check_takes_more_tasks(config: RunConfig) -> None:
-    """Whether a run that has learned some of its tasks can learn further ones.
+    """Check that a run that has learned some of its tasks can learn further ones.
 
     Raises:
         ResumeError: its method or schedule used all tasks from the start.
@@ -80,18 +80,18 @@ def check_takes_more_tasks(config: RunConfig) -> None:
 
 
 def own_limits(old: RunConfig, new: RunConfig, count: int) -> RunConfig:
-    """The config with token limits that were changed as those of its last `count` tasks alone."""
+    """Return the config with token limits that were changed as those of its last `count` tasks alone."""
     tree = configs.as_tree(new)
     keep_limits(configs.as_tree(old)["stream"], tree["stream"], _last(new, count))
     return configs.validate(RunConfig, tree)
 
 
 def _last(config: RunConfig, count: int) -> list[str]:
-    """Names of the last tasks."""
+    """Return names of the last tasks."""
     return [task if isinstance(task, str) else task.name for task in (config.stream.tasks or ())[-count:]]
 
 
 def other_changes(old: RunConfig, new: RunConfig, count: int) -> dict[str, tuple[Any, Any]]:
-    """What differs beside the last `count` tasks and their own epochs and rows; dotted key -> (old, new)."""
+    """Return what differs beside the last `count` tasks and their own epochs and rows; dotted key -> (old, new)."""
     fresh = _last(new, count)
     return changes_beside_tasks(configs.as_tree(old), configs.as_tree(new), fresh)

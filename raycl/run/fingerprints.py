@@ -27,7 +27,7 @@ SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
 
 def inputs_of(config: RunConfig, stream: Stream, fetches: bool = False) -> Inputs:
-    """The fingerprints of a run's inputs.
+    """Return the fingerprints of a run's inputs.
 
     Args:
         fetches: hub models too, whose files are fetched first; else models that lie on this machine alone, for a
@@ -76,7 +76,7 @@ def _files(config: RunConfig) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _sections(path: str, section: Section) -> Iterator[tuple[str, Section]]:
-    """A section of the config and those in it, by dotted path."""
+    """Yield a section of the config and those in it, by dotted path."""
     yield path, section
     for name in type(section).model_fields:
         if isinstance(value := getattr(section, name), Section):

@@ -13,7 +13,7 @@ CONFIG = "config.yaml"
 
 
 def run_at(folder: str) -> Storage:
-    """The folder of a run that is there.
+    """Return the folder of a run that is there.
 
     Raises:
         ResumeError: there is none. StorageError: it is out of reach.
@@ -25,7 +25,7 @@ def run_at(folder: str) -> Storage:
 
 
 def resume_arguments(storage: Storage, tree: Tree) -> str:
-    """Arguments of `raycl train` that resume a run.
+    """Return arguments of `raycl train` that resume a run.
 
     Args:
         tree: its config, which need not be validated.

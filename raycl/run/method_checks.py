@@ -1,4 +1,4 @@
-"""What a run's method, engine and backbone can do together, checked before any work."""
+"""Checks before any work that a run's method, engine and backbone work together."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_engine(config: RunConfig) -> None:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Some optimizers are another package's, and weight decay moves weights whose gradient is zero.
+    """Check the optimizer: its package, and weight decay, which moves weights whose gradient is zero.
 
     Raises:
         ConfigError: the package is missing, or the method holds such weights where they are.
@@ -77,7 +77,7 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def check_dropout(config: RunConfig) -> None:
-    """Some methods compare passes that differ by dropout alone.
+    """Check dropout, since some methods compare passes that differ by dropout alone.
 
     Raises:
         ConfigError: there is none.
@@ -115,7 +115,7 @@ def check_quantized(config: RunConfig, method: Method) -> None:
 
 
 def check_adaptation(config: RunConfig, method: Method) -> None:
-    """A method that adapts weights to each text needs all of them on every worker, and publishes nothing.
+    """Check adaptation: weights adapted to each text must be complete on every worker, and are not published.
 
     Raises:
         ConfigError: the engine shards the weights, or a bank is named to publish to.
@@ -162,7 +162,7 @@ def check_prompt_positions(config: RunConfig, backbone: Backbone, tasks: int) ->
     """Soft prompts take positions beside the text.
 
     Args:
-        tasks: of the run.
+        tasks: tasks of the run.
 
     Raises:
         ConfigError: the backbone has too few for both.
@@ -240,7 +240,7 @@ def check_language_head(method: Method) -> None:
 
 
 def check_objective(config: RunConfig, tasks: Sequence[Task]) -> None:
-    """Some methods learn answers alone, others texts alone.
+    """Check the objective: some methods learn answers alone, others texts alone.
 
     Raises:
         ConfigError: the stream has tasks of the other sort.
@@ -259,10 +259,10 @@ def check_objective(config: RunConfig, tasks: Sequence[Task]) -> None:
 
 
 def check_chosen(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """A text without its task's instruction needs a published router that chooses its prompt.
+    """Check `eval.instruction=chosen`, which needs a published router that chooses a text's prompt.
 
     Args:
-        prompts: of the tasks.
+        prompts: prompts of the tasks.
 
     Raises:
         ConfigError: `eval.instruction=chosen`, and there is none.

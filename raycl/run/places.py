@@ -1,4 +1,4 @@
-"""Where a run reads: whether its backbone and its data are there, before anything heavy is imported."""
+"""Checks that a run's backbone and data exist, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raycl.run.config import RunConfig, read_config, refuse_unused
 
 
 def load_present(path: str | None, overrides: Sequence[str]) -> RunConfig:
-    """As `load_config`, of a run whose backbone and data must be there.
+    """Load a config of a run whose backbone and data must exist; see `load_config`.
 
     Raises:
         ConfigError: see `load_config`. BackboneError, DataError: see `check_places`.

@@ -1,4 +1,4 @@
-"""What installed packages add to raycl, and what of it cannot be used."""
+"""The parts that installed packages add to raycl, and those that cannot be used."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class LaunchConfig(Section):
         return self
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """What is about Ray, and about other processes, in a run of this process alone."""
+        """Yield what is about Ray, and about other processes, in a run of this process alone."""
         if self.mode == "local":
             names = ("address", "max_failures", "wait_for_nodes", "hang_s", "fresh_workers_per_task")
             yield from ((name, "mode=local") for name in names)

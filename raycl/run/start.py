@@ -42,7 +42,7 @@ STARTS = ("start", "revise", "revise_from")
 """Settings of the bank that say how such a run starts."""
 
 MAY_DIFFER = ("train", "engine", "checkpoint", "stream.root", "stream.cache_dir")
-"""What acts on the tasks that are learned next and on nothing that was learned, and where data lies."""
+"""Settings that act only on the tasks that are learned next, or name locations of data."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Start:
 
 
 def read_start(given: Tree) -> Start | None:
-    """The run that starts from a snapshot, from what the user wrote; None without `bank.start`.
+    """Return the run that starts from a snapshot, from what the user wrote; None without `bank.start`.
 
     Raises:
         BankError: there is no such snapshot, or it cannot be trained on.
@@ -116,7 +116,7 @@ def read_start(given: Tree) -> Start | None:
 
 
 def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any]:
-    """The learned tasks; one whose files are not there any more gets what the snapshot records of it.
+    """Return the learned tasks; one whose files are not there any more gets what the snapshot records of it.
 
     Raises:
         StorageError: the store is out of reach, so it is not known which files are there.
@@ -135,7 +135,7 @@ def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any
 
 
 def _original(spec: Any) -> Any:
-    """A task's spec before `_reachable` added to it: its data may be back."""
+    """Return a task's spec before `_reachable` added to it: its data may be back."""
     if not isinstance(spec, dict) or not spec.get("recorded"):
         return spec
     left = {key: value for key, value in spec.items() if key != "recorded"}
@@ -150,7 +150,8 @@ def _moved(specs: Sequence[Any], given: Any, learned: Sequence[str]) -> list[Any
 
 
 def _added(tasks: Any, learned: Sequence[str], snapshot: Snapshot, written: str) -> list[Any]:
-    """Tasks that the snapshot has not learned. A list that begins with those that it has is taken without them."""
+    """Return tasks that the snapshot has not learned. A list that begins with those that it has is taken without
+    them."""
     names = list(map(_name, tasks or ()))
     if names[: len(learned)] == list(learned):
         tasks, names = tasks[len(learned) :], names[len(learned) :]
@@ -170,7 +171,7 @@ def _added(tasks: Any, learned: Sequence[str], snapshot: Snapshot, written: str)
 
 
 def _revised(task: str, given: Any, specs: Mapping[str, Any], snapshot: Snapshot) -> list[Any]:
-    """The task that is learned again, as the user gives it; else as it was."""
+    """Return the task that is learned again, as the user gives it; else as it was."""
     if task not in specs:
         raise ConfigError(
             f"bank.revise={task}, but snapshot {snapshot.number} has not learned it: expected one of {', '.join(specs)}"
@@ -196,7 +197,7 @@ def _revised(task: str, given: Any, specs: Mapping[str, Any], snapshot: Snapshot
 
 
 def settings_by_task(tree: Tree) -> Iterator[tuple[Tree, str]]:
-    """The sections of a run's resolved config with settings by the names of tasks, and the keys of these."""
+    """Yield the sections of a run's resolved config with settings by the names of tasks, and the keys of these."""
     own = (f"method.{path}" for path in method_config(tree["method"]).settings_by_task())
     for holder, key in (at(tree, path) for path in (*BY_TASK, *own)):
         if key in holder:  # not in configs of earlier versions
@@ -204,7 +205,7 @@ def settings_by_task(tree: Tree) -> Iterator[tuple[Tree, str]]:
 
 
 def _method_of(snapshot: Snapshot) -> str:
-    """Name of the method of the snapshot's run."""
+    """Return the name of the method of the snapshot's run."""
     return str(snapshot.provenance["config"]["method"]["name"])
 
 
@@ -213,7 +214,8 @@ def _name(task: Any) -> str:
 
 
 def _merged(base: Any, given: Any) -> Any:
-    """What is given over what is there; a choice by its name alone leaves the settings of that choice as they are."""
+    """Return what is given over what is there; a choice by its name alone leaves the settings of that choice as they
+    are."""
     if isinstance(base, dict) and isinstance(given, dict):
         return {**base, **{key: _merged(base.get(key), value) for key, value in given.items()}}
     if isinstance(base, dict) and base.get("name") == given:
@@ -236,7 +238,7 @@ def keep_limits(before: Tree, after: Tree, fresh: Collection[str]) -> None:
 
 
 def refuse_changes(start: Start, before: Tree, after: Tree) -> None:
-    """A run that starts from a snapshot keeps the settings that shape what was learned, as the snapshot's run had them.
+    """Refuse changes of settings that shape what was learned, for a run that starts from a snapshot.
 
     Args:
         before, after: resolved configs of the snapshot's run and of the one that starts.
@@ -258,7 +260,7 @@ def refuse_changes(start: Start, before: Tree, after: Tree) -> None:
 def changes_beside_tasks(
     before: Tree, after: Tree, fresh: Collection[str], without: Sequence[str] = EXEMPT
 ) -> dict[str, tuple[Any, Any]]:
-    """What differs beside the stream's tasks, and settings of `fresh` ones alone; dotted key -> (old, new)."""
+    """Return what differs beside the stream's tasks, and settings of `fresh` ones alone; dotted key -> (old, new)."""
     after = copy.deepcopy(after)
     before = copy.deepcopy(before)
     for tree in (before, after):

@@ -35,7 +35,7 @@ REPORT_S = 10.0
 
 
 def hang_file(driver: str, rank: int) -> str:
-    """Path of a hung worker's report in the run's folder."""
+    """Return the path of a hung worker's report in the run's folder."""
     return f"errors/{driver}-hang-{rank}.json"
 
 
@@ -43,8 +43,8 @@ class Control:
     """Stop requests, heartbeat and hang detection of one worker; as a context manager it runs the thread.
 
     Attributes:
-        activity: what the worker does now, for messages.
-        failed_rows: of the micro-batch that raised an exception, with their tasks.
+        activity: the worker's present activity, for messages.
+        failed_rows: rows of the micro-batch that raised an exception, with their tasks.
     """
 
     def __init__(
@@ -85,12 +85,13 @@ class Control:
 
     @property
     def position(self) -> dict[str, Any]:
-        """What the worker does, and where in the run: `activity`, and `phase`, `task`, `step` once they are known."""
+        """The worker's activity and position in the run: `activity`, and `phase`, `task`, `step` once they are
+        known."""
         known = {key: value for key, value in self._summary.items() if key in ("phase", "task", "step")}
         return {"activity": self.activity, **known}
 
     def stop_requested(self, now: bool = False) -> bool:
-        """Whether a stop was requested. Collective; the storage is polled at most every `poll_s` seconds.
+        """Return whether a stop was requested. Collective; the storage is polled at most every `poll_s` seconds.
 
         Args:
             now: poll in any case.
@@ -106,7 +107,8 @@ class Control:
         return self._stop
 
     def _look(self) -> bool:
-        """Whether there is a request; the host's is copied to the run's folder, so that the run's status shows it."""
+        """Return whether there is a request; the host's is copied to the run's folder, so that the run's status shows
+        it."""
         try:
             if self.host is not None and (reason := self.host.reason):
                 request_stop(self.storage, self.driver, reason)

@@ -1,4 +1,4 @@
-"""How much a run will write, and whether the disk has room for it.
+"""The disk space that a run needs, and a check that the disk has it.
 
 A run that fills the disk in its tenth task has learned nine in vain until somebody makes room.
 """
@@ -26,18 +26,18 @@ SAMPLE = 64
 """Rows whose text is measured."""
 
 ANSWER_BYTES = 60
-"""Of a line of `predictions/` beside its text: reference, answer and keys."""
+"""Bytes of a line of `predictions/` in addition to its text: reference, answer and keys."""
 
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """What a run writes when, in bytes.
+    """The bytes that a run writes, and when.
 
     Attributes:
-        steps: of each phase. every, keep: as `checkpoint.every_steps` and `checkpoint.keep`.
+        steps: steps of each phase. every, keep: `checkpoint.every_steps` and `checkpoint.keep`.
         inside, end: a checkpoint inside a phase, and at its end.
-        published: to the bank at the end of each phase.
-        stays: to the run's folder at the end of each phase, for good.
+        published: bytes published to the bank at the end of each phase.
+        stays: bytes written to the run's folder at the end of each phase, for good.
     """
 
     steps: Sequence[int]
@@ -51,11 +51,11 @@ class DiskPlan:
 
 @dataclass(frozen=True)
 class Moment:
-    """What is on disk when a checkpoint is written.
+    """The bytes on disk when a checkpoint is written.
 
     Attributes:
-        run: in the run's folder, before checkpoints that are not needed any more are deleted. left: afterwards.
-        bank: in the bank.
+        run: bytes in the run's folder before old checkpoints are deleted. left: bytes afterwards.
+        bank: bytes in the bank.
     """
 
     phase: int
@@ -66,7 +66,7 @@ class Moment:
 
 
 def moments(plan: DiskPlan) -> Iterator[Moment]:
-    """At every checkpoint."""
+    """Yield the moment of every checkpoint."""
     kept: list[int] = []
     stays = bank = 0
     for phase, steps in enumerate(plan.steps):
@@ -90,7 +90,7 @@ class Growth:
 
 
 def growth(plan: DiskPlan, phase: int = 0, step: int = 0) -> Growth:
-    """What a run adds from a step of a phase on."""
+    """Return what a run adds from a step of a phase on."""
     all_of_it = list(moments(plan))
     before = [one for one in all_of_it if (one.phase, one.step) <= (phase, step)]
     later = all_of_it[len(before) :]
@@ -108,7 +108,7 @@ def growth(plan: DiskPlan, phase: int = 0, step: int = 0) -> Growth:
 
 
 def plan_of(context: TrainingContext, phase: Phase, steps: Sequence[int]) -> DiskPlan:
-    """An estimate, once `phase` has begun and its parameters are created: later phases are taken to be like it.
+    """Return an estimate, once `phase` has begun and its parameters are created: later phases are taken to be like it.
 
     A phase's adapters are as large as its trained parameters; a method with adapters of its own for every task freezes
     them, others go on training them, so that the state to continue from holds them once more. What a method keeps of
@@ -133,12 +133,12 @@ def plan_from(
     kept: Mapping[str, int],
     answers: Sequence[int],
 ) -> DiskPlan:
-    """The same from sizes, for a backbone without weights.
+    """Return the same from sizes, for a backbone without weights.
 
     Args:
         trained: bytes of the phase's trained parameters. state: those of the optimizer's state for them. kept: those
             of the method's state, by name.
-        answers: of `predictions/`, for each phase.
+        answers: bytes of `predictions/`, for each phase.
     """
     method, count = context.method, len(context.phases)
     module = method.router_module
@@ -170,7 +170,7 @@ def plan_from(
 
 
 def answers_of(context: TrainingContext, phase: Phase) -> list[int]:
-    """Of each phase, from texts of this one."""
+    """Return the bytes of each phase's answers, from texts of this phase."""
     settings, stream = context.evaluation, context.stream
     if not settings.save_predictions or stream.learns_texts:
         return [0] * len(context.phases)
@@ -203,7 +203,8 @@ def _device(storage: Storage) -> int:
 
 
 def shortage(run: Storage, bank: Storage, needed: Growth, free: Callable[[str], int] = free_bytes) -> str:
-    """A warning in one sentence if a disk will not hold what the run adds; empty if it will, as far as is known."""
+    """Return a warning in one sentence if a disk will not hold what the run adds; empty if it will, as far as is
+    known."""
     together = run.is_local and bank.is_local and _device(run) == _device(bank)
     wanted = [(run, needed.both)] if together else [(run, needed.run), (bank, needed.bank)]
     for storage, size in wanted:

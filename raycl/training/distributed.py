@@ -29,7 +29,7 @@ class DistributedContext:
     Attributes:
         rank: 0 .. size - 1; rank 0 writes files.
         local_rank: 0 on the first worker of each node.
-        device: where this worker computes.
+        device: device of this worker.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class DistributedContext:
 
     @staticmethod
     def alone(device: torch.device | None = None) -> DistributedContext:
-        """One process by itself."""
+        """Return the context of a single process."""
         return DistributedContext(0, 1, 0, device or default_device(0))
 
     @property
@@ -59,19 +59,19 @@ class DistributedContext:
         return group
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over workers, in place."""
+        """Return the sum over workers, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def total(self, *values: float) -> list[float]:
-        """Sum of each number over workers (float64); a device is waited for where there are several."""
+        """Return the sum of each number over workers (float64); a device is waited for where there are several."""
         if self.size == 1:
             return [float(value) for value in values]
         return [float(value) for value in self.sum(torch.tensor(values, dtype=torch.float64, device=self.device))]
 
     def gather(self, value: T) -> list[T]:
-        """Every worker's value, by rank, on every worker."""
+        """Return every worker's value, by rank, on every worker."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -110,12 +110,12 @@ class DistributedContext:
 
 
 def default_device(local_rank: int) -> torch.device:
-    """The GPU of this local rank, or the CPU."""
+    """Return the GPU of this local rank, or the CPU."""
     return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def ensure_process_group(world: DistributedContext) -> None:
-    """A group of this process alone, for libraries that need one, where nothing has made a group of several."""
+    """Create a group of this process alone, for libraries that need one, unless there is a group of several."""
     if dist.is_initialized():
         return
     assert world.size == 1, "several workers, but no process group"
@@ -151,7 +151,7 @@ class Scattered(Tensor):
         raise AssertionError(f"{function} needs the parts of all workers: put them together first")
 
     def joined(self) -> Tensor:
-        """All elements, on this worker's device, bit for bit. Collective."""
+        """Return all elements, on this worker's device, bit for bit. Collective."""
         found = torch.empty(self.shape, dtype=self.dtype, device=self.world.device)
         flat = found.view(-1)
         flat[self.first : self.first + self.part.numel()] = self.part.to(found.device)
@@ -161,19 +161,20 @@ class Scattered(Tensor):
 
 
 def is_shared_out(tensor: Tensor) -> bool:
-    """Whether workers have parts of a tensor."""
+    """Return whether workers have parts of a tensor."""
     return isinstance(tensor, Scattered) or is_dtensor(tensor)
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether torch shares a tensor out. Its class takes half a second to import, which settings do not wait for."""
+    """Return whether torch shares a tensor out. Its class takes half a second to import, which settings do not wait
+    for."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor with the parts of all workers, where they share it out. Collective."""
+    """Return the tensor with the parts of all workers, where they share it out. Collective."""
     if isinstance(tensor, Scattered):
         return tensor.joined()
     return tensor.full_tensor() if is_dtensor(tensor) else tensor

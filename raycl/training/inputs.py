@@ -1,4 +1,4 @@
-"""What a run's numbers depend on beside its config: its data, pretrained models, and the libraries that compute.
+"""Inputs of a run's numbers in addition to its config: data, pretrained models, and libraries.
 
 A run records the fingerprints of data and models with its first claim, and the versions of libraries with each. What
 continues it (a later attempt, added tasks, a run that starts from its snapshots, a merge) is compared with them.
@@ -28,11 +28,11 @@ COMPUTE = (
 OTHERS = ("ray", "pyarrow")
 
 DIGITS = 12
-"""Of a hash, in messages."""
+"""Digits of a hash in messages."""
 
 
 def changes(before: Inputs, now: Inputs, without: Collection[str] = ()) -> list[str]:
-    """What differs, a clause each that says what and where; what only one of the two knows is not compared.
+    """Return what differs, a clause each that says what and where; what only one of the two knows is not compared.
 
     Args:
         without: tasks that may differ.
@@ -46,7 +46,7 @@ def joined(before: Inputs, now: Inputs) -> Inputs:
 
 
 def of_tasks(inputs: Inputs, names: Collection[str]) -> Inputs:
-    """Without the rows of all other tasks."""
+    """Return the inputs without the rows of all other tasks."""
     return {**inputs, "tasks": {name: rows for name, rows in inputs.get("tasks", {}).items() if name in names}}
 
 
@@ -84,17 +84,18 @@ def _hashes(old: str, new: str) -> str:
 
 
 def versions(plugins: Used) -> dict[str, str]:
-    """Of Python and of the installed packages that a run uses.
+    """Return the versions of Python and of the installed packages that a run uses.
 
     Args:
-        plugins: what it uses of packages that add to raycl: `method my-method` -> `my-package 1.0`.
+        plugins: parts that it uses of other packages: `method my-method` -> `my-package 1.0`.
     """
     found = {package: _version(package) for package in (*COMPUTE, *OTHERS)}
     return {"python": platform.python_version()} | {name: one for name, one in found.items() if one} | plugins
 
 
 def version_changes(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each attempt that computes with other libraries than the one before it that recorded anything."""
+    """Return a sentence for each attempt that computes with other libraries than the one before it that recorded
+    anything."""
     worked = [attempt for attempt in attempts if "ended" in attempt or attempt is attempts[-1]]
     known = [(attempt["attempt"], attempt["versions"]) for attempt in worked if attempt.get("versions")]
     found = []
@@ -105,7 +106,7 @@ def version_changes(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def different_versions(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """`torch 2.9.0, before 2.8.0`, and so on; "": none differs."""
+    """Return a text such as `torch 2.9.0, before 2.8.0`; "": none differs."""
     plugins = [name for name in {**old, **new} if " " in name]
     pairs = {name: (old.get(name, "none"), new.get(name, "none")) for name in (*COMPUTE, *plugins)}
     return ", ".join(f"{name} {now}, before {before}" for name, (before, now) in pairs.items() if before != now)
@@ -113,7 +114,7 @@ def different_versions(old: Mapping[str, str], new: Mapping[str, str]) -> str:
 
 @cache
 def _version(package: str) -> str | None:
-    """Of an installed package, looked up once: it takes 2 ms."""
+    """Return the version of an installed package, looked up once, since that takes 2 ms."""
     try:
         return version(package)
     except PackageNotFoundError:

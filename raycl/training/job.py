@@ -1,4 +1,4 @@
-"""What the workers of a run are given: plain values, since they travel to other processes."""
+"""The job of a run's workers: plain values, since they travel to other processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Resources:
         return max(1, int(self.cpus))
 
     def named(self) -> dict[str, float]:
-        """As Ray names them, without those that are zero."""
+        """Return the resources by Ray's names, without zeros."""
         return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
 
 
@@ -32,13 +32,13 @@ class TrainingJob:
     """A run as its workers get it, all of them the same.
 
     Attributes:
-        config: tree of its config. folder: address of its folder. name: of the folder.
+        config: tree of its config. folder: address of its folder. name: name of the folder.
         driver: the process that starts the workers, for the journal and requests to stop.
         phases: number of phases of the run. stop_after: phases after which workers end; None: at the last one.
         threads: torch threads of each worker.
         singles, replaces: see `RunInfo`.
-        commit: of the backbone on the hub; None: it lies in a folder.
-        plugins: what the run uses of other packages, which every worker must have.
+        commit: commit of the backbone on the hub; None: it is in a folder.
+        plugins: parts of other packages that the run uses, which every worker must have.
         awaits_decision: after every phase but the last, workers wait for a decision
             (`raycl.training.records.stops.signal`).
         fork_points: number of finished phases -> folder that then gets a fork point.

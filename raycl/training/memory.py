@@ -16,7 +16,7 @@ import torch
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """The most memory this process held so far: the GPU's if `device` is one, else resident memory, in MiB."""
+    """Return the most memory this process held so far: the GPU's if `device` is one, else resident memory, in MiB."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device)) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
@@ -24,7 +24,7 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def forget_peak() -> None:
-    """The next peak is counted from now on; where the system has no word for that, from the start of the process."""
+    """Reset the peak; where the system cannot, the peak counts from the start of the process."""
     # where a GPU is seen and not used, to ask would make a context
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats()
@@ -33,12 +33,12 @@ def forget_peak() -> None:
 
 
 def resident_memory_mb() -> float:
-    """What this process holds now, in MiB; it must not grow from task to task."""
+    """Return what this process holds now, in MiB; it must not grow from task to task."""
     return float(psutil.Process().memory_info().rss) / 2**20
 
 
 class MappedFiles:
-    """Where this process has files mapped, whose pages other processes of the node may share.
+    """The mapped files of this process, whose pages other processes of the node may share.
 
     Where the system does not tell (it has no `/proc`), nowhere.
     """
@@ -53,7 +53,7 @@ class MappedFiles:
                     self._ranges.append(range(first, end))
 
     def hold(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is there."""
+        """Return whether a tensor's memory is there."""
         return tensor.device.type == "cpu" and any(tensor.data_ptr() in one for one in self._ranges)
 
 
@@ -69,7 +69,8 @@ def return_freed_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, the system or Python had no memory left. On CPUs torch raises an error without a type."""
+    """Return whether a device, the system or Python had no memory left. On CPUs torch raises an error without a
+    type."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError)
         and re.search(r"(can't|cannot|not enough) (allocate )?memory", str(error)) is not None
@@ -77,10 +78,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(activity: str, tree: dict[str, Any], workers: int, where: str) -> str:
-    """What was out of memory, and which settings to lower, in one sentence.
+    """Return what was out of memory, and which settings to lower, in one sentence.
 
     Args:
-        activity: what the worker was doing (`raycl.training.control`). tree: the run's config. where: the worker.
+        activity: the worker's activity (`raycl.training.control`). tree: the run's config. where: the worker.
     """
     train, evaluation, backbone = tree["train"], tree["eval"], tree["backbone"]
     micro = train["micro_batch_size"] or max(1, train["batch_size"] // workers)

@@ -51,7 +51,7 @@ class _Saving:
 
 
 class Recorder:
-    """What one worker records of a run.
+    """The records of a run by one worker.
 
     Attributes:
         journal: on rank 0, the claim on the run; None elsewhere.
@@ -103,12 +103,12 @@ class Recorder:
             self.journal.go_back(checkpoint_names, phases)
 
     def begin(self, phase: Phase, rows: int, steps: int, start: int, later: int, prepared_s: float) -> None:
-        """Training of a phase begins, or continues after `start` steps; see `Progress.begin`."""
+        """Begin the training of a phase, or continue it after `start` steps; see `Progress.begin`."""
         if self.journal is not None:
             self.progress.begin(phase.index, phase.name, rows, steps, start, later, prepared_s)
 
     def step(self, phase: Phase, step: int, steps: int, result: StepResult, seconds: float) -> None:
-        """An optimizer step is done."""
+        """Record an optimizer step."""
         if self.trace is None:
             return
         self.trace.add(phase.index, phase.name, step, result, seconds)
@@ -202,10 +202,10 @@ class Recorder:
             wait([self._saving.files])
 
     def hold_lease(self, newest: dict[str, Any]) -> None:
-        """Of the snapshots that the run's checkpoints continue from; only rank 0 writes it.
+        """Hold a lease of the snapshots that the run's checkpoints continue from; only rank 0 writes it.
 
         Args:
-            newest: what was published last.
+            newest: snapshot that was published last.
         """
         if self.journal is None:
             return
@@ -215,7 +215,7 @@ class Recorder:
         hold_lease(bank.storage, self.storage.address, [record["snapshot"] for record in kept])
 
     def phase(self, phase: Phase, record: dict[str, Any]) -> bool:
-        """A phase is trained and evaluated; returns whether to continue."""
+        """Record a trained and evaluated phase, and return whether to continue."""
         self.state = replace(self.state, phases=[*self.state.phases, record])  # the journal has a state of its own
         if self.journal is not None:
             self.journal.phase_done(record)
@@ -244,15 +244,15 @@ class Recorder:
         sink.table(step, "matrix", ["after", *matrix.tasks], rows)
 
     def results(self) -> dict[str, Any]:
-        """The result tree so far, from the journal."""
+        """Return the result tree so far, from the journal."""
         context, state = self.context, read_state(self.storage)
         return build_results(context.info, context.stream, context.phases, state)
 
     def _steps_done(self, phase: Phase, step: int) -> int:
-        """Optimizer steps of the whole run."""
+        """Return optimizer steps of the whole run."""
         return step + sum(int(record["times"]["steps"]) for record in self.state.phases[: phase.index])
 
 
 def _names(context: TrainingContext) -> tuple[list[str], list[str]]:
-    """Of tasks and phases."""
+    """Return the names of tasks and phases."""
     return [task.name for task in context.stream.tasks], [phase.name for phase in context.phases]

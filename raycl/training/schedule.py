@@ -36,21 +36,21 @@ class Schedule:
     one_model_per_task = False
 
     def phases(self, stream: Stream) -> tuple[Phase, ...]:
-        """What is trained one after another."""
+        """Return what is trained one after another."""
         return tuple(Phase(index, task.name, (task,)) for index, task in enumerate(stream.tasks))
 
     def attach(self, method: Method, backbone: Backbone) -> None:
         """Once, when method and backbone are new."""
 
     def begin(self, method: Method) -> None:
-        """Before a phase that is not resumed."""
+        """Prepare a phase that is not resumed."""
 
     def published(self, phase: Phase, method: Method, learned: Learned) -> Learned:
-        """What goes to the bank of what a phase learned."""
+        """Return what goes to the bank of what a phase learned."""
         return learned
 
     def is_of_its_own(self, method: Method) -> bool:
-        """Whether a phase's adapters were trained on its own tasks alone."""
+        """Return whether a phase's adapters were trained on its own tasks alone."""
         return method.own_adapters
 
 
@@ -58,7 +58,7 @@ class Joint(Schedule):
     """All tasks in one phase, their rows shuffled together."""
 
     def phases(self, stream: Stream) -> tuple[Phase, ...]:
-        """One."""
+        """Return one."""
         return (Phase(0, "joint", stream.tasks),)
 
 
@@ -99,7 +99,7 @@ class Separate(Schedule):
                 parameters[name].copy_(first)
 
     def published(self, phase: Phase, method: Method, learned: Learned) -> Learned:
-        """Each adapter under its task's name, chosen by the task id; nothing where a router chose among them."""
+        """Return each adapter under its task's name, chosen by the task id; nothing where a router chose among them."""
         if method.own_adapters:
             return learned
         if learned.adapters and not learned.not_served and router_class(learned.router).chooses:
@@ -111,7 +111,7 @@ class Separate(Schedule):
         return Learned(adapters, learned.model, learned.labels, router=router, not_served=learned.not_served)
 
     def is_of_its_own(self, method: Method) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 

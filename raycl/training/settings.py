@@ -16,7 +16,7 @@ EXEMPT = (
     "bank.allow_storage",
     *("eval.other_row", "checkpoint.asynchronous"),
 )
-"""What cannot change what a run learns: it may differ on resume and stays out of the fingerprint."""
+"""Settings that cannot change what a run learns; they may differ on resume and are not in the fingerprint."""
 
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
 """Learning-rate schedules by their Hugging Face names (those that need no further arguments)."""
@@ -115,7 +115,7 @@ class TrainConfig(Section):
         return self
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """A share of the steps beside their number, and what belongs to another optimizer."""
+        """Yield A share of the steps beside their number, and what belongs to another optimizer."""
         reads = optimizer_class(self.optimizer).settings
         yield from ((name, f"optimizer={self.optimizer}") for name in OPTIMIZER_SETTINGS if name not in reads)
         if not self.weight_decay:
@@ -128,7 +128,7 @@ class TrainConfig(Section):
         return self.epochs_by_task.get(task, self.epochs)
 
     def of_task(self, task: str) -> TrainConfig:
-        """The settings of a phase by its name, with the learning rate that its optimizer gets."""
+        """Return the settings of a phase by its name, with the learning rate that its optimizer gets."""
         rate = self.learning_rate_by_task.get(task, self.learning_rate)
         return self.model_copy(update={"learning_rate": rate})
 
@@ -179,7 +179,7 @@ class DeepSpeedConfig(EngineConfig):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints and model folders are written."""
+    """Settings of writing checkpoints and model folders."""
 
     every_steps: int | None = Field(
         200, ge=1, description="optimizer steps between checkpoints; null: at task ends only"
@@ -195,7 +195,7 @@ class CheckpointConfig(Section):
     )
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Without checkpoints inside tasks."""
+        """Yield settings without effect Without checkpoints inside tasks."""
         if self.every_steps is None:
             yield "asynchronous", "every_steps=null"
 
@@ -236,7 +236,7 @@ class BankConfig(Section):
     branch: BranchName = Field(MAIN, description="branch of the bank that snapshots go onto")
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Where nothing goes, and how nothing is learned again."""
+        """Yield settings without effect where nothing goes, and how nothing is learned again."""
         if not self.start:
             yield from ((name, "start=null") for name in ("allow_storage", "revise"))
         if not self.revise:

@@ -95,7 +95,7 @@ class StreamLoop:
             self.recorder.close()
 
     def _evaluate_untrained(self) -> None:
-        """What `eval.untrained` asks for, while the backbone is as it was loaded; kept for the next phase's record."""
+        """Evaluate the untrained backbone for `eval.untrained`, and keep the scores for the next phase's record."""
         context = self.context
         self._untrained = untrained_cells(self.state)
         if context.evaluation.untrained and len(self.state.phases) < len(context.phases):
@@ -104,7 +104,7 @@ class StreamLoop:
             self._untrained |= {name: asdict(cell) for name, cell in found.items()}
 
     def results(self) -> dict[str, Any]:
-        """The result tree so far."""
+        """Return the result tree so far."""
         return self.recorder.results()
 
     def _pause(self, activity: str, phase: Phase, task: str) -> None:

@@ -23,13 +23,13 @@ from raycl.types import Phase
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What identifies a run.
+    """The identity of a run.
 
     Attributes:
-        tree: the resolved config. fingerprint: of its parts that can change a result.
+        tree: the resolved config. fingerprint: fingerprint of its parts that can change a result.
         singles: task -> score of the task trained alone by the same method, for FWT.
         replaces: fingerprint of the config that the run had so far, where it continues with more tasks.
-        plugins: what it uses of other packages, which its records name (`raycl.plugins`).
+        plugins: parts of other packages that it uses, which its records name (`raycl.plugins`).
         inputs: fingerprints of what it reads (`raycl.training.inputs`); empty where nothing is to be learned.
     """
 

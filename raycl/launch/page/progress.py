@@ -14,7 +14,7 @@ from raycl.training.records.progress import TraceReader
 from raycl.training.records.results import matrix_of, metrics_so_far, other_row
 
 POINTS = 500
-"""Of the loss curve, at most, and the last one of each task."""
+"""The most points of the loss curve, plus the last one of each task."""
 
 LOG_LINES = 14
 
@@ -23,7 +23,7 @@ Step = Mapping[str, Any]
 
 
 def progress_of(files: RunFiles, trace: TraceReader) -> dict[str, Any]:
-    """What is known of the run that wrote these files and this trace.
+    """Return what is known of the run that wrote these files and this trace.
 
     Keys: `run`, `title`, `state`, `message`, `command`, `details` (as the text of `raycl status`), `tasks` (each with
     `state` done, current or waiting), `loss`, `matrix`, `left` (seconds, None where nothing runs), `nodes`, `workers`,
@@ -54,14 +54,15 @@ def progress_of(files: RunFiles, trace: TraceReader) -> dict[str, Any]:
 
 
 def _title(files: RunFiles) -> str:
-    """The run in one line. Streams of a user's files are named when they are read, so a waiting run has no name yet."""
+    """Return the run in one line. Streams of a user's files are named when they are read, so a waiting run has no name
+    yet."""
     named = {"name": files.attempt["stream"]} if "stream" in files.attempt else files.results.get("stream")
     tree = {"config": files.config, "stream": named}
     return title_of(tree) if named else f"{method_of(tree)}, {backbone_of(tree)}"
 
 
 def _phases(files: RunFiles, steps: Sequence[Step]) -> list[str]:
-    """Names of what is trained one after another, of which older runs record only what has begun."""
+    """Return names of what is trained one after another, of which older runs record only what has begun."""
     if found := files.attempt.get("phases") or files.results.get("phases"):
         return list(map(str, found))
     begun = {int(step["phase"]): str(step["task"]) for step in steps}
@@ -110,13 +111,13 @@ def _works_on(files: RunFiles, phase: int) -> bool:
 
 
 def _step(files: RunFiles, phase: int, last: Step | None) -> int:
-    """Steps that are done: the trace is written after the heartbeat, or before it."""
+    """Return steps that are done: the trace is written after the heartbeat, or before it."""
     recorded = int(last["step"]) if last else 0
     return max(recorded, int(files.heartbeat.get("step", 0))) if _trains(files, phase) else recorded
 
 
 def _trains(files: RunFiles, phase: int) -> bool:
-    """Whether the heartbeat's step is one of this phase: between two phases it is still the former's."""
+    """Return whether the heartbeat's step is one of this phase: between two phases it is still the former's."""
     return _works_on(files, phase) and files.heartbeat.get("activity") == "training" and files.is_alive
 
 
@@ -124,7 +125,7 @@ def _trains(files: RunFiles, phase: int) -> bool:
 
 
 def _loss(tasks: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> dict[str, Any]:
-    """Points `[step of the whole run, loss]`, how many steps the run has, and where each task begins."""
+    """Return points `[step of the whole run, loss]`, how many steps the run has, and where each task begins."""
     last = {int(step["phase"]): int(step["step"]) for step in steps}
     starts, total = [], 0
     for number, task in enumerate(tasks):
@@ -140,7 +141,7 @@ def _loss(tasks: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> dict[str
 
 
 def _finite(value: float) -> float | None:
-    """A number that JSON has."""
+    """Return a number that JSON has."""
     return value if math.isfinite(value) else None
 
 
@@ -148,7 +149,8 @@ def _finite(value: float) -> float | None:
 
 
 def _matrix(files: RunFiles, phases: Sequence[str]) -> dict[str, Any]:
-    """Rows of phases and the other last row, columns of tasks, None where nothing is measured yet; metrics so far."""
+    """Return rows of phases and the other last row, columns of tasks, None where nothing is measured yet; metrics so
+    far."""
     stream = files.results.get("stream") or {}
     tasks = files.attempt.get("tasks") or stream.get("tasks") or phases
     done = len(files.state.phases)
@@ -168,7 +170,7 @@ def _matrix(files: RunFiles, phases: Sequence[str]) -> dict[str, Any]:
 
 
 def _left(files: RunFiles, tasks: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> dict[str, Any] | None:
-    """Seconds of training and evaluation to come, at the pace so far; None before the first step.
+    """Return seconds of training and evaluation to come, at the pace so far; None before the first step.
 
     The pace of training is that of the task's own steps, that of evaluation the mean over the evaluations so far:
     None before the first. What methods do between tasks is not counted.
@@ -191,7 +193,7 @@ def _left(files: RunFiles, tasks: Sequence[Mapping[str, Any]], steps: Sequence[S
 
 
 def _cells(files: RunFiles, phase: int, phases: int) -> int:
-    """How many tasks are evaluated after a phase."""
+    """Return how many tasks are evaluated after a phase."""
     if files.config["stream"].get("schedule") == "separate":
         return 1
     tasks = len(files.attempt.get("tasks") or range(phases))

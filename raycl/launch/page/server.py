@@ -29,7 +29,7 @@ FRESH_S = 1.0
 """Age up to which what was read is answered again: several windows cost no more than one."""
 
 CLOSE_S = 2
-"""For answers that have begun when the server ends."""
+"""Seconds for answers that have begun when the server ends."""
 
 
 class RunReader:
@@ -47,7 +47,8 @@ class RunReader:
         self._looked = time.monotonic()
 
     def progress(self) -> dict[str, Any]:
-        """What is known of the run (`progress_of`), with `problem`: why it is not what the files say now, or None."""
+        """Return what is known of the run (`progress_of`), with `problem`: why it is not what the files say now, or
+        None."""
         with self._lock:
             if time.monotonic() - self._looked > FRESH_S:
                 try:
@@ -62,7 +63,7 @@ class RunReader:
 
 
 def make_app(reader: RunReader, local_only: bool) -> FastAPI:
-    """The ASGI application.
+    """Return the ASGI application.
 
     Args:
         local_only: requests for another host are refused: a web page elsewhere may have its name point here.
@@ -85,7 +86,7 @@ def make_app(reader: RunReader, local_only: bool) -> FastAPI:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """A socket on this port; without one, on the first of `PORTS` from `PORT` on that is free.
+    """Return a socket on this port; without one, on the first of `PORTS` from `PORT` on that is free.
 
     Raises:
         LaunchError: the port is taken, or the host is none of this machine's.

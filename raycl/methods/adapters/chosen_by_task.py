@@ -36,5 +36,5 @@ class ChosenByTask(PerTaskAdapter, ABC):
         return 0 if self.task_id_given else len(self._learned)
 
     def route(self, batch: Batch) -> Mixture:
-        """The adapter of the phase."""
+        """Return the adapter of the phase."""
         return Mixture.same({self._task: 1.0}, len(batch))

@@ -49,7 +49,7 @@ class DemixConfig(ByTaskConfig):
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("sample",)
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """The first task has nothing to begin as, the second no choice."""
+        """Return the settings that matter: the first task has nothing to begin as, the second no choice."""
         settings = super().cache_key(index, tasks, learns_texts)
         if index < 2:
             del settings["sample"]
@@ -71,7 +71,7 @@ class Demix(ChosenByTask):
         self._compared = ""
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """The nearest adapter's weights are where the new one begins."""
+        """Begin the new adapter at the nearest adapter's weights."""
         if not context.resumed and self._learned and not self.task_id_given and phase.name not in self._previous:
             self.starts[phase.name] = self._nearest(phase, context)
             self._previous = {phase.name: self._learned[self.starts[phase.name]]}
@@ -81,7 +81,7 @@ class Demix(ChosenByTask):
         self.stack.begin_training({task: self.config.rank}, 1.0, as_peft_draws, self.config.dropout)
 
     def _nearest(self, phase: Phase, context: TaskContext) -> str:
-        """The earlier adapter with the lowest loss on the phase's rows, the newest of equal ones. Collective."""
+        """Return the earlier adapter with the lowest loss on the phase's rows, the newest of equal ones. Collective."""
         newest_first = list(reversed(self._learned))
         if len(newest_first) == 1:
             return newest_first[0]
@@ -95,19 +95,19 @@ class Demix(ChosenByTask):
         return min(newest_first, key=losses.__getitem__)
 
     def route(self, batch: Batch) -> Mixture:
-        """The adapter of each text's task; while adapters are compared, the one in question."""
+        """Return the adapter of each text's task; while adapters are compared, the one in question."""
         return Mixture.same({self._compared: 1.0}, len(batch)) if self._compared else super().route(batch)
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What each task's adapter began as."""
+        """Return what each task's adapter began as."""
         return {"starts": dict(self.starts)}
 
     def state_dict(self) -> State:
-        """As every adapter method, with what each adapter began as."""
+        """Return the state of every adapter method, and what each adapter began as."""
         values, tensors = super().state_dict()
         return {**values, "starts": self.starts}, tensors
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """As every adapter method, with what each adapter began as."""
+        """Restore the state of every adapter method, and what each adapter began as."""
         self.starts = dict(values["starts"])
         super().load_state_dict(values, tensors)

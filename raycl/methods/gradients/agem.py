@@ -43,11 +43,11 @@ class AgemConfig(StoredRowsConfig):
 
     @property
     def sample_share(self) -> tuple[str, float]:
-        """Of rows."""
+        """The share of rows."""
         return "share", self.share
 
     def values_kept(self, tasks: int) -> int:
-        """The reference gradient, in a step."""
+        """Return the reference gradient, in a step."""
         return min(1, tasks - 1)
 
 
@@ -57,7 +57,7 @@ class Agem(StoredRowsWrapper):
     Config = AgemConfig
 
     def new_buffer(self) -> RowBuffer:
-        """A share of each task's rows."""
+        """Return a share of each task's rows."""
         return RowBuffer(self.config.share)
 
     def projected(self, gradients: dict[str, Tensor], context: TaskContext) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ class Agem(StoredRowsWrapper):
         return project(gradients, context.gradients(self._drawn(context.step.seed)))
 
     def _drawn(self, seed: int) -> list[tuple[Task, Indices]]:
-        """Rows of the reference gradient: drawn from all stored rows without replacement, task by task."""
+        """Return rows of the reference gradient: drawn from all stored rows without replacement, task by task."""
         owners = [(self.buffer.tasks[name], rows) for name, rows in self.buffer]
         counts = np.array([len(rows) for _, rows in owners])
         chosen = np.sort(generator(seed, "agem").permutation(counts.sum())[: self.config.batch])

@@ -48,7 +48,7 @@ class GemConfig(StoredRowsConfig):
     unused_in_first_phase = ("rows", "margin")
 
     def values_kept(self, tasks: int) -> int:
-        """A gradient of each earlier task, in a step."""
+        """Return a gradient of each earlier task, in a step."""
         return tasks - 1
 
 
@@ -77,7 +77,7 @@ def project(gradients: Gradients, references: Sequence[Gradients], margin: float
 
 
 def dual(gram_KK: Tensor, products_K: Tensor, margin: float) -> Tensor:
-    """`[K]` v that minimizes `1/2 v^T P v + q^T v` over v >= margin, P = M M^T + 1e-3 I, q = M g.
+    """Return `[K]` v that minimizes `1/2 v^T P v + q^T v` over v >= margin, P = M M^T + 1e-3 I, q = M g.
 
     With P = R^T R and v = u + margin this is the least |R u + R^-T (P margin + q)| over u >= 0.
     """

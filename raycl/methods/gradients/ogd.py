@@ -33,7 +33,7 @@ from raycl.methods.wrapper import Wrapper, WrapperConfig
 from raycl.types import Phase
 
 ROUNDING = 1e-4
-"""What is left of a gradient beside the span of others is a rounding error below this share of its norm."""
+"""The part of a gradient outside of the span of others is a rounding error below this share of its norm."""
 
 
 class OgdConfig(WrapperConfig):
@@ -45,7 +45,7 @@ class OgdConfig(WrapperConfig):
     )
 
     def values_kept(self, tasks: int) -> int:
-        """A column for each row of each task, and the last task's gradients beside them."""
+        """Return a column for each row of each task, and the last task's gradients beside them."""
         return self.rows * (tasks + 1)
 
 
@@ -67,7 +67,7 @@ class Ogd(Wrapper):
         self._labels: list[str] = []
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """The basis has the present rows of the label head."""
+        """Extend the basis to the present rows of the label head."""
         self.learner.begin_task(phase, context)
         self._fit_labels()
 
@@ -77,11 +77,11 @@ class Ogd(Wrapper):
         self._labels = known_labels(self.backbone)
 
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the learner, without their part in the span of the basis."""
+        """Return the gradients of the learner, without their part in the span of the basis."""
         return outside(self.learner.transform_gradients(gradients), self._basis)
 
     def end_task(self, context: TaskContext) -> Learned | None:
-        """The basis gains the task's outputs."""
+        """Return the basis gains the task's outputs."""
         self._fit_labels()
         self._basis = grown(self._basis, self._measured(context))
         return self.learner.end_task(context)
@@ -98,13 +98,13 @@ class Ogd(Wrapper):
         return {name: context.sum(rows_of_all) for name, rows_of_all in found.items()}
 
     def state_dict(self) -> State:
-        """The learner's, and the basis."""
+        """Return the state of the learner, and the basis."""
         values, tensors = self.learner.state_dict()
         held = {f"ogd/basis/{name}": value.cpu() for name, value in self._basis.items()}
         return {**values, "ogd": {"labels": self._labels}}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Of the learner, and the basis."""
+        """Restore the state of the learner, and the basis."""
         self.learner.load_state_dict(values, tensors)
         self._labels = list(values["ogd"]["labels"])
         self._basis = dict(under("ogd/basis/", tensors))
@@ -123,7 +123,7 @@ def outside(gradients: Gradients, basis: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def grown(basis: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The basis with an orthonormal column for each new gradient outside of the span of those before it.
+    """Return the basis with an orthonormal column for each new gradient outside of the span of those before it.
 
     Args:
         basis: parameter -> `[K, *shape]`, may lack parameters. new: parameter -> `[N, *shape]`.
@@ -143,5 +143,5 @@ def grown(basis: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, T
 
 
 def norm(gradients: Gradients) -> float:
-    """Of one vector over all parameters."""
+    """Return the norm of one vector over all parameters."""
     return float(torch.stack([value.double().square().sum() for value in gradients.values()]).sum().sqrt())

@@ -12,12 +12,12 @@ Gradients = Mapping[str, Tensor]
 
 
 def product(one: Gradients, other: Gradients) -> float:
-    """Of two gradients over the parameters of the first, summed in float64."""
+    """Return the product of two gradients over the parameters of the first, summed in float64."""
     return sum(_dot(gradient, other[name]) for name, gradient in one.items())
 
 
 def gram(gradients: Sequence[Gradients]) -> Tensor:
-    """`[K, K]` products of K gradients, float64 on the CPU."""
+    """Return `[K, K]` products of K gradients, float64 on the CPU."""
     found = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
     for row, one in enumerate(gradients):
         for column, other in enumerate(gradients[: row + 1]):

@@ -45,11 +45,11 @@ class StoredRowsWrapper(Wrapper):
 
     @abstractmethod
     def new_buffer(self) -> RowBuffer:
-        """An empty one, of the size that the settings say."""
+        """Return an empty one, of the size that the settings say."""
 
     @abstractmethod
     def projected(self, gradients: dict[str, Tensor], context: TaskContext) -> dict[str, Tensor]:
-        """Gradients that the optimizer is given, where rows are stored."""
+        """Return gradients that the optimizer is given, where rows are stored."""
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Rows of all earlier tasks are in the buffer."""
@@ -58,7 +58,7 @@ class StoredRowsWrapper(Wrapper):
         self.learner.begin_task(phase, context)
 
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the learner, projected."""
+        """Return the gradients of the learner, projected."""
         gradients = self.learner.transform_gradients(gradients)
         if not len(self.buffer):
             return gradients

@@ -59,5 +59,5 @@ class SeqAdapter(SingleAdapter):
 
 
 def _kaiming(low: Tensor, outputs: int) -> None:
-    """A as torch draws linears."""
+    """Fill A as torch draws linears."""
     nn.init.kaiming_uniform_(low, a=math.sqrt(5))

@@ -73,11 +73,11 @@ class GainLoraConfig(OLoraSettings, InfLoraSettings):
 
     @property
     def chooses_task(self) -> bool:
-        """By the gates."""
+        """Whether a task is chosen, here by the gates."""
         return True
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Of the other base; `threshold_tasks` is for gates too."""
+        """Yield settings of the other base; `threshold_tasks` is for gates too."""
         others = {
             "inflora": ("lambda_1", "lambda_1_by_task", "lambda_2", "lambda_2_by_task"),
             "olora": ("threshold", "design"),
@@ -99,7 +99,7 @@ class GainLora(OLora, InfLora):
         self.spaces = self.constraint = FeatureSubspaces()
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Every task has prompts.
+        """Check that every task has prompts.
 
         Raises:
             ConfigError: see `check_prompts`.
@@ -142,7 +142,7 @@ class GainLora(OLora, InfLora):
             key.data.copy_(first_D * (key.norm() / first_D.norm()))
 
     def _covariances(self, context: TaskContext) -> dict[str, Tensor]:
-        """Of linears' inputs, with InfLoRA alone."""
+        """Return the covariances of linears' inputs, with InfLoRA alone."""
         return {} if self.config.base == "olora" else super()._covariances(context)
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class GainLora(OLora, InfLora):
         return mean_embedding(self.backbone.embedded(batch.source_ids), batch.source_mask)
 
     def route(self, batch: Batch) -> Mixture:
-        """All adapters by their gates; the task's own where the task id is given."""
+        """Return all adapters by their gates; the task's own where the task id is given."""
         if self.task_id_given:
             return super().route(batch)
         return Mixture(self.gates.names, self.gates(self._mean(batch)))
@@ -185,13 +185,13 @@ class GainLora(OLora, InfLora):
         return super().end_task(context)
 
     def _router(self) -> RouterState:
-        """The gates; the task's own adapter where the task id is given."""
+        """Return the gates; the task's own adapter where the task id is given."""
         return super()._router() if self.task_id_given else router_state(self.gates, {"head_rule": "logit"})
 
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """As the base, with gates of earlier tasks and subspaces of their features."""
+        """Return the state of the base, and gates of earlier tasks and subspaces of their features."""
         values, tensors = super().state_dict()
         values["gates"] = list(self.gates.frozen)
         values["feature_complements"] = [part for part, one in self.spaces.held.items() if one.complement]
@@ -200,7 +200,7 @@ class GainLora(OLora, InfLora):
         return values, tensors | TensorGroups(kept) | bases
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """As the base, with gates and subspaces."""
+        """Restore the state of the base, and gates and subspaces."""
         self.gates.freeze({task: under(f"gate/{task}/", tensors) for task in values["gates"]})
         for part, basis in under("feature/", tensors).items():
             self.spaces.set(part, Subspace(basis, part in values["feature_complements"]))
@@ -230,21 +230,21 @@ class FeatureSubspaces:
         self._there: dict[str, Subspace] = {}
 
     def of(self, part: str, inputs: int) -> Subspace:
-        """That of a part; an empty one before the first task has ended."""
+        """Return the subspace of a part; it is empty before the first task has ended."""
         return self.held.get(part) or Subspace.empty(inputs)
 
     def set(self, part: str, space: Subspace) -> None:
-        """The subspace from now on."""
+        """Set the subspace."""
         self.held[part] = space
         self._there = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the gate's parameters, once a task was learned."""
+        """The names of the gate's parameters, once a task was learned."""
         return tuple(f"gates.{part}" for part in self.held)
 
     def __call__(self, name: str, before: Tensor, after: Tensor) -> Tensor:
-        """The projected update, with rows as long as after it."""
+        """Return the projected update, with rows as long as after it."""
         projected = self.projected(name, before, after).reshape(-1, after.shape[-1])
         lengths = torch.linalg.vector_norm(after.double().reshape(projected.shape), dim=1, keepdim=True)
         own = torch.linalg.vector_norm(projected, dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)

@@ -68,7 +68,7 @@ class IncLora(PerTaskAdapter):
         self.stack.begin_training({task: self._rank()}, self.scale, as_peft_draws, self.config.dropout)
 
     def _rank(self) -> int:
-        """Of the task that begins."""
+        """Return the rank of the task that begins."""
         return int(self.config.rank)
 
     def _number(self) -> int:
@@ -84,10 +84,10 @@ class IncLora(PerTaskAdapter):
         return ".lora_" in name or in_head(name, parameter)
 
     def route(self, batch: Batch) -> Mixture:
-        """Every adapter so far with weight 1; only the newest where the task id is given."""
+        """Return every adapter so far with weight 1; only the newest where the task id is given."""
         names = [*self._learned, *([self._task] if self._task else [])]
         return Mixture.same(dict.fromkeys(names[-1:] if self.task_id_given else names, 1.0), len(batch))
 
     def _router(self) -> RouterState:
-        """All adapters with weight 1, logits added up; the task's own adapter where the task id is given."""
+        """Return all adapters with weight 1, logits added up; the task's own adapter where the task id is given."""
         return RouterState("task" if self.task_id_given else "sum", {"head_rule": "logit"})

@@ -89,11 +89,11 @@ class Subspace:
 
     @staticmethod
     def empty(inputs: int) -> Subspace:
-        """Of no task."""
+        """Return the subspace of no task."""
         return Subspace(torch.zeros(inputs, 0, dtype=torch.float64))
 
     def without(self, values_DN: Tensor) -> Tensor:
-        """The part of each column that lies outside the subspace."""
+        """Return the part of each column that lies outside the subspace."""
         basis = self.basis.to(values_DN.device)
         inside = basis @ (basis.T @ values_DN)
         return inside if self.complement else values_DN - inside
@@ -105,7 +105,7 @@ class Subspace:
         return vectors[:, :held], values[:held]
 
     def grown(self, covariance_DD: Tensor, threshold: float) -> Subspace:
-        """With the fewest leading directions so that it holds at least `threshold` of the covariance's energy."""
+        """Add the fewest leading directions with which it holds at least `threshold` of the covariance's energy."""
         total = float(covariance_DD.square().sum())
         vectors, values = self.directions(covariance_DD)
         lacking = float(self.without(covariance_DD).square().sum())
@@ -121,7 +121,7 @@ class Subspace:
         return Subspace(outside[:, :left], complement=True)
 
     def smaller(self) -> Subspace:
-        """As a basis of its complement, where that has fewer columns."""
+        """Return the basis of its complement, where that has fewer columns."""
         inputs, count = self.basis.shape
         if self.complement or 2 * count <= inputs:
             return self
@@ -130,7 +130,7 @@ class Subspace:
 
 
 def _orthonormal(basis_DK: Tensor) -> Tensor:
-    """The same span without the rounding errors of many tasks."""
+    """Return the same span without the rounding errors of many tasks."""
     found: Tensor = torch.linalg.qr(basis_DK)[0]
     return found
 
@@ -150,7 +150,7 @@ class InfLora(IncLora):
         return ".lora_B" in name or in_head(name, parameter)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """A is chosen by the task's inputs or at random (`design`); B starts at zero."""
+        """Choose A by the task's inputs or at random (`design`); B starts at zero."""
         super().begin_task(phase, context)
         if context.resumed:
             return
@@ -165,7 +165,7 @@ class InfLora(IncLora):
         self._fill(low)
 
     def _projected(self, path: str) -> Tensor:
-        """A `[r, D]` as it was drawn, projected off the subspace if there is one."""
+        """Return a `[r, D]` as it was drawn, projected off the subspace if there is one."""
         drawn = self.stack.layers[path].lora_A
         assert drawn is not None, "no adapter is in training"
         return outside(drawn.detach(), self._subspaces[path]) if path in self._subspaces else drawn.detach()
@@ -174,7 +174,7 @@ class InfLora(IncLora):
         return self._subspaces.get(path) or Subspace.empty(self.stack.layers[path].inputs)
 
     def _fill(self, low: Mapping[str, Tensor]) -> None:
-        """A of every linear, which the engine does not train and the checkpoint's parameters lack."""
+        """Fill A of every linear, which the engine does not train and the checkpoint's parameters lack."""
         self._low = dict(low)
         for path, value in low.items():
             parameter = self.stack.layers[path].lora_A
@@ -183,13 +183,13 @@ class InfLora(IncLora):
             self._low[path] = parameter.detach().float().cpu().clone()
 
     def _covariances(self, context: TaskContext) -> dict[str, Tensor]:
-        """Path -> `[D, D]` sum over the phase's training tokens of x x^T, over all workers. Collective."""
+        """Return the path -> `[D, D]` sum over the phase's training tokens of x x^T, over all workers. Collective."""
         with observed_inputs(self.backbone, self.stack.layers) as inputs:
             context.forward_pass(inputs.begin_batch)
         return {path: context.sum(total) for path, total in inputs.totals.items()}
 
     def end_task(self, context: TaskContext) -> Learned:
-        """The subspace gains the task's inputs; the adapter is frozen and published."""
+        """Return the subspace gains the task's inputs; the adapter is frozen and published."""
         if not self.task_id_given:
             threshold = self._threshold(len(self._learned))
             for path, covariance in self._covariances(context).items():
@@ -200,18 +200,18 @@ class InfLora(IncLora):
         return super().end_task(context)
 
     def _threshold(self, task: int) -> float:
-        """Of the task with this number, counted from 0."""
+        """Return the threshold of the task with this number, counted from 0."""
         return grown_threshold(self.config.threshold, self.config.threshold_tasks, task)
 
     def state_dict(self) -> State:
-        """As IncLoRA, with A of the task in training and the subspaces."""
+        """Return the state of IncLoRA, and A of the task in training and the subspaces."""
         values, tensors = super().state_dict()
         values["complements"] = [path for path, one in self._subspaces.items() if one.complement]
         bases = {f"subspace/{path}": one.basis for path, one in self._subspaces.items()}
         return values, tensors | bases | {f"low/{path}": value for path, value in self._low.items()}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """As IncLoRA, with A of the task in training and the subspaces."""
+        """Restore the state of IncLoRA, and A of the task in training and the subspaces."""
         super().load_state_dict(values, tensors)
         complements = set(values["complements"])
         bases = under("subspace/", tensors)
@@ -220,12 +220,12 @@ class InfLora(IncLora):
 
 
 def grown_threshold(first: float, tasks: int, task: int) -> float:
-    """Of the task with this number, counted from 0: `first` grows linearly to 1 over so many tasks."""
+    """Return the threshold of a task, counted from 0: `first` grows linearly to 1 over so many tasks."""
     return min(1.0, first + (1 - first) * task / tasks)
 
 
 def designed(directions_DN: Tensor, rank: int) -> Tensor:
-    """A `[r, D]` from left singular vectors, strongest first; zero rows where there are fewer than r.
+    """Return a `[r, D]` from left singular vectors, strongest first; zero rows where there are fewer than r.
 
     1 / sqrt(3) is the expected norm of a row that is drawn as LoRA draws it. The sign of a vector is arbitrary: its
     largest entry is positive, so that all workers and machines agree.
@@ -238,7 +238,8 @@ def designed(directions_DN: Tensor, rank: int) -> Tensor:
 
 
 def outside(low_RD: Tensor, subspace: Subspace) -> Tensor:
-    """Rows `[r, D]` without their part in the subspace, of norm 1 / sqrt(3); rows that lie within it become zero."""
+    """Return rows `[r, D]` without their part in the subspace, of norm 1 / sqrt(3); rows that lie within it become
+    zero."""
     rest_DR = subspace.without(low_RD.double().T)
     norms_R = rest_DR.norm(dim=0)
     is_held = norms_R > NOISE * low_RD.double().norm(dim=1)
@@ -262,7 +263,7 @@ class ObservedInputs:
         self._real: dict[Side, Tensor] = {}
 
     def begin_batch(self, batch: Batch) -> None:
-        """The batch that is computed next."""
+        """Begin a batch."""
         self._real = self.backbone.real_tokens(batch)
 
     def observe(self, path: str, inputs: Tensor) -> None:

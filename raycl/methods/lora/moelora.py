@@ -67,7 +67,7 @@ class MoeLora(Method):
         self._queries = TextQueries(backbone, self.stack)
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Every task has prompts.
+        """Check that every task has prompts.
 
         Raises:
             ConfigError: see `check_prompts`.
@@ -82,11 +82,11 @@ class MoeLora(Method):
             parameter.requires_grad_(trained)
 
     def route(self, batch: Batch) -> Mixture:
-        """All experts, by each example's query."""
+        """Return all experts, by each example's query."""
         return Mixture(self.gate.names, self.gate(self._queries(batch)))
 
     def end_task(self, context: TaskContext) -> Learned:
-        """Every expert as an adapter, and the label head as one that is active for every text."""
+        """Return every expert as an adapter, and the label head as one that is active for every text."""
         tensors = context.parameters
         head = head_adapter(self.backbone, tensors)
         experts = self.stack.trainable_states(tensors)

@@ -48,7 +48,8 @@ class OLoraSettings(IncLoraSettings):
     by_task: ClassVar[tuple[str, ...]] = ("lambda_1_by_task", "lambda_2_by_task")
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """The first task has nothing to be at right angles to; each task has one lambda_1 and one lambda_2."""
+        """Return the settings that matter: the first task has no orthogonality; each task has its lambda_1 and
+        lambda_2."""
         settings = super().cache_key(index, tasks, learns_texts)
         settings["lambda_1"] = settings.pop("lambda_1_by_task").get(tasks[index], self.lambda_1)
         settings["lambda_2"] = settings.pop("lambda_2_by_task").get(tasks[index], self.lambda_2)
@@ -81,7 +82,7 @@ class OLora(IncLora):
         return torch.stack(terms).sum() if terms else None
 
     def _overlap(self) -> Tensor:
-        """All linears of one shape at once; rows of the pool without an adapter are zero and add nothing."""
+        """Return all linears of one shape at once; rows of the pool without an adapter are zero and add nothing."""
         total = torch.zeros((), device=self.backbone.device)
         self.stack.need(list(self._learned))
         for shape, paths in self.stack.pool.members.items():
@@ -95,5 +96,5 @@ class OLora(IncLora):
 
 
 def abssum(old_RD: Tensor, new_rD: Tensor) -> Tensor:
-    """Sum of the absolute entries of `A_old A_new^T`; both may have a leading axis of linears."""
+    """Return the sum of the absolute entries of `A_old A_new^T`; both may have a leading axis of linears."""
     return (old_RD.float() @ new_rD.float().mT).abs().sum()

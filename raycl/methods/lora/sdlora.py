@@ -103,7 +103,7 @@ class SdLora(IncLora):
         return name.startswith("magnitudes.") or super()._is_trained(name, parameter)
 
     def route(self, batch: Batch) -> Mixture:
-        """Every direction by its magnitude; label rows whose direction was dropped stay active."""
+        """Return every direction by its magnitude; label rows whose direction was dropped stay active."""
         weights_BT = self.magnitudes(len(batch))
         known = {*self.magnitudes.names}
         others = () if self.task_id_given else tuple(name for name in self._learned if name not in known)
@@ -123,7 +123,7 @@ class SdLora(IncLora):
         return states
 
     def _direction(self, task: str, state: AdapterState, values_T: Tensor) -> AdapterState:
-        """The normalized direction; magnitudes get its norm, or all of it where it is dropped."""
+        """Return the normalized direction; magnitudes get its norm, or all of it where it is dropped."""
         earlier = self.magnitudes.names[:-1]
         found = dict(zip(self.magnitudes.names, values_T.tolist(), strict=True))
         size = state.scale * norm_of(state, self.config.norm)
@@ -148,7 +148,7 @@ class SdLora(IncLora):
         return RouterState("weighted_sum", {"head_rule": "sum"}, tensors)
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The magnitudes of all tasks so far."""
+        """Return the magnitudes of all tasks so far."""
         if self.task_id_given:
             return {}
         return {"magnitudes": {name: round(value, 4) for name, value in self.magnitudes.frozen.items()}}
@@ -156,13 +156,13 @@ class SdLora(IncLora):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """As IncLoRA, with the magnitudes that the task began with."""
+        """Return the state of IncLoRA, and the magnitudes that the task began with."""
         values, tensors = super().state_dict()
         found = {f"magnitude/{name}": torch.tensor(one) for name, one in self.magnitudes.frozen.items()}
         return values, tensors | found
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """As IncLoRA, with the magnitudes."""
+        """Restore the state of IncLoRA, and the magnitudes."""
         self.magnitudes.frozen = {name: float(one) for name, one in under("magnitude/", tensors).items()}
         super().load_state_dict(values, tensors)
 
@@ -202,17 +202,17 @@ class TaskMagnitudes(nn.Module):
         self._frozen, self.names = dict(values), tuple(values)
 
     def begin(self, task: str, value: float, alone: bool = False) -> None:
-        """All of them are trained, with one more for a new task.
+        """Train all magnitudes, with one more for a new task.
 
         Args:
-            alone: that one alone.
+            alone: train the new one alone.
         """
         earlier = {} if alone else self._frozen
         self.names = (*earlier, task)
         self.values = nn.Parameter(torch.tensor([*earlier.values(), value], device=self.device))
 
     def end(self, values: Mapping[str, float]) -> None:
-        """What they are from now on."""
+        """Set the magnitudes."""
         self.values = None
         self.frozen = {name: float(torch.tensor(value)) for name, value in values.items()}  # as a checkpoint keeps them
 
@@ -222,13 +222,13 @@ class TaskMagnitudes(nn.Module):
         return torch.ones(examples, 1, device=values.device) * values
 
     def zero(self, examples: int) -> Tensor:
-        """`[examples, 1]` zeros in whose graph the magnitudes take part."""
+        """Return `[examples, 1]` zeros in whose graph the magnitudes take part."""
         result: Tensor = self(examples).sum(1, keepdim=True) * 0.0
         return result
 
 
 def scaled(state: AdapterState, factor: float) -> AdapterState:
-    """The adapter with B times a factor."""
+    """Return the adapter with B times a factor."""
     pairs = {path: (low, (high.double() * factor).to(high.dtype)) for path, (low, high) in state.linears.items()}
     return replace(state, linears=pairs)
 
@@ -242,7 +242,8 @@ def norm_of(state: AdapterState, kind: str) -> float:
 
 
 def product(one: AdapterState, other: AdapterState) -> float:
-    """Mean over linears of the sum of the entries of (B A) * (B' A'), computed from products of the factors."""
+    """Return the mean over linears of the sum of the entries of (B A) * (B' A'), computed from products of the
+    factors."""
     terms = []
     for path, (low, high) in one.linears.items():
         low_2, high_2 = other.linears[path]

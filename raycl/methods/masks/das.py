@@ -64,21 +64,21 @@ class DasConfig(MethodConfig):
 
     @property
     def fixed_roles(self) -> tuple[str, ...]:
-        """Units of both kinds of layers are masked."""
+        """The roles of linears whose units are masked, in both kinds of layers."""
         return "attention", "ffn"
 
     @property
     def needs_dropout(self) -> bool:
-        """For general knowledge."""
+        """Whether dropout is needed, as it is for general knowledge."""
         return self.general
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Without a contrastive loss."""
+        """Yield settings without effect without a contrastive loss."""
         if self.contrast == "none":
             yield "temperature", "contrast=none"
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """Where nothing is important yet, there is no contrast."""
+        """Return the settings that matter; without important units there is no contrast."""
         settings = super().cache_key(index, tasks, learns_texts)
         if index == 0 and not self.general:
             del settings["contrast"], settings["temperature"]
@@ -125,7 +125,7 @@ class Das(Finetune):
         return super().end_task(context)
 
     def _measured(self, context: TaskContext, loss: Callable[[Batch], Tensor]) -> Tensor:
-        """`[U]` importance by a loss, summed over the rows of a batch. Collective."""
+        """Return `[U]` importance by a loss, summed over the rows of a batch. Collective."""
         gates = {
             one.gate_point: torch.ones(one.count, device=self.backbone.device, requires_grad=True) for one in self.units
         }
@@ -135,7 +135,7 @@ class Das(Finetune):
         return torch.cat([standardized(gradient) for gradient in found]).cpu()
 
     def _gates(self, values: Mapping[GatePoint, Tensor]) -> dict[GatePoint, Gate]:
-        """The same factors for all examples."""
+        """Return the same factors for all examples."""
         return {one.gate_point: _constant(one, values[one.gate_point]) for one in self.units}
 
     def _disagreement(self, batch: Batch) -> Tensor:
@@ -170,7 +170,8 @@ class Das(Finetune):
         return found
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """The contrastive loss; three further passes. Each example counts by its loss positions, or all the same."""
+        """Return the contrastive loss; three further passes. Each example counts by its loss positions, or all the
+        same."""
         if self.importance is None or self.config.contrast == "none":
             return None
         first, second = self._features(batch), self._features(batch)
@@ -188,7 +189,7 @@ class Das(Finetune):
         return total
 
     def _features(self, batch: Batch) -> Tensor:
-        """`[B, D]` means of the last hidden states over whole texts."""
+        """Return `[B, D]` means of the last hidden states over whole texts."""
         states_BLD, mask_BL = self.backbone.text_states(batch)
         mask_BL1 = mask_BL.unsqueeze(-1).to(states_BLD.dtype)
         return (states_BLD * mask_BL1).sum(1) / mask_BL1.sum(1).clamp(min=1)
@@ -196,12 +197,12 @@ class Das(Finetune):
     # ---- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """As fine-tuning, with the importance of units."""
+        """Return the state of fine-tuning, and the importance of units."""
         values, tensors = super().state_dict()
         return values, tensors if self.importance is None else tensors | {"importance": self.importance}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """As fine-tuning, with the importance of units."""
+        """Restore the state of fine-tuning, and the importance of units."""
         super().load_state_dict(values, tensors)
         self.importance = tensors.get("importance")
 

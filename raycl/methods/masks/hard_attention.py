@@ -48,7 +48,7 @@ class HardAttention(nn.Module):
     def __init__(
         self, sizes: Mapping[Key, int], max_scale: float, device: torch.device, scale: Callable[[], float]
     ) -> None:
-        """Nothing is in training yet.
+        """Start without a task in training.
 
         Args:
             sizes: units of each layer. scale: s of now.
@@ -75,7 +75,7 @@ class HardAttention(nn.Module):
         self.used = torch.stack([torch.zeros_like(drawn), *learned]).amax(0).to(self.used.device)
 
     def forward(self, key: Key | None = None) -> Tensor:
-        """The mask of the task in training: of one layer's units, or of all `[U]`."""
+        """Return the mask of the task in training: of one layer's units, or of all `[U]`."""
         scale = self._scale()
         e = self.embedding if key is None else self.embedding[self.places[key]]
         if key is None:
@@ -83,7 +83,7 @@ class HardAttention(nn.Module):
         return torch.sigmoid(scale * e.float())
 
     def sparsity(self) -> Tensor:
-        """Share of the free units that the task in training uses."""
+        """Return the share of the free units that the task in training uses."""
         free = 1 - self.used
         found: Tensor = (self(None) * free).sum() / free.sum().clamp(min=1e-9)
         return found
@@ -106,7 +106,7 @@ class HardAttention(nn.Module):
         self.embedding = nn.Parameter(torch.zeros_like(self.used), requires_grad=False)
 
     def learned(self, task: str, key: Key) -> Tensor:
-        """The mask of a learned task over one layer's units."""
+        """Return the mask of a learned task over one layer's units."""
         return self.masks[task][self.places[key]]
 
 
@@ -116,7 +116,7 @@ class Bounds:
     names: Collection[str] = (EMBEDDING,)
 
     def __call__(self, name: str, before: Tensor, after: Tensor) -> Tensor:
-        """The value that e gets."""
+        """Return the value that e gets."""
         return after.clamp(-MOST, MOST)
 
 

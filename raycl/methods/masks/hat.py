@@ -43,7 +43,7 @@ class HatConfig(HatSettings):
 
     @property
     def fixed_roles(self) -> tuple[str, ...]:
-        """Units of both kinds of layers are masked."""
+        """The roles of linears whose units are masked, in both kinds of layers."""
         return "attention", "ffn"
 
 
@@ -82,7 +82,7 @@ class Hat(ChosenByTask):
     # ---- the gates -------------------------------------------------------------------------------------------
 
     def _gate(self, point: GatePoint) -> Gate:
-        """By the active mixture of tasks; none for the bare backbone."""
+        """Return the gate of the active mixture of tasks; none for the bare backbone."""
 
         def gate(rows: int) -> Tensor | None:
             plan, units = self.stack.plan, self.units[point]
@@ -97,7 +97,8 @@ class Hat(ChosenByTask):
         return gate
 
     def _table(self, names: tuple[str, ...]) -> Tensor:
-        """`[N, U]` masks of learned tasks on the device; zeros for the task in training, which is active alone."""
+        """Return `[N, U]` masks of learned tasks on the device; zeros for the task in training, which is active
+        alone."""
         if names not in self._tables:
             zeros = torch.zeros(len(self.masks.embedding))
             rows = [self.masks.masks.get(name, zeros) for name in names]
@@ -107,7 +108,7 @@ class Hat(ChosenByTask):
     # ---- a task ----------------------------------------------------------------------------------------------
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """All weights go on from where they are; the task's masks are drawn."""
+        """Continue from the present weights, and draw the task's masks."""
         self._context = context
         super().begin_task(phase, context)
 
@@ -142,7 +143,7 @@ class Hat(ChosenByTask):
         return gradient * freedom(rows, columns).to(gradient)
 
     def end_task(self, context: TaskContext) -> Learned:
-        """The model behind the task's masks, with the task's label rows."""
+        """Return the model behind the task's masks, with the task's label rows."""
         head = self.backbone.head
         labels = list(head.trainable_labels) if isinstance(head, MixedHead) else []
         task = self._task
@@ -150,7 +151,7 @@ class Hat(ChosenByTask):
         return replace(learned, adapters={}, model=self._masked(task, context.parameters), labels=labels)
 
     def _freeze(self, context: TaskContext) -> dict[str, AdapterState]:
-        """Masks and label rows; the backbone's own values, which all workers have."""
+        """Return masks and label rows; the backbone's own values, which all workers have."""
         self.masks.end(self._task, self.masks.embedding)
         rows = {name: p.detach().cpu() for name, p in self.backbone.named_parameters() if name.startswith("head.")}
         states = end_training(self.backbone, self.stack, rows)
@@ -159,7 +160,7 @@ class Hat(ChosenByTask):
         return states
 
     def _masked(self, task: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A model's tensors by their Hugging Face names, with the task's masks in its projections."""
+        """Return a model's tensors by their Hugging Face names, with the task's masks in its projections."""
         factors: dict[str, list[Tensor]] = {}
         for (path, side), units in self.units.items():
             mask = units.spread(self.masks.learned(task, (path, side)))
@@ -179,19 +180,19 @@ class Hat(ChosenByTask):
     # ---- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """As every adapter method, with the masks."""
+        """Return the state of every adapter method, and the masks."""
         values, tensors = super().state_dict()
         return values, tensors | {f"masks/{task}": mask for task, mask in self.masks.masks.items()}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """As every adapter method, with the masks."""
+        """Restore the state of every adapter method, and the masks."""
         self.masks.masks = dict(under("masks/", tensors))
         self._tables = {}
         super().load_state_dict(values, tensors)
 
 
 def _times(tensor: Tensor, factor: Tensor) -> Tensor:
-    """A parameter, perhaps shared out over workers, times a factor that all of them have."""
+    """Return a parameter, perhaps shared out over workers, times a factor that all of them have."""
     from torch.distributed.tensor import DTensor, Replicate
 
     factor = factor.to(tensor.device, tensor.dtype)
@@ -202,4 +203,4 @@ def _times(tensor: Tensor, factor: Tensor) -> Tensor:
 
 
 def _nothing(low: Tensor, outputs: int) -> None:
-    """No linear is adapted."""
+    """Adapt no linear."""

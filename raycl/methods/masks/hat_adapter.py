@@ -88,7 +88,7 @@ class HatAdapter(ChosenByTask):
     # ---- a task ----------------------------------------------------------------------------------------------
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """The shared adapters go on from where they are; the task's masks are drawn."""
+        """Continue from the present shared adapters, and draw the task's masks."""
         self._context = context
         super().begin_task(phase, context)
 
@@ -120,7 +120,7 @@ class HatAdapter(ChosenByTask):
         return found
 
     def _freeze(self, context: TaskContext) -> dict[str, AdapterState]:
-        """The task's masked adapter, and those of earlier tasks that it has moved; the shared weights stay."""
+        """Return the task's masked adapter, and those of earlier tasks that it has moved; the shared weights stay."""
         self.masks.end(self._task, context.parameters[EMBEDDING])
         ((task, shared),) = end_training(self.backbone, self.stack, context.parameters).items()
         self._task = ""
@@ -136,7 +136,7 @@ class HatAdapter(ChosenByTask):
         return changed | fresh
 
     def _masked(self, task: str, shared: AdapterState, head: AdapterState) -> AdapterState:
-        """The shared weights behind a task's masks, with the label rows of `head`.
+        """Return the shared weights behind a task's masks, with the label rows of `head`.
 
         B is scaled by the masks; rows of A that no column of it reads are zero.
         """
@@ -154,13 +154,13 @@ class HatAdapter(ChosenByTask):
     # ---- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """As every adapter method, with the shared weights and the masks."""
+        """Return the state of every adapter method, and the shared weights and the masks."""
         values, tensors = super().state_dict()
         masks = {f"masks/{task}": mask for task, mask in self.masks.masks.items()}
         return values, tensors | {f"shared/{name}": value for name, value in self._shared.items()} | masks
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """As every adapter method, with the shared weights and the masks."""
+        """Restore the state of every adapter method, and the shared weights and the masks."""
         self._shared = dict(under("shared/", tensors))
         self.masks.masks = dict(under("masks/", tensors))
         super().load_state_dict(values, tensors)

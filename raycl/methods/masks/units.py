@@ -26,7 +26,7 @@ class Units:
     """Units that one linear reads or gives.
 
     Attributes:
-        path: of the linear. side: of it. count: units. width: values of each.
+        path: path of the linear. side: its side. count: number of units. width: number of values of each.
         writers: linear whose outputs they are made of -> how many it has.
     """
 
@@ -38,15 +38,15 @@ class Units:
 
     @property
     def gate_point(self) -> GatePoint:
-        """Where their gate is."""
+        """The point of their gate."""
         return self.path, self.side
 
     def spread(self, values_U: Tensor) -> Tensor:
-        """A value of each unit for each value of the linear, `[..., U]` to `[..., U width]`."""
+        """Return a value of each unit for each value of the linear, `[..., U]` to `[..., U width]`."""
         return values_U.repeat_interleave(self.width, dim=-1) if self.width > 1 else values_U
 
     def over_rows(self, values_U: Tensor, outputs: int) -> Tensor:
-        """A value for each of a writer's outputs: its unit's.
+        """Return a value for each of a writer's outputs: its unit's.
 
         Where fewer outputs serve several units (keys and values of grouped heads), the largest; where more, each unit
         has as many (gate and inner units in one linear).
@@ -70,13 +70,13 @@ class Sides:
     rows_are_written: bool = False
 
     def of_rows(self, values_U: Tensor, outputs: int) -> Tensor:
-        """A value for each row."""
+        """Return a value for each row."""
         assert self.rows is not None
         return self.rows.over_rows(values_U, outputs) if self.rows_are_written else values_U
 
 
 def units_of(model: Any, attention_outputs: bool) -> list[Units]:
-    """Heads, inner units, and outputs of feed-forward blocks.
+    """Return heads, inner units, and outputs of feed-forward blocks.
 
     Args:
         attention_outputs: outputs of attention layers too.
@@ -108,7 +108,7 @@ def units_of(model: Any, attention_outputs: bool) -> list[Units]:
 
 
 def parameters_of(model: nn.Module, units: Sequence[Units]) -> dict[str, Sides]:
-    """Path of a parameter in the model -> the units on its sides; others have none."""
+    """Return the path of a parameter in the model -> the units on its sides; others have none."""
     found: dict[str, Sides] = {}
     columns = {one.path: one for one in units if one.side == "input"}
     rows = {one.path: one for one in units if one.side == "output"}
@@ -123,7 +123,7 @@ def parameters_of(model: nn.Module, units: Sequence[Units]) -> dict[str, Sides]:
 
 
 def _nearest(paths: Sequence[str], path: str, shapes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Those that share most of `path`, with their numbers of outputs."""
+    """Return those that share most of `path`, with their numbers of outputs."""
     most = max(_shared(one, path) for one in paths)
     return {one: shapes[one][1] for one in paths if _shared(one, path) == most}
 

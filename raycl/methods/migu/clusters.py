@@ -17,16 +17,16 @@ from raycl.adapters.layer import StackedLora, plain_weight
 from raycl.methods.migu.observed_layers import Layout
 
 ROUNDS = 10
-"""Of k-means: it settles long before."""
+"""Rounds of k-means, which converges much earlier."""
 
 
 def sequential(rows: int, count: int) -> Tensor:
-    """`[S]` cluster of each row: contiguous blocks whose sizes differ by one at most."""
+    """Return `[S]` cluster of each row: contiguous blocks whose sizes differ by one at most."""
     return torch.arange(rows) * min(count, rows) // rows
 
 
 def balanced_kmeans(x_SD: Tensor, count: int, seed: int) -> Tensor:
-    """`[S]` cluster of each row by direction (rows are L2-normalised), sizes as in `sequential`.
+    """Return `[S]` cluster of each row by direction (rows are L2-normalised), sizes as in `sequential`.
 
     Rows choose in the order of how near they are to their nearest centre, and a full cluster takes no more.
     """
@@ -55,7 +55,7 @@ def _seated(similarity_SC: Any, rooms: list[int]) -> Tensor:
 
 
 def spectral(affinity_SS: Tensor, count: int, seed: int) -> Tensor:
-    """`[S]` cluster of each row: the leading eigenvectors of the normalised affinity, then `balanced_kmeans`."""
+    """Return `[S]` cluster of each row: the leading eigenvectors of the normalised affinity, then `balanced_kmeans`."""
     affinity = affinity_SS.double().cpu()
     scale = affinity.sum(1).clamp_min(1e-30).rsqrt()
     _, vectors = torch.linalg.eigh(affinity * scale * scale.unsqueeze(1))
@@ -65,7 +65,8 @@ def spectral(affinity_SS: Tensor, count: int, seed: int) -> Tensor:
 def weight_clusters(
     layout: Layout, layers: Mapping[str, nn.Module], count: int, seed: int, alone: bool = False
 ) -> Tensor:
-    """`[F]` cluster of every unit within its group: outputs by rows of `W + s B A`, units of a slot by rows of A.
+    """Return `[F]` cluster of every unit within its group: outputs by rows of `W + s B A`, units of a slot by rows of
+    A.
 
     Args:
         alone: outputs of a layer with a LoRA by rows of its B.
@@ -78,7 +79,7 @@ def weight_clusters(
 
 
 def sequential_clusters(layout: Layout, count: int) -> Tensor:
-    """`[F]` cluster of every unit within its group."""
+    """Return `[F]` cluster of every unit within its group."""
     return torch.cat([sequential(size, count) for units in layout.units.values() for size in units.groups])
 
 
@@ -118,6 +119,6 @@ class CoMagnitude:
             affinity += units.T @ units
 
     def clusters(self, reduce: Any, count: int, seed: int) -> Tensor:
-        """`[F]` cluster of every unit within its group; collective."""
+        """Return `[F]` cluster of every unit within its group; collective."""
         groups = [affinity for found in self.affinities.values() for affinity in found]
         return torch.cat([spectral(reduce(affinity), count, seed) for affinity in groups])

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens of a layer's output count, found once for all layers of a pass.
+    """The tokens of a layer's output that count, computed once for all layers of a pass.
 
     Attributes:
         weight_BS: float32, 1 on those that count; None: all do. rows_K: their numbers; None: all.
@@ -85,7 +85,7 @@ class OutputMagnitudes:
         self._added.clear()
 
     def observe(self, forward: Callable[[Batch], T], batch: Batch) -> T:
-        """`forward(batch)`, whose outputs are added up."""
+        """Run `forward(batch)` and add up its outputs."""
         self._real, self._counts = self._backbone.real_tokens(batch), True
         if self._count_pads:
             of_example = (batch.weight > 0).unsqueeze(1)
@@ -121,7 +121,7 @@ class OutputMagnitudes:
             summed_magnitude(y_NO, tokens.weight_N, tokens.rows_K, own_O)
 
     def _observe_low(self, units: LayerUnits, own_R: Tensor, h: Tensor, gate_BR: Tensor) -> None:
-        """`h` is `[B, S, R]`."""
+        """Add the magnitudes of `h`, `[B, S, R]`."""
         if not self._counts:
             return
         tokens, h, gate_BR = self._tokens_of(units, h), h.detach(), gate_BR.detach()
@@ -136,7 +136,7 @@ class OutputMagnitudes:
             summed_gated_magnitude(h, gate_BR, tokens.weight_BS, tokens.rows_K, own_R)
 
     def _tokens_of(self, units: LayerUnits, y: Tensor) -> Tokens:
-        """Those of an output `[B, S, units]`. A prefix in front of the text is no text."""
+        """Return those of an output `[B, S, units]`. A prefix in front of the text is no text."""
         key = (units.side, y.shape[:-1])
         found = self._tokens.get(key)
         if found is None:
@@ -153,10 +153,10 @@ class OutputMagnitudes:
 
 
 def large_units(layout: Layout, sums_F: Tensor, threshold: float, rule: Rule) -> dict[str, Tensor]:
-    """Path -> `[O]` bool on the CPU: the outputs whose rows would be updated by these magnitudes.
+    """Return the path -> `[O]` bool on the CPU: the outputs whose rows would be updated by these magnitudes.
 
     Args:
-        layout: of outputs alone. threshold, rule: see `kept`.
+        layout: layout of outputs alone. threshold, rule: see `kept`.
     """
     kept_F = torch.zeros(layout.size, dtype=torch.bool, device=sums_F.device)
     for groups in by_size([size for units in layout.units.values() for size in units.groups], sums_F.device):

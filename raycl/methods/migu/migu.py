@@ -94,14 +94,14 @@ class MiguConfig(ModifierConfig):
     random_update: bool = Field(False, description="control: mask as many rows, drawn at random in every step")
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """How clusters are made, where there are none."""
+        """Yield how clusters are made, where there are none."""
         if self.clusters is None:
             yield from ((name, "clusters=null") for name in ("cluster_by", "cluster_samples"))
         elif self.cluster_by != "co_magnitude":
             yield "cluster_samples", f"cluster_by={self.cluster_by}"
 
     def masks(self, index: int, only: bool, learns_texts: bool) -> bool:
-        """Whether a phase is masked at all.
+        """Return whether a phase is masked at all.
 
         Args:
             only: the run has no other. learns_texts: texts themselves are learned, not their answers.
@@ -110,7 +110,7 @@ class MiguConfig(ModifierConfig):
         return not (skip and index == 0)
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """Without the settings of the mask while nothing is masked."""
+        """Return the settings without those of the mask while nothing is masked."""
         settings = super().cache_key(index, tasks, learns_texts)
         if self.masks(index, len(tasks) == 1, learns_texts):
             return settings | {"skip_first_task": False}
@@ -181,7 +181,7 @@ class Migu(GradientModifier):
         self._sparse = SparseLayers(self._sparse_layers(layers), backbone.device)
 
     def _first_clusters(self, phase: Phase, layers: Mapping[str, nn.Module]) -> Tensor | None:
-        """Those that need no data; they stay for the whole task."""
+        """Return those that need no data; they stay for the whole task."""
         count, how = self.config.clusters, self.config.cluster_by
         self.examples = self.config.cluster_samples if count is not None and how == "co_magnitude" else 0
         if count is None or how == "co_magnitude":
@@ -198,7 +198,7 @@ class Migu(GradientModifier):
         self._groups = by_size(sizes, device, clusters)
 
     def observe_rows(self, run_examples: Callable[[], None], reduce: Reduce) -> None:
-        """Co-magnitude clusters."""
+        """Compute co-magnitude clusters."""
         assert self.config.clusters is not None, "nothing to study"
         self._magnitudes.co_magnitude = found = CoMagnitude(self._layout, self.method.backbone.device)
         run_examples()
@@ -207,7 +207,7 @@ class Migu(GradientModifier):
         self._group()
 
     def _sparse_layers(self, layers: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Linear, slice]]:
-        """Layers whose backward can form some rows of their weights' gradients only, by the names of these.
+        """Return layers whose backward can form some rows of their weights' gradients only, by the names of these.
 
         None where the method reads whole gradients before they are masked.
         """
@@ -268,7 +268,7 @@ class Migu(GradientModifier):
         return output
 
     def _choose(self) -> None:
-        """One sum over workers for all layers, then every group's rows."""
+        """Sum over workers once for all layers, then choose every group's rows."""
         if self.config.random_update:
             draw = torch.Generator().manual_seed(self._seed)
             self._magnitudes.sums.copy_(torch.rand(self._layout.size, generator=draw))
@@ -283,7 +283,7 @@ class Migu(GradientModifier):
 
     @property
     def _kept_count(self) -> Callable[[int], int] | None:
-        """How many rows of so many are kept; None where the magnitudes decide that."""
+        """The number of rows that are kept of each group size; None where the magnitudes decide it."""
         if self.config.rule != "floor" or self._clusters is not None:
             return None
         return lambda rows: rows - masked_count(self.config.threshold, rows)
@@ -300,12 +300,12 @@ class Migu(GradientModifier):
         return gradient.masked_fill_(masked, 0) if self._active else gradient
 
     def masked(self, name: str) -> Tensor | None:
-        """The rows (columns, where a weight is kept the other way round) that are not updated in this step."""
+        """Return the rows (columns, where a weight is kept the other way round) that are not updated in this step."""
         return self._masked[name] if self._active and name in self.names else None
 
     @property
     def holds(self) -> bool:
-        """Under `mask_update`."""
+        """Whether parameters are held, under `mask_update`."""
         return self.config.mask_update
 
     def held(self, name: str) -> Tensor | None:
@@ -315,11 +315,11 @@ class Migu(GradientModifier):
     # ---- summary and state -----------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Rows kept most often and the share of gradient norm kept, of the phase that has just ended."""
+        """Return rows kept most often and the share of gradient norm kept, of the phase that has just ended."""
         return {"masked": self._active, **self.record.summary}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Counts for the report, and the task's clusters: nothing else outlives a step."""
+        """Return counts for the report, and the task's clusters: nothing else outlives a step."""
         clusters = {} if self._clusters is None else {"clusters": self._clusters.cpu()}
         return {"summary": self.record.summary, "active": self._active}, self.record.tensors() | clusters
 
@@ -331,5 +331,5 @@ class Migu(GradientModifier):
 
 
 def _identity(tensor: Tensor) -> Tensor:
-    """The sum over one worker."""
+    """Return the sum over one worker."""
     return tensor

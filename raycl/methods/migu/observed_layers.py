@@ -23,7 +23,8 @@ class LayerUnits:
     """Units of one layer.
 
     Attributes:
-        path: in the backbone's model. place: in the flat vector. side: whose tokens the layer works on.
+        path: path in the backbone's model. place: slice of the flat vector. side: text whose tokens the layer
+            processes.
         groups: sizes of the sets of units that compete: all outputs; or the units of each slot.
     """
 
@@ -42,7 +43,7 @@ class ParameterUnits:
     dims: int
 
     def on(self, flat_F: Tensor) -> Tensor:
-        """The part of a flat vector that belongs to the parameter, shaped to broadcast to it."""
+        """Return the part of a flat vector that belongs to the parameter, shaped to broadcast to it."""
         return flat_F[self.place].view([-1 if axis == self.axis else 1 for axis in range(self.dims)])
 
 
@@ -60,7 +61,7 @@ class Layout:
 
 
 def observed_layers(backbone: Backbone, targets: Sequence[str], include_lm_head: bool) -> dict[str, nn.Module]:
-    """Path in the backbone's model -> linear, or the adapted layer that took its place.
+    """Return the path in the backbone's model -> linear, or the adapted layer that took its place.
 
     Raises:
         ConfigError: a target matches nothing, or there is no language-model head.
@@ -99,7 +100,7 @@ def _lm_head(backbone: Backbone, layers: Mapping[str, nn.Module]) -> str:
 
 
 def layout_of(backbone: Backbone, layers: Mapping[str, nn.Module], bias: bool) -> Layout:
-    """The units of every layer that trains something, one after another.
+    """Return the units of every layer that trains something, one after another.
 
     Args:
         bias: biases are masked with their rows.
@@ -121,7 +122,7 @@ def layout_of(backbone: Backbone, layers: Mapping[str, nn.Module], bias: bool) -
 
 
 def layout_of_outputs(backbone: Backbone, layers: Mapping[str, nn.Module]) -> Layout:
-    """All outputs of every layer, one layer after another, whether or not it trains something."""
+    """Return all outputs of every layer, one layer after another, whether or not it trains something."""
     units: dict[tuple[str, LayerPart], LayerUnits] = {}
     size = 0
     for path, layer in layers.items():

@@ -1,4 +1,4 @@
-"""Which rows of each weight are updated: the largest by magnitude, chosen within every layer, for all layers at once.
+"""The rows of each weight that are updated: the largest by magnitude within every layer, for all layers at once.
 
 Rows of one weight that compete with each other are a group. All groups of all layers lie one after another in one flat
 vector, so that workers exchange one small tensor and groups of one size are ranked together.
@@ -25,7 +25,7 @@ def masked_count(share: float, rows: int) -> int:
 
 
 def kept(n_KS: Tensor, share: float, rule: Rule) -> Tensor:
-    """`[K, S]` bool: in each of K groups of S units, those that are updated.
+    """Return `[K, S]` bool: in each of K groups of S units, those that are updated.
 
     Args:
         n_KS: magnitudes, float32. share: T, of units that are masked.
@@ -50,7 +50,7 @@ class Groups:
 
     @cached_property
     def _count(self) -> int:
-        """Of clusters; a GPU is waited for."""
+        """The number of clusters; reading it waits for a GPU."""
         return 0 if self.clusters is None else int(self.clusters.max()) + 1
 
     def choose(self, n_F: Tensor, share: float, rule: Rule, into_F: Tensor) -> None:
@@ -65,7 +65,7 @@ class Groups:
 
 
 def by_size(sizes: Sequence[int], device: torch.device, clusters_F: Tensor | None = None) -> list[Groups]:
-    """Groups that lie one after another, put together by size.
+    """Return groups that lie one after another, put together by size.
 
     Args:
         clusters_F: cluster of every unit within its group.

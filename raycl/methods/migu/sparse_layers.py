@@ -42,10 +42,10 @@ class SparseLayers:
         return bool(self._choices)
 
     def choose(self, mask_F: Tensor, count: Callable[[int], int] | None) -> None:
-        """From here on backward forms these rows.
+        """Let backward form these rows from now on.
 
         Args:
-            count: how many are kept of so many; None: not known before.
+            count: number of rows that are kept of each group size; None: unknown.
         """
         for places_KO, choices in self._by_size:
             known = None if count is None else count(places_KO.shape[1])
@@ -54,7 +54,7 @@ class SparseLayers:
                 choice.rows = rows
 
     def reset(self) -> None:
-        """From here on backward forms all rows."""
+        """Let backward form all rows from now on."""
         for choice in self._choices.values():
             choice.rows, choice.formed = None, False
 
@@ -64,7 +64,7 @@ class SparseLayers:
         return any(choice.rows is not None for choice in self._choices.values())
 
     def formed(self, name: str) -> bool:
-        """Whether a weight got a gradient of chosen rows since `reset`."""
+        """Return whether a weight got a gradient of chosen rows since `reset`."""
         choice = self._choices.get(name)
         return choice is not None and choice.formed
 

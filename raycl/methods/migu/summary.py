@@ -22,9 +22,9 @@ class RowCounts:
 
     Attributes:
         steps: counted so far.
-        summary: of the last phase that ended: `steps` with a mask; `gradient_norm_kept`, norm of masked over unmasked
-            gradient of the observed parameters, over the measured steps; `layers`, path -> `{rows, kept}`, with `kept`
-            a bit per row in base64 (`unpacked_rows` reads it), set for the rows kept most often.
+        summary: summary of the last phase that ended: `steps` with a mask; `gradient_norm_kept`, norm of masked over
+            unmasked gradient of the observed parameters, over the measured steps; `layers`, path -> `{rows, kept}`,
+            with `kept` a bit per row in base64 (`unpacked_rows` reads it), set for the rows kept most often.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class RowCounts:
         self._counts, self._squared_norms = self._counts.to(device), self._squared_norms.to(device)
 
     def count(self, mask_F: Tensor) -> None:
-        """A step keeps these rows."""
+        """Count the rows that a step keeps."""
         self._counts += mask_F
         self.steps += 1
 
     def measure(self, gradient: Tensor, masked: Tensor) -> None:
-        """A whole gradient before it is masked."""
+        """Measure a complete gradient before it is masked."""
         squares = gradient.detach().double().square()
         self._squared_norms[0] += squares.masked_fill(masked, 0).sum()
         self._squared_norms[1] += squares.sum()
@@ -66,7 +66,7 @@ class RowCounts:
         self._counts = torch.zeros(0, dtype=torch.int32)
 
     def tensors(self) -> dict[str, Tensor]:
-        """For checkpoints; empty between phases."""
+        """Return the tensors of checkpoints; empty between phases."""
         if not len(self._counts):
             return {}
         return {
@@ -76,7 +76,7 @@ class RowCounts:
         }
 
     def load(self, summary: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """What `summary` and `tensors` were."""
+        """Restore `summary` and `tensors`."""
         self.summary = summary
         if "counts" in tensors:
             self._counts, self._squared_norms = tensors["counts"].clone(), tensors["squared_norms"].clone()

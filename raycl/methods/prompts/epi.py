@@ -75,15 +75,15 @@ class EpiConfig(MethodConfig):
 
     @property
     def fixed_roles(self) -> tuple[str, ...]:
-        """Where `targets` names none."""
+        """The roles of linears where `targets` names none."""
         return TARGETS[self.value] if self.targets is None else ()
 
     def extra_passes(self, epochs: int) -> float:
-        """The bare backbone reads every row once, for the means and the covariance of its classes."""
+        """Return the pass of the bare backbone over every row, for the means and the covariance of its classes."""
         return 0.5 / epochs
 
     def prompt_positions(self, tasks: int) -> int:
-        """Those of the text's own prompt."""
+        """Return the positions of the text's own prompt."""
         return self.length if self.value == "prompt" else 0
 
     @property
@@ -93,11 +93,11 @@ class EpiConfig(MethodConfig):
 
     @property
     def chooses_task(self) -> bool:
-        """By the nearest class."""
+        """Whether a task is chosen, here by the nearest class."""
         return True
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Settings of another kind of adapter."""
+        """Yield settings of another kind of adapter."""
         others = ("length",) if self.value == "lora" else ("rank", "alpha", "dropout")
         yield from ((name, f"value={self.value}") for name in others)
         if self.value == "prompt":
@@ -161,13 +161,13 @@ class Epi(PerTaskAdapter):
     # ---- routing ---------------------------------------------------------------------------------------------
 
     def route(self, batch: Batch) -> Mixture:
-        """The task's own adapter."""
+        """Return the task's own adapter."""
         return Mixture.same({self._task: 1.0}, len(batch))
 
     # ---- the end of a task -----------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned:
-        """The adapter is frozen; its classes' means and covariance are kept and go to the bank with it, and queries of
+        """Freeze the adapter, and publish it with its classes' means and covariance, and queries of
         dev texts, with which out-of-distribution scores compare."""
         if not self.task_id_given:
             self.gaussians.add(self._task, *self._statistics(context).result(), self._held_out(context))
@@ -175,7 +175,8 @@ class Epi(PerTaskAdapter):
 
     @torch.no_grad()
     def _held_out(self, context: TaskContext) -> Tensor:
-        """Queries of a few of the phase's dev texts, of which no statistics are made; every worker reads them all."""
+        """Return queries of a few of the phase's dev texts, of which no statistics are made; every worker reads them
+        all."""
         codec, device = self.backbone.codec, self.backbone.device
         parts = [table.part(sample_rows(len(table)).numpy()) for table in context.tables("dev")]
         batches = [batch for part in parts for batch in eval_batches(part, None, 0, 1, DEV_BATCH, codec.pad_id)]
@@ -183,7 +184,7 @@ class Epi(PerTaskAdapter):
         return torch.cat(queries) if queries else torch.zeros(0, self.gaussians.dimensions)
 
     def _statistics(self, context: TaskContext) -> ClassStatistics:
-        """Of the phase's training texts, over all workers. Collective."""
+        """Return statistics of the phase's training texts, over all workers. Collective."""
         classes_N = classes_of(context)
         if not (classes_N >= 0).any():
             raise RunError(
@@ -210,7 +211,8 @@ class Epi(PerTaskAdapter):
         return RouterState("class_gaussians", self.gaussians.settings(), self.gaussians.tensors())
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Share of each task's evaluated texts that each adapter was chosen for, in the order of learning."""
+        """Return the share of each task's evaluated texts that each adapter was chosen for, in the order of
+        learning."""
         if self.task_id_given:
             return {}
         chosen = {task: [round(share, 4) for share in shares.tolist()] for task, shares in observed.items()}
@@ -219,7 +221,7 @@ class Epi(PerTaskAdapter):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Beside adapters: means and covariances."""
+        """Return, in addition to adapters, means and covariances."""
         values, tensors = super().state_dict()
         values["gaussians"] = self.gaussians.settings()
         return values, tensors | {f"router/{name}": tensor for name, tensor in self.gaussians.tensors().items()}

@@ -53,7 +53,7 @@ class L2pConfig(MethodConfig):
     task_id_in_training: ClassVar[bool] = False
 
     def prompt_positions(self, tasks: int) -> int:
-        """Those of the selected prompts."""
+        """Return the positions of the selected prompts."""
         return self.top_k * self.prompt_length
 
     @model_validator(mode="after")
@@ -94,7 +94,7 @@ class L2p(Method):
             parameter.requires_grad_(trained)
 
     def route(self, batch: Batch) -> Mixture:
-        """The prompts whose keys are nearest to each example's query."""
+        """Return the prompts whose keys are nearest to each example's query."""
         return Mixture(self.pool.names, self.pool.selected(self._queries(batch)))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
@@ -106,7 +106,7 @@ class L2p(Method):
         return -float(self.config.pull) * mean_by_positions(mean_B, batch)
 
     def end_task(self, context: TaskContext) -> Learned:
-        """Every prompt of the pool as an adapter, and the label head as one that is active for every text."""
+        """Return every prompt of the pool as an adapter, and the label head as one that is active for every text."""
         tensors = context.parameters
         found = head_adapter(self.backbone, tensors)
         always = list(found)
@@ -116,4 +116,4 @@ class L2p(Method):
 
 
 def _nothing(low: Tensor, outputs: int) -> None:
-    """No linear is adapted."""
+    """Adapt no linear."""

@@ -91,11 +91,11 @@ class Lfpt5Config(MethodConfig):
     pre_trains: ClassVar[bool] = False
 
     def extra_passes(self, epochs: int) -> float:
-        """Each row is also written, its input and its answer; drawing pseudo-samples is not counted."""
+        """Return the passes that write each row's input and answer; drawing pseudo-samples is not counted."""
         return 1.0 if self.lm_weight else 0.0
 
     def prompt_positions(self, tasks: int) -> int:
-        """One prompt."""
+        """Return the positions of one prompt."""
         return self.prompt_length
 
     @property
@@ -105,11 +105,11 @@ class Lfpt5Config(MethodConfig):
 
     @property
     def sample_share(self) -> tuple[str, float]:
-        """Of rows or pseudo-samples."""
+        """The share of rows or pseudo-samples."""
         return "share", self.share
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Those of writing, where nothing is written."""
+        """Yield settings of writing, where nothing is written."""
         if self.source == "real":
             yield from ((name, "source=real") for name in ("draws", "top_k", "repetition_penalty"))
 
@@ -124,7 +124,7 @@ class Lfpt5Config(MethodConfig):
         return True
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """In the first phase there is no previous prompt."""
+        """Return the settings that matter; in the first phase there is no previous prompt."""
         settings = super().cache_key(index, tasks, learns_texts)
         if index == 0:
             del settings["kd_weight"]
@@ -178,7 +178,7 @@ class Lfpt5(Method):
         self._earlier: dict[int, str] = {}
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Whether the backbone can write.
+        """Check that the backbone can write.
 
         Raises:
             ConfigError: it is encoder-only, or has too few positions.
@@ -218,7 +218,7 @@ class Lfpt5(Method):
                 self._earlier[number] = task.name
 
     def _write(self, context: TaskContext) -> None:
-        """With the prompt as it is now, which is kept."""
+        """Write pseudo-samples with the present prompt, which is kept."""
         self.previous, self.samples, self.written = None, {}, {}
         earlier = [task for task in context.earlier_tasks if task.name in self.counts]
         if self.task_id_given or not earlier:
@@ -247,7 +247,7 @@ class Lfpt5(Method):
         return self.stack.activate(Mixture.same({PROMPT: 1.0}, rows))
 
     def route(self, batch: Batch) -> Mixture:
-        """The one prompt, for every example."""
+        """Return the one prompt, for every example."""
         return Mixture.same({PROMPT: 1.0}, len(batch))
 
     # ---- the loss --------------------------------------------------------------------------------------------
@@ -263,14 +263,14 @@ class Lfpt5(Method):
         return sum(terms[1:], terms[0]) if terms else None
 
     def _generation_loss(self, batch: Batch, counts_B: Tensor) -> Tensor:
-        """Mean over the answer tokens of the batch of the loss of writing their example."""
+        """Return the mean over the answer tokens of the batch of the loss of writing their example."""
         pairs = [self._pair(row) for row in batch.rows.tolist()]
         found = self.backbone.guesses(batch_of_pairs(pairs, self.backbone.codec.pad_id).to(counts_B.device))
         mean_B = mean_losses(found.logits, found.labels, found.rows, len(batch))
         return (mean_B * counts_B).sum() / counts_B.sum().clamp(min=1)
 
     def _pair(self, row: int) -> Pair | None:
-        """What is written for a row of the phase, own or added; None for fill-ups."""
+        """Return what is written for a row of the phase, own or added; None for fill-ups."""
         for number, rows in enumerate([*self._own, *self._added] if row >= 0 else ()):
             if row >= len(rows):
                 row -= len(rows)
@@ -282,7 +282,8 @@ class Lfpt5(Method):
         return None
 
     def _divergence(self, batch: Batch, output: Output, counts_B: Tensor) -> Tensor:
-        """Sum over the answer tokens of pseudo-samples of `KL(previous || now)`, by the number of all answer tokens."""
+        """Return the sum over the answer tokens of pseudo-samples of `KL(previous || now)`, by the number of all answer
+        tokens."""
         is_sample_B = self._are_samples(batch.rows)
         chosen = is_sample_B.nonzero().flatten() if bool(is_sample_B.any()) else is_sample_B.new_zeros(1).long()
         before_KV = self._answers_before(replace(batch, **{name: getattr(batch, name)[chosen] for name in TENSORS}))
@@ -294,7 +295,7 @@ class Lfpt5(Method):
         return (before_KV.exp() * (before_KV - now_KV)).sum() / counts_B.sum()
 
     def _are_samples(self, rows_B: Tensor) -> Tensor:
-        """`[B]` bool: which rows are of earlier tasks."""
+        """Return `[B]` bool: which rows are of earlier tasks."""
         first = sum(map(len, self._own))
         found_B = torch.zeros_like(rows_B, dtype=torch.bool)
         for number, rows in enumerate(self._added):
@@ -305,7 +306,7 @@ class Lfpt5(Method):
 
     @torch.no_grad()
     def _answers_before(self, batch: Batch) -> Tensor:
-        """Logits at the answers' positions under the previous prompt."""
+        """Return logits at the answers' positions under the previous prompt."""
         with self._previous_prompt():
             return self.backbone.guesses(replace(batch, texts=(), tasks=())).logits
 
@@ -321,20 +322,20 @@ class Lfpt5(Method):
     # ---- the end of a task -----------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned:
-        """The prompt; how many pseudo-samples the task's rows make is kept."""
+        """Return the prompt; how many pseudo-samples the task's rows make is kept."""
         volume = Volume(self.config.share)
         self.counts |= {table.task.name: volume.of(len(table)) for table in context.tables("train")}
         state = AdapterState(prompt=context.parameters["suffix.trainable"][0].clone())
         return Learned({PROMPT: state}, router=RouterState("single", {"prompt_place": "after"}))
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """How many pseudo-samples of each earlier task were trained on."""
+        """Return how many pseudo-samples of each earlier task were trained on."""
         return {"replay": counts_of(self.samples)} if self.samples else {}
 
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """The previous prompt, and pseudo-samples."""
+        """Return the previous prompt, and pseudo-samples."""
         values, tensors = super().state_dict()
         values |= {"counts": list(self.counts.items()), SAMPLES: list(self.samples)}
         tensors |= {} if self.previous is None else {"previous": self.previous.cpu()}
@@ -344,7 +345,7 @@ class Lfpt5(Method):
         return values, tensors
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """As they were."""
+        """Restore the previous prompt and pseudo-samples."""
         super().load_state_dict(values, tensors)
         self.counts = {task: int(count) for task, count in values["counts"]}
         self.previous = tensors["previous"].to(self.backbone.device) if "previous" in tensors else None
@@ -358,4 +359,4 @@ def _read(tensors: Mapping[str, Tensor], tasks: Sequence[str], kind: str) -> dic
 
 
 def _nothing(low: Tensor, outputs: int) -> None:
-    """No linear is adapted."""
+    """Adapt no linear."""

@@ -76,7 +76,7 @@ class MoclConfig(MethodConfig):
 
     @property
     def needs_task(self) -> bool:
-        """Where the task id restricts the composition."""
+        """Whether the task id is needed, because it restricts the composition."""
         return self.task_id
 
     @property
@@ -86,20 +86,20 @@ class MoclConfig(MethodConfig):
 
     @property
     def fixed_roles(self) -> tuple[str, ...]:
-        """Of prefixes."""
+        """The roles of linears with prefixes."""
         return ("attention.out",) if self.value == "prefix" else ()
 
     def prompt_positions(self, tasks: int) -> int:
-        """The weighted sum of all prompts."""
+        """Return the positions of the weighted sum of all prompts."""
         return self.prompt_length if self.value == "prompt" else 0
 
     @property
     def chooses_task(self) -> bool:
-        """By the text's query."""
+        """Whether a task is chosen, here by the text's query."""
         return not self.task_id
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Settings of other modules, and of other weights."""
+        """Yield settings of other modules, and of other weights."""
         others = ("prompt_length",) if self.value == "lora" else ("rank", "alpha", "dropout", "targets")
         yield from ((name, f"value={self.value}") for name in others)
         if self.weights != "softmax":
@@ -154,13 +154,13 @@ class Mocl(PerTaskAdapter):
     # ---- routing ---------------------------------------------------------------------------------------------
 
     def route(self, batch: Batch) -> Mixture:
-        """The modules of all tasks so far, by each text's cosines with their keys."""
+        """Return the modules of all tasks so far, by each text's cosines with their keys."""
         if self.task_id_given:
             return Mixture.same({self._task: 1.0}, len(batch))
         return Mixture(self.keys.names, self.keys.weights(self.keys(self._queries(batch))))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """The matching loss: 1 minus the cosine of each text with the key of the task in training."""
+        """Return the matching loss: 1 minus the cosine of each text with the key of the task in training."""
         if not self.config.pull or self.task_id_given:
             return None
         distance_B = 1 - self.keys(self._queries(batch))[:, -1]
@@ -177,7 +177,7 @@ class Mocl(PerTaskAdapter):
         return self._published(context, states)
 
     def _router(self) -> RouterState:
-        """The keys; under schedule `separate` the task's own module."""
+        """Return the keys; under schedule `separate` the task's own module."""
         if self.task_id_given:
             return RouterState("task", {"head_rule": self._rule})
         kind = "task_keys_given" if self.config.task_id else "task_keys"
@@ -186,7 +186,7 @@ class Mocl(PerTaskAdapter):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Beside adapters the keys of earlier tasks."""
+        """Return, in addition to adapters, the keys of earlier tasks."""
         values, tensors = super().state_dict()
         return {**values, "keys": list(self.keys.keys)}, tensors | {
             f"keys/{n}": t for n, t in self.keys.tensors().items()
@@ -208,5 +208,5 @@ class Mocl(PerTaskAdapter):
 
 
 def _uniform(low: Tensor, outputs: int) -> None:
-    """Keys of prefixes from U(0, 1), as in the authors' code."""
+    """Fill keys of prefixes from U(0, 1), as in the authors' code."""
     nn.init.uniform_(low)

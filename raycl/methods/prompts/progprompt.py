@@ -51,7 +51,7 @@ class ProgPromptConfig(MethodConfig):
 
     @property
     def needs_task(self) -> bool:
-        """Where the task id picks the prompts."""
+        """Whether the task id is needed, because it selects the prompts."""
         return self.task_id
 
     @property
@@ -60,11 +60,11 @@ class ProgPromptConfig(MethodConfig):
         return self.task_id
 
     def prompt_positions(self, tasks: int) -> int:
-        """A prompt of each task."""
+        """Return the positions of a prompt of each task."""
         return tasks * self.prompt_length
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """The width of an MLP that is not there."""
+        """Yield the width of an MLP that does not exist."""
         if self.prompt_form != "mlp":
             yield "prompt_mlp_width", f"prompt_form={self.prompt_form}"
 
@@ -93,28 +93,28 @@ class ProgPrompt(PerTaskAdapter):
         self._places[task] = 1 + max(self._places.values(), default=0)
 
     def route(self, batch: Batch) -> Mixture:
-        """All prompts, and the task's label head."""
+        """Return all prompts, and the task's label head."""
         names = [*self._learned, *([self._task] if self._task else [])]
         mixture = Mixture.same(dict.fromkeys(names[-1:] if self.task_id_given else names, 1.0), len(batch))
         return replace(mixture, heads=tuple(names[-1:]) * len(batch)) if self._rule == "label_count" else mixture
 
     def _router(self) -> RouterState:
-        """The prompts of the task and of all earlier ones by its task id; all of them without."""
+        """Return the prompts of the task and of all earlier ones by its task id; all of them without."""
         kind = "task" if self.task_id_given else "progressive" if self.config.task_id else "sum"
         places = {name: self._places[name] for name in self._learned}
         return RouterState(kind, {"prompt_mixing": "concat", "prompt_order": places, "head_rule": self._rule})
 
     def state_dict(self) -> State:
-        """Beside adapters the order of their prompts."""
+        """Return, in addition to adapters, the order of their prompts."""
         values, tensors = super().state_dict()
         return {**values, "places": {name: self._places[name] for name in self._learned}}, tensors
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """The prompts as they were, in their order."""
+        """Restore the prompts, in their order."""
         learned = dict(values["learned"])
         self._places |= {name: number for name, number in values["places"].items() if name in learned}
         super().load_state_dict(values, tensors)
 
 
 def _nothing(low: Tensor, outputs: int) -> None:
-    """No linear is adapted."""
+    """Adapt no linear."""

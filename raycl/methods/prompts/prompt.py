@@ -35,7 +35,7 @@ class SeqPromptConfig(MethodConfig):
     task_id_in_training: ClassVar[bool] = False
 
     def prompt_positions(self, tasks: int) -> int:
-        """One prompt."""
+        """Return the positions of one prompt."""
         return self.prompt_length
 
 
@@ -57,4 +57,4 @@ class SeqPrompt(SingleAdapter):
 
 
 def _nothing(low: Tensor, outputs: int) -> None:
-    """No linear is adapted."""
+    """Adapt no linear."""

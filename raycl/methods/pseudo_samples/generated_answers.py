@@ -21,7 +21,8 @@ AT_ONCE = 32
 
 
 def answered(samples: PseudoSamples, given: Sequence[str], context: TaskContext, method: Method) -> PseudoSamples:
-    """The samples with answers: those given, and the method's own where there is none; without one they are left out.
+    """Return the samples with answers: those given, and the method's own where there is none; without one they are left
+    out.
 
     Args:
         given: answers by sample, "" for none; empty if there are none at all.
@@ -43,7 +44,7 @@ def answered(samples: PseudoSamples, given: Sequence[str], context: TaskContext,
 
 @torch.no_grad()
 def _own(method: Method, sources: Sequence[Sequence[int]], context: TaskContext) -> list[str]:
-    """The method's answers, restricted to the labels of the phase, if it has any."""
+    """Return the method's answers, restricted to the labels of the phase, if it has any."""
     backbone, limit = method.backbone, context.target_limit(context.phase.tasks[0])
     was_training, allowed = backbone.training, backbone.allowed_labels
     backbone.eval()

@@ -102,11 +102,11 @@ class GeneratorConfig(Section):
 
     @property
     def positions(self) -> int:
-        """What is read before a text is written: the prompt, if there is one, and [Gen]."""
+        """The positions that are read before a text is written: the prompt, if there is one, and [Gen]."""
         return 1 + (self.prompt_length if self.value == "prompt" else 0)
 
     def steps_for(self, rows: int) -> int:
-        """Optimizer steps for a task of so many rows."""
+        """Return optimizer steps for a task of so many rows."""
         return self.steps if self.value == "lora" else self.epochs * -(-rows // self.batch)
 
 
@@ -175,7 +175,7 @@ class Generator:
             self.stack = AdapterStack(model, linear_names(model, config.targets))
 
     def write(self, context: TaskContext, volume: Volume) -> PseudoSamples:
-        """As many inputs of each task of the phase as `volume` says, with its template.
+        """Write as many inputs of each task of the phase as `volume` says, with its template.
 
         Fewer where the generator fails, stored ones where it writes none at all; both are logged.
         """
@@ -236,7 +236,7 @@ class Generator:
         return nn.Parameter(torch.cat([words[chosen].float(), words.float().mean(0, keepdim=True)]))
 
     def _trainable(self) -> list[nn.Parameter]:
-        """The LoRA in training; nothing with a prompt."""
+        """Return the LoRA in training; nothing with a prompt."""
         if self.stack is None:
             return []
         config = self.config
@@ -321,10 +321,10 @@ class Generator:
 
 @dataclass(frozen=True)
 class Texts:
-    """What a generator learns to write.
+    """Texts that a generator learns to write.
 
     Attributes:
-        ids: of each text, ending in the end-of-sequence id.
+        ids: ids of each text, ending in the end-of-sequence id.
         separator: id between instruction and input, which no text has; None: the input stands alone.
     """
 
@@ -334,7 +334,7 @@ class Texts:
 
     @staticmethod
     def of(codec: HFCodec, inputs: Sequence[str], instruction: str, limit: int) -> Texts:
-        """Of a task's inputs, each behind its instruction if there is one, cut to `limit` tokens."""
+        """Return the texts of a task's inputs, each behind its instruction, if any, cut to `limit` tokens."""
         ids = codec.encode_target(inputs)
         if instruction:
             front = codec.encode_target([instruction])[0][:-1]

@@ -30,7 +30,7 @@ class PseudoSamples:
         sources: prompt ids of each, with the model's special tokens.
         targets: answer ids of each, or empty lists; empty where answers are not kept.
         labels: row of the phase's labels of each, -1 for none; empty where answers are not kept.
-        fallback_samples: how many of them are training inputs because the generator produced none.
+        fallback_samples: number of them that are training inputs because the generator produced none.
     """
 
     sources: list[list[int]]
@@ -42,7 +42,7 @@ class PseudoSamples:
         return len(self.sources)
 
     def tensors(self) -> dict[str, Tensor]:
-        """For checkpoints and the bank: flat int32 ids and the length of each."""
+        """Return the tensors for checkpoints and the bank: flat int32 ids and the length of each."""
         found = {"source_ids": _flat(self.sources), "source_lengths": _lengths(self.sources)}
         if self.labels:
             found |= {"target_ids": _flat(self.targets), "target_lengths": _lengths(self.targets)}
@@ -53,12 +53,12 @@ class PseudoSamples:
 
     @staticmethod
     def are_in(tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these are what `tensors` gives; samples may have been removed from a bank on purpose."""
+        """Return whether these are what `tensors` gives; samples may have been removed from a bank on purpose."""
         return {"source_ids", "source_lengths"} <= tensors.keys()
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> PseudoSamples:
-        """Back from what `tensors` gave."""
+        """Restore from what `tensors` gave."""
         sources = _split(tensors["source_ids"], tensors["source_lengths"])
         fallback_samples = int(tensors["fallback_samples"]) if "fallback_samples" in tensors else 0
         if "labels" not in tensors:
@@ -68,10 +68,11 @@ class PseudoSamples:
 
 
 def same_everywhere(value: T, device: torch.device) -> T:
-    """The first worker's value on all workers: texts sampled on several GPUs, or files of several nodes, may differ.
+    """Return the first worker's value on all workers: texts sampled on several GPUs, or files of several nodes, may
+    differ.
 
     Args:
-        device: where this worker computes.
+        device: device of this worker.
     """
     if not dist.is_available() or not dist.is_initialized():
         return value
@@ -82,7 +83,7 @@ def same_everywhere(value: T, device: torch.device) -> T:
 
 
 def counts_of(kept: Mapping[str, PseudoSamples]) -> dict[str, dict[str, int]]:
-    """Number of samples of each task, for the summary; also of fallback samples, if a generator failed."""
+    """Return the number of samples of each task, for the summary; also of fallback samples, if a generator failed."""
     found = {"pseudo": {task: len(samples) for task, samples in kept.items()}}
     fallback_samples = {task: samples.fallback_samples for task, samples in kept.items() if samples.fallback_samples}
     return found | ({"fallback_samples": fallback_samples} if fallback_samples else {})
@@ -90,23 +91,24 @@ def counts_of(kept: Mapping[str, PseudoSamples]) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Volume:
-    """How many samples are kept of a task.
+    """The number of samples kept of a task.
 
     Attributes:
-        fraction: of its training rows. limit: at most; None: no limit.
+        fraction: fraction of its training rows. limit: most samples; None: no limit.
     """
 
     fraction: float
     limit: int | None = None
 
     def of(self, rows: int) -> int:
-        """For so many rows: `max(1, floor(fraction rows))`, as in the files of SAPT's release, within the limit."""
+        """Return the number for so many rows: `max(1, floor(fraction rows))`, as in the files of SAPT's release, within
+        the limit."""
         count = min(rows, max(1, int(Decimal(str(self.fraction)) * rows)))
         return count if self.limit is None else min(count, self.limit)
 
 
 def take_real(context: TaskContext, volume: Volume, seed: int, answers: bool = False) -> PseudoSamples:
-    """A few training rows of each of the phase's tasks, drawn by `seed`."""
+    """Return a few training rows of each of the phase's tasks, drawn by `seed`."""
     draw = torch.Generator().manual_seed(seed)
     all_labels = [label for task in context.phase.tasks for label in task.labels or ()]
     place = {label: number for number, label in enumerate(dict.fromkeys(all_labels))}
@@ -121,12 +123,12 @@ def take_real(context: TaskContext, volume: Volume, seed: int, answers: bool = F
 
 
 def drawn_sources(table: TokenTable, count: int, draw: torch.Generator) -> list[list[int]]:
-    """Prompt ids of so many rows of a task."""
+    """Return the prompt ids of so many rows of a task."""
     return [ids.tolist() for ids in table.columns(_drawn(table, count, draw)).source_ids]
 
 
 def drawn_texts(table: TokenTable, count: int, draw: torch.Generator) -> list[str]:
-    """The texts of so many rows of a task, without their prompts."""
+    """Return the texts of so many rows of a task, without their prompts."""
     return table.texts(_drawn(table, count, draw))
 
 
@@ -140,7 +142,7 @@ def _label(table: TokenTable, code: int, place: Mapping[str, int]) -> int:
 
 
 def sources_of(context: TaskContext, split: Split) -> list[list[int]]:
-    """Prompt ids of all rows of a split of the phase's tasks."""
+    """Return the prompt ids of all rows of a split of the phase's tasks."""
     return [ids.tolist() for table in context.tables(split) for ids in table.columns(range(len(table))).source_ids]
 
 

@@ -1,4 +1,4 @@
-"""What a model that is solver and generator in one learns to write, and the pseudo-samples that it writes (LFPT5).
+"""Texts that a model learns to write as solver and generator in one, and its pseudo-samples (LFPT5).
 
 Behind the generation prompt of a task, `__gen__ <task>`, it writes an input and its answer: `input __ans__ answer`.
 Both marks are ordinary words of the tokenizer, since no vocabulary grows here; LFPT5's code adds a token for the
@@ -26,7 +26,7 @@ from raycl.types import IGNORE, Batch, Task
 log = logging.getLogger("raycl")
 
 START = "__gen__"
-"""In front of a task's name."""
+"""The text before a task's name."""
 
 AT_ONCE = 64
 """Samples that are drawn together, at most."""
@@ -40,8 +40,8 @@ class SampleFormat:
     """Samples as token ids.
 
     Attributes:
-        max_tokens: of input, separator and answer together, end-of-sequence included.
-        mark: what stands between input and answer, as text.
+        max_tokens: limit of input, separator and answer together, end-of-sequence included.
+        mark: text between input and answer.
     """
 
     codec: HFCodec
@@ -49,7 +49,7 @@ class SampleFormat:
     mark: str = "__ans__"
 
     def check(self) -> None:
-        """Whether the separator can be written.
+        """Check that the separator can be written.
 
         Raises:
             ConfigError: the tokenizer drops it.
@@ -62,17 +62,17 @@ class SampleFormat:
 
     @property
     def separator(self) -> list[int]:
-        """Its ids."""
+        """The ids of the separator."""
         return self._ids(self.mark)
 
     def pair(self, task: str, text: str, answer: str) -> Pair:
-        """What the model reads and writes for a labelled input."""
+        """Return what the model reads and writes for a labelled input."""
         tail = [*self.separator, *self.codec.encode_target([answer])[0]]
         room = max(0, self.max_tokens - len(tail))
         return self.start(task), [*self._ids(text)[:room], *tail]
 
     def start(self, task: str) -> list[int]:
-        """Ids of the generation prompt of a task."""
+        """Return ids of the generation prompt of a task."""
         return self.codec.encode_source([f"{START} {task}"])[0]
 
     def parted(self, ids: Sequence[int]) -> tuple[str, str] | None:
@@ -133,7 +133,7 @@ class Sampler:
         return found[:count]
 
     def _drawn(self, task: str, rows: int) -> list[list[int]]:
-        """Ids of what is written behind a task's generation prompt, without special tokens."""
+        """Return ids of what is written behind a task's generation prompt, without special tokens."""
         from transformers import LogitsProcessorList
 
         backbone, codec = self.backbone, self.backbone.codec
@@ -154,7 +154,7 @@ class Sampler:
 
 
 class RepetitionPenalty:
-    """On tokens that were written before, but for those of a separator of several, which repeat each other."""
+    """A penalty on tokens that were written before, except for those of a separator."""
 
     def __init__(self, penalty: float, separator: Sequence[int]) -> None:
         from transformers import RepetitionPenaltyLogitsProcessor
@@ -163,7 +163,7 @@ class RepetitionPenalty:
         self._penalize = RepetitionPenaltyLogitsProcessor(penalty)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """`[B, V]` scores of the next token, from ids `[B, L]` so far and scores `[B, V]`."""
+        """Return `[B, V]` scores of the next token, from ids `[B, L]` so far and scores `[B, V]`."""
         kept = scores[:, self._free].clone()
         found: Tensor = self._penalize(input_ids, scores)
         found[:, self._free] = kept
@@ -175,7 +175,7 @@ def _until_end(ids: list[int], end: int) -> list[int]:
 
 
 def batch_of_pairs(pairs: Sequence[Pair | None], pad_id: int) -> Batch:
-    """Prompts with what is to be written behind them; None: an example without loss."""
+    """Return prompts with what is to be written behind them; None: an example without loss."""
     rows = [pair or ([pad_id], []) for pair in pairs]
     width = max(1, *(len(target) for _, target in rows))
     batch = batch_of([source for source, _ in rows], pad_id)
@@ -186,7 +186,7 @@ def batch_of_pairs(pairs: Sequence[Pair | None], pad_id: int) -> Batch:
 
 
 def mean_losses(logits_MV: Tensor, labels_M: Tensor, rows_M: Tensor, examples: int) -> Tensor:
-    """`[B]` mean cross-entropy of each example's tokens; 0 for examples without any."""
+    """Return `[B]` mean cross-entropy of each example's tokens; 0 for examples without any."""
     loss_M = torch.nn.functional.cross_entropy(logits_MV.float(), labels_M, ignore_index=IGNORE, reduction="none")
     zeros_B = loss_M.new_zeros(examples)
     counts_B = zeros_B.index_add(0, rows_M, (labels_M != IGNORE).to(loss_M))

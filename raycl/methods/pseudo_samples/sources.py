@@ -1,4 +1,4 @@
-"""Where pseudo-samples come from: training rows, a generator, or files."""
+"""Sources of pseudo-samples: training rows, a generator, or files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SampleSource:
 
     Attributes:
         kind: which it is. setting: its dotted name in messages. files: folder of `file`.
-        volume: how many samples of a task. generator: settings of `generated`.
+        volume: number of samples of a task. generator: settings of `generated`.
         answers: samples come with answers, since they are trained on.
     """
 
@@ -40,7 +40,7 @@ class SampleSource:
     answers: bool
 
     def check(self, tasks: Sequence[Task], method: Method) -> None:
-        """Before any work.
+        """Check the source before any work.
 
         Raises:
             ConfigError: no generator for inputs. BackboneError: its backbone does not exist. DataError: see
@@ -53,7 +53,7 @@ class SampleSource:
                 read_texts(self.files or "", task, self.setting, self.answers)
 
     def samples(self, context: TaskContext, method: Method, seed: int) -> PseudoSamples:
-        """Of the phase that has just ended, the same on all workers.
+        """Return the samples of the phase that has just ended, the same on all workers.
 
         Args:
             method: the one that learned the phase; answers that a source lacks are its own.
@@ -72,7 +72,7 @@ class SampleSource:
 
 
 def check_files(kind: Kind, files: str | None, setting: str) -> None:
-    """For the settings of a source.
+    """Check the files in the settings of a source.
 
     Args:
         setting: dotted name of the source, beside which `files` stands.
@@ -88,7 +88,8 @@ def check_files(kind: Kind, files: str | None, setting: str) -> None:
 def read_file(
     context: TaskContext, folder: str, volume: Volume, setting: str = "method.arm.source", answers: bool = False
 ) -> tuple[PseudoSamples, list[str]]:
-    """Those of each of the phase's tasks: the first ones, as many as count; and their answers, "" where there is none.
+    """Return those of each of the phase's tasks: the first ones, as many as count; and their answers, "" where there is
+    none.
 
     From `<task>.jsonl`, lines of `{"text": ..., "label": ...}` (label is optional); or from `<task>/train.json`, as
     SAPT's authors publish theirs: `{"Instances": [{"input": ..., "output": ...}, ...]}`, of which the instruction is
@@ -111,7 +112,7 @@ def read_file(
 def read_texts(
     folder: str, task: Task, setting: str = "method.arm.source", answers: bool = False
 ) -> list[tuple[str, str]]:
-    """Texts and answers of `<task>.jsonl`, or of `<task>/train.json` as SAPT's authors publish theirs.
+    """Return texts and answers of `<task>.jsonl`, or of `<task>/train.json` as SAPT's authors publish theirs.
 
     Args:
         answers: those of a task with labels must be some of them.

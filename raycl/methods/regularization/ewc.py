@@ -78,14 +78,14 @@ class Ewc(Wrapper):
         self._trained: dict[str, Tensor] = {}
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """What is held has the present rows of the label head."""
+        """Extend the held parameters to the present rows of the label head."""
         self.learner.begin_task(phase, context)
         self._fit_labels()
         own = dict(self.backbone.named_parameters())
         self._trained = {name: own[name] for name in self._fisher}
 
     def _fit_labels(self) -> None:
-        """Rows of new labels; everything on the device of its parameter."""
+        """Add rows of new labels, and move tensors to the device of their parameter."""
         self._fisher, self._old = (
             in_present_rows(kept, self._labels, self.backbone) for kept in (self._fisher, self._old)
         )
@@ -127,19 +127,19 @@ class Ewc(Wrapper):
         return {name: context.sum(total) / count for name, total in found.items()}
 
     def state_dict(self) -> State:
-        """The learner's, Fisher information and the parameters that are held."""
+        """Return the learner's, Fisher information and the parameters that are held."""
         values, tensors = self.learner.state_dict()
         held = {f"ewc/fisher/{name}": value.cpu() for name, value in self._fisher.items()}
         held |= {f"ewc/parameter/{name}": value.cpu() for name, value in self._old.items()}
         return {**values, "ewc": {"tasks": self._tasks, "labels": self._labels}}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Of the learner, and what is held."""
+        """Restore the state of the learner, and what is held."""
         self.learner.load_state_dict(values, tensors)
         self._tasks, self._labels = values["ewc"]["tasks"], list(values["ewc"]["labels"])
         self._fisher, self._old = dict(under("ewc/fisher/", tensors)), dict(under("ewc/parameter/", tensors))
 
 
 def merged(new: Tensor, old: Tensor, tasks: int) -> Tensor:
-    """Mean Fisher information over tasks, `tasks` of them in `old`."""
+    """Return the mean Fisher information over tasks, `tasks` of them in `old`."""
     return (new + tasks * old) / (tasks + 1)

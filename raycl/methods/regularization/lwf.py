@@ -43,7 +43,7 @@ class LwfConfig(WrapperConfig):
     unused_in_first_phase: ClassVar[tuple[str, ...]] = ("weight", "temperature")
 
     def values_kept(self, tasks: int) -> int:
-        """The old model's."""
+        """Return the old model's."""
         return min(1, tasks - 1)
 
 
@@ -66,7 +66,7 @@ class Lwf(Wrapper):
         self._known: list[str] = []
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """The model as it is now is the old one, where there are earlier tasks."""
+        """Keep the present model as the old one, where there are earlier tasks."""
         known = known_labels(self.backbone)
         self.learner.begin_task(phase, context)
         if context.resumed or not context.earlier_tasks or not self.config.weight:
@@ -103,18 +103,18 @@ class Lwf(Wrapper):
         return found
 
     def end_task(self, context: TaskContext) -> Learned | None:
-        """The old model is no longer needed."""
+        """Drop the old model."""
         self._old, self._known = {}, []
         return self.learner.end_task(context)
 
     def state_dict(self) -> State:
-        """The learner's, and the old model."""
+        """Return the state of the learner, and the old model."""
         values, tensors = self.learner.state_dict()
         held = {f"lwf/parameter/{name}": value.cpu() for name, value in self._old.items()}
         return {**values, "lwf": {"labels": self._known}}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Of the learner, and the old model."""
+        """Restore the state of the learner, and the old model."""
         self.learner.load_state_dict(values, tensors)
         self._known = list(values["lwf"]["labels"])
         stored = under("lwf/parameter/", tensors)
@@ -130,7 +130,7 @@ class Routed(nn.Module):
         self._learner = learner
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits, under the learner's own mixture."""
+        """Return logits, under the learner's own mixture."""
         stack = self._learner.stack
         if stack is None:
             return self._logits(batch)

@@ -44,7 +44,7 @@ class RowBuffer(ReplayBuffer[Indices]):
         """Store nothing yet.
 
         Args:
-            share: of each task's training rows; one row at least.
+            share: share of each task's training rows; at least one row.
             limit: so many rows of each task at most.
         """
         super().__init__()

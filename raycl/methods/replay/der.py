@@ -56,7 +56,7 @@ class DerConfig(WrapperConfig):
 
     @property
     def sample_share(self) -> tuple[str, float]:
-        """Of rows and their outputs."""
+        """The share of rows and their outputs."""
         return "share", self.share
 
     def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
@@ -71,7 +71,7 @@ class DerConfig(WrapperConfig):
         return True
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """In the first phase nothing is replayed yet."""
+        """Return the settings that matter; in the first phase nothing is replayed yet."""
         settings = super().cache_key(index, tasks, learns_texts)
         settings["learner"] = self.learner.cache_key(index, tasks, learns_texts)
         if index == 0:
@@ -83,7 +83,7 @@ class Der(Wrapper):
     """Any learner that trains one model for all labels, with stored rows and outputs.
 
     Attributes:
-        buffer: numbers of stored rows. outputs: what the model gave for them, by task.
+        buffer: numbers of stored rows. outputs: the model's outputs for them, by task.
     """
 
     Config = DerConfig
@@ -104,7 +104,7 @@ class Der(Wrapper):
         self._counts = _StepCounts()
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """Rows of all earlier tasks are in the buffer, with their outputs."""
+        """Check that rows of all earlier tasks are in the buffer, with their outputs."""
         self.learner.begin_task(phase, context)
         self._context = context
         self.buffer.fill(context)
@@ -119,7 +119,7 @@ class Der(Wrapper):
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """The rows of the batch, then the stored rows that they bring along."""
+        """Return the rows of the batch, then the stored rows that they bring along."""
         batch = self.learner.prepare_batch(batch)
         numbers = self._drawn(batch)
         if not self._rows or self._context is None:
@@ -133,7 +133,7 @@ class Der(Wrapper):
         return mixed
 
     def _drawn(self, batch: Batch) -> list[int]:
-        """Numbers of stored rows: an epoch's order of all of them, dealt to the phase's rows."""
+        """Return numbers of stored rows: an epoch's order of all of them, dealt to the phase's rows."""
         if not self._rows or self._context is None:
             return []
         context, each = self._context, self.config.rows_per_row
@@ -144,7 +144,7 @@ class Der(Wrapper):
         return [order[place % len(order)] for place in places]
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """What makes the step's mean loss over all rows the loss of DER++, beside the learner's own."""
+        """Return what makes the step's mean loss over all rows the loss of DER++, beside the learner's own."""
         own = self.learner.penalty(batch, output)
         places, numbers = numbers_of(batch)
         if not self._rows or self._stored is None or self._context is None:
@@ -167,7 +167,7 @@ class Der(Wrapper):
     # ---- the end of a task ---------------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned | None:
-        """The learner's; the outputs of the task's stored rows are kept."""
+        """Return the learner's; the outputs of the task's stored rows are kept."""
         learned = self.learner.end_task(context)
         for task in context.phase.tasks:
             self.outputs.add(
@@ -183,7 +183,7 @@ class Der(Wrapper):
 
     @torch.no_grad()
     def _outputs(self, context: TaskContext, rows: StoredRows) -> StoredOutputs:
-        """Of all rows, by the model as it is, without dropout."""
+        """Return the outputs of all rows by the present model, without dropout."""
         was_training, found = self.backbone.training, list[StoredOutputs]()
         self.backbone.eval()
         for start in range(0, len(rows), AT_ONCE):
@@ -198,13 +198,13 @@ class Der(Wrapper):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """The learner's, and stored outputs."""
+        """Return the state of the learner, and stored outputs."""
         values, tensors = self.learner.state_dict()
         held = {f"{KEPT}/{task}/{name}": one for task, kept in self.outputs for name, one in kept.tensors().items()}
         return {**values, KEPT: list(self.outputs.entries)}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Of the learner, and stored outputs as they were."""
+        """Restore the state of the learner, and stored outputs as they were."""
         self.outputs.entries = {
             task: StoredOutputs.of(under(f"{KEPT}/{task}/", tensors)) for task in values.get(KEPT, ())
         }
@@ -223,13 +223,13 @@ class _StepCounts:
         self._sums: tuple[float, float] | None = None
 
     def add(self, step: Step, new: int, replayed: int) -> None:
-        """Of a micro-batch of this worker."""
+        """Add the sums of a micro-batch of this worker."""
         if self._step is not step:
             self._step, self._mine, self._sums = step, [0, 0], None
         self._mine = [self._mine[0] + new, self._mine[1] + replayed]
 
     def sums(self, context: TaskContext, backbone: Backbone) -> tuple[float, float]:
-        """Over all workers. Collective at the first call in a step."""
+        """Return the sums over all workers. Collective at the first call in a step."""
         if self._sums is None:
             total = context.sum(torch.tensor(self._mine, dtype=torch.float64, device=backbone.device))
             self._sums = (float(total[0]), float(total[1]))

@@ -35,7 +35,7 @@ class PseudoReplay:
         self._assigned = lru_cache(maxsize=1)(self._assign)
 
     def _assign(self, epoch: int) -> dict[int, list[SampleIndex]]:
-        """Row -> samples that are added to its batch in this epoch."""
+        """Return the row -> samples that are added to its batch in this epoch."""
         order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
         found: dict[int, list[SampleIndex]] = {}
         for number, index in enumerate(self._indices):
@@ -43,7 +43,7 @@ class PseudoReplay:
         return found
 
     def joined(self, batch: Batch, epoch: int, pad_id: int) -> Batch:
-        """The batch, followed by the samples that are assigned to its rows."""
+        """Return the batch, followed by the samples that are assigned to its rows."""
         assigned = self._assigned(epoch)
         mine = [index for row in batch.rows.tolist() for index in assigned.get(row, ())]
         if not mine:

@@ -62,7 +62,7 @@ class AdaptConfig(Section):
     weight: float = Field(1e-3, ge=0, description="lambda, which pulls the weights back to the trained ones")
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Without a step."""
+        """Yield settings without effect without a step."""
         if not self.steps:
             yield from ((name, "steps=0") for name in ("neighbours", "rate", "momentum", "weight"))
 
@@ -81,7 +81,7 @@ class MbpaConfig(WrapperConfig):
     pre_trains: ClassVar[bool] = False
 
     def extra_passes(self, epochs: int) -> float:
-        """The learner's, and a step in so many has twice the examples."""
+        """Return the learner's, and a step in so many has twice the examples."""
         return super().extra_passes(epochs) + (1 / self.every if self.every else 0.0)
 
     @property
@@ -91,7 +91,7 @@ class MbpaConfig(WrapperConfig):
 
     @property
     def sample_share(self) -> tuple[str, float]:
-        """Of rows."""
+        """The share of rows."""
         return "share", self.share
 
     @property
@@ -100,7 +100,7 @@ class MbpaConfig(WrapperConfig):
         return True
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """In the first phase nothing is replayed yet."""
+        """Return the settings that matter; in the first phase nothing is replayed yet."""
         settings = super().cache_key(index, tasks, learns_texts)
         settings["learner"] = self.learner.cache_key(index, tasks, learns_texts)
         if index == 0:
@@ -110,7 +110,7 @@ class MbpaConfig(WrapperConfig):
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What the evaluator needs to adapt the model to a text (`raycl.methods.base.LocalAdaptation`)."""
+    """Adapts the model to a text for the evaluator (`raycl.methods.base.LocalAdaptation`)."""
 
     method: Mbpa
     steps: int
@@ -120,11 +120,11 @@ class Adaptation:
 
     @property
     def parameters(self) -> Sequence[str]:
-        """What the learner trains."""
+        """The parameters that the learner trains."""
         return self.method.adapted
 
     def neighbours(self, example: Batch) -> Batch | None:
-        """The nearest examples of the memory."""
+        """Return the nearest examples of the memory."""
         return self.method.neighbours_of(example)
 
 
@@ -162,7 +162,7 @@ class Mbpa(Wrapper):
         self._context: TaskContext | None = None
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """Rows of the task are written to the memory; those of earlier tasks are replayed."""
+        """Write rows of the task to the memory, and replay those of earlier tasks."""
         self.learner.begin_task(phase, context)
         self._context, self.adapted = context, trained_names(self.backbone)
         queries, first = context.queries[phase.index]["train"], 0
@@ -175,7 +175,7 @@ class Mbpa(Wrapper):
         self._earlier = sum(len(rows) for name, rows in self.memory if name not in own)
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """In every n-th step, each new row brings an example of an earlier task along."""
+        """Add an example of an earlier task to each new row in every n-th step."""
         batch = self.learner.prepare_batch(batch)
         every, context = self.config.every, self._context
         if not every or not self._earlier or context is None or (context.step.index + 1) % every:
@@ -189,7 +189,7 @@ class Mbpa(Wrapper):
         return joined(batch, stored, self.backbone.codec.pad_id)
 
     def neighbours_of(self, example: Batch) -> Batch | None:
-        """The K nearest examples to the one text of a batch; None: the memory is empty."""
+        """Return the K nearest examples to the one text of a batch; None: the memory is empty."""
         if not self.memory.count:
             return None
         key = self.encoder.embed(example.texts)[0]
@@ -197,18 +197,18 @@ class Mbpa(Wrapper):
         return self.memory.batch(numbers, self.backbone, texts=True)
 
     def end_task(self, context: TaskContext) -> Learned:
-        """The learner's part ends; nothing is published."""
+        """End the learner's task; nothing is published."""
         learned = self.learner.end_task(context) or Learned()
         return Learned(learned.adapters, owners=learned.owners, router=learned.router, not_served=NOT_SERVED)
 
     def state_dict(self) -> State:
-        """The learner's, and the memory."""
+        """Return the state of the learner, and the memory."""
         values, tensors = self.learner.state_dict()
         kept = {"memory": self.memory.values(), "adapted": list(self.adapted)}
         return {**values, **kept}, tensors | self.memory.tensors()
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Of the learner, and the memory as it was."""
+        """Restore the state of the learner, and the memory as it was."""
         self.memory.take(values["memory"], tensors)
         self.adapted = list(values["adapted"])
         self.learner.load_state_dict(values, tensors)

@@ -41,7 +41,7 @@ class KeyedRows:
 
     @staticmethod
     def of(task: Task, columns: TokenColumns, keys: Tensor) -> KeyedRows:
-        """From rows of a table and the key of each."""
+        """Return a memory of rows of a table and their keys."""
         sources, targets = columns.source_ids, columns.target_ids
         found = (_flat(sources), _lengths(sources), _flat(targets), _lengths(targets))
         labels = torch.from_numpy(columns.labels.astype(np.int32))
@@ -68,7 +68,7 @@ class KeyedRows:
         }
 
     def columns(self, rows: RowIndices) -> TokenColumns:
-        """Ids and labels of `rows`, in their order."""
+        """Return ids and labels of `rows`, in their order."""
         places = np.asarray(rows, dtype=np.int64)
         sources, targets = ([self._ids(name, row) for row in places.tolist()] for name in ("source", "target"))
         return TokenColumns(sources, targets, self.tensors["labels"].numpy()[places])
@@ -98,14 +98,14 @@ class ExampleMemory(ReplayBuffer[KeyedRows]):
 
     @property
     def count(self) -> int:
-        """Of all tasks."""
+        """The number of examples of all tasks."""
         return sum(len(rows) for _, rows in self)
 
     def batch(self, numbers: Sequence[int], backbone: Backbone, texts: bool = False) -> Batch:
-        """The examples of these numbers; their positions are `-2 - number`.
+        """Return the examples of these numbers; their positions are `-2 - number`.
 
         Args:
-            texts: as the batches of a method that reads texts, of which none are kept.
+            texts: add empty texts, for methods that read texts; no texts are kept.
         """
         collate, _, _ = self._open(backbone)
         batch = collate(np.array(numbers, dtype=np.int64), len(numbers))
@@ -113,7 +113,7 @@ class ExampleMemory(ReplayBuffer[KeyedRows]):
         return replace(batch, rows=FIRST - batch.rows, texts=blank, tasks=blank)
 
     def nearest(self, key_C: Tensor, count: int, backbone: Backbone) -> list[int]:
-        """Numbers of the examples with the least Euclidean distance between keys, the nearest first.
+        """Return numbers of the examples with the least Euclidean distance between keys, the nearest first.
 
         `|k|^2 - 2 k.q` orders keys k as their distance to q does, without a difference of all keys. It is rounded at
         the size of the keys, not of their distance: twice as many are found by it, and these are compared directly.
@@ -126,7 +126,7 @@ class ExampleMemory(ReplayBuffer[KeyedRows]):
         return found
 
     def _open(self, backbone: Backbone) -> tuple[Collate, Tensor, Tensor]:
-        """What batches are made with, the keys of all examples and their squared norms.
+        """Return what batches are made with, the keys of all examples and their squared norms.
 
         Opened anew where tasks or labels came.
         """
@@ -143,11 +143,11 @@ class ExampleMemory(ReplayBuffer[KeyedRows]):
         return {f"memory/{task}/{part}": rows.tensors[part] for task, rows in self for part in PARTS}
 
     def values(self) -> list[Any]:
-        """Task and its labels, in the order of learning."""
+        """Return the task and its labels, in the order of learning."""
         return [[task, rows.task.labels and list(rows.task.labels)] for task, rows in self]
 
     def take(self, values: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
-        """Back from what `values` and `tensors` gave."""
+        """Restore from what `values` and `tensors` gave."""
         self._opened, self.entries = None, {}
         for name, labels in values:
             held = under(f"memory/{name}/", tensors)

@@ -1,4 +1,4 @@
-"""What a model gave at the loss positions of stored rows, and how far from it the present model's outputs are.
+"""A model's outputs at the loss positions of stored rows, and the distance of the present model's outputs to them.
 
 Of a label head the scores of all labels known then; of a vocabulary the `k` largest logits of each position with their
 columns, so that a position takes 8 k bytes and not 4 bytes for each word (DER++ stores all of an image model's logits,
@@ -37,17 +37,17 @@ class StoredOutputs:
         return len(self.counts)
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name."""
+        """Return the tensors by name."""
         return {"values": self.values, "columns": self.columns, "counts": self.counts}
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> StoredOutputs:
-        """Back from what `tensors` gave."""
+        """Restore from what `tensors` gave."""
         return StoredOutputs(tensors["values"], tensors["columns"], tensors["counts"])
 
     @staticmethod
     def read(output: Output, examples: int, k: int) -> StoredOutputs:
-        """The `k` largest of each position of a forward pass over so many examples."""
+        """Return the `k` largest of each position of a forward pass over so many examples."""
         at = positions(output)
         logits_PC = output.logits[at].float()
         values, columns = logits_PC.topk(min(k, logits_PC.shape[1]), dim=1)
@@ -56,14 +56,14 @@ class StoredOutputs:
 
     @staticmethod
     def below(parts: Sequence[StoredOutputs]) -> StoredOutputs:
-        """The rows of several; those of fewer columns are filled up with columns that do not count."""
+        """Return the rows of several; those of fewer columns are filled up with columns that do not count."""
         widest = max((part.values.shape[1] for part in parts), default=0)
         values = [_filled(part.values, widest, -torch.inf) for part in parts]
         columns = [_filled(part.columns, widest, 0) for part in parts]
         return StoredOutputs(torch.cat(values), torch.cat(columns), torch.cat([part.counts for part in parts]))
 
     def select(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and columns `[Q, k]` of all positions of these rows, row by row."""
+        """Return values and columns `[Q, k]` of all positions of these rows, row by row."""
         ends = self.counts.long().cumsum(0)
         spans = [range(int(ends[n] - self.counts[n]), int(ends[n])) for n in numbers.tolist()]
         places = torch.tensor([place for span in spans for place in span], dtype=torch.int64)
@@ -77,10 +77,11 @@ def positions(output: Output) -> Tensor:
 
 
 def squared_error(logits_QC: Tensor, values_QK: Tensor, columns_QK: Tensor) -> Tensor:
-    """The sum over positions of the mean squared difference to stored values; -inf (an unknown label) does not count.
+    """Return the sum over positions of the mean squared difference to stored values; -inf (an unknown label) does not
+    count.
 
     Args:
-        logits_QC: of the present model.
+        logits_QC: logits of the present model.
     """
     now_QK = logits_QC.float().gather(1, columns_QK)
     counts_QK = torch.isfinite(values_QK) & torch.isfinite(now_QK)

@@ -54,7 +54,7 @@ class ReplayConfig(WrapperConfig):
     generator: GeneratorConfig = GeneratorConfig()
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """The generator's where nothing is generated."""
+        """Yield settings of the generator where nothing is generated."""
         if self.source != "generated":
             yield "generator", f"source={self.source}"
 
@@ -70,7 +70,7 @@ class ReplayConfig(WrapperConfig):
 
     @property
     def sample_share(self) -> tuple[str, float]:
-        """Of rows or pseudo-samples."""
+        """The share of rows or pseudo-samples."""
         return "share", self.share
 
     @property
@@ -84,7 +84,7 @@ class ReplayConfig(WrapperConfig):
         return True
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """In the first phase nothing is replayed yet; of stored rows nothing but their numbers is kept."""
+        """Return the settings that matter; in the first phase nothing is replayed, and stored rows are only numbers."""
         settings = super().cache_key(index, tasks, learns_texts)
         if index == 0 and self.source == "real":
             del settings["share"]
@@ -123,7 +123,7 @@ class Replay(Wrapper):
             self.source = SampleSource(config.source, "method.source", config.files, volume, config.generator, True)
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """The learner's tasks, and the source of pseudo-samples.
+        """Check the learner's tasks, and the source of pseudo-samples.
 
         Raises:
             ConfigError: texts that are learned without answers, or see `SampleSource.check`.
@@ -141,7 +141,7 @@ class Replay(Wrapper):
         self.source.check(tasks, self.learner)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """What is kept of all earlier tasks joins the phase's rows."""
+        """Add the kept rows or samples of all earlier tasks to the phase's rows."""
         if self.source is None:
             self.buffer.fill(context)
             for name, rows in self.buffer:
@@ -153,7 +153,7 @@ class Replay(Wrapper):
         self.learner.begin_task(phase, context)
 
     def end_task(self, context: TaskContext) -> Learned | None:
-        """The learner's; pseudo-samples of the task are kept, unless rows are."""
+        """Return the learner's; pseudo-samples of the task are kept, unless rows are."""
         learned = self.learner.end_task(context)
         if self.source is not None:
             (task,) = context.phase.tasks
@@ -161,12 +161,12 @@ class Replay(Wrapper):
         return learned
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The learner's, and how many pseudo-samples are kept of each task."""
+        """Return the learner's, and how many pseudo-samples are kept of each task."""
         found = self.learner.summary(observed)
         return found if self.source is None else {**found, "replay": counts_of(self.samples.entries)}
 
     def state_dict(self) -> State:
-        """The learner's, and pseudo-samples."""
+        """Return the state of the learner, and pseudo-samples."""
         values, tensors = self.learner.state_dict()
         if self.source is None:
             return values, tensors
@@ -176,7 +176,8 @@ class Replay(Wrapper):
         return {**values, KEPT: list(self.samples.entries)}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Of the learner, and pseudo-samples as they were, but for those that were removed from the bank."""
+        """Restore the state of the learner, and pseudo-samples as they were, but for those that were removed from the
+        bank."""
         held = {task: under(f"{KEPT}/{task}/", tensors) for task in values.get(KEPT, ())}
         self.samples.entries = {
             task: PseudoSamples.of(kept) for task, kept in held.items() if PseudoSamples.are_in(kept)

@@ -38,11 +38,11 @@ class StoredRows:
         seed: int,
         texts: bool = False,
     ) -> None:
-        """Open them.
+        """Open stored rows.
 
         Args:
             entries: tasks in the order of learning, and rows of their training tables.
-            seed: of the words that are hidden. texts: batches carry their input texts.
+            seed: seed of the words that are hidden. texts: batches carry their input texts.
         """
         codec = backbone.codec
         tables = [context.stream.table(task, "train", codec).part(rows) for task, rows in entries]
@@ -55,20 +55,20 @@ class StoredRows:
         return sum(self.counts)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """The rows of these numbers, in their order."""
+        """Return the rows of these numbers, in their order."""
         assert self._collate is not None, "no row is stored"
         batch = self._collate(np.array(numbers, dtype=np.int64), len(numbers))
         return replace(batch, rows=FIRST - batch.rows)
 
 
 def numbers_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    """`[S]` places of stored rows in a batch, and `[S]` their numbers; on the batch's device."""
+    """Return `[S]` places of stored rows in a batch, and `[S]` their numbers; on the batch's device."""
     places = (batch.rows <= FIRST).nonzero().squeeze(1)
     return places, FIRST - batch.rows[places]
 
 
 def joined(upper: Batch, lower: Batch, pad_id: int) -> Batch:
-    """The examples of two batches below each other."""
+    """Return the examples of two batches below each other."""
     has_texts = bool(upper.texts)
     return replace(
         upper,
@@ -92,7 +92,7 @@ def _below(upper_BL: Tensor, lower_BL: Tensor, fill: int) -> Tensor:
 
 
 def _same_each_time(objective: TextObjective | None) -> TextObjective | None:
-    """The draw depends on the text in the place of its row and epoch."""
+    """Return an objective whose draw depends on the text instead of its row and epoch."""
     if objective is None:
         return None
 

@@ -10,7 +10,7 @@ Name = Literal["none", "arm", "replay", "alignment", "shared_attention"]
 
 @dataclass(frozen=True)
 class Ablation:
-    """What is done.
+    """The components that an ablation keeps.
 
     Attributes:
         reflects: attentive reflection (ARM) adds its penalty.

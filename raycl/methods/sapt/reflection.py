@@ -76,7 +76,7 @@ class ReflectionConfig(Section):
 
 @dataclass(frozen=True)
 class ReplayEntry:
-    """What is kept of a task.
+    """The replay entry of a task.
 
     Attributes:
         samples: its pseudo samples.
@@ -101,13 +101,13 @@ class Reflection(ReplayBuffer[ReplayEntry]):
         self.pooled: dict[str, Tensor] = {}
 
     def is_due(self, step: Step) -> bool:
-        """Whether a step reflects."""
+        """Return whether a step reflects."""
         config = self.config
         late = step.index >= config.skip_steps and step.index % config.every == 0
         return late and self.weight > 0 and bool(self.pooled)
 
     def draw(self, step: Step) -> dict[str, Tensor]:
-        """Task -> places of the pseudo-samples that a step draws, without repetition."""
+        """Return the task -> places of the pseudo-samples that a step draws, without repetition."""
         draw = torch.Generator().manual_seed(step.seed)
         return {
             task: torch.randperm(len(pooled), generator=draw)[: self.config.batch]
@@ -144,7 +144,7 @@ class Reflection(ReplayBuffer[ReplayEntry]):
         return found
 
     def take(self, tasks: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
-        """Back from what `tensors` gave of these tasks.
+        """Restore from what `tensors` gave of these tasks.
 
         Nothing is kept of tasks whose task id is given, nor of those whose samples were removed.
         """

@@ -98,7 +98,7 @@ class Sapt(PerTaskAdapter):
     # ---- a task ----------------------------------------------------------------------------------------------
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Every task's objective, and the source of its pseudo-samples.
+        """Check every task's objective, and the source of its pseudo-samples.
 
         Raises:
             ConfigError: texts that this method cannot learn. RayclError: see `SampleSource.check`.
@@ -108,7 +108,7 @@ class Sapt(PerTaskAdapter):
             self._source.check(tasks, self)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """The task's adapter and key are trained, and the shared projection; all else is frozen."""
+        """Train the task's adapter and key, and the shared projection; freeze all else."""
         self.context = context
         removed = [task for task in self._learned if task not in self.reflection.entries]
         if removed and self.ablation.selects and not self.task_id_given:
@@ -154,7 +154,7 @@ class Sapt(PerTaskAdapter):
     # ---- routing ---------------------------------------------------------------------------------------------
 
     def route(self, batch: Batch) -> Mixture:
-        """All adapters so far, by the attention of each example's source; without attention the task's own."""
+        """Return all adapters so far, by the attention of each example's source; without attention the task's own."""
         if self._is_alone:
             return Mixture.same({self._task: 1.0}, len(batch))
         config = self.config.attention
@@ -227,7 +227,7 @@ class Sapt(PerTaskAdapter):
         return alpha_BT.mean(0).cpu()
 
     def _bare_sources(self, context: TaskContext) -> list[list[int]]:
-        """Ids of texts of the phase as they are read that come without their tasks; the same on all workers."""
+        """Return ids of texts of the phase as they are read that come without their tasks; the same on all workers."""
         stream, codec = context.stream, self.backbone.codec
         limit = min(stream.token_limits[0], codec.max_source_tokens)
         alone, draw = TaskPrompts(AttentionRouter, {}, {}), torch.Generator().manual_seed(self.seed)
@@ -240,10 +240,10 @@ class Sapt(PerTaskAdapter):
 
     @torch.no_grad()
     def _pooled(self, sources: Sequence[Sequence[int]], pool: Pool | None = None) -> Tensor:
-        """`[n, d]` on the model's device.
+        """Return `[n, d]` on the model's device.
 
         Args:
-            pool: of embeddings and mask; None: the attention's.
+            pool: pools embeddings and mask; None: the attention's function.
         """
         pool = pool or partial(max_pooled, pads=self.config.attention.pool_pads)
         found = []
@@ -254,7 +254,7 @@ class Sapt(PerTaskAdapter):
         return torch.cat(found)
 
     def _router(self) -> RouterState:
-        """Keys and projection; the task's own adapter where the task id is given."""
+        """Return keys and projection; the task's own adapter where the task id is given."""
         if self.task_id_given:
             return RouterState("task")
         chooser = self.selector or self.attention
@@ -262,7 +262,8 @@ class Sapt(PerTaskAdapter):
         return RouterState("attention", settings, chooser.tensors() | self.bare.tensors())
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Mean weights of each task's texts: when it was learned (`train`: abar), and as evaluated now (`test`)."""
+        """Return the mean weights of each task's texts: when it was learned (`train`: abar), and as evaluated now
+        (`test`)."""
         if self.task_id_given:
             return {}
         abar = {task: _rounded(entry.abar) for task, entry in self.reflection}
@@ -273,7 +274,7 @@ class Sapt(PerTaskAdapter):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Beside adapters: keys, what is kept of each task, and the selector."""
+        """Return, in addition to adapters, keys, what is kept of each task, and the selector."""
         values, tensors = super().state_dict()
         values |= {"attention": self.attention.settings(), "selector": None}
         tensors |= {

@@ -102,7 +102,7 @@ class SaptConfig(MethodConfig):
 
     @property
     def chooses_task(self) -> bool:
-        """By attention."""
+        """Whether a task is chosen, here by attention."""
         return True
 
     @property
@@ -111,16 +111,16 @@ class SaptConfig(MethodConfig):
         return ABLATIONS[self.ablation].reads_samples
 
     def prompt_positions(self, tasks: int) -> int:
-        """The weighted sum of all prompts."""
+        """Return the positions of the weighted sum of all prompts."""
         return max(self.prompt_length, *self.prompt_length_by_task.values(), 0) if self.value == "prompt" else 0
 
     @property
     def sample_share(self) -> tuple[str, float] | None:
-        """Of pseudo-samples, where something reads them."""
+        """The share of pseudo-samples, where something reads them."""
         return ("arm.fraction", self.arm.fraction) if self.keeps_data else None
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """In the first task there is nothing to reflect on."""
+        """Return the settings that matter; in the first task there is nothing to reflect on."""
         settings = super().cache_key(index, tasks, learns_texts)
         if index == 0:
             kept = ("source", "fraction", "max_samples", "files", "abar_split")
@@ -128,7 +128,8 @@ class SaptConfig(MethodConfig):
         return settings
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Settings of the other kind of adapter, of a component that is left out, or of a source that is not used."""
+        """Yield settings of the other kind of adapter, of a component that is left out, or of a source that is not
+        used."""
         prompt = ("prompt_length", "prompt_length_by_task", "prompt_form", "prompt_mlp_width")
         others = ("rank", "rank_by_task", "alpha", "dropout", "targets") if self.value == "prompt" else prompt
         yield from ((name, f"value={self.value}") for name in others)
@@ -151,7 +152,7 @@ class SaptConfig(MethodConfig):
             yield "arm.files", f"arm.source={self.arm.source}"
 
     def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
-        """Of label heads whose scores are added, all are evaluated (`AttentionConfig.settled`)."""
+        """Yield the pruning threshold where label heads' scores are added, since all are evaluated then."""
         yield from super().unused_with(has_label_head, reason)
         if has_label_head and self.head_rule == "logit":
             yield "attention.pruning_threshold", f"method.head_rule=logit and {reason}"

@@ -104,14 +104,14 @@ class SlmConfig(MethodConfig):
     """There are no keys of other tasks."""
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """The first task has no earlier keys."""
+        """Return the settings that matter; the first task has no earlier keys."""
         settings = super().cache_key(index, tasks, learns_texts)
         if index == 0 and not self.fits_ahead:
             settings["keys"] = {key: value for key, value in settings["keys"].items() if key != "centrifugal"}
         return settings
 
     def prompt_positions(self, tasks: int) -> int:
-        """Those of the selected slots, or of their weighted sum; each group may select others."""
+        """Return the positions of the selected slots, or of their weighted sum; each group may select others."""
         if self.value != "prompt":
             return 0
         longest = max(self.prompt_length, *self.prompt_length_by_task.values(), 0)
@@ -120,7 +120,7 @@ class SlmConfig(MethodConfig):
         return longest * (min(selected, slots) if self.prompt_mixing == "concat" else 1)
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """What slots of another kind hold."""
+        """Yield what slots of another kind hold."""
         rank, length = ("rank", "rank_by_task"), ("prompt_length", "prompt_length_by_task")
         prompt = ("prompt_mixing", "prompt_form", "prompt_mlp_width")
         others = {"prompt": (*rank, "a_init_std", "targets"), "prefix": (*rank, *prompt)}.get(self.value)
@@ -130,12 +130,13 @@ class SlmConfig(MethodConfig):
 
     @property
     def needs_task(self) -> bool:
-        """Where `retrieval.task_id` chooses the slots, or the task picks the label head."""
+        """Whether the task id is needed, where `retrieval.task_id` chooses the slots, or the task picks the label
+        head."""
         return self.retrieval.task_id or self.head_rule == "label_count"
 
     @property
     def chooses_task(self) -> bool:
-        """By the text's query."""
+        """Whether a task is chosen, here by the text's query."""
         return not self.needs_task
 
     @property
@@ -212,7 +213,7 @@ class Slm(PerTaskAdapter):
         router.hold_out(phase.name, dev_MC)
 
     def allocate(self, phase: Phase) -> None:
-        """With as many slots as it will have, whose keys are not learned."""
+        """Create the slots of a task without learning their keys."""
         keys, blank = self.config.keys.of(phase.name), torch.zeros(1, self.encoder.width)
         rows_1gH = split_groups(blank, keys.groups)
         self.router.add(phase.name, rows_1gH.expand(keys.slots, -1, -1), Statistics.of(blank))
@@ -267,7 +268,7 @@ class Slm(PerTaskAdapter):
         return self._published(context, states)
 
     def _router(self) -> RouterState:
-        """Keys, statistics, rules and encoder."""
+        """Return keys, statistics, rules and encoder."""
         settings = self.router.settings()
         settings["retrieval"]["task_id"] = self._knows_task
         settings["head_rule"] = self.config.head_rule
@@ -278,7 +279,7 @@ class Slm(PerTaskAdapter):
         return RouterState(self.router.kind, settings, self.router.tensors(), encoder, self.encoder.fingerprint)
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Share of dev texts in percent that each router sends to their task, and which router is used."""
+        """Return the share of dev texts in percent that each router sends to their task, and which router is used."""
         return {
             "router": "task" if self._knows_task else self.router.kind,
             "found": self.router.dev_accuracy(),
@@ -292,7 +293,7 @@ class Slm(PerTaskAdapter):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Beside adapters the router: settings, keys, queries of dev texts."""
+        """Return, in addition to adapters, the router: settings, keys, queries of dev texts."""
         values, tensors = super().state_dict()
         fitted = self._ahead if self.config.fits_ahead else self.router
         values["router"] = {"kind": self.router.kind, "settings": self.router.settings()}
@@ -328,5 +329,5 @@ def _restored(state: RouterState, tensors: Mapping[str, Tensor]) -> SlotRouter:
 
 
 def _normal(low: Tensor, outputs: int, std: float) -> None:
-    """A from a normal distribution (the released code; most others draw Kaiming-uniform)."""
+    """Fill A from a normal distribution (the released code; most others draw Kaiming-uniform)."""
     torch.nn.init.normal_(low, std=std)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from raycl.training.distributed import DistributedContext
 
 BUCKET_BYTES = 25 * 2**20
-"""As in torch's DistributedDataParallel."""
+"""The size of a bucket, as in torch's DistributedDataParallel."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Bucket:
 
     @property
     def bytes(self) -> int:
-        """Of all gradients."""
+        """The bytes of all gradients."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
     def launch(self, group: dist.ProcessGroup | None) -> None:
@@ -59,7 +59,7 @@ class GradientBuckets:
     """The gradients of one task's parameters.
 
     Attributes:
-        step_bytes: what one step sums over workers, in bytes of gradients; 0 with one worker.
+        step_bytes: bytes of gradients that a step sums over workers; 0 with one worker.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class GradientBuckets:
         """Watch the parameters.
 
         Args:
-            parameters: in the order of the forward pass, each with the same dtype.
+            parameters: parameters of one dtype in the order of the forward pass.
             accumulation: backward passes in a step; the sum is begun in the last.
             bucket_bytes: at least so many bytes are summed in one collective.
         """
@@ -96,7 +96,7 @@ class GradientBuckets:
         self.step_bytes = sum(bucket.bytes for bucket in self._buckets)
 
     def before_backward(self) -> None:
-        """A backward pass of the step begins."""
+        """Begin a backward pass of the step."""
         if not self._buckets:
             return
         self._passes += 1
@@ -105,7 +105,7 @@ class GradientBuckets:
             bucket.waiting = set(bucket.parameters)
 
     def _arrived(self, bucket: _Bucket, parameter: nn.Parameter) -> None:
-        """A gradient is complete. Buckets leave in the same order on every worker, as collectives must."""
+        """Count a complete gradient. Buckets are sent in the same order on every worker, as collectives must."""
         if self._passes < self._accumulation:
             return
         bucket.waiting.discard(parameter)
@@ -114,7 +114,7 @@ class GradientBuckets:
             self._next += 1
 
     def finish(self) -> None:
-        """Every gradient is the sum over workers; those that got none in the last pass are summed now."""
+        """Complete the sums over workers; gradients that the last pass did not compute are summed now."""
         for bucket in self._buckets[self._next :]:
             bucket.launch(self._group)
         for bucket in self._buckets:

@@ -17,11 +17,11 @@ from raycl.backbone import Backbone
 from raycl.errors import BackboneError
 
 BACKEND = "inductor"
-"""What makes code of the captured graphs."""
+"""The compiler of the captured graphs."""
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that stand in lists: the layers of a transformer."""
+    """Yield the outermost modules that stand in lists: the layers of a transformer."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child

@@ -107,7 +107,7 @@ class DeepSpeedEngine:
 
     @contextmanager
     def _not_sent(self) -> Iterator[None]:
-        """Inside, DeepSpeed takes weights in mapped files for such that need not be sent to other workers."""
+        """Keep DeepSpeed from sending weights in mapped files to other workers."""
         mapped = [parameter for parameter in self.backbone.parameters() if id(parameter) in self._mapped]
         for parameter in mapped:
             parameter.ds_optim_param = True  # type: ignore[attr-defined]
@@ -124,12 +124,13 @@ class DeepSpeedEngine:
 
     @property
     def separate_masters(self) -> bool:
-        """In bfloat16."""
+        """Whether there are separate masters, in bfloat16."""
         return self.backbone.dtype != torch.float32
 
     @property
     def step_bytes(self) -> int:
-        """By arithmetic: DeepSpeed sums what is trained, and gathers what it shares out, all weights at ZeRO 3."""
+        """Bytes by arithmetic: DeepSpeed sums trained parameters, and gathers partitioned ones, all weights at ZeRO
+        3."""
         if self.world.size == 1:
             return 0
         size = self.backbone.dtype.itemsize
@@ -199,7 +200,7 @@ class DeepSpeedEngine:
                 utils.safe_set_full_grad(parameter, gradient)
 
     def _modify(self, modifiers: Modifiers, name: str) -> None:
-        """Where the optimizer reads the reduced gradient: editing `.grad` has no effect at ZeRO 1 to 3."""
+        """Modify the reduced gradient that the optimizer reads; editing `.grad` has no effect at ZeRO 1 to 3."""
         parameter, utils = self.trained[name], self.library.utils
         if self._is_plain:
             if parameter.grad is not None:
@@ -210,7 +211,7 @@ class DeepSpeedEngine:
             utils.safe_set_full_grad(parameter, modifiers(name, gradient))
 
     def _hold(self, modifiers: Modifiers, name: str) -> list[tuple[str, str, Tensor, Tensor]]:
-        """(parameter, moment or "" for itself, where it must not change, its whole value now)."""
+        """Return (parameter, moment or "" for itself, where it must not change, its complete present value)."""
         mask, parameter = modifiers.held(name), self.trained[name]
         if mask is None:
             return []
@@ -259,7 +260,7 @@ class DeepSpeedEngine:
         )
 
     def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The optimizer's state, whole, on the CPU."""
+        """Return the optimizer's state, whole, on the CPU."""
         return {
             f"{name}/{moment}": self._moment(self.trained[name], moment).detach().cpu().clone()
             for name in (self.trained if names is None else names)
@@ -339,7 +340,8 @@ class DeepSpeedEngine:
         advance(self.schedule, steps)
 
     def _create_state(self) -> None:
-        """One step on an all-padding example with a loss of zero: moments become zeros (ZeRO 1-3 has none before)."""
+        """Take a step on an all-padding example with a loss of zero: moments become zeros (ZeRO 1-3 has none
+        before)."""
         codec = self.backbone.codec
         one = torch.ones(1, 2, dtype=torch.long, device=self.world.device)
         target = one[:, : 0 if codec.needs_labels else 1] * codec.eos_id
@@ -378,7 +380,7 @@ class DeepSpeedEngine:
 
 
 def _mapped_weights(backbone: Backbone) -> dict[int, Tensor]:
-    """Id of each frozen parameter that computes as it lies in a mapped file -> its memory, which workers share."""
+    """Return id of each frozen parameter that is used directly from a mapped file -> its memory, shared by workers."""
     files, frozen = MappedFiles(), [parameter for parameter in backbone.parameters() if not parameter.requires_grad]
     usable = [one for one in frozen if one.dtype == backbone.dtype and one.is_contiguous() and files.hold(one)]
     return {id(parameter): parameter.data for parameter in usable}

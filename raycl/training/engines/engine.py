@@ -39,10 +39,10 @@ Transform = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker writes of a checkpoint; it may be the engine's own memory, so write it before the next update.
+    """One worker's part of a checkpoint; it may be the engine's own memory, so write it before the next update.
 
     Attributes:
-        parameters, optimizer: as `Engine.parameters` and `Engine.optimizer_state` name them.
+        parameters, optimizer: named as in `Engine.parameters` and `Engine.optimizer_state`.
         places: name of a parameter of which this is a part -> the first row, and the rows of the whole; or of a flat
             part the first element, and the whole's shape.
         is_part: other workers have shares too.
@@ -64,7 +64,7 @@ class Engine(Protocol):
 
     @property
     def step_bytes(self) -> int:
-        """What one optimizer step moves between workers: bytes of gradients that are summed and weights gathered."""
+        """The bytes that an optimizer step moves between workers: summed gradients and gathered weights."""
         ...
 
     def forward(self, batch: Batch) -> Output:
@@ -78,7 +78,8 @@ class Engine(Protocol):
     def step(
         self, modifiers: Modifiers = NONE, transform: Transform | None = None, constraint: Constraint | None = None
     ) -> float:
-        """Sum over workers, transform, modify, clip, update, constrain, advance the schedule, clear gradients.
+        """Return the sum over workers, transform, modify, clip, update, constrain, advance the schedule, clear
+        gradients.
 
         Args:
             transform: whole gradients by name -> those to use (`Method.transform_gradients`).
@@ -103,7 +104,7 @@ class Engine(Protocol):
         ...
 
     def share(self, names: Iterable[str]) -> Share:
-        """What this worker writes of these parameters and the state of all that train. Collective."""
+        """Return what this worker writes of these parameters and the state of all that train. Collective."""
         ...
 
     def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
@@ -116,7 +117,7 @@ class Engine(Protocol):
 
 
 def schedule(optimizer: Optimizer, train: TrainConfig, steps: int) -> LambdaLR:
-    """The Hugging Face schedule of that name over `steps` optimizer steps."""
+    """Return the Hugging Face schedule of that name over `steps` optimizer steps."""
     from transformers import get_scheduler  # brings peft: a third of a driver's start, which makes none
 
     warmup = train.warmup(steps)
@@ -132,7 +133,7 @@ class TorchEngine:
 
     Attributes:
         trained: the backbone's trained parameters by name.
-        parts: what the optimizer updates of each on this worker: the parameter itself, or its part.
+        parts: the part of each parameter that this worker's optimizer updates.
     """
 
     def __init__(
@@ -175,20 +176,20 @@ class TorchEngine:
         return self.buckets.step_bytes
 
     def _is_shared(self, name: str) -> bool:
-        """Whether each worker has a part of this parameter."""
+        """Return whether each worker has a part of this parameter."""
         return False
 
     def _part_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer updates of a trained parameter, in float32."""
+        """Return what the optimizer updates of a trained parameter, in float32."""
         parameter.data = parameter.data.float()
         return parameter
 
     def _gradient(self, name: str) -> Tensor | None:
-        """Of a part, summed over workers."""
+        """Return the gradient of a part, summed over workers."""
         return self.parts[name].grad
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
-        """A tensor of a part's shape with the parts of all workers."""
+        """Return a tensor of a part's shape with the parts of all workers."""
         return part
 
     def _own(self, name: str, value: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ class TorchEngine:
         return _laid_out_as(self.parts[name], value)
 
     def _norm(self) -> Tensor:
-        """Of the whole gradient."""
+        """Return the norm of the full gradient."""
         return nn.utils.get_total_norm([part.grad for part in self.parts.values() if part.grad is not None])
 
     def forward(self, batch: Batch) -> Output:
@@ -212,7 +213,7 @@ class TorchEngine:
     def step(
         self, modifiers: Modifiers = NONE, transform: Transform | None = None, constraint: Constraint | None = None
     ) -> float:
-        """Sum gradients over workers, transform, modify, clip, update, constrain."""
+        """Return the sum gradients over workers, transform, modify, clip, update, constrain."""
         self.buckets.finish()
         for name, part in self.parts.items():
             found = self._gradient(name)
@@ -281,11 +282,11 @@ class TorchEngine:
         return {name: whole(own[name].detach()).cpu().clone() for name in names}
 
     def _state(self, name: str) -> dict[str, Tensor]:
-        """The state of a part; zeros before the first step."""
+        """Return the state of a part; zeros before the first step."""
         return state_of(self.kind, self.optimizer, self.parts[name], self.specs[name])
 
     def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The optimizer's state on the CPU; zeros before the first step."""
+        """Return the optimizer's state on the CPU; zeros before the first step."""
         return {
             f"{name}/{moment}": self._whole(name, value.detach()).cpu().clone()
             for name in (self.trained if names is None else names)
@@ -293,7 +294,8 @@ class TorchEngine:
         }
 
     def share(self, names: Iterable[str]) -> Share:
-        """Everything on the first worker, and elsewhere this worker's rows of what is shared out; nothing is copied."""
+        """Return everything on the first worker, and elsewhere this worker's rows of what is shared out; nothing is
+        copied."""
         optimizer = {
             f"{name}/{moment}": value.detach()
             for name in self.parts
@@ -319,13 +321,13 @@ class TorchEngine:
 
 
 def names_of(constraint: Constraint | None) -> Collection[str]:
-    """Parameters that it is for."""
+    """Return parameters that it is for."""
     return () if constraint is None else constraint.names
 
 
 def weights_of(backbone: Backbone, names: Iterable[str], world: DistributedContext) -> Share:
-    """The backbone's own parameters as what this worker writes: its rows of those that are shared out, and on the first
-    worker all others. Nothing is copied."""
+    """Return the backbone's own parameters as what this worker writes: its rows of those that are shared out, and on
+    the first worker all others. Nothing is copied."""
     own = dict(backbone.named_parameters())
     mine = {name: own[name] for name in names if world.is_first or isinstance(own[name], DTensor)}
     places = {name: rows_of(value, world) for name, value in mine.items() if isinstance(value, DTensor)}
@@ -334,10 +336,11 @@ def weights_of(backbone: Backbone, names: Iterable[str], world: DistributedConte
 
 
 def scattered(share: Share, shapes: Mapping[str, Tensor], world: DistributedContext) -> dict[str, Tensor]:
-    """The parameters of all workers' shares, each to be put together when it is needed (`whole`); nothing is copied.
+    """Return the parameters of all workers' shares, each to be put together when it is needed (`whole`); nothing is
+    copied.
 
     Args:
-        shapes: what has the shape of each whole one, by name.
+        shapes: tensors with the full shapes, by name.
     """
     found: dict[str, Tensor] = {}
     for name, shape in ((name, tensor.shape) for name, tensor in shapes.items()):
@@ -350,7 +353,7 @@ def scattered(share: Share, shapes: Mapping[str, Tensor], world: DistributedCont
 
 
 def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
-    """On the parameter's device, with its strides: AdamW's fused kernel reads memory as it lies."""
+    """Move a tensor to the parameter's device and strides, since AdamW's fused kernel reads raw memory."""
     value = value.to(parameter.device)
     if value.shape != parameter.shape:
         return value

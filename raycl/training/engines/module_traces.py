@@ -1,4 +1,4 @@
-"""What a library leaves on the modules of a backbone, and how they become as they were."""
+"""Attributes and hooks that a library leaves on a backbone's modules, and their removal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ATTRIBUTES = frozenset(
         *("ds_recompute_parameters", "post_bwd_fn", "pre_bwd_fn"),
     )
 )
-"""What ZeRO-3 sets on modules and never takes away; some of it refers to the engine."""
+"""Attributes that ZeRO-3 sets on modules and never removes; some refer to the engine."""
 
 KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -24,7 +24,7 @@ Hooks = dict[tuple[int, str], set[int]]
 
 
 def hooks_of(backbone: Backbone) -> Hooks:
-    """Those on every module."""
+    """Return those on every module."""
     return {(id(module), kind): set(getattr(module, kind)) for module in backbone.modules() for kind in KINDS}
 
 

@@ -14,7 +14,8 @@ class AdafactorKind(OptimizerKind):
     """Means of squared gradients, for matrices of rows and of columns alone."""
 
     def build(self, groups: list[Group]) -> Optimizer:
-        """As the Hugging Face trainer has it, which the papers' code uses: the rate is the configured one."""
+        """Build Adafactor as the Hugging Face trainer does, which the papers' code uses: the rate is the configured
+        one."""
         from transformers.optimization import Adafactor  # a second of imports
 
         optimizer: Optimizer = Adafactor(
@@ -28,12 +29,12 @@ class AdafactorKind(OptimizerKind):
         return optimizer
 
     def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:
-        """Of a vector each value's mean; else those of rows and of columns."""
+        """Return the mean of each value of a vector, or else those of rows and columns."""
         shape = tuple(parameter.shape)
         if len(shape) < 2:
             return {"exp_avg_sq": StateTensor(shape)}
         return {"exp_avg_sq_row": StateTensor(shape[:-1]), "exp_avg_sq_col": StateTensor(shape[:-2] + shape[-1:])}
 
     def counters(self, parameter: Tensor, spec: ParameterSpec, steps: int) -> dict[str, Any]:
-        """The size of the parameter is measured anew in each step, so it is not needed."""
+        """Return the counters; the size of the parameter is measured anew in each step, so it is not needed."""
         return {"step": steps, "RMS": 0.0}

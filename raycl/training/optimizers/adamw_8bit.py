@@ -28,7 +28,7 @@ class AdamW8bitKind(OptimizerKind):
 
     @classmethod
     def check(cls, device: str) -> None:
-        """By a step on zeros, where the device is known."""
+        """Check the device, where it is known, by a step on zeros."""
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ConfigError(
                 "train.optimizer=adamw_8bit needs the package bitsandbytes: pip install 'raycl[quantization]', or use "
@@ -47,14 +47,14 @@ class AdamW8bitKind(OptimizerKind):
             ) from error
 
     def build(self, groups: list[Group]) -> Optimizer:
-        """As AdamW."""
+        """Build the optimizer with AdamW's settings."""
         train = self.train
         settings = {"lr": train.learning_rate, "betas": train.betas, "eps": train.epsilon}
         optimizer: Optimizer = _library("optim").AdamW8bit(groups, weight_decay=train.weight_decay, **settings)
         return optimizer
 
     def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:
-        """Codes of the averages, and their scales."""
+        """Return codes of the averages, and their scales."""
         shape = tuple(parameter.shape)
         if parameter.shape.numel() < LEAST:
             return dict.fromkeys(("state1", "state2"), StateTensor(shape))
@@ -63,7 +63,7 @@ class AdamW8bitKind(OptimizerKind):
         return {"state1": codes, "state2": codes, "absmax1": scales, "absmax2": scales}
 
     def counters(self, parameter: Tensor, spec: ParameterSpec, steps: int) -> dict[str, Any]:
-        """Steps, and the values of the codes, which are always the same."""
+        """Return steps, and the values of the codes, which are always the same."""
         if parameter.numel() < LEAST:
             return {"step": steps}
         maps = {name: _library("functional").create_dynamic_map(signed=name == "qmap1") for name in ("qmap1", "qmap2")}

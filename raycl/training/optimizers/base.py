@@ -1,4 +1,4 @@
-"""What the trainer must know of an optimizer: how it is built, what it keeps, which parts of parameters it updates.
+"""The interface of an optimizer: how it is built, its state, and the parts of parameters that it updates.
 
 What it does not know: engines, methods, names of parameters.
 """
@@ -23,10 +23,10 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What an optimizer may know of a parameter that it updates.
+    """The properties of a parameter that an optimizer updates.
 
     Attributes:
-        shape: of the parameter, or of the part that this worker updates.
+        shape: shape of the parameter, or of the part that this worker updates.
         is_matrix: it is a weight matrix inside the model: no vector, embedding, soft prompt, or head.
         decays: weight decay acts on it.
         learning_rate: its own; None: `train.learning_rate`.
@@ -47,7 +47,7 @@ class StateTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -72,7 +72,7 @@ class OptimizerKind:
 
     @classmethod
     def check(cls, device: str) -> None:
-        """Whether it works here.
+        """Check that the optimizer works here.
 
         Args:
             device: type of the workers' device, such as cuda; "": not known yet.
@@ -82,23 +82,23 @@ class OptimizerKind:
         """
 
     def build(self, groups: list[Group]) -> Optimizer:
-        """The optimizer; groups without `lr` or `weight_decay` have the configured ones."""
+        """Return the optimizer; groups without `lr` or `weight_decay` have the configured ones."""
         raise NotImplementedError(f"{type(self).__name__} has no build")
 
     def state(self, parameter: ParameterSpec) -> Mapping[str, StateTensor]:
-        """Names and shapes of the tensors that it keeps for a parameter, by the library's names."""
+        """Return names and shapes of the tensors that it keeps for a parameter, by the library's names."""
         raise NotImplementedError(f"{type(self).__name__} has no state")
 
     def counters(self, parameter: Tensor, spec: ParameterSpec, steps: int) -> dict[str, Any]:
-        """What else it keeps for a parameter after `steps` steps: step counts, and constants.
+        """Return what else it keeps for a parameter after `steps` steps: step counts, and constants.
 
         Args:
-            parameter: what it updates, or a part of that by which elementwise ones keep state.
+            parameter: the updated parameter, or the part for which elementwise optimizers keep state.
         """
         return {}
 
     def first_moment(self) -> tuple[str, float] | None:
-        """Name and decay rate of a running average of gradients and nothing else; None: there is none."""
+        """Return the name and decay rate of a running average of gradients and nothing else; None: there is none."""
         return None
 
     def step_rows(self, optimizer: Optimizer, parameter: nn.Parameter, rows: Tensor, axis: int) -> None:

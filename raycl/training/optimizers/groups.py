@@ -1,4 +1,4 @@
-"""What an optimizer is told of the parameters that are trained, and the groups that they form.
+"""Specifications of trained parameters for an optimizer, and the groups that they form.
 
 What it does not know: methods; which parameters have rates of their own is an argument.
 """
@@ -15,7 +15,7 @@ from raycl.training.settings import TrainConfig
 
 
 def specs_of(backbone: Backbone, train: TrainConfig, rates: Mapping[str, float]) -> dict[str, ParameterSpec]:
-    """The parameters of the backbone that are trained now, by name.
+    """Return the parameters of the backbone that are trained now, by name.
 
     Args:
         rates: name of a parameter, or what it begins with -> its own learning rate.
@@ -36,7 +36,8 @@ def specs_of(backbone: Backbone, train: TrainConfig, rates: Mapping[str, float])
 
 
 def is_norm_or_bias(name: str, backbone: Backbone) -> bool:
-    """Whether weight decay leaves a parameter out, as the Hugging Face trainer does; T5's biases of positions too."""
+    """Return whether weight decay leaves a parameter out, as the Hugging Face trainer does; T5's biases of positions
+    too."""
     owner = backbone.get_submodule(name.rpartition(".")[0])
     is_norm = "norm" in f"{name} {type(owner).__name__}".lower() and backbone.get_parameter(name).dim() < 2
     return is_norm or "bias" in name.lower()
@@ -45,10 +46,10 @@ def is_norm_or_bias(name: str, backbone: Backbone) -> bool:
 def groups_of(
     parameters: Mapping[str, nn.Parameter], specs: Mapping[str, ParameterSpec], separates_matrices: bool = False
 ) -> list[Group]:
-    """Parameters with the same rate and decay together; those at `train.learning_rate` are first.
+    """Return parameters with the same rate and decay together; those at `train.learning_rate` are first.
 
     Args:
-        parameters: what is updated of each, by name. separates_matrices: see `OptimizerKind`.
+        parameters: the updated part of each, by name. separates_matrices: see `OptimizerKind`.
     """
     groups: dict[tuple[bool, float, bool, bool], Group] = {}
     for name, parameter in parameters.items():
@@ -67,7 +68,7 @@ def groups_of(
 
 
 def _unlike_matrices(backbone: Backbone) -> set[int]:
-    """Ids of parameters that are tables of vectors: embeddings, output words, soft prompts, label heads."""
+    """Return ids of parameters that are tables of vectors: embeddings, output words, soft prompts, label heads."""
     words = backbone.model.get_output_embeddings()
     tables = [module for module in backbone.modules() if isinstance(module, nn.Embedding)]
     return set().union(*map(_ids, (*tables, words, backbone.head, backbone.prefix, backbone.suffix)))

@@ -33,7 +33,7 @@ class MuonKind(OptimizerKind):
         _muon()
 
     def build(self, groups: list[Group]) -> Optimizer:
-        """Both as one optimizer."""
+        """Build both as one optimizer."""
         train = self.train
         momentum = MOMENTUM if train.momentum is None else train.momentum
         settings = {"lr": train.learning_rate, "weight_decay": train.weight_decay, "momentum": momentum}
@@ -45,7 +45,7 @@ class MuonKind(OptimizerKind):
         )
 
     def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:
-        """By the part that has it."""
+        """Return the state of the part that has the parameter."""
         if parameter.is_matrix:
             return {"momentum_buffer": StateTensor(tuple(parameter.shape))}
         return AdamWKind(self.train).state(parameter)
@@ -74,7 +74,7 @@ class Parts(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Both step."""
+        """Step both optimizers."""
         for part in self.parts:
             part.step()
 

@@ -36,11 +36,11 @@ class Registered:
         self._kinds[name] = kind
 
     def names(self) -> tuple[str, ...]:
-        """Their names, in the order of registration."""
+        """Return the names of optimizers in the order of registration."""
         return tuple(self._kinds)
 
     def kind(self, name: str) -> type[OptimizerKind] | None:
-        """The class behind a name, or None."""
+        """Return the class behind a name, or None."""
         return self._kinds.get(name)
 
 
@@ -61,12 +61,12 @@ def register_optimizer(name: str, kind: type[OptimizerKind]) -> None:
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """All names that `train.optimizer` may have."""
+    """Return all names that `train.optimizer` may have."""
     return (*OPTIMIZERS, *REGISTERED.names(), *names("optimizer"))
 
 
 def optimizer_class(name: str) -> type[OptimizerKind]:
-    """The class behind a name.
+    """Return the class behind a name.
 
     Raises:
         ValueError: there is none; one sentence with the nearest name.
@@ -86,5 +86,5 @@ def optimizer_class(name: str) -> type[OptimizerKind]:
 
 
 def optimizer_kind(train: TrainConfig) -> OptimizerKind:
-    """The configured optimizer's entry of the table, with its settings."""
+    """Return the configured optimizer's entry of the table, with its settings."""
     return optimizer_class(train.optimizer)(train)

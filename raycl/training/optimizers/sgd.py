@@ -8,7 +8,7 @@ from raycl.training.optimizers.base import Group, OptimizerKind, ParameterSpec, 
 
 
 class SGDKind(OptimizerKind):
-    """With momentum one running sum for each value, else nothing."""
+    """SGD: with momentum it keeps one running sum for each value, else nothing."""
 
     settings = ("momentum",)
     elementwise = True
@@ -19,10 +19,10 @@ class SGDKind(OptimizerKind):
         return SGD(groups, lr=train.learning_rate, momentum=train.momentum or 0.0, weight_decay=train.weight_decay)
 
     def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:
-        """The sum of gradients, in which old ones fade."""
+        """Return the sum of gradients, in which old ones fade."""
         return {"momentum_buffer": StateTensor(tuple(parameter.shape))} if self.train.momentum else {}
 
     def first_moment(self) -> tuple[str, float] | None:
-        """That sum, where weight decay is not in it too."""
+        """Return that sum, unless it includes weight decay."""
         train = self.train
         return ("momentum_buffer", train.momentum) if train.momentum and not train.weight_decay else None

@@ -17,7 +17,7 @@ from raycl.training.optimizers.base import OptimizerKind, ParameterSpec
 def state_of(
     kind: OptimizerKind, optimizer: Optimizer, parameter: nn.Parameter, spec: ParameterSpec
 ) -> dict[str, Tensor]:
-    """State tensors of a parameter by name; zeros before the first step."""
+    """Return state tensors of a parameter by name; zeros before the first step."""
     state = optimizer.state.get(parameter, {})
     return {
         name: state[name]
@@ -40,14 +40,15 @@ def set_state(
 
 
 def state_bytes(kind: OptimizerKind, parameters: Iterable[ParameterSpec]) -> int:
-    """What the optimizer keeps for these parameters."""
+    """Return what the optimizer keeps for these parameters."""
     return sum(tensor.nbytes for spec in parameters for tensor in kind.state(spec).values())
 
 
 def hold(
     kind: OptimizerKind, optimizer: Optimizer, parameter: nn.Parameter, spec: ParameterSpec, held: Tensor
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """What `release` needs to undo a step where `held` (`[O, D]` or broadcast to it) is true: (tensor, mask, value).
+    """Return what `release` needs to undo a step where `held` (`[O, D]` or broadcast to it) is true: (tensor, mask,
+    value).
 
     State that is not of single values, such as Adafactor's of whole rows and columns, or codes that share a scale,
     moves.

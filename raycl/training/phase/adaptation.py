@@ -23,7 +23,7 @@ from raycl.types import TENSORS, Batch
 def answer_each(
     method: Method, adaptation: LocalAdaptation, batch: Batch, answer: Callable[[Batch], list[str]]
 ) -> list[str]:
-    """An answer per example; "" for fill-ups, which are not computed.
+    """Return an answer per example; "" for fill-ups, which are not computed.
 
     Args:
         answer: answers a batch of one example by the model as it is then.
@@ -47,7 +47,7 @@ def adapted(
     weights: Mapping[str, nn.Parameter],
     base: Mapping[str, Tensor],
 ) -> Iterator[None]:
-    """Inside, weights are adapted to an example; afterwards they are the `base` again, bit for bit."""
+    """Adapt weights to an example inside; afterwards they are the `base` again, bit for bit."""
     try:
         adapt(method, adaptation, example, weights, base)
         yield
@@ -89,7 +89,7 @@ def adapt(
 
 
 def alone(batch: Batch, row: int) -> Batch:
-    """One example of a batch, without padding."""
+    """Return one example of a batch, without padding."""
     source, target = int(batch.source_mask[row].sum()), int((batch.target_ids[row] >= 0).sum())
     fields = {name: tensor[row : row + 1] for name, tensor in zip(TENSORS, batch.tensors(), strict=True)}
     fields |= {name: fields[name][:, :source] for name in ("source_ids", "source_mask")}
@@ -98,7 +98,7 @@ def alone(batch: Batch, row: int) -> Batch:
 
 
 def _weights(method: Method, adaptation: LocalAdaptation) -> dict[str, nn.Parameter]:
-    """What is adapted, of the backbone as it is now."""
+    """Return what is adapted, of the backbone as it is now."""
     own = dict(method.backbone.named_parameters())
     found = {name: own[name] for name in adaptation.parameters if name in own and own[name].numel()}
     assert found, "nothing can be adapted"

@@ -30,11 +30,11 @@ class PhaseData:
         self.context, self.phase, self.world = context, phase, world
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all workers, in place."""
+        """Return the sum over all workers, in place."""
         return self.world.sum(tensor)
 
     def loader(self, task_context: TaskContext) -> tuple[Loader, GlobalOrder]:
-        """Batches of the phase's rows and those that the method added, shuffled together in every epoch."""
+        """Return batches of the phase's rows and those that the method added, shuffled together in every epoch."""
         context, train, codec, world = self.context, self.context.train, self.context.backbone.codec, self.world
         tables: list[TokenRows] = [context.stream.table(task, "train", codec) for task in self.phase.tasks]
         tables += task_context.added
@@ -52,7 +52,7 @@ class PhaseData:
         self.each_batch(*self._own_rows(), before, self.context.backbone, examples)
 
     def mean_loss(self, examples: int | None = None) -> float:
-        """Mean task loss on the phase's first training rows; see `TaskContext.mean_loss`."""
+        """Return the mean task loss on the phase's first training rows; see `TaskContext.mean_loss`."""
         total, count = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
 
         def add(batch: Batch) -> None:
@@ -66,7 +66,7 @@ class PhaseData:
     def gate_gradients(
         self, gates: Sequence[Tensor], loss: Callable[[Batch], Tensor], examples: int | None = None
     ) -> list[Tensor]:
-        """Gradients with regard to gates; see `TaskContext.gate_gradients`."""
+        """Return gradients with regard to gates; see `TaskContext.gate_gradients`."""
         found = [torch.zeros_like(gate) for gate in gates]
 
         def add(batch: Batch) -> None:
@@ -80,7 +80,7 @@ class PhaseData:
         return [self.world.sum(total) for total in found]
 
     def _own_rows(self) -> tuple[Loader, GlobalOrder]:
-        """Of the phase's tasks alone."""
+        """Return rows of the phase's tasks alone."""
         return self.loader(TaskContext(self.phase, 0, self.context.stream, self.context.backbone.codec))
 
     def visit(self, read: Callable[[Batch], None]) -> None:
@@ -101,7 +101,7 @@ class PhaseData:
         forward: Callable[[Batch], object],
         examples: int | None = None,
     ) -> None:
-        """The first rows of the first epoch through `forward`, under the method's mixture, without gradients."""
+        """Pass the first rows of the first epoch through `forward`, under the method's mixture, without gradients."""
         context = self.context
         rows = order.count if examples is None else min(examples, order.count)
         steps = min(order.steps, order.steps_per_epoch, -(-rows // context.train.batch_size))
@@ -114,7 +114,7 @@ class PhaseData:
                     forward(now)
 
     def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
-        """Gradients of the mean task loss on these rows; see `TaskContext.gradients`."""
+        """Return gradients of the mean task loss on these rows; see `TaskContext.gradients`."""
         context, world, collate, trained = self.context, self.world, self._collate(rows), self._trained()
         mine = np.arange(collate.count)[world.rank :: world.size]
         size = micro_batch_size(context.train.batch_size, context.train.micro_batch_size, world.size)
@@ -135,7 +135,7 @@ class PhaseData:
     def row_gradients(
         self, rows: Sequence[tuple[Task, Indices]], of: Quantity
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Gradients on each of this worker's rows alone; see `TaskContext.row_gradients`."""
+        """Yield gradients on each of this worker's rows alone; see `TaskContext.row_gradients`."""
         backbone, method, world = self.context.backbone, self.context.method, self.world
         collate, trained = self._collate(rows), self._trained()
         backbone.train()  # labels compete as in training
@@ -152,18 +152,18 @@ class PhaseData:
             yield row, {name: torch.zeros_like(p).float() if g is None else g.float() for (name, p), g in pairs}
 
     def _collate(self, rows: Sequence[tuple[Task, Indices]]) -> Collate:
-        """What makes batches of training rows of any tasks."""
+        """Return what makes batches of training rows of any tasks."""
         context, codec = self.context, self.context.backbone.codec
         tables = [context.stream.table(task, "train", codec).part(chosen) for task, chosen in rows]
         return Collate(tables, self._label_ids(), codec.pad_id, context.method.needs_texts, self._text_objective())
 
     def _trained(self) -> dict[str, Parameter]:
-        """Parameters that are trained and hold anything."""
+        """Return parameters that are trained and hold anything."""
         own = self.context.backbone.named_parameters()
         return {name: parameter for name, parameter in own if parameter.requires_grad and parameter.numel()}
 
     def _text_objective(self) -> TextObjective | None:
-        """What makes batches of texts that are learned themselves."""
+        """Return what makes batches of texts that are learned themselves."""
         context = self.context
         seed = stable_seed(context.info.seed, "exercise", self.phase.index)
         return context.stream.text_objective(context.backbone.codec, seed)
@@ -174,7 +174,7 @@ class PhaseData:
 
 
 def nothing(batch: Batch) -> None:
-    """Before a batch."""
+    """Do nothing before a batch."""
 
 
 def order_of(context: TrainingContext, phase: Phase, rows: int) -> GlobalOrder:

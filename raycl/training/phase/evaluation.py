@@ -43,7 +43,7 @@ Before = Callable[[str], None]
 
 
 def _no_check(task: str) -> None:
-    """Nothing to do before a task."""
+    """Do nothing before a task."""
 
 
 class Observations:
@@ -53,7 +53,7 @@ class Observations:
         self._sums: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, tasks: Sequence[str], mixture: Mixture | None) -> None:
-        """The weights of a batch; texts without a task are fill-ups or of unseen tasks."""
+        """Add the weights of a batch; texts without a task are fill-ups or of unseen tasks."""
         if mixture is None or mixture.unpruned is None:
             return
         for task, weights_N in zip(tasks, mixture.unpruned.weights.detach().cpu(), strict=False):
@@ -62,7 +62,7 @@ class Observations:
                 self._sums[task] = (total + weights_N, count + 1)
 
     def means(self, gather: Callable[[Any], Sequence[Any]]) -> dict[str, Tensor]:
-        """Task -> mean weights `[N]` over the texts of all workers. Collective."""
+        """Return the task -> mean weights `[N]` over the texts of all workers. Collective."""
         found: dict[str, tuple[Tensor, int]] = {}
         for task, (total, count) in (item for share in gather(self._sums) for item in share.items()):
             before, counted = found.get(task, (torch.zeros_like(total), 0))
@@ -75,9 +75,9 @@ class _Pass:
     """An evaluation of some tasks.
 
     Attributes:
-        storage: where the answers are kept; None: nothing is logged or written.
-        folder: of the answers. observations: gets the routing weights of all texts.
-        split: None: as configured. is_bare: by the backbone alone, without adapters.
+        storage: store of the answers; None: nothing is logged or written.
+        folder: folder of the answers. observations: gets the routing weights of all texts.
+        split: the split; None: as configured. is_bare: answer by the backbone alone, without adapters.
         router: None: the model has no adapters, or is in training, where the method routes.
         alone: reads texts without their tasks' instructions; None: each is read in its own task's prompt.
     """
@@ -104,13 +104,13 @@ def evaluate_row(
     alone: TextAlone | None = None,
     folder: str = "",
 ) -> dict[str, Score]:
-    """Task name -> score after `phase`. Collective; rank 0 logs each score and keeps the answers.
+    """Return the task name -> score after `phase`. Collective; rank 0 logs each score and keeps the answers.
 
     Args:
-        router: of the phase; None: the model has no adapters.
+        router: router of the phase; None: the model has no adapters.
         observations: gets the routing weights of all texts.
         alone: reads texts without their tasks' instructions; None: each is read in its own task's prompt.
-        folder: of the answers; "": the phase's.
+        folder: folder of the answers; "": the phase's.
     """
     context.backbone.eval()
     folder = folder or f"{phase.index:03d}-{phase.name}"
@@ -126,7 +126,7 @@ def evaluate_unseen(
     before: Before = _no_check,
     alone: TextAlone | None = None,
 ) -> dict[str, Score]:
-    """Task name -> score of tasks that were never trained, zero-shot; otherwise as `evaluate_row`.
+    """Return the task name -> score of tasks that were never trained, zero-shot; otherwise as `evaluate_row`.
 
     The task id of such a task is not given to the router: a batch does not carry its name.
     """
@@ -144,7 +144,7 @@ def evaluate_untrained(
     storage: Storage,
     before: Before = _no_check,
 ) -> dict[str, Score]:
-    """Task name -> score by the backbone before any training, unseen tasks included; as `evaluate_row`.
+    """Return the task name -> score by the backbone before any training, unseen tasks included; as `evaluate_row`.
 
     Args:
         known: tasks whose scores an earlier attempt has measured.
@@ -159,17 +159,17 @@ def evaluate_untrained(
 
 
 def dev_score(context: TrainingContext, task: Task, world: DistributedContext) -> float:
-    """Score of the task's dev rows by the model in training. Collective; nothing is logged or written."""
+    """Return the score of the task's dev rows by the model in training. Collective; nothing is logged or written."""
     return _scores(context, [task], _Pass(world, split="dev"))[task.name].value
 
 
 def tasks_with_data(context: TrainingContext, phase: Phase) -> list[Task]:
-    """The evaluated tasks, but for those whose data is out of reach."""
+    """Return the evaluated tasks, but for those whose data is out of reach."""
     return [task for task in evaluated_tasks(context, phase) if context.stream.has_data(task)]
 
 
 def evaluated_tasks(context: TrainingContext, phase: Phase) -> list[Task]:
-    """The phase's own tasks (one model per task), every task seen, or all."""
+    """Return the phase's own tasks (one model per task), every task seen, or all."""
     if context.schedule.one_model_per_task:
         return list(phase.tasks)
     if context.evaluation.tasks == "all":
@@ -178,7 +178,7 @@ def evaluated_tasks(context: TrainingContext, phase: Phase) -> list[Task]:
 
 
 def _scores(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict[str, Score]:
-    """Task name -> cell."""
+    """Return the task name -> cell."""
     with context.backbone.inference():
         return _scored(context, tasks, row)
 
@@ -231,7 +231,7 @@ def _task(context: TrainingContext, task: Task, row: _Pass) -> ScoredTask:
 
 
 def _opened(context: TrainingContext, task: Task, row: _Pass) -> ScoredTask:
-    """The task's rows, with their sentence embeddings computed by all workers together. Collective."""
+    """Return the task's rows, with their sentence embeddings computed by all workers together. Collective."""
     row.before(task.name)
     scored, encoder = _task(context, task, row), context.method.encoder
     if encoder is not None and not row.is_bare:
@@ -249,7 +249,7 @@ def _batches(context: TrainingContext, scored: ScoredTask, row: _Pass, size: int
 
 
 def _cell(context: TrainingContext, task: Task, share: Predictions, row: _Pass) -> Score:
-    """One cell, of all workers' answers. Collective."""
+    """Return a cell from all workers' answers. Collective."""
     scored = _task(context, task, row)
     answers = merge(row.world.gather(share), len(scored.table))
     cell = scored.score(answers)
@@ -262,7 +262,7 @@ def _cell(context: TrainingContext, task: Task, share: Predictions, row: _Pass) 
 
 
 def _text_score(context: TrainingContext, task: Task, row: _Pass) -> Score:
-    """Where texts themselves are learned."""
+    """Return the score where texts themselves are learned."""
     scored = _opened(context, task, row)
     batches = _batches(context, scored, row, context.evaluation.batch_size)
 
@@ -280,7 +280,7 @@ def _text_score(context: TrainingContext, task: Task, row: _Pass) -> Score:
 
 
 def _without_task(batch: Batch) -> Batch:
-    """The batch as of no task, for tasks that the method cannot know."""
+    """Return the batch as of no task, for tasks that the method cannot know."""
     return replace(batch, tasks=("",) * len(batch.tasks))
 
 
@@ -297,7 +297,7 @@ def _answers(context: TrainingContext, task: Task, batch: Batch, limit: int, row
 
 
 def _read(context: TrainingContext, task: Task, batch: Batch, row: _Pass) -> tuple[Batch, Mixture | None]:
-    """A batch of a task's rows as it is read, and its mixture, whose weights are observed."""
+    """Return a batch of a task's rows as it is read, and its mixture, whose weights are observed."""
     if row.alone is None:
         return batch, _route(context, task, batch, row)
     read, mixture = row.alone.read(batch, task)
@@ -306,7 +306,7 @@ def _read(context: TrainingContext, task: Task, batch: Batch, row: _Pass) -> tup
 
 
 def _route(context: TrainingContext, task: Task, batch: Batch, row: _Pass) -> Mixture | None:
-    """The batch's mixture, whose weights are observed; none, for the bare backbone."""
+    """Return the batch's mixture, whose weights are observed; none, for the bare backbone."""
     if context.method.stack is None or row.is_bare:
         return None
     if row.router is not None:

@@ -18,11 +18,11 @@ from raycl.methods.modifier import Modifiers
 from raycl.training.engines.engine import Engine
 
 TOLERANCE = 1e-5
-"""Of the decayed moment's largest entry; exactly 0 where it was zero before, as at the start of every task."""
+"""Share of the decayed moment's largest entry; exactly 0 where it was zero before, as at the start of every task."""
 
 
 STEPS = 20
-"""So many are looked at until one proves it: below a new label head there is no gradient at first, as for LoRA's A."""
+"""Steps that are checked until one proves it; below a new label head, and for LoRA's A, gradients are 0 at first."""
 
 
 class GradientMaskCheck:
@@ -33,7 +33,7 @@ class GradientMaskCheck:
     """
 
     def __init__(self, engine: Engine, modifiers: Modifiers, moment: tuple[str, float] | None) -> None:
-        """For the engine of one task.
+        """Create the check of one task's engine.
 
         Args:
             moment: name and decay rate of the optimizer's running average of gradients; None: it has none, and nothing
@@ -67,7 +67,7 @@ class GradientMaskCheck:
         self.steps_left = 0 if any(conclusive) or not masked else self.steps_left - 1
 
     def _is_conclusive(self, name: str, before: Tensor, after: Tensor) -> bool:
-        """Whether there was a gradient at all, so that its absence in the masked rows proves something."""
+        """Return whether there was a gradient at all, so that its absence in the masked rows proves something."""
         masked, held = self.modifiers.masked(name), self.modifiers.held(name)
         assert masked is not None
         expected = before * self.decay
@@ -86,7 +86,8 @@ class GradientMaskCheck:
 
 
 def _sampled_names(names: list[str]) -> list[str]:
-    """Two neighbours at the start, in the middle and at the end: A and B of LoRA, whose A has no gradient at first."""
+    """Return two neighbours at the start, in the middle and at the end: A and B of LoRA, whose A has no gradient at
+    first."""
     middle = len(names) // 2
     indices = {0, 1, middle, middle + 1, len(names) - 2, len(names) - 1}
     return [name for index, name in enumerate(names) if index in indices]

@@ -1,4 +1,4 @@
-"""Which outputs of each layer are large for the texts of each task, in a model as it is evaluated (MIGU's figure 5).
+"""The large outputs of each layer for the texts of each task, in a model under evaluation (MIGU's figure 5).
 
 The magnitudes are those of the modifier `migu`, by the same code: |output| summed over the real tokens of a task's test
 rows, of source and answer. The rows of a weight that it would update for all of these texts are the large ones.
@@ -37,12 +37,12 @@ def large_outputs(
     rule: Rule = "floor",
     router: PublishedRouter | None = None,
 ) -> dict[str, Any]:
-    """Layer -> for each task, the large outputs as `packed_rows`; the model's weights stay as they are.
+    """Return layer -> for each task, the large outputs as `packed_rows`; the model's weights stay as they are.
 
     Args:
         rows: test rows of each task, the first ones. threshold: share of outputs that are not large.
         layers: roles or regular expressions, as `modifiers.migu.layers`.
-        router: of the last phase; None: the backbone is measured without adapters.
+        router: router of the last phase; None: the backbone is measured without adapters.
 
     Raises:
         ConfigError: `layers` names none. RunError: a task has no test rows.
@@ -64,7 +64,7 @@ def large_outputs(
 def _measured(
     context: TrainingContext, task: Task, rows: int, magnitudes: OutputMagnitudes, router: PublishedRouter | None
 ) -> Tensor:
-    """`[F]` magnitudes of all outputs for the texts of a task."""
+    """Return `[F]` magnitudes of all outputs for the texts of a task."""
     backbone, method, codec = context.backbone, context.method, context.backbone.codec
     table = context.stream.table(task, "test", codec)
     if not len(table):
@@ -85,10 +85,10 @@ def _measured(
 
 
 def probed_tasks(context: TrainingContext, phases: int) -> list[Task]:
-    """Tasks of the first `phases` phases, in the order in which they were learned."""
+    """Return tasks of the first `phases` phases, in the order in which they were learned."""
     return [task for phase in context.phases[:phases] for task in phase.tasks]
 
 
 def as_tree(tasks: Sequence[Task], **models: dict[str, Any]) -> Tree:
-    """The names of the tasks, and for each model its layers."""
+    """Return the names of the tasks, and for each model its layers."""
     return {"tasks": [task.name for task in tasks], "models": models}

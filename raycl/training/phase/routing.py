@@ -1,4 +1,4 @@
-"""How evaluated texts are routed: by the router that the phase publishes, restored as serving restores it.
+"""Routing of evaluated texts by the router that the phase publishes, restored as serving restores it.
 
 The router is kept with the checkpoint at the end of the phase, so that a run that continues there, and a process that
 scores beside training, evaluate by the same one. Texts without their tasks' instructions get the prompts that it finds,
@@ -45,10 +45,10 @@ class PublishedRouter:
 
     @staticmethod
     def of(method: Method, done: Checkpoint) -> PublishedRouter | None:
-        """That of the phase that a checkpoint ends; None: the phase has no adapters.
+        """Return the router of the phase that a checkpoint ends; None: the phase has no adapters.
 
         Raises:
-            BankError, RetrievalError: as where a snapshot is opened.
+            BankError, RetrievalError: see the opening of a snapshot.
         """
         if not done.router:
             return None
@@ -67,10 +67,10 @@ class PublishedRouter:
 
     @torch.no_grad()
     def mixture(self, batch: Batch, task: str | None = None) -> Mixture:
-        """The mixture of a batch of texts.
+        """Return the mixture of a batch of texts.
 
         Args:
-            task: of all of them, where it may be given; the newest is in the place of one that is not learned yet.
+            task: task of all texts, where it may be given; the newest task replaces one that is not learned yet.
         """
         tasks, stack = None, self.method.stack
         assert stack is not None, "a model without adapters has no router"
@@ -89,7 +89,8 @@ class PublishedRouter:
 
 
 def router_record(learned: Learned, tasks: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """What a checkpoint keeps of a phase's router: JSON-able values and tensors; empty for a model without adapters.
+    """Return what a checkpoint keeps of a phase's router: JSON-able values and tensors; empty for a model without
+    adapters.
 
     Args:
         tasks: learned so far, which all adapters know that have no owners of their own.
@@ -108,7 +109,7 @@ class TextAlone:
     """Reads texts as an endpoint does that follows a run: by the prompts of its newest snapshot.
 
     Attributes:
-        tasks: of the snapshot.
+        tasks: tasks of the snapshot.
     """
 
     context: TrainingContext
@@ -118,7 +119,7 @@ class TextAlone:
 
     @staticmethod
     def of(context: TrainingContext, published: PublishedRouter, snapshot: Snapshot) -> TextAlone | None:
-        """By the prompts of the router's snapshot; None: no text is answered by itself.
+        """Route by the prompts of the router's snapshot; None: no text is answered by itself.
 
         Texts have no answers, each comes with its task's id, or nothing chooses among the tasks' prompts.
         """
@@ -130,13 +131,13 @@ class TextAlone:
     def after(
         context: TrainingContext, storage: Storage, done: Checkpoint, published: PublishedRouter | None
     ) -> TextAlone | None:
-        """By the snapshot that a phase has published; None: it has published none, or see `of`."""
+        """Route by the snapshot that a phase has published; None: it has published none, or see `of`."""
         if published is None or not done.published:
             return None
         return TextAlone.of(context, published, open_bank(context.bank, storage).open(done.published["snapshot"]))
 
     def differs(self, tasks: Sequence[Task]) -> bool:
-        """Whether texts of these tasks may be read otherwise than in their own tasks' prompts."""
+        """Return whether texts of these tasks may be read otherwise than in their own tasks' prompts."""
         own = {self.context.stream.prompt(task, self.context.backbone.codec) for task in tasks}
         if len(own | set(self.tasks.prompts.values())) > 1:
             return True
@@ -150,18 +151,18 @@ class TextAlone:
         return any(messages_of(text)[0].role == "system" for text in table.texts(range(len(table))))
 
     def reading(self, text: str, task: Task) -> PromptReading:
-        """How a row of a task is read."""
+        """Return how a row of a task is read."""
         return self.tasks.reading(text, self.context.stream.is_chat(task))
 
     def seen(self, text: str, task: Task) -> str:
-        """What a router sees of a row that reads texts."""
+        """Return what a router sees of a row that reads texts."""
         return self.tasks.seen(self.reading(text, task))
 
     def read(self, batch: Batch, task: Task) -> tuple[Batch, Mixture]:
-        """A batch of a task's rows in the prompts that they get, and their mixture.
+        """Return a batch of a task's rows in the prompts that they get, and their mixture.
 
         Args:
-            batch: with its texts.
+            batch: a batch with its texts.
         """
         readings = [self.reading(text, task) for text in batch.texts]
         return self.tasks.read(batch, readings, self.published.mixture, self.context.backbone.codec, self.snapshot)

@@ -1,4 +1,4 @@
-"""What is known of a phase once it is evaluated: its row of the matrix, unseen tasks, the method's summary."""
+"""Results of an evaluated phase: its row of the matrix, unseen tasks, the method's summary."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ScoredRow:
     other_row: dict[str, Any] = field(default_factory=dict)
 
     def of_last_phase(self) -> dict[str, Any]:
-        """For the phase's record, what only the last phase has."""
+        """Return the fields of the phase's record that only the last phase has."""
         return {name: cells for name, cells in (("unseen", self.unseen), ("other_row", self.other_row)) if cells}
 
 
@@ -86,7 +86,7 @@ def _other_row(
     before: Before,
     alone: TextAlone,
 ) -> dict[str, Score]:
-    """The row that `eval.instruction` leaves out; {} where it would be the same."""
+    """Return the row that `eval.instruction` leaves out; {} where it would be the same."""
     if not context.evaluation.other_row or not alone.differs(tasks_with_data(context, phase)):
         return {}
     is_given = context.evaluation.instruction == "given"

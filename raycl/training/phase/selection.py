@@ -72,7 +72,7 @@ class Selection:
             self.best = self._own()
 
     def _own(self, values: Mapping[str, Tensor] | None = None) -> Share:
-        """Copies of this worker's part of the weights, or of whole `values` for them."""
+        """Copy this worker's part of the weights, or of complete `values` for them."""
         now = self._engine.share(trained_names(self._context.backbone))
         parts = {
             name: part if values is None else part_of(values[name], part, now.places.get(name))
@@ -81,12 +81,12 @@ class Selection:
         return replace(now, parameters={name: part.to("cpu", copy=True) for name, part in parts.items()}, optimizer={})
 
     def tensors(self) -> dict[str, Tensor]:
-        """What this worker writes of them to a checkpoint inside the phase."""
+        """Return what this worker writes of them to a checkpoint inside the phase."""
         return {f"{name}/{KEPT}": part for name, part in (self.best or Share()).parameters.items()}
 
 
 def part_of(value: Tensor, like: Tensor, extent: Extent | None) -> Tensor:
-    """As many rows or elements of a whole tensor as `like` has, from those of a `Share` on; None: all."""
+    """Return as many rows or elements of a full tensor as `like` has, from those of a `Share` on; None: all."""
     if extent is None:
         return value
     first, of = extent

@@ -23,7 +23,7 @@ NOTE = "in a micro-batch of the rows "
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did, summed over all workers.
+    """The result of a step, summed over all workers.
 
     Attributes:
         loss: mean task loss per loss position, before the update, penalties left out.
@@ -51,7 +51,7 @@ def train_step(
 
     Args:
         seed: fixes dropout for this step, so that nothing random needs to be kept in a checkpoint.
-        modifiers: what changes the step's gradient before it is clipped; they have begun the task.
+        modifiers: change the step's gradient before it is clipped; they have begun the task.
         before_update: called once the last backward pass is over; until then nothing that is trained changes.
 
     Raises:
@@ -108,7 +108,7 @@ class _RowsNoted:
 
 
 def noted_rows(error: BaseException) -> list[int]:
-    """The rows (`Batch.rows`) of the micro-batch in which an exception was raised; [] if in none."""
+    """Return the rows (`Batch.rows`) of the micro-batch in which an exception was raised; [] if in none."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(NOTE)]
     return [int(row) for note in notes[:1] for row in note.removeprefix(NOTE).split()]
 

@@ -42,13 +42,13 @@ class OpenEngine(Protocol):
     """Opens the engine of one phase, which has its learning rate by the phase's name; "": the common one."""
 
     def __call__(self, accumulation: int, steps: int, phase: str = "", /) -> Engine:
-        """The engine around the backbone."""
+        """Return the engine around the backbone."""
         ...
 
 
 @dataclass(frozen=True)
 class BetweenSteps:
-    """Where the training of a phase is.
+    """The position of a phase's training.
 
     Attributes:
         step: steps that are done, of `steps`. spent: seconds and tokens so far. more: this worker's part of tensors
@@ -159,7 +159,7 @@ class TaskTrainer:
         return kept, scattered(kept, own, self.world)
 
     def _begin(self, phase: Phase, data: PhaseData, resumed: bool) -> TaskContext:
-        """The method and the modifiers begin the phase."""
+        """Return the method and the modifiers begin the phase."""
         context = self.context
         task_context = begin_phase(data, resumed)
         context.backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
@@ -167,7 +167,7 @@ class TaskTrainer:
         return task_context
 
     def _observe_rows(self, data: PhaseData, loader: Loader, order: GlobalOrder) -> None:
-        """The first training rows, run through the model before anything is trained, for modifiers to observe."""
+        """Run the first training rows through the model before anything is trained, for modifiers to observe."""
         context = self.context
 
         def run_examples(examples: int) -> None:
@@ -177,7 +177,7 @@ class TaskTrainer:
         context.modifiers.observe_rows(run_examples, self.world.sum)
 
     def _restore(self, engine: Engine, resume: Checkpoint | None) -> tuple[int, dict[str, float]]:
-        """Steps that are done, and what they took."""
+        """Return steps that are done, and what they took."""
         if resume is None:
             return 0, {"train_s": 0.0, "tokens": 0.0}
         with activate_trainable(self.context.method, 1):
@@ -200,7 +200,7 @@ class TaskTrainer:
         self.control.progress("training", step=start, steps=order.steps, steps_by_phase=by_phase)
 
     def _checkpoint_if_due(self, now: BetweenSteps) -> None:
-        """A checkpoint inside the phase: where one is due, or the run is to stop.
+        """Write a checkpoint inside the phase where one is due, or the run is to stop.
 
         Its files may be written until the next update: the passes before that change nothing that is trained.
         """
@@ -225,7 +225,7 @@ class TaskTrainer:
         steps: int,
         spent: dict[str, float],
     ) -> Checkpoint:
-        """A checkpoint of now with this worker's share."""
+        """Return a checkpoint of now with this worker's share."""
         method, modifiers = self.context.method, self.context.modifiers
         values, tensors = method.state_dict()
         return Checkpoint(
@@ -243,7 +243,7 @@ class TaskTrainer:
         )
 
     def _end(self, phase: Phase, task_context: TaskContext, done: Checkpoint) -> None:
-        """The method keeps what it learned; it is published, and the last checkpoint ends the phase's training."""
+        """End the phase: the method keeps what it learned and publishes it, and the last checkpoint is written."""
         context = self.context
         learned: Learned | None = context.method.end_task(task_context)
         done.method, done.frozen_state = context.method.state_dict()
@@ -277,7 +277,7 @@ class _RowsNamed:
 
 
 def begin_phase(data: PhaseData, resumed: bool) -> TaskContext:
-    """The method begins a phase, with all that it may ask about it. Collective."""
+    """Let the method begin a phase with its context. Collective."""
     context, phase = data.context, data.phase
     new, queries = encode_texts(context, phase, data.world)
     before = () if context.schedule.one_model_per_task else context.phases[: phase.index]
@@ -299,5 +299,5 @@ def begin_phase(data: PhaseData, resumed: bool) -> TaskContext:
 
 
 def is_due(step: int, steps: int, every: int | None) -> bool:
-    """Whether a checkpoint is due inside a phase (its end has one of its own)."""
+    """Return whether a checkpoint is due inside a phase (its end has one of its own)."""
     return every is not None and step < steps and step % every == 0

@@ -38,7 +38,7 @@ def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]
 
     Args:
         phases: journal records of the phases before.
-        objects: of the run; they know the hashes of tensors that have not changed.
+        objects: objects of the run, with the hashes of unchanged tensors.
     """
     groups = groups_of(done)
     infos = {group: objects.info(group, tensors) for group, tensors in groups.items()}
@@ -51,14 +51,14 @@ def restore_training_state(bank: Bank, snapshot: Snapshot, done: Checkpoint, pha
     """Write the record of a training state that is lost or damaged again; returns whether it was.
 
     Args:
-        done: the last checkpoint of the snapshot's phase. phases: as in `put_training_state`.
+        done: the last checkpoint of the snapshot's phase. phases: see `put_training_state`.
     """
     objects = {group: info_of(tensors) for group, tensors in groups_of(done).items()}
     return restore_record(bank, snapshot, _values(done, phases), objects)
 
 
 def groups_of(done: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
-    """The tensors of a training state."""
+    """Return the tensors of a training state."""
     groups = {PARAMETERS: done.parameters, **TensorGroups.of(done.frozen_state).groups}
     return {name: held for name, held in groups.items() if held}
 
@@ -78,7 +78,7 @@ def without_task(
     adapters: Collection[str],
     keep: bool = False,
 ) -> State:
-    """Values and frozen tensors of a training state without a task, as far as the method keeps tasks apart.
+    """Return values and frozen tensors of a training state without a task, as far as the method keeps tasks apart.
 
     Args:
         adapters: names of the task's adapters. keep: see `PerTaskAdapter.without_task`.
@@ -126,7 +126,7 @@ class Revision:
 def read_training_state(
     bank: Bank, snapshot: Snapshot, objects: TensorObjects
 ) -> tuple[Checkpoint, list[dict[str, Any]]]:
-    """The checkpoint at the end of the snapshot's phase, and the records of the phases before.
+    """Return the checkpoint at the end of the snapshot's phase, and the records of the phases before.
 
     Raises:
         BankError: the training state is missing or damaged.
@@ -165,7 +165,7 @@ def start_from_snapshot(
     Frozen tensors stay in the bank: the run's checkpoints name them.
 
     Args:
-        objects: of the run.
+        objects: objects of the run.
         revision: the task that is learned again; the run starts without it.
 
     Raises:
@@ -212,7 +212,7 @@ def check_snapshot_inputs(snapshot: Snapshot, inputs: Inputs, revised: str | Non
     """Refuse to go on from a snapshot with other data or pretrained models than it was learned from.
 
     Args:
-        inputs: of the run that starts. revised: a task that is learned again, from data that may be others.
+        inputs: inputs of the run that starts. revised: a task that is learned again, perhaps from other data.
 
     Raises:
         BankError: some differ; names them.
@@ -225,7 +225,7 @@ def check_snapshot_inputs(snapshot: Snapshot, inputs: Inputs, revised: str | Non
 
 
 def adapters_of_task(snapshot: Snapshot, task: str) -> list[str]:
-    """Names of the adapters that know this task and no other.
+    """Return names of the adapters that know this task and no other.
 
     Raises:
         BankError: the snapshot has no such task, or an adapter of it knows others too.

@@ -38,7 +38,7 @@ PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.safetensors"
 MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
 FORMAT = 8
 PYTORCH = {"format": "pt"}
-"""What `transformers` looks for in a header."""
+"""The metadata that `transformers` expects in a header."""
 
 Extent = tuple[int, int | list[int]]
 """The first row of a part, and the rows of the whole; or the first element of a flat part, and the whole's shape."""
@@ -55,12 +55,12 @@ class Checkpoint:
         parameters: whole learned parameters by name.
         optimizer: `<parameter>/<moment>` -> tensor; empty when the phase is over.
         spent: seconds and tokens of the phase so far, added up over attempts, and bytes that a step moves.
-        published: what went to the bank at the end of the phase (`raycl.training.records.publish`).
+        published: objects published at the end of the phase (`raycl.training.records.publish`).
         frozen_state: tensors of the method and of modifiers that are no parameters.
         modifiers: state of gradient modifiers by name.
         snapshot: a copy of the snapshot's record, where one was published: the bank may lose its own.
-        router: of the phase that ends here (`raycl.training.phase.routing`); its tensors are in `frozen_state`.
-        places, is_part: of one worker's share, which is written and never read (`Share` of
+        router: router of the phase that ends here (`raycl.training.phase.routing`); its tensors are in `frozen_state`.
+        places, is_part: fields of one worker's share, which is written and never read (`Share` of
             `raycl.training.engines.engine`).
     """
 
@@ -90,7 +90,7 @@ class Checkpoint:
         return self.phase + self.is_phase_end
 
     def name(self, attempt: int) -> str:
-        """Folder name, unique over attempts."""
+        """Return the folder name, unique over attempts."""
         return f"phase{self.phase:03d}-step{self.step:07d}-attempt{attempt:04d}"
 
 
@@ -221,12 +221,12 @@ def read_checkpoint(
     """Read `checkpoints/<name>`.
 
     Args:
-        sha256: of its manifest, as the journal has it; None: any.
-        objects: where frozen tensors are read; None: in the run's folder alone.
+        sha256: hash of its manifest in the journal; None: any.
+        objects: store from which frozen tensors are read; None: the run's folder alone.
         partial: frozen tensors that cannot be read are left out.
 
     Raises:
-        CheckpointError: a file is missing, cut or changed, or of another checkpoint. RunError: of another version.
+        CheckpointError: a file is missing, cut or changed, or of another checkpoint. RunError: it has another version.
         StorageError: out of reach.
     """
     folder = storage.sub(f"{FOLDER}/{name}")
@@ -250,7 +250,7 @@ def read_checkpoint(
 
 
 def _joined(folder: Storage, files: Mapping[str, bytes], name: str, places: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors of a file and of those of other workers, the rows of each put together."""
+    """Return tensors of a file and of those of other workers, the rows of each put together."""
     try:
         return _joined_parts(files, name, places)
     except (SafetensorError, RuntimeError, LookupError) as error:  # the hash is right, and what has it is not
@@ -274,10 +274,10 @@ def _joined_parts(files: Mapping[str, bytes], name: str, places: Mapping[str, An
 
 
 def read_snapshot(storage: Storage, name: str, sha256: str) -> bytes:
-    """The snapshot's record that `checkpoints/<name>` has a copy of; empty if its phase is not over.
+    """Return the snapshot's record that `checkpoints/<name>` has a copy of; empty if its phase is not over.
 
     Args:
-        sha256: of the checkpoint's manifest.
+        sha256: hash of the checkpoint's manifest.
 
     Raises:
         CheckpointError, RunError, StorageError: see `read_checkpoint`.
@@ -308,7 +308,7 @@ def copy_checkpoint(source: Storage, folder: str, target: Storage, to: str, sha2
     """Copy the checkpoint in `folder` with the objects that it names.
 
     Args:
-        sha256: of its manifest.
+        sha256: hash of its manifest.
 
     Raises:
         CheckpointError, RunError, StorageError: see `read_checkpoint`.

@@ -41,7 +41,7 @@ class ForkPoint:
 
     Attributes:
         run: address of the run that saved it. phases: its records of its phases.
-        checkpoint: name of its folder here. sha256: of the checkpoint's manifest.
+        checkpoint: name of its folder here. sha256: hash of the checkpoint's manifest.
     """
 
     run: str
@@ -70,7 +70,7 @@ def save_fork_point(storage: Storage, done: int, to: Storage) -> None:
 
 
 def read_fork_point(fork_point: Storage) -> ForkPoint | None:
-    """The manifest that `save_fork_point` wrote; None: there is no fork point.
+    """Return the manifest that `save_fork_point` wrote; None: there is no fork point.
 
     Raises:
         StorageError: it is damaged, or names a run that is not beside it.

@@ -38,14 +38,14 @@ from raycl.training.training_context import RunInfo
 FOLDER, OLDER_FOLDER = "journal", "ledger"
 FORMAT = 5
 LISTINGS = 5
-"""Of an attempt's folder, before records that are not there count as lost: a listing may miss what is just written."""
+"""Listings of an attempt's folder before absent records count as lost, since a listing may lack a new file."""
 
 _ATTEMPT = re.compile(r"attempt-(\d{4,})")
 
 
 @dataclass
 class RunState:
-    """How far a run got.
+    """The progress of a run.
 
     Attributes:
         checkpoints: names of usable checkpoints, oldest first; the last one is where to continue.
@@ -54,7 +54,7 @@ class RunState:
         attempts: number, start time, time of the last record and seconds up to it, host and process of rank 0,
             number of inherited phases, and the rest of the claim, for every attempt so far.
         config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
-        fingerprint: of that config; empty for runs of versions that did not record it.
+        fingerprint: fingerprint of that config; empty for runs of versions that did not record it.
         inputs: fingerprints of what the run reads (`raycl.training.inputs`), as the claims recorded them.
     """
 
@@ -78,7 +78,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class _State:
-    """What the records of an attempt add up to: a `RunState`."""
+    """Accumulates the records of an attempt into a `RunState`."""
 
     checkpoints: list[FolderName]
     phases: list[PhaseRecord]
@@ -150,7 +150,7 @@ class Journal:
         """Record a checkpoint whose files are all written; returns the names that are no longer needed.
 
         Args:
-            sha256: of its manifest.
+            sha256: hash of its manifest.
         """
         names, known = [*self.state.checkpoints, name], {**self.state.manifests, name: sha256}
         kept = names[-keep:]
@@ -199,7 +199,7 @@ def check_owner(storage: Storage, state: RunState, run: RunInfo) -> None:
     """Check that the folder was claimed by this run, or is not claimed yet.
 
     Raises:
-        ResumeError: by a run with other settings, or with other data or pretrained models; names them.
+        ResumeError: the run has other settings, data or pretrained models; the message names them.
     """
     if state.fingerprint in ("", run.fingerprint, run.replaces):
         check_inputs(storage, state, run.inputs)
@@ -214,7 +214,7 @@ def check_owner(storage: Storage, state: RunState, run: RunInfo) -> None:
 
 
 def has_begun(state: RunState) -> bool:
-    """Whether anything was learned, which a changed input would be mixed with."""
+    """Return whether anything was learned, which a changed input would be mixed with."""
     return bool(state.checkpoints or state.phases)
 
 
@@ -232,7 +232,7 @@ def check_inputs(storage: Storage, state: RunState, inputs: Inputs) -> None:
 
 
 def last_attempt(storage: Storage) -> int:
-    """Number of the newest claimed attempt, 0 if there is none.
+    """Return the number of the newest claimed attempt, 0 if there is none.
 
     Raises:
         RunError: the run is of a version that kept its records elsewhere.
@@ -255,7 +255,7 @@ class JournalReader:
         self._changes: dict[tuple[int, int], dict[str, Any]] = {}
 
     def state(self) -> RunState:
-        """The state that the newest attempt recorded; an empty one if the run never started.
+        """Return the state that the newest attempt recorded; an empty one if the run never started.
 
         Raises:
             RunError: a record is damaged, missing, or of another version.
@@ -263,7 +263,7 @@ class JournalReader:
         return self.state_of(last_attempt(self.storage))
 
     def state_of(self, attempt: int) -> RunState:
-        """The state that an attempt recorded; 0: none."""
+        """Return the state that an attempt recorded; 0: none."""
         if attempt == 0:
             return RunState()
         tree: dict[str, Any] = {}
@@ -280,7 +280,7 @@ class JournalReader:
 
 
 def read_state(storage: Storage) -> RunState:
-    """The state of a run (`JournalReader.state`)."""
+    """Return the state of a run (`JournalReader.state`)."""
     return JournalReader(storage).state()
 
 

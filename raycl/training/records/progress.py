@@ -47,7 +47,7 @@ class TraceReader:
         self._merged: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
 
     def steps(self) -> list[dict[str, Any]]:
-        """All steps so far in order; where attempts overlap, the record of the later one counts.
+        """Return all steps so far in order; where attempts overlap, the record of the later one counts.
 
         Raises:
             StorageError: out of reach, or a line is not JSON.
@@ -81,7 +81,7 @@ class TraceReader:
 
 
 def read_trace(storage: Storage) -> list[dict[str, Any]]:
-    """The steps of a run (`TraceReader.steps`)."""
+    """Return the steps of a run (`TraceReader.steps`)."""
     return TraceReader(storage).steps()
 
 
@@ -101,7 +101,7 @@ class Progress:
     def begin(
         self, index: int, name: str, rows: int, steps: int, start: int, later: int, prepared_s: float = 0.0
     ) -> None:
-        """A phase starts, or is resumed after `start` steps; `later` steps follow in later phases.
+        """Begin a phase, or resume it after `start` steps; `later` steps follow in later phases.
 
         Args:
             prepared_s: seconds that the phase took before its first step, as each later one will: keys are learned.
@@ -137,7 +137,7 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
+    """Return seconds as m:ss or h:mm:ss."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

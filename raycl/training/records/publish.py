@@ -37,7 +37,7 @@ LISTED = 10
 
 
 def open_bank(config: BankConfig, storage: Storage) -> Bank:
-    """The configured bank, or the run's own."""
+    """Return the configured bank, or the run's own."""
     return Bank(Storage.at(config.dir).with_retries(storage.retry_s)) if config.dir else Bank(storage.sub("bank"))
 
 
@@ -47,7 +47,7 @@ def publish(
     """Publish a phase's adapters and a snapshot; only rank 0 calls it.
 
     Args:
-        done: the phase's last checkpoint. state: the run before this phase. objects: of the run.
+        done: the phase's last checkpoint. state: the run before this phase. objects: objects of the run.
 
     Returns:
         record for the journal (bank address, snapshot number and `name -> version`), and the snapshot's record.
@@ -104,7 +104,7 @@ def move_branch(context: TrainingContext, storage: Storage, published: dict[str,
     A head that this run published itself may be replaced: a run that goes back to an older checkpoint publishes again.
 
     Args:
-        published: what `publish` returned.
+        published: result of `publish`.
         resumed: the run continues after that snapshot, and publishes what its branch may have beyond it again.
 
     Raises:
@@ -138,7 +138,7 @@ def move_branch(context: TrainingContext, storage: Storage, published: dict[str,
 
 
 def went_back(config: BankConfig, storage: Storage, state: RunState) -> bool:
-    """Whether the run's branch was rolled back from what the run published last."""
+    """Return whether the run's branch was rolled back from what the run published last."""
     published = [record["bank"]["snapshot"] for record in state.phases if record["bank"]]
     if not published or not config.publish:
         return False
@@ -152,10 +152,10 @@ def complete_bank(
     world: DistributedContext,
     published: dict[str, Any] | None,
 ) -> None:
-    """Before a run continues: rank 0 publishes again what the bank has lost. Collective: its errors are raised by all.
+    """Publish lost objects of the bank again from rank 0 before a run continues. Collective: all raise its errors.
 
     Args:
-        published: what the run published last; its branch is moved there if the run ended before that.
+        published: result of the last `publish`; its branch is moved there if the run ended before that.
 
     Raises:
         BankError, RunError, StorageError: see `publish_again` and `move_branch`.
@@ -207,7 +207,7 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
         keeps_adapters: the next snapshot names the adapters of the last one too.
 
     Raises:
-        BankError: what the next phase needs is lost for good. StorageError: bank or run are out of reach.
+        BankError: an object that the next phase needs is lost for good. StorageError: bank or run are out of reach.
     """
     numbers, removed = set(bank.snapshots()), removed_from(bank.storage).snapshots
     published = {record["bank"]["snapshot"]: record["phase"] for record in state.phases if record["bank"]}
@@ -240,7 +240,7 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
 
 
 def _manifests_again(bank: Bank, snapshots: Mapping[int, Snapshot]) -> None:
-    """Manifests of adapters that are gone or damaged, from the first snapshot that names each."""
+    """Restore missing or damaged manifests of adapters from the first snapshot that names each."""
     removed, again = removed_from(bank.storage).adapters, []
     seen: set[str] = set()
     for _, snapshot in sorted(snapshots.items()):
@@ -263,7 +263,7 @@ def _manifests_again(bank: Bank, snapshots: Mapping[int, Snapshot]) -> None:
 
 
 def _states_again(bank: Bank, storage: Storage, state: RunState, snapshots: Sequence[Snapshot]) -> None:
-    """Records of training states that are gone or damaged; their tensors are looked after with all others."""
+    """Restore missing or damaged records of training states; their tensors are restored with all others."""
     lost = {one.number: one for one in snapshots if one.training is not None and not has_state(bank, one)}
     for name in reversed(state.checkpoints) if lost else ():
         with suppress(CheckpointError):
@@ -318,7 +318,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _copies(storage: Storage, state: RunState) -> dict[int, tuple[int, bytes]]:
-    """Number of a snapshot -> its phase and the copy of its record in a checkpoint."""
+    """Return the number of a snapshot -> its phase and the copy of its record in a checkpoint."""
     found: dict[int, tuple[int, bytes]] = {}
     for name in state.checkpoints:
         with suppress(CheckpointError):
@@ -330,12 +330,12 @@ def _copies(storage: Storage, state: RunState) -> dict[int, tuple[int, bytes]]:
 
 
 def _with_copies(opened: Mapping[int, Snapshot | None], copies: Mapping[int, tuple[int, bytes]]) -> dict[int, Snapshot]:
-    """Snapshots, from the copies in checkpoints where the bank's are gone."""
+    """Return snapshots, from the copies in checkpoints where the bank's are gone."""
     return {n: found or parse_snapshot(copies[n][1], None) for n, found in opened.items() if found or n in copies}
 
 
 def _opened(bank: Bank, number: int, numbers: Collection[int]) -> Snapshot | None:
-    """The snapshot; None: it is gone or damaged."""
+    """Return the snapshot; None: it is gone or damaged."""
     if number not in numbers:
         return None
     try:

@@ -25,7 +25,7 @@ from raycl.training.records.journal import RunState
 from raycl.training.records.tensor_objects import TensorObjects
 
 Candidates = Callable[[Checkpoint], Iterator[dict[str, Tensor]]]
-"""What a checkpoint holds that may be the object."""
+"""Yields the tensors of a checkpoint that may be the object."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class BankObject:
     """An object that a snapshot names.
 
     Attributes:
-        what: for messages.
-        adapter: whether it is an adapter's own tensors, which later snapshots name too.
+        what: description for messages.
+        adapter: it contains an adapter's tensors, which later snapshots name too.
         candidates: finds it in a checkpoint.
     """
 
@@ -45,7 +45,8 @@ class BankObject:
 
 
 def objects_of(bank: Bank, snapshot: Snapshot) -> list[BankObject]:
-    """All objects that a snapshot names: adapters, what is kept beside them, the router's tensors, training state."""
+    """Return all objects that a snapshot names: adapters, what is kept beside them, the router's tensors, training
+    state."""
     found = []
     for entry in snapshot.adapters:
         found.append(BankObject(f"{entry}", entry.tensors, True, _adapter(entry, snapshot.layouts[entry.layout])))
@@ -62,7 +63,7 @@ def objects_of(bank: Bank, snapshot: Snapshot) -> list[BankObject]:
 
 
 def lost_objects(bank: Bank, snapshots: Sequence[Snapshot]) -> list[BankObject]:
-    """Objects of these snapshots that are missing or damaged. Each object is read once and its hash is checked.
+    """Return objects of these snapshots that are missing or damaged. Each object is read once and its hash is checked.
 
     Raises:
         StorageError: the bank is out of reach.
@@ -105,7 +106,7 @@ def _is_whole(bank: Bank, one: BankObject) -> bool:
 
 
 def _adapter(entry: SnapshotAdapter, layout: Layout) -> Candidates:
-    """A frozen adapter that the checkpoint carries, or the one whose training was just over."""
+    """Return a frozen adapter that the checkpoint carries, or the one whose training was just over."""
     parts = [f"{path}.{part}" for path in layout for part in ("lora_A", "lora_B")]
     trained = {part: f"model.{part}" for part in parts}
     if entry.labels:

@@ -18,7 +18,7 @@ from raycl.types import Phase, Score, Task
 
 
 def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state: RunState) -> dict[str, Any]:
-    """The result tree of a run, finished or not, from its journal."""
+    """Return the result tree of a run, finished or not, from its journal."""
     tasks, never = stream.tasks, stream.unseen
     types = {task.name: task.type for task in (*tasks, *never) if task.type}
     untrained = untrained_cells(state)
@@ -58,15 +58,15 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
 
 
 def wall_seconds(state: RunState) -> float | None:
-    """Time of the attempts so far, each from its claim to its last record by a monotonic clock; None before the
-    first phase is done."""
+    """Return the time of the attempts so far, each from its claim to its last record by a monotonic clock; None before
+    the first phase is done."""
     if not state.phases:
         return None
     return float(sum(attempt.get("seconds", 0.0) for attempt in state.attempts))
 
 
 def matrix_of(tasks: Sequence[str], phases: Sequence[str], state: RunState) -> AccuracyMatrix:
-    """The accuracy matrix of a run, finished or not, by the names of its tasks and phases."""
+    """Return the accuracy matrix of a run, finished or not, by the names of its tasks and phases."""
     matrix = AccuracyMatrix(tuple(tasks), tuple(phases))
     for i, record in enumerate(state.phases):
         for j, task in enumerate(tasks):
@@ -76,23 +76,23 @@ def matrix_of(tasks: Sequence[str], phases: Sequence[str], state: RunState) -> A
 
 
 def metrics_so_far(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:
-    """The headline numbers that are defined, over the tasks of the first `done` phases."""
+    """Return the headline numbers that are defined, over the tasks of the first `done` phases."""
     sofar = matrix.upto(done) if len(matrix.phases) == len(matrix.tasks) else matrix
     return {name: value for name, value in summary(sofar, singles).items() if isinstance(value, float)}
 
 
 def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:
-    """The same for trackers: `metrics/ap` and so on."""
+    """Return the same for trackers: `metrics/ap` and so on."""
     return {f"metrics/{name}": value for name, value in metrics_so_far(matrix, done, singles).items()}
 
 
 def untrained_cells(state: RunState) -> dict[str, Any]:
-    """Cells of every task before any training, as far as `eval.untrained` measured them."""
+    """Return cells of every task before any training, as far as `eval.untrained` measured them."""
     return {task: cell for record in state.phases for task, cell in record.get("untrained", {}).items()}
 
 
 def other_row(tree: Mapping[str, Any], state: RunState) -> dict[str, Any] | None:
-    """The last row under the other `eval.instruction` than the matrix's; None where it was not scored.
+    """Return the last row under the other `eval.instruction` than the matrix's; None where it was not scored.
 
     Args:
         tree: the run's config.
@@ -122,7 +122,7 @@ def _untrained(
 
 
 def _means(cells: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
-    """Over all tasks, and over those of each type."""
+    """Return the means over all tasks, and over those of each type."""
     by_type: dict[str, list[float]] = {}
     for task, cell in cells.items():
         if task in types:
@@ -132,7 +132,7 @@ def _means(cells: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]
 
 
 def _unseen(state: RunState, types: Mapping[str, str]) -> dict[str, Any] | None:
-    """Cells of the tasks that were never trained, their mean and those by type; None where the stream has none.
+    """Return cells of the tasks that were never trained, their mean and those by type; None where the stream has none.
 
     A run that was extended with tasks has older results in the records of former last phases.
     """
@@ -143,6 +143,6 @@ def _unseen(state: RunState, types: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _revision(state: RunState) -> dict[str, Any] | None:
-    """A task that was learned again, and cells of every task before and after; None for other runs."""
+    """Return a task that was learned again, and cells of every task before and after; None for other runs."""
     revised = next((attempt["revised"] for attempt in state.attempts if "revised" in attempt), None)
     return revised and {**revised, "after": state.phases[-1]["row"]}

@@ -22,7 +22,7 @@ from raycl.training.records.tensor_objects import TensorObjects
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run resumes.
+    """The point at which a run resumes.
 
     Attributes:
         checkpoint: None: the start of the stream.
@@ -52,7 +52,7 @@ def newest_resume_point(
     objects: TensorObjects | None = None,
     restore: Callable[[], bool] = lambda: False,
 ) -> ResumePoint:
-    """The newest checkpoint that every worker can read. Collective.
+    """Return the newest checkpoint that every worker can read. Collective.
 
     Args:
         objects: see `read_checkpoint`.
@@ -93,10 +93,10 @@ def _read_by_all(
     world: DistributedContext,
     objects: TensorObjects | None,
 ) -> tuple[Checkpoint | None, list[str]]:
-    """A checkpoint, or None and why some worker cannot use it: the same result on every worker.
+    """Return a checkpoint, or None and why some worker cannot use it: the same result on every worker.
 
     Raises:
-        RunError, StorageError: of any worker, if an older checkpoint would not help.
+        RunError, StorageError: the error of any worker for which an older checkpoint would not help.
     """
     found, error = None, None
     try:
@@ -114,7 +114,7 @@ def _read_by_all(
 
 
 def _on_first(restore: Callable[[], bool], world: DistributedContext) -> bool:
-    """What it returns on the first worker, the only one that calls it; its errors are raised by all."""
+    """Return what it returns on the first worker, the only one that calls it; its errors are raised by all."""
     error, changed = None, False
     try:
         changed = world.is_first and restore()
@@ -125,7 +125,7 @@ def _on_first(restore: Callable[[], bool], world: DistributedContext) -> bool:
 
 
 def _problems(reasons: Sequence[str]) -> list[str]:
-    """Problems of one checkpoint; if they differ between workers, each with the worker's number."""
+    """Return problems of one checkpoint; if they differ between workers, each with the worker's number."""
     if len(set(reasons)) == 1:
         return [reasons[0]]
     return [f"worker {rank + 1} of {len(reasons)}: {one}" for rank, one in enumerate(reasons) if one]

@@ -18,7 +18,7 @@ Natural = Annotated[int, Field(ge=0)]
 
 
 class _Published(TypedDict, total=False):
-    """What a phase published; {}: nothing. `adapters`: name -> version."""
+    """The record of a phase's publication; {}: nothing. `adapters`: name -> version."""
 
     bank: str
     snapshot: Natural

@@ -37,7 +37,7 @@ class TensorObjects:
     Attributes:
         bank: storage of a bank that holds objects of the run, or None.
         shared: None: every process reads objects into memory of its own.
-        copies: whether published objects are also stored in the run's folder.
+        copies: store published objects in the run's folder as well.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class TensorObjects:
         self._published: dict[str, str] = {}
 
     def info(self, group: str, tensors: Mapping[str, Tensor]) -> ObjectInfo:
-        """The object of a group; tensors that have not changed since they were read or hashed are not hashed again."""
+        """Return the object of a group; tensors that have not changed since they were read or hashed are not hashed
+        again."""
         if isinstance(tensors, StoredTensors):
             return tensors.info
         known = self._hashed.get(group)
@@ -69,7 +70,8 @@ class TensorObjects:
         return info
 
     def are_published(self, infos: Iterable[ObjectInfo]) -> None:
-        """A snapshot of this run names these objects, so that they stay in the bank as long as the run needs them."""
+        """Mark objects that a snapshot of this run names, so that they stay in the bank as long as the run needs
+        them."""
         if not self.copies:
             self._published = {info.file: info.sha256 for info in infos}
             self._stored |= set(self._published.values())
@@ -81,7 +83,7 @@ class TensorObjects:
         self._published = {}
 
     def get(self, infos: Mapping[str, ObjectInfo], partial: bool = False) -> dict[str, Mapping[str, Tensor]]:
-        """The tensors of each group, hash checked. Those that are shared, and those of adapters, are read-only.
+        """Return the tensors of each group, hash checked. Those that are shared, and those of adapters, are read-only.
 
         Args:
             partial: groups that cannot be read are left out, as stored samples are that were removed on purpose.
@@ -105,7 +107,8 @@ class TensorObjects:
         return found
 
     def _shared(self, shared: SharedReader, infos: Mapping[str, ObjectInfo]) -> dict[str, Mapping[str, Tensor]]:
-        """Those groups that can be shared: of the bank, which other runs read too, and of this run; one request each.
+        """Return those groups that can be shared: of the bank, which other runs read too, and of this run; one request
+        each.
 
         What modifiers keep stays their own: they change it in place.
         """
@@ -153,7 +156,7 @@ class TensorObjects:
         return found if stored else {name: tensor.clone() for name, tensor in found.items()}
 
     def _whole(self, storage: Storage, info: ObjectInfo) -> bytes | None:
-        """The object's bytes; None: missing or damaged."""
+        """Return the object's bytes; None: missing or damaged."""
         if not storage.exists(info.file):
             return None
         data = storage.read(info.file)
@@ -174,18 +177,18 @@ class TensorObjects:
 
 
 def _tensors(data: Buffer, group: str, info: ObjectInfo) -> Mapping[str, Tensor]:
-    """Those of an adapter, or of samples, are created when they are used: there may be thousands of them."""
+    """Return those of an adapter, or of samples, are created when they are used: there may be thousands of them."""
     if group.endswith("/") and not group.startswith(CHANGING):
         return StoredTensors(data, group, info)
     return views(data, group)
 
 
 def _versions(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
-    """Each with the number of changes in place so far."""
+    """Return each with the number of changes in place so far."""
     return [(tensor, tensor._version) for tensor in tensors.values()]
 
 
 def _are_same(old: list[tuple[Tensor, int]], new: list[tuple[Tensor, int]]) -> bool:
-    """Whether these are the same tensors, none changed in place."""
+    """Return whether these are the same tensors, none changed in place."""
     same = (one is two and before == after for (one, before), (two, after) in zip(old, new, strict=False))
     return len(old) == len(new) and all(same)

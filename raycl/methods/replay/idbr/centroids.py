@@ -9,7 +9,8 @@ from torch import Tensor
 from raycl.data.sources.chunks import Indices
 
 ROUNDS = 25
-"""Of k-means at most, from rows drawn by the seed (IDBR's code: scikit-learn's start and 300 rounds, 10 times)."""
+"""The most rounds of k-means, from rows drawn by the seed (IDBR's code: scikit-learn's start and 300 rounds, 10
+times)."""
 
 AT_ONCE = 4096
 """Rows whose distances are held together."""
@@ -39,6 +40,6 @@ def nearest_to_centroids(x_NC: Tensor, count: int, seed: int) -> Indices:
 
 
 def _nearest(x_NC: Tensor, centroids_KC: Tensor) -> tuple[Tensor, Tensor]:
-    """`[N]` the nearest centroid of each row, and its distance."""
+    """Return `[N]` the nearest centroid of each row, and its distance."""
     parts = [torch.cdist(rows, centroids_KC).min(1) for rows in torch.split(x_NC, AT_ONCE)]
     return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])

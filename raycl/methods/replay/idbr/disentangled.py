@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True)
 class Features:
-    """Of one forward pass.
+    """The features of one forward pass.
 
     Attributes:
         state: `[B, D]`, what was projected. generic, specific: `[B, F]`.
@@ -32,7 +32,7 @@ class Features:
     task: Tensor
 
     def both(self) -> Tensor:
-        """`[B, 2 F]` float32."""
+        """Return `[B, 2 F]` float32."""
         return torch.cat([self.generic, self.specific], dim=1).float()
 
 
@@ -42,8 +42,8 @@ class DisentangledHead(nn.Module):
     Attributes:
         labels: row order, by first appearance.
         weight: `[C, 2 F]`. bias: `[C]`.
-        features: of the last forward pass; None before. All scores are computed in it, since engines that share
-            weights out have them whole there.
+        features: features of the last forward pass; None before. All scores are computed in it, since engines that
+            share weights out have them whole there.
     """
 
     def __init__(self, states: int, width: int, seed: int, device: torch.device, task_head: TaskHead) -> None:
@@ -84,7 +84,7 @@ class DisentangledHead(nn.Module):
         self._draw()
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
-        """Scores `[B, C]` over all labels seen so far."""
+        """Return scores `[B, C]` over all labels seen so far."""
         generic_BF, specific_BF = self.generic(pooled_BD).tanh(), self.specific(pooled_BD).tanh()
         order_B2, task_BT = self.order(generic_BF), self._task_head[0](specific_BF)
         self.features = Features(pooled_BD, generic_BF, specific_BF, order_B2, task_BT)
@@ -108,16 +108,17 @@ class TaskHead(nn.Module):
         self.weight, self.bias = grown(self.weight[:tasks], more), grown(self.bias[:tasks], more)
 
     def forward(self, specific_BF: Tensor) -> Tensor:
-        """`[B, F]` to `[B, T]`."""
+        """Map `[B, F]` to `[B, T]`."""
         return linear(specific_BF, self.weight, self.bias)
 
 
 def grown(rows: Tensor, more: int) -> nn.Parameter:
-    """A parameter of these rows and so many zero rows."""
+    """Return a parameter of these rows and so many zero rows."""
     old = rows.detach()
     return nn.Parameter(torch.cat([old, old.new_zeros(more, *old.shape[1:])]), requires_grad=rows.requires_grad)
 
 
 def _linear(inputs: int, outputs: int, device: torch.device) -> nn.Linear:
-    """Without values: torch would draw them on the device, where each kind draws other numbers."""
+    """Return a linear without values, since torch would draw them on the device, where each kind draws other
+    numbers."""
     return nn.Linear(inputs, outputs, device="meta").to_empty(device=device)

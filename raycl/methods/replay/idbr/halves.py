@@ -22,23 +22,23 @@ HALVES = -(1 << 40)
 
 
 def is_halves(batch: Batch) -> Tensor:
-    """`[B]` bool."""
+    """Return `[B]` bool."""
     return batch.rows <= HALVES
 
 
 def is_real(batch: Batch) -> Tensor:
-    """`[B]` bool: rows of the current task and stored ones, neither halves nor fill-ups."""
+    """Return `[B]` bool: rows of the current task and stored ones, neither halves nor fill-ups."""
     return ((batch.rows >= 0) | (batch.rows <= FIRST)) & (batch.rows > HALVES)
 
 
 def orders(batch: Batch) -> Tensor:
-    """`[H]` of all halves in a batch: 0 their own order, 1 swapped, IGNORE too short."""
+    """Return `[H]` of all halves in a batch: 0 their own order, 1 swapped, IGNORE too short."""
     found = HALVES - batch.rows[is_halves(batch)]
     return found.masked_fill(found > 1, IGNORE)
 
 
 def halves_of(batch: Batch, seed: int, special_ids: Collection[int], limit: int, pad_id: int) -> Batch:
-    """The halves of each real example, in the order of the batch, with its label.
+    """Return the halves of each real example, in the order of the batch, with its label.
 
     Args:
         limit: most tokens of an example; a text loses its last ones where the mark between the halves needs room.
@@ -66,7 +66,7 @@ def halves_of(batch: Batch, seed: int, special_ids: Collection[int], limit: int,
 
 
 def _cut(ids: Sequence[int], seed: int, row: int, special_ids: Collection[int], limit: int) -> tuple[list[int], int]:
-    """A text's halves with what surrounds it, and 0: in their own order, 1: swapped, 2: too short to be cut."""
+    """Return a text's halves with what surrounds it, and 0: in their own order, 1: swapped, 2: too short to be cut."""
     words = [place for place, token in enumerate(ids) if token not in special_ids]
     if len(words) < 2:
         return list(ids), 2

@@ -94,7 +94,7 @@ class IdbrConfig(MethodConfig):
 
     @property
     def sample_share(self) -> tuple[str, float]:
-        """Of rows."""
+        """The share of rows."""
         return "share", self.share
 
     @property
@@ -103,7 +103,7 @@ class IdbrConfig(MethodConfig):
         return True
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """In the first phase nothing is stored yet, and there are no features of before."""
+        """Return the settings that matter; in the first phase nothing is stored, and there are no earlier features."""
         settings = super().cache_key(index, tasks, learns_texts)
         if index == 0:
             for name in ("every", "task_weight", "generic_weight", "specific_weight", "hold", "hold_replayed"):
@@ -147,7 +147,7 @@ class Idbr(Method):
         self._owners = torch.zeros(0, dtype=torch.int64)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """All parameters are trained; features before the task are kept."""
+        """Train all parameters, and keep features before the task."""
         self._context = context
         self.backbone.learn_labels(phase_labels(phase))
         if phase.name not in self.tasks:
@@ -168,7 +168,8 @@ class Idbr(Method):
 
     @torch.no_grad()
     def _read(self, rows: StoredRows) -> tuple[Tensor, Tensor]:
-        """`[n, 2 F]` features and `[n, D]` sentence states, on the CPU; of the first worker, if there are several."""
+        """Return `[n, 2 F]` features and `[n, D]` sentence states, on the CPU; of the first worker, if there are
+        several."""
         was_training, features, states = self.backbone.training, list[Tensor](), list[Tensor]()
         self.backbone.eval()
         for start in range(0, len(rows), AT_ONCE):
@@ -199,7 +200,7 @@ class Idbr(Method):
         return joined(batch, halves, codec.pad_id) if len(halves) else batch
 
     def _drawn(self, batch: Batch, seed: int) -> list[int]:
-        """Numbers of stored rows: for each new row one of each earlier task."""
+        """Return numbers of stored rows: for each new row one of each earlier task."""
         assert self._rows is not None
         new, numbers, first = [row for row in batch.rows.tolist() if row >= 0], list[int](), 0
         for task, count in enumerate(self._rows.counts):
@@ -210,7 +211,7 @@ class Idbr(Method):
         return numbers
 
     def penalty(self, batch: Batch, output: Output) -> Tensor:
-        """All terms but the task loss; each example counts the same, whatever the micro-batch it is in."""
+        """Return all terms but the task loss; each example counts the same, whatever the micro-batch it is in."""
         features, config, count = self.head.features, self.config, loss_count(batch)
         assert features is not None, "a penalty follows a forward pass"
         self.head.features = None  # its graph ends with the micro-batch
@@ -233,7 +234,7 @@ class Idbr(Method):
         return found
 
     def _distance(self, rows_R: Tensor, generic_RF: Tensor, specific_RF: Tensor) -> Tensor:
-        """The weighted squared distance to features before the task, summed over rows."""
+        """Return the weighted squared distance to features before the task, summed over rows."""
         rows, (new, stored) = rows_R.cpu(), (self.before["new"], self.before["stored"])
         is_new = (rows >= 0).unsqueeze(1)
         before = torch.where(is_new, new[rows.clamp(min=0)], stored[(FIRST - rows).clamp(min=0)])
@@ -253,7 +254,7 @@ class Idbr(Method):
     # ---- the end of a task ---------------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned:
-        """Rows of the task are stored; nothing is published."""
+        """Store rows of the task; nothing is published."""
         for table in context.tables("train"):
             count = len(context.stored_rows(table.task, self.config.share))
             if self.config.selection == "kmeans":
@@ -267,7 +268,7 @@ class Idbr(Method):
         return Learned(not_served=NOT_SERVED)
 
     def state_dict(self) -> State:
-        """Beside the labels: tasks, stored rows, and features before the task."""
+        """Return, in addition to labels, tasks, stored rows, and features before the task."""
         values, tensors = super().state_dict()
         rows = {f"stored/{task}/rows": torch.from_numpy(kept.astype(np.int64)) for task, kept in self.stored}
         before = {f"before/{name}": value for name, value in self.before.items()}

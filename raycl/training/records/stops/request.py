@@ -39,8 +39,8 @@ _REQUEST = TypeAdapter(StopRequest)
 
 @dataclass(frozen=True)
 class HostStop:
-    """Where the host of many runs (a sweep, a comparison) requests that all of them stop; a plain value that travels to
-    workers.
+    """The place where the host of many runs (a sweep, a comparison) requests that all of them stop; a plain value that
+    travels to workers.
 
     Attributes:
         folder: address of the host's storage. driver: the host's process, as in `request_stop`.
@@ -77,12 +77,12 @@ def request_stop(storage: Storage, driver: str, reason: str) -> None:
 
 
 def is_stop_requested(storage: Storage, driver: str) -> bool:
-    """Whether there is a request, readable or not."""
+    """Return whether there is a request, readable or not."""
     return storage.exists(_file(driver))
 
 
 def stop_of(storage: Storage, driver: str) -> StopRequest | None:
-    """The request; None: there is none.
+    """Return the request; None: there is none.
 
     Raises:
         StorageError: the file is damaged.

@@ -26,7 +26,7 @@ POLL_S, PATIENCE_S = 0.05, 120.0
 
 @dataclass(frozen=True)
 class _Decision:
-    """Its record."""
+    """The record of a decision."""
 
     done: int
     continues: bool
@@ -41,7 +41,7 @@ def write_decision(storage: Storage, done: int, continues: bool) -> None:
 
 
 def read_decision(storage: Storage, done: int) -> bool | None:
-    """The decision; None: there is none yet.
+    """Return the decision; None: there is none yet.
 
     Raises:
         StorageError: the file is damaged.
@@ -55,12 +55,12 @@ def read_decision(storage: Storage, done: int) -> bool | None:
 
 
 def is_stopped(storage: Storage, done: int) -> bool:
-    """Whether the decision after so many phases was to stop."""
+    """Return whether the decision after so many phases was to stop."""
     return done > 0 and read_decision(storage, done) is False
 
 
 def wait_for_decision(storage: Storage, done: int) -> bool:
-    """Whether to continue. After `PATIENCE_S` without a decision (the sweep may have died) the run continues."""
+    """Return whether to continue. After `PATIENCE_S` without a decision (the sweep may have died) the run continues."""
     end = time.monotonic() + PATIENCE_S
     while (decision := read_decision(storage, done)) is None:
         if time.monotonic() > end:
