@@ -33,18 +33,6 @@ log = logging.getLogger("raycl")
 Cell = str | float | None
 
 
-class MetricsSink(Protocol):
-    """Receives metrics in addition to the run's own files (wandb, TensorBoard)."""
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record `metrics` at an optimizer step counted over the whole run."""
-        ...
-
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Record a table at a step of the run; None is an empty cell."""
-        ...
-
-
 class TrackingConfig(Section):
     """A tracker for metrics, besides the run's own files."""
 
@@ -88,8 +76,8 @@ class Tracker(Protocol):
         ...
 
 
-def open_tracker(config: TrackingConfig, run_name: str, tree: Tree, directory: str | Path) -> Tracker:
-    """Start or continue tracking of a run.
+def open_tracker(config: TrackingConfig, run_name: str, tree: Tree, directory: str | Path) -> Tracker | None:
+    """Start or continue tracking of a run; None: it has no tracker.
 
     Args:
         run_name: the same for all attempts of a run.
@@ -101,24 +89,11 @@ def open_tracker(config: TrackingConfig, run_name: str, tree: Tree, directory: s
     """
     backend = _choose() if config.backend == "auto" else config.backend
     if backend == "none":
-        return NoTracker()
+        return None
     folder = _folder(config, directory, backend)
     if backend == "wandb":
         return WandbTracker(config, run_name, tree, folder)
     return TensorBoardTracker(tree, folder)
-
-
-class NoTracker:
-    """Logs nothing."""
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Do nothing."""
-
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Do nothing."""
-
-    def close(self, failed: bool = False) -> None:
-        """Do nothing."""
 
 
 class WandbTracker:

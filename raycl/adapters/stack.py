@@ -259,17 +259,17 @@ class AdapterStack:
                 layer.lora_A, layer.lora_B = held[path]
             self.trainable, self.trainable_scale, self.dropout = settings
 
-    def trainable_states(self, values: Mapping[str, Tensor], prefix: str = "model.") -> dict[str, AdapterState]:
+    def trainable_states(self, values: Mapping[str, Tensor]) -> dict[str, AdapterState]:
         """Return the states of the adapters in training.
 
         Args:
-            values: complete parameters by name, as the engine gives them; names start with `prefix`.
+            values: complete parameters by name, as the engine gives them.
         """
         states: dict[str, AdapterState] = {}
         first = 0
         for name, rank in self.trainable.items():
             rows = slice(first, first + rank)
-            pairs = {p: (values[f"{prefix}{p}.lora_A"], values[f"{prefix}{p}.lora_B"]) for p in self.layers}
+            pairs = {p: (values[f"model.{p}.lora_A"], values[f"model.{p}.lora_B"]) for p in self.layers}
             linears = {path: (a[rows].clone(), b[:, rows].clone()) for path, (a, b) in pairs.items()}
             states[name] = AdapterState(linears, self.trainable_scale, activation=self.activation)
             first += rank

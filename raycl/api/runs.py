@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from raycl.config import Tree
 from raycl.errors import ConfigError, RunError
 from raycl.launch import console, driver, prepared_run, requested_run
 from raycl.launch.prepared_run import Prepared
+from raycl.launch.repeating import repeating
 from raycl.metrics.run_results import method_of, metric_of, read_results, tasks_of, values_of
 from raycl.operations.report.plots import heatmap
 from raycl.operations.report.tables import matrix_table
@@ -192,7 +192,7 @@ def _watched(storage: Storage, on_phase: OnPhase | None) -> Iterator[None]:
     if on_phase is None:
         yield
         return
-    over, seen = threading.Event(), len(read_state(storage).phases)
+    seen = len(read_state(storage).phases)
 
     def report() -> None:
         nonlocal seen
@@ -201,17 +201,10 @@ def _watched(storage: Storage, on_phase: OnPhase | None) -> Iterator[None]:
             seen += 1
             on_phase(record)
 
-    def watch() -> None:
-        while not over.wait(POLL_S):
-            report()
-
-    thread = threading.Thread(target=watch, name="raycl-phases", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeating(report, POLL_S, "raycl-phases"):
+            yield
     finally:
-        over.set()
-        thread.join()
         report()
 
 

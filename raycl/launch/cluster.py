@@ -13,7 +13,6 @@ import secrets
 import socket
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, contextmanager
@@ -27,6 +26,7 @@ from ray.util.state import list_jobs
 from ray.util.state.exception import RayStateApiException
 
 from raycl.errors import LaunchError
+from raycl.launch.repeating import repeating
 from raycl.launch.termination import exit_on_sigterm, exits_on_sigterm
 
 log = logging.getLogger("raycl")
@@ -193,23 +193,16 @@ def log_while_pending(waits: Callable[[], bool], requested: Mapping[str, float],
     Args:
         requested: resource -> amount in all. lower: the settings that ask for it.
     """
-    over = threading.Event()
 
-    def run() -> None:
-        while not over.wait(WAIT_S):
-            try:
-                if waits():
-                    log.info("%s", shortage(requested, lower))
-            except (RayError, ConnectionError, RuntimeError) as error:  # the cluster does not answer just now
-                log.debug("pending requests are not known: %s", error)
+    def look() -> None:
+        try:
+            if waits():
+                log.info("%s", shortage(requested, lower))
+        except (RayError, ConnectionError, RuntimeError) as error:  # the cluster does not answer just now
+            log.debug("pending requests are not known: %s", error)
 
-    thread = threading.Thread(target=run, name="waiting", daemon=True)
-    thread.start()
-    try:
+    with repeating(look, WAIT_S, "waiting"):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def is_pending(all_of_it: bool = False) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from raycl.errors import StorageError, printable
+from raycl.launch.repeating import repeating
 from raycl.storage import Storage
 
 log = logging.getLogger("raycl")
@@ -22,7 +22,6 @@ LOGS = "log"
 def follow(storage: Storage, label: str = "") -> Iterator[None]:
     """Log the workers' progress lines here, each after `label`, as they come; only those written from now on."""
     seen: dict[str, int] = {}
-    over = threading.Event()
 
     def fresh(folder: Storage) -> Iterator[str]:
         for name in filter(is_log, folder.list(LOGS)):
@@ -35,19 +34,12 @@ def follow(storage: Storage, label: str = "") -> Iterator[None]:
             for line in fresh(storage.with_retries(0)):
                 log.info("%s%s", label, line)
 
-    def run() -> None:
-        while not over.wait(FOLLOW_S):
-            log_new()
-
     for _ in fresh(storage):
         pass  # earlier lines are not logged again
-    thread = threading.Thread(target=run, name="follow", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeating(log_new, FOLLOW_S, "follow"):
+            yield
     finally:
-        over.set()
-        thread.join()
         log_new()
 
 

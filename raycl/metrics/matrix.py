@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
-from raycl.errors import RunError
 from raycl.types import Score
 
 Values = Sequence[Sequence[float | None]]
@@ -59,24 +58,9 @@ class AccuracyMatrix:
         return AccuracyMatrix(self.tasks[:phases], self.phases[:phases], cells)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for a result file; `from_json` reads them back."""
+        """Return plain values for a result file."""
         cells = [[asdict(score) if score else None for score in row] for row in self.cells]
         return {"tasks": list(self.tasks), "phases": list(self.phases), "cells": cells}
-
-    @staticmethod
-    def from_json(tree: Mapping[str, Any]) -> AccuracyMatrix:
-        """Read what `to_json` wrote.
-
-        Raises:
-            RunError: the tree is not an accuracy matrix.
-        """
-        try:
-            cells = [[Score(**cell) if cell else None for cell in row] for row in tree["cells"]]
-            return AccuracyMatrix(tuple(tree["tasks"]), tuple(tree["phases"]), cells)
-        except (KeyError, TypeError, AssertionError) as error:
-            raise RunError(
-                f"this is no accuracy matrix ({error!r}): expected tasks, phases and a row per phase"
-            ) from error
 
 
 class Summary(TypedDict):

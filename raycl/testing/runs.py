@@ -29,7 +29,7 @@ from raycl.serve.engine.request_mixtures import heads_of
 from raycl.serve.snapshots.parts import adapters_of, backbone_of, router_of
 from raycl.storage import Storage
 from raycl.testing import tiny_models as models
-from raycl.tracking import MetricsSink
+from raycl.tracking import Tracker
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.routing import PublishedRouter
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
@@ -162,7 +162,7 @@ def run(
     after: int | None = None,
     on_phase: Callable[[dict[str, Any]], bool | None] | None = None,
     world: DistributedContext | None = None,
-    sink: MetricsSink | None = None,
+    sink: Tracker | None = None,
     takes_over: bool = False,
 ) -> StreamLoop:
     """Build and run the stream as a worker does, without Ray; `after` steps of this attempt raise Stop.

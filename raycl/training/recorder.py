@@ -20,7 +20,7 @@ from raycl.errors import StorageError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.storage.records import hashed
-from raycl.tracking import MetricsSink
+from raycl.tracking import Tracker
 from raycl.training.distributed import DistributedContext
 from raycl.training.inputs import versions
 from raycl.training.phase.step import StepResult
@@ -63,7 +63,7 @@ class Recorder:
         context: TrainingContext,
         storage: Storage,
         world: DistributedContext,
-        sink: MetricsSink | None,
+        sink: Tracker | None,
         on_phase: OnPhase | None,
         driver: str,
         shared: SharedReader | None = None,
@@ -233,7 +233,7 @@ class Recorder:
         if len(self.state.phases) == len(self.context.phases) and (record["bank"] or self.context.bank.start):
             release_lease(open_bank(self.context.bank, self.storage).storage, self.storage.address)
 
-    def _track(self, phase: Phase, record: dict[str, Any], sink: MetricsSink) -> None:
+    def _track(self, phase: Phase, record: dict[str, Any], sink: Tracker) -> None:
         scores = {f"score/{name}": float(cell["value"]) for name, cell in record["row"].items()}
         for kind in ("unseen", "other_row"):
             scores |= {f"{kind}/{name}": float(cell["value"]) for name, cell in record.get(kind, {}).items()}

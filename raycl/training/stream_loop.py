@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from raycl.storage import Storage
-from raycl.tracking import MetricsSink
+from raycl.tracking import Tracker
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.memory import peak_memory_mb, resident_memory_mb
@@ -43,7 +43,7 @@ class StreamLoop:
         open_engine: OpenEngine,
         storage: Storage,
         world: DistributedContext,
-        sink: MetricsSink | None = None,
+        sink: Tracker | None = None,
         on_phase: OnPhase | None = None,
         driver: str = "",
         control: Control | None = None,

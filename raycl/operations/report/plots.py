@@ -1,8 +1,8 @@
-"""Pictures of runs: the accuracy matrix as a heat map, scores of each task over the phases.
+"""Pictures of runs: the accuracy matrix as a heat map.
 
 Forgetting is seen at a glance in a picture and hardly in a column of numbers.
 
-Colours: viridis for heat maps, Okabe and Ito's eight for lines (line style and marker change with every eight), both
+Colours: viridis for heat maps, Okabe and Ito's eight for lines, both
 readable with colour-vision deficiencies and in grey print.
 """
 
@@ -19,7 +19,6 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import MultipleLocator
 from numpy.typing import NDArray
 
 from raycl.config import Tree
@@ -27,7 +26,6 @@ from raycl.errors import RunError
 from raycl.metrics.run_results import metric_of, short_names, tasks_of, title_of, values_of
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
-STYLES = (("-", "o"), ("--", "s"), (":", "^"))
 SCALE = Normalize(0, 100)
 COLOUR_MAP = "viridis"
 PIXELS_PER_INCH = 150
@@ -60,36 +58,6 @@ def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
         _draw_matrix(axes_at(figure, left, width, height), result)
     draw_scale(axes_at(figure, lefts[-1] + widths[-1] + 0.2, 0.12, max(*heights, 1.2)))
     return save_png(figure, path)
-
-
-def forgetting_curves(result: Tree, path: str | Path) -> Path:
-    """Return the score of each task from its own phase to the end, as a PNG at `path`."""
-    phases = [str(phase) for phase in result["phases"]]
-    figure = new_figure(max(6.0, 0.55 * len(phases) + 4.0), 4.2)
-    axes = figure.subplots()
-    for number, (task, scores) in enumerate(_curves(result)):
-        style, marker = STYLES[number // len(COLOURS) % len(STYLES)]
-        points = [np.nan if score is None else score for score in scores]
-        axes.plot(
-            points, color=COLOURS[number % len(COLOURS)], linestyle=style, marker=marker, label=task, markersize=4
-        )
-    axes.set_xticks(range(len(phases)), short_names(phases), rotation=40, ha="right", rotation_mode="anchor")
-    axes.set(title=title_of(result), xlabel="after training on", ylabel="score", ylim=(-2, 102))
-    axes.yaxis.set_major_locator(MultipleLocator(20))
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
-    return save_png(figure, path)
-
-
-def _curves(result: Tree) -> list[tuple[str, list[float | None]]]:
-    """Return the task and its score per phase; scores from before its own phase are left out."""
-    rows, tasks = values_of(result), tasks_of(result)
-    square = len(rows) == len(tasks)
-    return [
-        (name, [row[j] if i >= j or not square else None for i, row in enumerate(rows)])
-        for j, name in enumerate(short_names(tasks, 24))
-    ]
 
 
 def axes_at(figure: Figure, left: float, width: float, height: float, top: float = 1.0) -> Axes:

@@ -251,16 +251,6 @@ class SnapshotManager:
             self._failed.pop(number, None)
             self._follow()
 
-    def refresh(self) -> None:
-        """Follow the bank now.
-
-        Raises:
-            RayclError: the wanted snapshot cannot answer; an older one, or the previous one, does.
-        """
-        error = self._follow()
-        if error is not None:
-            raise error
-
     def _follow(self) -> RayclError | None:
         """Change to what should answer, or to the best of what can; why not the former, if so."""
         with self._loading_lock:

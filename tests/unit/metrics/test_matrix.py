@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycl.errors import RunError
 from raycl.metrics.matrix import AccuracyMatrix, Values, ap, bwt, bwt_m, f_ra, f_t, fwt, summary
 from raycl.types import Score
 
@@ -136,17 +133,3 @@ def test_an_unfinished_sequence_is_summed_up_so_far() -> None:
     assert ap(matrix.values()) is None
     assert summary(matrix.upto(2))["ap"] == 82.5
     assert summary(matrix.upto(2))["bwt"] == -10
-
-
-@given(triangles(least=1))
-def test_round_trip_through_json(rows: list[list[float]]) -> None:
-    matrix = matrix_of(rows)
-    matrix.set(0, 0, Score(1.5, 7, {"off_task": 2.0}))
-    assert AccuracyMatrix.from_json(json.loads(json.dumps(matrix.to_json()))) == matrix
-
-
-def test_other_trees_are_refused() -> None:
-    with pytest.raises(RunError, match="no accuracy matrix"):
-        AccuracyMatrix.from_json({"tasks": ["a"], "phases": ["a"], "cells": [[None, None]]})
-    with pytest.raises(RunError, match="no accuracy matrix"):
-        AccuracyMatrix.from_json({"cells": []})

@@ -29,8 +29,8 @@ KINDS = 6
 NOMINAL = {"seed"}
 """Settings whose numbers are names: nothing lies between two of them."""
 
-BAND = 0.06
-"""Share of an axis: how far trials of one value are spread."""
+BAND, NEAR, STEP = 0.06, 0.01, 0.018
+"""Shares of an axis: how far trials of one value are spread, which scores look alike, and how far those are apart."""
 
 LOG_FROM = 20
 """Positive numbers are drawn on a logarithmic axis where the largest is more than so many times the smallest."""
@@ -218,6 +218,7 @@ def draw_setting(
     numeric = is_numeric(values)
     names = list(dict.fromkeys(map(text, values)))
     places = list(values) if numeric else [names.index(text(value)) for value in values]
+    aside = _aside(places, scores, numeric and is_wide(values))
     found: dict[str, dict[float, list[float]]] = {}
     for kind, place, score in zip(kinds or [""] * len(scores), places, scores, strict=True):
         found.setdefault(kind, {}).setdefault(place, []).append(score)
@@ -226,11 +227,10 @@ def draw_setting(
         at, mean = [place for place, _ in means], [value for _, value in means]
         mine = [place for place in range(len(scores)) if (kinds or [""] * len(scores))[place] == kind]
         axes.scatter(
-            [places[place] for place in mine],
+            [aside[place] for place in mine],
             [scores[place] for place in mine],
             color=COLOURS[number if kinds else 5],
             s=16,
-            alpha=0.6,
         )
         if numeric:
             axes.plot(at, mean, color=COLOURS[number], linewidth=1.4, label=kind or None)
@@ -245,6 +245,30 @@ def draw_setting(
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _aside(places: Sequence[float], scores: Sequence[float], wide: bool) -> list[float]:
+    """Where points are drawn: those of one value whose scores look alike stand side by side around it.
+
+    Args:
+        wide: the axis is logarithmic.
+    """
+    across = [math.log(place) if wide else float(place) for place in places]
+    span, alike = max(across) - min(across) or 1.0, NEAR * (max(scores) - min(scores))
+    gap = min((high - low for low, high in pairwise(sorted(set(across)))), default=span)
+    groups: list[list[int]] = []
+    for one in sorted(range(len(scores)), key=lambda one: (across[one], scores[one])):
+        last = groups[-1][-1] if groups else one
+        if groups and across[last] == across[one] and scores[one] - scores[last] <= alike:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    found = list(across)
+    for group in groups:
+        step = min(STEP * span, 0.6 * gap / len(group))
+        for number, one in enumerate(group):
+            found[one] += step * (number - (len(group) - 1) / 2)
+    return [math.exp(place) for place in found] if wide else found
 
 
 def _together(rows: Iterable[Tree]) -> dict[tuple[float, float], list[int]]:

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from raycl.errors import RunError
 from raycl.operations.report import plots
-from raycl.operations.report.plots import MOST_PANELS, forgetting_curves, heatmap, heatmaps
+from raycl.operations.report.plots import MOST_PANELS, heatmap, heatmaps
 
 Make = Callable[..., dict[str, Any]]
 
@@ -36,7 +35,6 @@ def test_names_with_dollars_are_no_formulas(tmp_path: Path, make_result: Make) -
     result = make_result("$x_$")
     result["stream"]["tasks"] = result["phases"] = ["$x_$", "a$\\frac$", "c"]
     assert heatmap(result, tmp_path / "matrix.png").is_file()
-    assert forgetting_curves(result, tmp_path / "curves.png").is_file()
 
 
 def test_heatmap_writes_scores_and_leaves_the_rest_blank(
@@ -62,15 +60,6 @@ def test_heatmaps_share_one_picture(tmp_path: Path, make_result: Make, drawn: li
 def test_plots_too_large_to_read_are_refused(tmp_path: Path, make_result: Make, runs: int) -> None:
     with pytest.raises(RunError, match=f"a picture of {runs} runs"):
         heatmaps([make_result()] * runs, tmp_path / "no.png")
-
-
-def test_forgetting_curves_start_at_the_tasks_own_phase(tmp_path: Path, make_result: Make, drawn: list[Figure]) -> None:
-    result = make_result()
-    result["matrix"][0][1] = {"value": 33.0, "count": 1, "extra": {}}  # a zero-shot score is no forgetting
-    assert forgetting_curves(result, tmp_path / "curves.png").is_file()
-    curves = {str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in drawn[0].axes[0].lines}
-    assert curves["agnews"] == [90, 80, 70]
-    assert curves["dbpedia"] == pytest.approx([float("nan"), 85, 80], nan_ok=True)
 
 
 def test_ink_is_readable_on_its_cell() -> None:
