@@ -95,11 +95,11 @@ def _rates(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 def _opening(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     bank = Bank.at(folder / "opening")
     first = bank.publish("a", _adapter(PATHS, WIDTH, options.rank, 0), MODEL, ["a"])
-    one = bank.snapshot([first], MODEL, RouterInfo(kind="task"))
-    entry = one.adapters[0]
+    snapshot = bank.snapshot([first], MODEL, RouterInfo(kind="task"))
+    entry = snapshot.adapters[0]
     fields = entry.model_dump()
     entries = [
-        (SnapshotAdapter(**{**fields, "name": f"a{number:05d}"}), one.layouts[entry.layout])
+        (SnapshotAdapter(**{**fields, "name": f"a{number:05d}"}), snapshot.layouts[entry.layout])
         for number in range(options.opened)
     ]
     many = bank.snapshot(entries, MODEL, RouterInfo(kind="task"))
@@ -130,12 +130,12 @@ def _object_store_cache(folder: Path, options: argparse.Namespace) -> Iterator[F
         filled = _seconds(lambda: object_store_cache.fetch(snapshot, names))
         yield Figure("first reader, empty cache", filled, "s", detail=f"{len(names):,} adapters, {size / MIB:.0f} MiB")
         reader = ray.remote(num_cpus=0)(_read)
-        found = [ray.get(reader.remote(bank.storage.address, snapshot.number)) for _ in range(options.rounds)]
+        result = [ray.get(reader.remote(bank.storage.address, snapshot.number)) for _ in range(options.rounds)]
         object_store_cache.close()
         shared = list(sharing.figures(bank, run, snapshot))
     finally:
         ray.shutdown()
-    took, private, opening, touched = (median(values) for values in zip(*found, strict=True))
+    took, private, opening, touched = (median(values) for values in zip(*result, strict=True))
     yield Figure("second reader on the node maps them in", took, "s", MAP_LIMIT_S, detail=f"{len(names):,} adapters")
     detail = f"{private / MIB:.1f} MiB private of {size / MIB:.0f} MiB mapped"
     yield Figure("second reader's own memory over what it maps", private / size, "x", PRIVATE_LIMIT, "<=", detail)

@@ -108,11 +108,11 @@ def _accelerator() -> dict[str, str]:
 @cache
 def _versions() -> dict[str, str]:
     """Of the packages that are installed."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def table(report: Report) -> str:

@@ -179,16 +179,16 @@ def steps_s(all_grown: Sequence[Grown]) -> list[float]:
     for grown in all_grown:
         grown.context.backbone.train()
 
-    def step(place: int, number: int) -> None:
-        grown = all_grown[place]
-        train_step(engines[place], grown.method, [grown.batch(number)], grown.world, number)
+    def step(position: int, number: int) -> None:
+        grown = all_grown[position]
+        train_step(engines[position], grown.method, [grown.batch(number)], grown.world, number)
 
-    found = _in_turn(step, len(all_grown), rounds)
+    turns = _in_turn(step, len(all_grown), rounds)
     for grown, engine in zip(all_grown, engines, strict=True):
         grown.task_context.parameters = engine.parameters(trained_names(grown.context.backbone))
         engine.close()
         grown.method.end_task(grown.task_context)
-    return found
+    return turns
 
 
 def checkpoint_bytes(grown: Grown) -> int:
@@ -211,16 +211,16 @@ def answers_s(all_grown: Sequence[Grown]) -> list[float]:
     for grown in all_grown:
         grown.context.backbone.eval()
     rounds = all_grown[0].rounds + WARM
-    return _in_turn(lambda place, number: all_grown[place].answer(number), len(all_grown), rounds)
+    return _in_turn(lambda index, number: all_grown[index].answer(number), len(all_grown), rounds)
 
 
 def _in_turn(act: Callable[[int, int], None], places: int, rounds: int) -> list[float]:
     spent: list[list[float]] = [[] for _ in range(places)]
     for number in range(rounds):
-        for place in range(places):
+        for index in range(places):
             began = time.perf_counter()
-            act(place, number)
-            spent[place].append(time.perf_counter() - began)
+            act(index, number)
+            spent[index].append(time.perf_counter() - began)
     return [median(times[WARM:]) for times in spent]
 
 

@@ -83,10 +83,10 @@ def figures(where: str, bench: Bench, batches: list[Batch], rounds: int, limit: 
     """One figure for each contender over plain training."""
     timed = bench.times(batches, rounds)
     for name in list(CONTENDERS)[1:]:
-        found = timed[name]
+        result = timed[name]
         target = limit if name == "row-sparse" else None
-        detail = f"{found.own_ms:.1f} ms against {found.plain_ms:.1f} ms a step"
-        yield Figure(f"{where}: {name} over plain", found.ratio, "x", target, "<=", detail)
+        detail = f"{result.own_ms:.1f} ms against {result.plain_ms:.1f} ms a step"
+        yield Figure(f"{where}: {name} over plain", result.ratio, "x", target, "<=", detail)
     extra = timed["measured step"]
     detail = f"the first {FIRST} steps of a task and one in {MEASURED} after them, for the report; not in the above"
     yield Figure(f"{where}: a measured step over plain", extra.ratio, "x", None, "<=", detail)
@@ -112,7 +112,7 @@ class Bench:
 
     def times(self, batches: list[Batch], rounds: int) -> dict[str, Timed]:
         """Contender -> its step time beside the plain one's."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        collected: dict[str, list[tuple[float, float]]] = {}
         for number in range(-FIRST - 1, rounds):
             batch = batches[number % len(batches)]
             before = self._seconds("plain", batch, 1)
@@ -124,7 +124,7 @@ class Bench:
                 spent = self._seconds(twin, batch, seed)
                 after = self._seconds("plain", batch, 1)
                 if number >= 0:  # the rounds before warm up, and take the steps that a new task begins with
-                    found.setdefault(name, []).append((spent, (before + after) / 2))
+                    collected.setdefault(name, []).append((spent, (before + after) / 2))
                 before = after
         return {
             name: Timed(
@@ -132,7 +132,7 @@ class Bench:
                 median(own for own, _ in pairs) * 1e3,
                 median(plain for _, plain in pairs) * 1e3,
             )
-            for name, pairs in found.items()
+            for name, pairs in collected.items()
         }
 
     def _seconds(self, name: str, batch: Batch, seed: int) -> float:

@@ -68,10 +68,10 @@ def _figures(where: str, options: argparse.Namespace) -> Iterator[Figure]:
     timed = bench.times()
     for count in options.adapters:
         for shape in ("dense", "one each"):
-            found = timed[f"{count} {shape}"]
+            result = timed[f"{count} {shape}"]
             limit = LIMITS[where] if (count, shape) == (DENSE, "dense") else None
             name = f"{where}: {count} adapters, {shape}, over the bare backbone"
-            yield Figure(name, found.ratio, "x", limit, "<=", f"{found.added_ms:.1f} ms on {found.bare_ms:.1f} ms")
+            yield Figure(name, result.ratio, "x", limit, "<=", f"{result.added_ms:.1f} ms on {result.bare_ms:.1f} ms")
         theirs = timed[f"peft {count}"]
         yield Figure(f"{where}: PEFT mixed batch of {count} over the bare backbone", theirs.ratio, "x")
         for shape, rows in (("one each", "the same mixtures"), ("dense", f"{count} adapters a row here, 1 there")):
@@ -143,7 +143,7 @@ class _Bench:
 
     def times(self) -> dict[str, _Timed]:
         """Contender -> its time beside the bare backbone's."""
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in self._contenders()}
+        result: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in self._contenders()}
         with torch.no_grad():
             for number in range(self.options.rounds + 1):
                 before = self._bare_s()
@@ -153,7 +153,7 @@ class _Bench:
                     spent = time.perf_counter() - began
                     after = self._bare_s()
                     if number:  # the first round warms up
-                        found[name].append((spent, (before + after) / 2))
+                        result[name].append((spent, (before + after) / 2))
                     before = after
         return {
             name: _Timed(
@@ -161,7 +161,7 @@ class _Bench:
                 median(mine - bare for mine, bare in pairs) * 1e3,
                 median(bare for _, bare in pairs) * 1e3,
             )
-            for name, pairs in found.items()
+            for name, pairs in result.items()
         }
 
     def _bare_s(self) -> float:

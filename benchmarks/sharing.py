@@ -132,12 +132,12 @@ def figures(bank: Bank, run: Storage, snapshot: Snapshot) -> Iterator[Figure]:
         model = (layout[PATHS[0]][0], entry.rank)
         readers = [actor.remote(bank.storage.address, run.address, *model) for _ in range(WORKERS + TRIALS)]
         ray.get([reader.restore.remote("one", number, shared, False) for reader in readers])
-        found = [
-            ray.get(reader.restore.remote("all", number, shared, place >= WORKERS))
-            for place, reader in enumerate(readers)
+        values = [
+            ray.get(reader.restore.remote("all", number, shared, index >= WORKERS))
+            for index, reader in enumerate(readers)
         ]
         held = ObjectStoreCache(bank).held()[1] if shared else 0
-        times, restored, read, loaded = zip(*found, strict=True)
+        times, restored, read, loaded = zip(*values, strict=True)
         rows = median(after - before for after, before in zip(loaded, read, strict=True)) / MIB
         way, limit = ("with the object store", MEMORY_LIMIT) if shared else ("without it", None)
         for when, private in (("", restored), (" that read every weight", read)):

@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace) -> Report:
         vocabulary = int(backbone.model.config.vocab_size)
         sizes = (options.batch_size, options.tokens, options.answer, vocabulary)
         limits = {} if options.backbone else LIMITS.get(options.size, {})
-        found = list(
+        result = list(
             figures(
                 backbone, [unlike_batch(*sizes, seed) for seed in range(2)], options.rounds, limits, options.compile
             )
@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace) -> Report:
     notes = [f"the load was {before:.1f} when this began"] if before > BUSY else []
     without = "size" if options.backbone else "backbone"
     settings = {key: value for key, value in vars(options).items() if key in SETTINGS and key != without}
-    return Report("step", settings | {"parameters": _count(backbone.model)}, found, machine(before), notes)
+    return Report("step", settings | {"parameters": _count(backbone.model)}, result, machine(before), notes)
 
 
 def figures(
@@ -111,15 +111,15 @@ def figures(
     for name in names[1:]:
         pairs = list(zip(spent[name], spent[EVERY], strict=True))
         most, longest = limits.get(name, (None, None))
-        memory = median(one.mib / max(other.mib, 1.0) for one, other in pairs)
-        mine, theirs = (median(one.mib for one in spent[which]) for which in (name, EVERY))
+        memory = median(item.mib / max(other.mib, 1.0) for item, other in pairs)
+        mine, theirs = (median(item.mib for item in spent[which]) for which in (name, EVERY))
         detail = f"{held}{mine:,.0f} MiB against {theirs:,.0f} MiB"
         yield Figure(f"{name}: memory over {EVERY}", memory, "x", most, "<=", detail)
-        seconds = median(one.seconds / other.seconds for one, other in pairs)
-        mine, theirs = (median(one.seconds for one in spent[which]) for which in (name, EVERY))
+        seconds = median(item.seconds / other.seconds for item, other in pairs)
+        mine, theirs = (median(item.seconds for item in spent[which]) for which in (name, EVERY))
         detail = f"{mine:.3g} s against {theirs:.3g} s a step"
         yield Figure(f"{name}: step time over {EVERY}", seconds, "x", longest, "<=", detail)
-    apart = max(abs(one / losses[EVERY][place] - 1) for own in losses.values() for place, one in enumerate(own))
+    apart = max(abs(item / losses[EVERY][index] - 1) for own in losses.values() for index, item in enumerate(own))
     yield Figure("largest relative difference of the losses", apart, "", SAME_LOSS)
     real = [int(batch.source_mask.sum() + (batch.target_ids != IGNORE).sum()) for batch in batches]
     padded = [join(batch, 0)[0].numel() for batch in batches]
@@ -147,9 +147,9 @@ def _in_turn(
             forget_peak()
             before, began = resident_memory_mb(), time.process_time()
             losses[name].append(learner.step(batches[number % len(batches)]))
-            one = Spent(time.process_time() - began, peak_memory_mb(backbone.device) - before)
+            item = Spent(time.process_time() - began, peak_memory_mb(backbone.device) - before)
             if number >= 0:
-                spent[name].append(one)
+                spent[name].append(item)
     return spent, losses
 
 

@@ -85,8 +85,8 @@ def tree(options: argparse.Namespace, tasks: tuple[str, ...]) -> dict[str, Any]:
     """Return what all runs here share."""
     stream = {"tasks": list(tasks), "train_rows": options.rows, "test_rows": options.test_rows, "max_source_tokens": 48}
     train = {"epochs": options.epochs, "batch_size": 16, "lr_scheduler": "linear"}
-    place = {"workers": 1, "cpus_per_worker": 1.0}
-    return {"method": options.method, "stream": stream, "train": train, "launch": place}
+    launch = {"workers": 1, "cpus_per_worker": 1.0}
+    return {"method": options.method, "stream": stream, "train": train, "launch": launch}
 
 
 def base(options: argparse.Namespace) -> RunConfig:
@@ -104,9 +104,9 @@ def overhead(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
         driver.train(prepare(configs.validate(RunConfig, own)))
         alone.append(time.monotonic() - began)
         space = {"seed": {"grid": [number]}}
-        one = {"name": f"one-{number}", "base": tree(options, TASKS[:2]), "space": space, "search": "grid"}
+        item = {"name": f"one-{number}", "base": tree(options, TASKS[:2]), "space": space, "search": "grid"}
         began = time.monotonic()
-        run_sweep(configs.validate(SweepConfig, one), str(folder))
+        run_sweep(configs.validate(SweepConfig, item), str(folder))
         trials.append(time.monotonic() - began)
     mine, theirs = median(trials), median(alone)
     detail = f"{mine:.1f} s as a sweep of one trial against {theirs:.1f} s alone; {len(alone)} of each"
@@ -144,7 +144,7 @@ def _swept(
     name: str, scheduler: str, order: int, options: argparse.Namespace, folder: Path
 ) -> tuple[SweepOutcome, float]:
     log.info("twenty trials: %s", name)
-    found = {
+    result = {
         "name": name,
         "base": tree(options, TASKS),
         "space": {"train.learning_rate": {"grid": list(RATES)}, "method.rank": {"grid": list(RANKS)}},
@@ -153,5 +153,5 @@ def _swept(
         "concurrency": options.concurrency,
     }
     began = time.monotonic()
-    outcome = run_sweep(configs.validate(SweepConfig, found), str(folder))
+    outcome = run_sweep(configs.validate(SweepConfig, result), str(folder))
     return outcome, time.monotonic() - began

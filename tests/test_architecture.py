@@ -40,13 +40,13 @@ def modules() -> list[Module]:
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_code_keeps_the_rules(modules: list[Module], name: str) -> None:
-    found = [f"{module.path}:{line}: {words}" for module in modules for line, words in RULES[name](module)]
-    assert not found, "\n" + "\n".join(found)
+    result = [f"{module.path}:{line}: {words}" for module in modules for line, words in RULES[name](module)]
+    assert not result, "\n" + "\n".join(result)
 
 
 def test_no_folders_import_one_another_in_a_circle(modules: list[Module]) -> None:
-    found = [loop for loop in loops(modules) if not loop.startswith("raycl/training/")]  # its loops are being mended
-    assert not found, "\n" + "\n".join(found)
+    result = [loop for loop in loops(modules) if not loop.startswith("raycl/training/")]  # its loops are being mended
+    assert not result, "\n" + "\n".join(result)
 
 
 def test_a_class_has_a_name_of_its_own(modules: list[Module]) -> None:
@@ -178,8 +178,8 @@ SOUND = [
 
 @pytest.mark.parametrize(("name", "path", "code", "words"), BROKEN)
 def test_every_rule_finds_its_violation(name: str, path: str, code: str | None, words: str) -> None:
-    found = [text for _, text in RULES[name](Module.of(path, "" if code is None else DOC + code + "\n"))]
-    assert any(words in text for text in found), f"expected '{words}' in {found}"
+    texts = [text for _, text in RULES[name](Module.of(path, "" if code is None else DOC + code + "\n"))]
+    assert any(words in text for text in texts), f"expected '{words}' in {texts}"
 
 
 @pytest.mark.parametrize(("path", "code"), SOUND)

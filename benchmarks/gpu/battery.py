@@ -140,24 +140,24 @@ def compare(battery: Battery, kind: str, family: str, dtype: str, device: torch.
     """Return the largest difference to the CPU, as a share of its tolerance; and, in float32, to a run that was
     resumed."""
     config, allowed = battery.config(kind, family, dtype), TOLERANCES[dtype]
-    expected, found = battery.run(config, CPU), battery.run(config, device)
-    context = _differences(found, expected, allowed)
+    expected, result = battery.run(config, CPU), battery.run(config, device)
+    context = _differences(result, expected, allowed)
     if dtype == "float32":
         resumed = battery.run(config, device, after=STEPS + STEPS // 2 + 1)
-        context |= {f"{name} after resume": value for name, value in _differences(resumed, found, allowed).items()}
+        context |= {f"{name} after resume": value for name, value in _differences(resumed, result, allowed).items()}
     worst = max(value / limit for value, limit in context.values())
     words = ", ".join(f"{name} {value:.2g} of {limit:g}" for name, (value, limit) in context.items() if value)
     return Figure(f"{dtype}, {kind}, {family}", worst, "x", 1.0, "<=", words or "no difference at all")
 
 
-def _differences(found: Outcome, expected: Outcome, allowed: Tolerances) -> dict[str, tuple[float, float]]:
+def _differences(outcome: Outcome, expected: Outcome, allowed: Tolerances) -> dict[str, tuple[float, float]]:
     """Return name -> difference and its tolerance."""
-    assert len(found.steps) == len(expected.steps), f"{len(found.steps)} steps, expected {len(expected.steps)}"
-    pairs = list(zip(found.steps, expected.steps, strict=True))
+    assert len(outcome.steps) == len(expected.steps), f"{len(outcome.steps)} steps, expected {len(expected.steps)}"
+    pairs = list(zip(outcome.steps, expected.steps, strict=True))
     return {
         "loss": (max(_share(mine[0], its[0]) for mine, its in pairs), allowed.loss),
         "gradient norm": (max(_share(mine[1], its[1]) for mine, its in pairs), allowed.norm),
-        "answers": (mean(a != b for a, b in zip(found.answers, expected.answers, strict=True)), allowed.answers),
+        "answers": (mean(a != b for a, b in zip(outcome.answers, expected.answers, strict=True)), allowed.answers),
     }
 
 

@@ -46,7 +46,7 @@ def markdown(tree: Mapping[str, Any] | None) -> str:
 
 def _figure(tree: Mapping[str, Any]) -> Figure:
     known = {field.name for field in fields(Figure)}
-    found = {name: value for name, value in tree.items() if name in known}
-    spread, value = found.get("spread"), found["value"]
+    values = {name: value for name, value in tree.items() if name in known}
+    spread, value = values.get("spread"), values["value"]
     whole = {"spread": None if spread is None else tuple(spread), "value": float("nan") if value is None else value}
-    return Figure(**{**found, **whole})
+    return Figure(**{**values, **whole})

@@ -123,7 +123,7 @@ def ratio(name: str, mine: Times, base: Times, target: float | None = None, deta
     return Figure(name, statistics.median(over), "x", target, "<=", words, quartiles(over), mine.peak_gib)
 
 
-def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+def check_close(what: str, result: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
     """Whether a result is the reference's.
 
     Args:
@@ -132,9 +132,9 @@ def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float | N
     Raises:
         WrongResultError: it differs by more than the tolerance, as a share of the reference's largest value.
     """
-    tolerance = TOLERANCE[found.dtype] if tolerance is None else tolerance
+    tolerance = TOLERANCE[result.dtype] if tolerance is None else tolerance
     expected = expected.float()
-    difference = float((found.detach().float().to(expected.device) - expected).abs().max())
+    difference = float((result.detach().float().to(expected.device) - expected).abs().max())
     share = difference / max(float(expected.abs().max()), 1e-30)
     if not share <= tolerance:
         raise WrongResultError(
@@ -143,14 +143,14 @@ def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float | N
         )
 
 
-def check_equal(what: str, found: object, expected: object) -> None:
+def check_equal(what: str, result: object, expected: object) -> None:
     """Whether a result is exactly the reference's.
 
     Raises:
         WrongResultError: it is not.
     """
-    if found != expected:
+    if result != expected:
         raise WrongResultError(
-            f"{what}: found {str(found)[:200]}, the reference gives {str(expected)[:200]}: the figures of this case "
+            f"{what}: found {str(result)[:200]}, the reference gives {str(expected)[:200]}: the figures of this case "
             "are left out"
         )

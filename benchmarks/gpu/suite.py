@@ -55,8 +55,8 @@ class Part:
         """Return what it measures, in order of value; its module is imported when it is reached."""
         module = importlib.import_module(f"benchmarks.gpu.parts.{self.name}")
         gc.freeze()  # garbage is collected after every case: what the libraries made on import is none
-        found: Iterable[Case] = module.cases(setup)
-        return list(found)
+        result: Iterable[Case] = module.cases(setup)
+        return list(result)
 
 
 PARTS = (
@@ -235,9 +235,9 @@ def _listed(options: argparse.Namespace) -> str:
 
 def _minutes(part: Part, options: argparse.Namespace) -> float:
     """Expected, of the chosen parts."""
-    chosen: Sequence[Part] = [one for one in PARTS if one.name in options.only]
+    chosen: Sequence[Part] = [item for item in PARTS if item.name in options.only]
     whole = (1 - RESERVE) * float(options.minutes)
-    return whole * part.share / sum(one.share for one in chosen) if part in chosen else 0.0
+    return whole * part.share / sum(item.share for item in chosen) if part in chosen else 0.0
 
 
 def _device(options: argparse.Namespace) -> torch.device:

@@ -84,13 +84,13 @@ def take_turns(
         peaks[name] = peak_gib(device)
         once = contender.prepare is not None or rounds == ONCE
         calls[name] = 1 if once else max(1, min(1000, math.ceil(SAMPLE_S / max(spent, 1e-6))))
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    result: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds[1]):
         if number >= rounds[0] and time.monotonic() > ends:
             break
         for name, contender in contenders.items():
-            found[name].append(_timed(contender, calls[name], device))
-    return {name: Times(tuple(spent), peaks[name]) for name, spent in found.items()}
+            result[name].append(_timed(contender, calls[name], device))
+    return {name: Times(tuple(spent), peaks[name]) for name, spent in result.items()}
 
 
 def _timed(contender: Contender, calls: int, device: torch.device) -> float:

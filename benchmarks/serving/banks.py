@@ -54,10 +54,10 @@ def texts_of(count: int) -> list[str]:
     """Sentences of fourteen words, no two alike."""
     words = WORDS.split()
 
-    def word(number: int, place: int) -> str:
-        return words[(number * 7 + place * (number % 5 + 1)) % len(words)]
+    def word(number: int, position: int) -> str:
+        return words[(number * 7 + position * (number % 5 + 1)) % len(words)]
 
-    return [" ".join(word(number, place) for place in range(14)) + f" {number}" for number in range(count)]
+    return [" ".join(word(number, index) for index in range(14)) + f" {number}" for number in range(count)]
 
 
 def drawn(shapes: dict[str, tuple[int, int]], rank: int, draw: torch.Generator, labels: bool = True) -> AdapterState:

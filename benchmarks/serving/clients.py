@@ -114,9 +114,9 @@ async def _once(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
 
 def _metrics(body: dict[str, Any]) -> dict[str, float]:
     details = body.get("raycl") or (body.get("data") or [{}])[0].get("raycl") or {}
-    found = {name: float(details.get(name, 0)) for name in ("batch", "retrieval_ms", "queue_ms", "snapshot")}
-    found["adapters"] = float(len(details.get("adapters", {})))
-    return found | {"tokens": float(body.get("usage", {}).get("completion_tokens", 0))}
+    result = {name: float(details.get(name, 0)) for name in ("batch", "retrieval_ms", "queue_ms", "snapshot")}
+    result["adapters"] = float(len(details.get("adapters", {})))
+    return result | {"tokens": float(body.get("usage", {}).get("completion_tokens", 0))}
 
 
 if __name__ == "__main__":

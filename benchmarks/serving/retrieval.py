@@ -134,11 +134,11 @@ def _bank(tasks: int, options: argparse.Namespace) -> Iterator[Figure]:
 def _recall(name: str, index: KeyIndex, texts: Tensor, keys: Tensor, options: argparse.Namespace) -> Figure:
     """Return the share of the truly nearest slots that are found, over all groups."""
     queries = split_groups(texts[:256], options.groups)
-    found = index.search(queries, options.top_k)[1]
+    result = index.search(queries, options.top_k)[1]
     exact = torch.cat(
         [cosines(part, keys).topk(options.top_k).indices for part in queries.view(-1, 32, *queries.shape[1:])]
     )
-    share = (found[..., :, None] == exact[..., None, :]).any(-1).float().mean()
+    share = (result[..., :, None] == exact[..., None, :]).any(-1).float().mean()
     kind = "exact" if index.exact else "codes, then keys"
     return Figure(f"{name}: recall of the chosen slots", float(share), "", RECALL, ">=", kind)
 

@@ -122,8 +122,8 @@ def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     ]
     model = InProcessModel(options)
     rounds = Rounds(model, texts, options)
-    for place, (name, kind, bank, bodies) in enumerate(variants):
-        url = f"{_started(kind, bank, options, place, cpus=0.1)}/v1/classify"
+    for index, (name, kind, bank, bodies) in enumerate(variants):
+        url = f"{_started(kind, bank, options, index, cpus=0.1)}/v1/classify"
         rounds.load_tests[name] = LoadTest(url, bodies)
         first = rounds.load_tests[name].by(options.clients, options.warm_s if name.startswith("d ") else 2.0)
         if name.startswith("d "):
@@ -178,28 +178,30 @@ class Rounds:
 
     def figures(self) -> Iterator[Figure]:
         """Medians over the rounds; ratios are taken within each."""
-        rates = {name: [one.rate for one in seen] for name, seen in self.seen.items()}
+        rates = {name: [item.rate for item in seen] for name, seen in self.seen.items()}
         alone = [rate for rate, _ in self.alone]
         yield Figure("(a) the batched model in process", median(alone), "/s", detail=f"batches of {self.model.batch}")
         for name, seen in self.seen.items():
-            found = [number for one in seen for number in one.ms]
-            at = [f"p{percent} {np.percentile(found, percent):.0f}" for percent in (50, 95, 99)]
-            failed = sum(len(one.failed) for one in seen)
+            numbers = [number for item in seen for number in item.ms]
+            at = [f"p{percent} {np.percentile(numbers, percent):.0f}" for percent in (50, 95, 99)]
+            failed = sum(len(item.failed) for item in seen)
             yield Figure(f"({name}) answers", median(rates[name]), "/s", detail=f"{', '.join(at)} ms, {failed} failed")
         ceilings = [min(pair) for pair in zip(alone, rates["b"], strict=True)]
         yield Figure("(c) over the lesser of (a) and (b)", _ratio(rates["c"], ceilings), "x", 0.8, ">=")
         cores, text_s = psutil.cpu_count() or 1, median(cpu_s for _, cpu_s in self.alone)
-        spent = {name: spent_s / sum(len(one.ms) for one in self.seen[name]) for name, spent_s in self.spent_s.items()}
+        spent = {
+            name: spent_s / sum(len(item.ms) for item in self.seen[name]) for name, spent_s in self.spent_s.items()
+        }
         allowed = [min(ceiling, cores / (text_s + spent["b"])) for ceiling in ceilings]
         detail = f"{cores} cores; CPU a text: (a) {text_s * 1e3:.1f} ms, (b) {spent['b'] * 1e3:.1f} ms with its client"
         detail += f", (c) {spent['c'] * 1e3:.1f}"
         yield Figure("(c) over what these cores can do", _ratio(rates["c"], allowed), "x", detail=detail)
         for name in [name for name in self.seen if name.startswith("d ")]:
-            ms = sum(sum(one.ms) for one in self.seen[name])
-            metrics = {key: sum(one.metrics[key] for one in self.seen[name]) for key in ("retrieval_ms", "batch")}
+            ms = sum(sum(item.ms) for item in self.seen[name])
+            metrics = {key: sum(item.metrics[key] for item in self.seen[name]) for key in ("retrieval_ms", "batch")}
             yield Figure(f"({name}) over (c')", _ratio(rates[name], rates["c'"]), "x", 0.9, ">=")
             yield Figure(f"({name}) retrieval's share of the latency", 100 * metrics["retrieval_ms"] / ms, "%")
-            count = sum(len(one.ms) for one in self.seen[name])
+            count = sum(len(item.ms) for item in self.seen[name])
             yield Figure(f"({name}) mean batch", metrics["batch"] / count, "texts")
         added = median(mixed - instant - model for instant, mixed, model in self.added)
         instant, mixed, model = (median(part) for part in zip(*self.added, strict=True))
@@ -208,7 +210,7 @@ class Rounds:
 
 
 def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    return median(one / other for one, other in zip(mine, theirs, strict=True))
+    return median(item / other for item, other in zip(mine, theirs, strict=True))
 
 
 def _busy_s() -> float:
@@ -248,13 +250,13 @@ class InProcessModel:
 
     def one_ms(self, texts: Sequence[str]) -> float:
         """Of one text alone, after a pause as between two requests: what idled is cold."""
-        found = []
+        collected = []
         for text in texts[:30]:
             time.sleep(PAUSE_S)
             start_s = time.perf_counter()
             self.answer([text])
-            found.append((time.perf_counter() - start_s) * 1e3)
-        return median(found)
+            collected.append((time.perf_counter() - start_s) * 1e3)
+        return median(collected)
 
 
 def _following(bank: Bank, url: str, options: argparse.Namespace) -> Iterator[Figure]:
@@ -328,7 +330,7 @@ class _DiscardingRouter(TextRouter):
         return Mixture.same({PLAIN: 1.0}, len(texts))
 
 
-def _started(kind: Any, bank: Bank, options: argparse.Namespace, place: int | None = None, **settings: Any) -> str:
+def _started(kind: Any, bank: Bank, options: argparse.Namespace, node_index: int | None = None, **settings: Any) -> str:
     """Bring a variant up; its URL.
 
     Args:
@@ -337,11 +339,11 @@ def _started(kind: Any, bank: Bank, options: argparse.Namespace, place: int | No
     """
     tree: dict[str, Any] = {"bank": bank.storage.address, "threads": options.threads, "dtype": options.dtype}
     direct = options.ingress == "direct"
-    name = None if place is None else f"variant{place}"
+    name = None if node_index is None else f"variant{node_index}"
     prefix = "/" if direct or name is None else f"/{name}"
     tree |= {
         "ingress": options.ingress,
-        "port": options.port + (place or 0) * direct,
+        "port": options.port + (node_index or 0) * direct,
         "route_prefix": prefix,
         **settings,
     }
@@ -372,7 +374,7 @@ def _texts(folder: Path, model: Path, options: argparse.Namespace) -> Iterator[F
         for name, bodies in sorted({"bare": bare, "mixed": mixed}.items(), reverse=bool(number % 2)):
             seen = run_clients(url, bodies, options.clients, options.seconds / 2)
             rates[name].append(seen.metrics["tokens"] / seen.seconds)
-    per_s = {name: median(found) for name, found in rates.items()}
+    per_s = {name: median(rate) for name, rate in rates.items()}
     detail = f"mini-llama, {options.clients} clients, {options.tokens} tokens an answer at most"
     yield Figure("texts, bare backbone", per_s["bare"], "tokens/s", detail=detail)
     yield Figure("texts, 16 mixtures over the bare backbone", per_s["mixed"] / per_s["bare"], "x", 0.85, ">=")

@@ -81,8 +81,8 @@ def _state(root: str) -> dict[str, Any] | None:
     """Return a replica's `/v1/snapshots`; None while that replica is gone."""
     try:
         with urllib.request.urlopen(f"{root}/v1/snapshots", timeout=10) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            state: dict[str, Any] = json.load(answer)
+            return state
     except (OSError, ValueError):
         return None
 

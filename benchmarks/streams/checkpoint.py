@@ -107,8 +107,8 @@ def run_workers(tree: dict[str, Any], workers: int, folder: Path) -> dict[str, l
                 process.terminate()
     if failed := [rank for rank, process in enumerate(started) if process.exitcode]:
         raise RunError(f"worker {failed[0]} of {workers} failed: its error is above")
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)]
-    return {when: [sum(each) for each in zip(*(one[when] for one in found), strict=True)] for when in (INSIDE, END)}
+    trees = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)]
+    return {when: [sum(each) for each in zip(*(item[when] for item in trees), strict=True)] for when in (INSIDE, END)}
 
 
 def work(tree: dict[str, Any], rank: int, workers: int, folder: Path) -> None:

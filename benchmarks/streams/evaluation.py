@@ -124,7 +124,7 @@ def _figures(options: argparse.Namespace, storage: Storage) -> Iterator[Figure]:
 
 def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
     """Return the median over rounds."""
-    return median(one / other for one, other in zip(mine, theirs, strict=True))
+    return median(item / other for item, other in zip(mine, theirs, strict=True))
 
 
 def _trained(options: argparse.Namespace, storage: Storage) -> TrainingContext:

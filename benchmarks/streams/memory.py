@@ -123,8 +123,8 @@ def _watch(pid: int, over: threading.Event, peaks: list[float]) -> None:
     root = psutil.Process(pid)
     while not over.wait(EVERY_S):
         with suppress(psutil.NoSuchProcess):
-            found = [root, *root.children(recursive=True)]
-            peaks[0] = max(peaks[0], float(sum(map(_proportional, found))))
+            result = [root, *root.children(recursive=True)]
+            peaks[0] = max(peaks[0], float(sum(map(_proportional, result))))
 
 
 def _proportional(process: psutil.Process) -> int:

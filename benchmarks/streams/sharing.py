@@ -48,8 +48,8 @@ def _table(rows: int, folder: Path) -> TokenTable:
                 [str(number), *(words[(number + offset) % len(words)][0] for offset in range(1, 4)), text]
             )
             file.write(json.dumps({"text": longer, "label": label}) + "\n")
-    place = str(folder / "rows.jsonl")
-    task = {"name": "rows", "train": place, "test": place, "labels": builtin.labels("topic")}
+    path = str(folder / "rows.jsonl")
+    task = {"name": "rows", "train": path, "test": path, "labels": builtin.labels("topic")}
     stream = open_stream(
         StreamConfig.model_validate({"tasks": [task], "dev_rows": 1, "cache_dir": str(folder / "cache")}), seed=0
     )
@@ -67,7 +67,7 @@ def _measure(table: TokenTable) -> tuple[int, int]:
         process.start()
         theirs.close()  # so that `recv` below fails, and does not wait without end, if the reader dies
         ends.append((process, mine))
-    found = [mine.recv() for _, mine in ends]
+    received = [mine.recv() for _, mine in ends]
     for process, _ in ends:
         process.join()
-    return max(grown for grown, _ in found), sum(pss for _, pss in found)
+    return max(grown for grown, _ in received), sum(pss for _, pss in received)

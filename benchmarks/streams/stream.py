@@ -99,16 +99,16 @@ class Comparison:
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
     before = os.getloadavg()[0]
-    found, notes = backbones(options.backbones, options.models or default_models())
+    result, notes = backbones(options.backbones, options.models or default_models())
     figures: list[Figure] = []
-    with tempfile.TemporaryDirectory(prefix="raycl-bench-") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="raycl-bench-") as index:
+        folder = Path(index)
         if SMAPS.exists():
             log.info("reading %d token rows in two processes", options.token_rows)
             figures += sharing(options.token_rows, folder)
         else:
             notes.append("no /proc/self/smaps here: shared memory of token files not measured")
-        for number, (name, where) in enumerate(found.items()):
+        for number, (name, where) in enumerate(result.items()):
             engines = options.engines if number == 0 else [engine for engine in options.engines if engine == "torch"]
             repeats, workers = (options.repeats, options.workers) if number == 0 else (1, [])
             figures += figures_of(compare(name, where, engines, repeats, workers, options, folder))
@@ -127,9 +127,9 @@ def default_models() -> Path:
 def backbones(names: list[str], models: Path) -> tuple[dict[str, str], list[str]]:
     """Return name -> what `backbone.name` takes, of those that are there; notes about the others."""
     places = {name: name if name == "minilm" else str(models / name) for name in names}
-    absent = [name for name, place in places.items() if name != "minilm" and not Path(place).is_dir()]
+    absent = [name for name, location in places.items() if name != "minilm" and not Path(location).is_dir()]
     notes = [f"{name} left out: there is no folder {models / name} (see --models)" for name in absent]
-    return {name: place for name, place in places.items() if name not in absent}, notes
+    return {name: location for name, location in places.items() if name not in absent}, notes
 
 
 def compare(

@@ -89,15 +89,15 @@ def run_plain(sheet: Sheet, folder: Path) -> Trial:
     wall = time.perf_counter() - began
     if done.returncode:
         raise RunError(f"the plain loop failed: {' '.join(done.stderr.strip().splitlines()[-1:])}")
-    found = json.loads(report.read_text())
-    steps = found["steps"]
+    tree = json.loads(report.read_text())
+    steps = tree["steps"]
     return Trial(
         losses=[step["loss"] for step in steps],
         step_s=[step["seconds"] for step in steps],
-        eval_s=sum(found["eval_s"]),
-        answers=[text for row in found["answers"] for texts in row.values() for text in texts],
+        eval_s=sum(tree["eval_s"]),
+        answers=[text for row in tree["answers"] for texts in row.values() for text in texts],
         tokens=sum(step["tokens"] for step in steps),
-        peak_memory_mb=found["peak_memory_mb"],
+        peak_memory_mb=tree["peak_memory_mb"],
         start_s=0.0,
         wall_s=wall,
     )
@@ -133,9 +133,9 @@ def run_raycl(config: RunConfig) -> Trial:
 def _answers(storage: Storage, results: dict[str, Any]) -> list[str]:
     """Kept answers after every phase, of the tasks in stream order."""
     tasks = results["stream"]["tasks"]
-    found = []
+    answers = []
     for index, phase in enumerate(results["phases"]):
         for task in tasks[: index + 1]:
             rows = storage.read_json_lines(f"predictions/{index:03d}-{phase}/{task}.jsonl")
-            found += [row["answer"] for row in rows]
-    return found
+            answers += [row["answer"] for row in rows]
+    return answers

@@ -108,7 +108,7 @@ class Nodes:
         """Kill the node on which a process runs, and let another one join."""
         parents = {parent.pid for parent in psutil.Process(process).parents()}
         for node in list(self.cluster.worker_nodes):
-            if {one.process.pid for one in node.all_processes["raylet"]} & parents:
+            if {item.process.pid for item in node.all_processes["raylet"]} & parents:
                 self.cluster.remove_node(node, allow_graceful=False)
                 self.add()
                 return
@@ -318,16 +318,16 @@ def damage_newest_checkpoint(storage: Storage) -> str:
 
 def wait_for(storage: Storage, ready: Callable[[RunState], bool], driver: Driver, seconds: float = 240) -> RunState:
     """The first state of the run that is `ready`."""
-    found: list[RunState] = []
+    run_states: list[RunState] = []
 
     def look() -> bool:
         assert driver.running, f"the driver ended: {driver.said()}"
         with suppress(OSError):
-            found[:] = [read_state(storage)]
-        return bool(found) and ready(found[0])
+            run_states[:] = [read_state(storage)]
+        return bool(run_states) and ready(run_states[0])
 
     _wait(look, seconds, "the run did not get there")
-    return found[0]
+    return run_states[0]
 
 
 def _wait(ready: Callable[[], bool], seconds: float, words: str) -> None:

@@ -62,7 +62,7 @@ def save_tasks(folder: Path) -> list[dict[str, str]]:
                 label, words = classes[number % 2]
                 pool = [*words.split(), "a", "very"]
                 text = " ".join(
-                    pool[(number // 2 + place * (1 + number % 3)) % len(pool)] for place in range(2 + number % 5)
+                    pool[(number // 2 + index * (1 + number % 3)) % len(pool)] for index in range(2 + number % 5)
                 )
                 lines.append(json.dumps({"text": text, "label": label}))
             (folder / name / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
@@ -140,15 +140,20 @@ def outcome(storage: Storage, bank: Bank | None = None) -> dict[str, Any]:
 def test_six_tasks_through_everything_that_can_go_wrong(store: Store, nodes: Nodes, tmp_path: Path) -> None:
     log, config = Log(), save_config(tmp_path)
     root = store.uri("runs")
-    place = f"output.dir={root}"
+    output_setting = f"output.dir={root}"
     driver = Driver(nodes.address, tmp_path, log)
     try:
-        driver.start(str(config), place, "output.name=whole")
+        driver.start(str(config), output_setting, "output.name=whole")
         assert driver.wait(400) == 0, driver.said()
         whole = outcome(Storage.at(root).sub("whole"))
         log(f"undisturbed: {len(whole['steps'])} steps, matrix' last row {whole['matrix'][-1]}")
         _disturbed(
-            log, store, nodes, driver, [str(config), place, "output.name=mine", "output.exists=resume"], tmp_path
+            log,
+            store,
+            nodes,
+            driver,
+            [str(config), output_setting, "output.name=mine", "output.exists=resume"],
+            tmp_path,
         )
         mine = outcome(Storage.at(root).sub("mine"))
         attempts = read_state(Storage.at(root).sub("mine")).attempts
@@ -173,7 +178,7 @@ def _disturbed(log: Log, store: Store, nodes: Nodes, driver: Driver, words: list
     log(f"{_where(state)}: a worker was killed")
     with endpoint(storage.sub("bank").address, PORT, folder) as serving:
         asking, flood = Asking(f"http://127.0.0.1:{PORT}"), Flood(PORT)
-        clients = [threading.Thread(target=one.run, daemon=True) for one in (asking, flood)]
+        clients = [threading.Thread(target=item.run, daemon=True) for item in (asking, flood)]
         for client in clients:
             client.start()
         log("the endpoint answers")

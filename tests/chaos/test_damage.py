@@ -76,21 +76,23 @@ def two_tasks(folder: Path) -> Path:
 
 def damage_all(files: list[Path]) -> Counter[str]:
     """Every file in one of all ways, in turn, and strays beside each; how many in which way."""
-    found: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     draw = random.Random(0)
     draw.shuffle(files)
     contents = [path.read_bytes() for path in files]
     for number, (path, whole) in enumerate(zip(files, contents, strict=True)):
         kind = KINDS[number % len(KINDS)]
-        alike = [other for one, other in zip(files, contents, strict=True) if one != path and one.suffix == path.suffix]
+        alike = [
+            other for file, other in zip(files, contents, strict=True) if file != path and file.suffix == path.suffix
+        ]
         bad = damaged(whole, kind, draw.choice(alike or [b"{}"]))
         path.unlink()
         if bad is not None:
             path.write_bytes(bad)
         for stray in (f"{path.name}~", f".{path.name}.swp", f"{path.stem} (1){path.suffix}"):
             path.with_name(stray).write_bytes(b"\0\xff not ours")
-        found[kind] += 1
-    return found
+        counter[kind] += 1
+    return counter
 
 
 @pytest.mark.timeout(900)
@@ -153,8 +155,8 @@ def _predictions(log: Log, bank: str, folder: Path) -> None:
     rows, to, whole = folder / "rows.jsonl", folder / "answers", folder / "answers_whole"
     rows.write_text("".join(json.dumps({"text": f"{TEXTS[n % 4]} {n % 7}", "id": n}) + "\n" for n in range(ROWS)))
 
-    def command(place: Path) -> list[str]:
-        words = ["predict", bank, str(rows), "--to", str(place), "--part-rows", str(PART_ROWS)]
+    def command(path: Path) -> list[str]:
+        words = ["predict", bank, str(rows), "--to", str(path), "--part-rows", str(PART_ROWS)]
         return [
             sys.executable,
             "-c",

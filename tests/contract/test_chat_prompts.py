@@ -43,10 +43,10 @@ def compare(codec: HFCodec, folder: Path) -> None:
     stream = open_stream(config, seed=0)
     table, prompt = stream.table(stream.tasks[0], "train", codec), stream.prompt(stream.tasks[0], codec)
     kept = TaskInfo.model_validate_json(TaskInfo(name="chat", **prompt.record()).model_dump_json())
-    asked = [chat[: place + 1] for chat in chats for place, one in enumerate(chat) if one["role"] == "user"]
+    asked = [chat[: index + 1] for chat in chats for index, item in enumerate(chat) if item["role"] == "user"]
     bodies = [ChatRequest.model_validate({"model": "auto", "messages": messages}) for messages in asked]
     wanted = [PromptRequest(body.prompt, Prompt.of(kept), is_input=True, ahead=0) for body in bodies]
-    served = [one.ids for one in Truncation(codec, None, LIMIT, 4096).fit(wanted)]
+    served = [item.ids for item in Truncation(codec, None, LIMIT, 4096).fit(wanted)]
     columns = table.columns(range(len(table)))
     assert [ids.tolist() for ids in columns.source_ids] == served
     assert table.truncated_sources > 0 and max(map(len, served)) <= LIMIT

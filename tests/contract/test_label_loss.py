@@ -34,10 +34,10 @@ def test_a_task_competes_alone_and_a_replayed_row_with_all(lab: Lab) -> None:
     batch.label_ids[:] = torch.tensor([2, 0])
     whole = backbone.train()(batch)
     backbone.competing_labels = ("left", "right")
-    found = backbone(batch)
+    result = backbone(batch)
     expected = whole.logits[0, 1:].logsumexp(0) - whole.logits[0, 2] + whole.logits[1].logsumexp(0) - whole.logits[1, 0]
-    torch.testing.assert_close(found.loss_sum, expected)
-    assert torch.equal(found.logits, whole.logits) and found.loss_sum < whole.loss_sum
+    torch.testing.assert_close(result.loss_sum, expected)
+    assert torch.equal(result.logits, whole.logits) and result.loss_sum < whole.loss_sum
     torch.testing.assert_close(backbone.eval()(batch).loss_sum, whole.loss_sum)
 
 

@@ -45,8 +45,8 @@ def outputs(model: Any, done: Done) -> torch.Tensor:
     if codec.kind == "encoder-decoder":
         inputs["labels"] = batch.source_ids
     with torch.no_grad():
-        found = model.eval()(**inputs)
-    states: torch.Tensor = found.last_hidden_state if codec.needs_labels else found.logits
+        result = model.eval()(**inputs)
+    states: torch.Tensor = result.last_hidden_state if codec.needs_labels else result.logits
     return states
 
 
@@ -97,9 +97,9 @@ def elsewhere(done: Done, kind: str, phase: Phase, folder: Path) -> Iterator[Any
         yield PeftModel.from_pretrained(base, str(folder / "peft"))
         export_merged(state, summary, backbone_of(newest), str(folder / "merged"))
         places = [folder / "merged"]
-    for place in places:
-        loaded, found = AUTO[kind].from_pretrained(place, output_loading_info=True)
-        assert not any(found.values()), f"the folder and the model differ: {found}"
+    for path in places:
+        loaded, pretrained = AUTO[kind].from_pretrained(path, output_loading_info=True)
+        assert not any(pretrained.values()), f"the folder and the model differ: {pretrained}"
         yield loaded
 
 
@@ -125,29 +125,29 @@ def test_the_label_head_belongs_to_what_was_learned(complete: Complete, method: 
         name = f"learned/{phase.index:03d}-{phase.name}"
         labels = done.storage.read_json(f"{name}/labels.json")
         tensors = load_file(f"{done.storage.root}/{name}/label_head.safetensors")
-        found = (labels, tensors["head.weight"], tensors["head.bias"])
+        result = (labels, tensors["head.weight"], tensors["head.bias"])
     else:
-        names = [one.name for one in newest.adapters]
+        names = [adapter.name for adapter in newest.adapters]
         own = phase.name if method == "separate" else names[0]
         entry = newest.adapter("head" if "head" in names else own)
         state = bank.fetch(entry, newest.layouts[entry.layout])
-        found = (list(state.labels), state.head_weight, state.head_bias)
-    assert found[0] == head.labels
-    assert torch.equal(found[1], head.weight) and torch.equal(found[2], head.bias)
+        result = (list(state.labels), state.head_weight, state.head_bias)
+    assert result[0] == head.labels
+    assert torch.equal(result[1], head.weight) and torch.equal(result[2], head.bias)
     assert len(head.labels) == (2 if method == "separate" else 4), "a model of its own has its own labels only"
 
 
 def test_every_phase_leaves_a_snapshot(complete: Complete) -> None:
     lora, separate = complete("bert", "lora", "torch"), complete("bert", "separate", "torch")
-    found = {}
+    collected = {}
     for name, done in (("lora", lora), ("separate", separate)):
         bank = Bank(done.storage.sub("bank"))
         snapshots = [bank.open(number) for number in bank.snapshots()]
-        found[name] = [[str(entry) for entry in snapshot.adapters] for snapshot in snapshots]
+        collected[name] = [[str(entry) for entry in snapshot.adapters] for snapshot in snapshots]
         assert [snapshot.parent for snapshot in snapshots] == [None, 1]
         assert [[task.name for task in snapshot.tasks] for snapshot in snapshots] == [["colour"], ["colour", "animal"]]
         assert verify(bank).problems == [] and verify(bank).leftovers == []
-    assert found == {
+    assert collected == {
         "lora": [["lora@1"], ["lora@2"]],
         "separate": [["colour@1"], ["animal@1", "colour@1"]],
     }

@@ -79,8 +79,8 @@ def test_modifiers_resume_bit_for_bit_with_every_method(
 def test_every_engine_gives_the_losses_of_plain_torch(
     complete_masked: Any, kind: str, method: str, engine: str, mask_update: bool
 ) -> None:
-    plain, found = (trace(complete_masked(kind, method, name, mask_update=mask_update)) for name in ("torch", engine))
-    for mine, other in zip(found, plain, strict=True):
+    plain, result = (trace(complete_masked(kind, method, name, mask_update=mask_update)) for name in ("torch", engine))
+    for mine, other in zip(result, plain, strict=True):
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 
@@ -92,9 +92,9 @@ def test_a_threshold_of_zero_is_plain_training(
     complete_masked: Any, complete: Complete, method: str, engine: str
 ) -> None:
     plain = complete("bert", method, engine).storage
-    found = complete_masked("bert", method, engine, threshold=0.0)
-    assert trace(found) == trace(plain)
-    assert exported(found) == exported(plain)
+    masked = complete_masked("bert", method, engine, threshold=0.0)
+    assert trace(masked) == trace(plain)
+    assert exported(masked) == exported(plain)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,13 @@ def test_scores_of_tasks_trained_alone_are_of_the_same_modifiers(
     lab: Lab, complete_masked: Any, tmp_path: Path
 ) -> None:
     alone = {"singles": complete_masked("bert", "separate", "torch").uri}
-    found = read_singles(masked(lab, "bert", "lora", "torch", eval=alone))
-    assert found is not None and list(found) == list(TASKS)
+    scores = read_singles(masked(lab, "bert", "lora", "torch", eval=alone))
+    assert scores is not None and list(scores) == list(TASKS)
     older = Storage.at(tmp_path)
     results = read_results(alone["singles"])
     del results["config"]["stream"]["train_rows_by_task"]
     older.write_json("results.json", hashed(results))
-    assert read_singles(masked(lab, "bert", "lora", "torch", eval={"singles": older.uri})) == found
+    assert read_singles(masked(lab, "bert", "lora", "torch", eval={"singles": older.uri})) == scores
     for other in (
         lab.config("bert", "lora", eval=alone),
         masked(lab, "bert", "lora", "torch", threshold=0.4, eval=alone),

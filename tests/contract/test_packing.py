@@ -62,9 +62,9 @@ def test_steps_of_similar_length_resume_bit_for_bit(lab: Lab, tmp_path: Path) ->
     close(whole, plain)
 
 
-def close(found: Storage, expected: Storage) -> None:
+def close(storage: Storage, expected: Storage) -> None:
     """The same steps, with losses and gradient norms that differ by rounding."""
-    mine, other = trace(found), trace(expected)
+    mine, other = trace(storage), trace(expected)
     assert [step[:2] + step[4:] for step in mine] == [step[:2] + step[4:] for step in other]
     assert [step[2] for step in mine] == pytest.approx([step[2] for step in other], rel=1e-4)
     assert [step[3] for step in mine] == pytest.approx([step[3] for step in other], rel=1e-3)

@@ -102,17 +102,17 @@ def test_a_runs_last_rows_are_the_endpoints_answers(
         last = replace(last_checkpoint(done), published={"snapshot": snapshot.number})
         return score_phase(context, context.phases[-1], world, storage, lambda task: None, last)
 
-    found = scored()
+    result = scored()
     gives_task = method == "separate" or context.method.config.needs_task
     chooses = context.method.config.chooses_task and method != "separate"
     is_alike = len(set(prompts.values())) == 1 and not chooses  # nothing that a router reads
-    assert bool(found.other_row) == chooses, "methods must say whether they choose"
+    assert bool(result.other_row) == chooses, "methods must say whether they choose"
     with listening(bank) as wire:
-        for task in found.row:
+        for task in result.row:
             texts, given = rows_of(storage, folder_of(context), task)
             system = "" if gives_task or kind == "bert" else prompts[task].instruction
             assert answers(wire, texts, system, None if system else task) == given
-            if found.other_row:
+            if result.other_row:
                 assert answers(wire, *rows_of(storage, "chosen", task)[:1]) == rows_of(storage, "chosen", task)[1]
             elif is_alike:
                 assert gives_task or answers(wire, texts) == given, (
@@ -121,10 +121,10 @@ def test_a_runs_last_rows_are_the_endpoints_answers(
             elif not gives_task:
                 with pytest.raises(AssertionError, match=r"give the text's task by raycl\.task"):
                     answers(wire, texts)
-    if found.other_row:
+    if result.other_row:
         monkeypatch.setattr(context, "evaluation", context.evaluation.model_copy(update={"instruction": "chosen"}))
         swapped = scored()
-        assert (swapped.row, swapped.other_row) == (found.other_row, found.row)
+        assert (swapped.row, swapped.other_row) == (result.other_row, result.row)
 
 
 def with_definitions(lab: Lab) -> list[dict[str, Any]]:
@@ -153,16 +153,16 @@ def answers(wire: Wire, texts: Sequence[str], system: str = "", task: str | None
     """
     raycl = {"raycl": {"task": task}} if task else {}
     if wire.engine.kind == "encoder":
-        found = wire.post("/v1/classify", {"input": list(texts), **raycl})
-        assert found.status_code == 200, found.text
-        return [one["label"] for one in found.json()["data"]]
+        response = wire.post("/v1/classify", {"input": list(texts), **raycl})
+        assert response.status_code == 200, response.text
+        return [item["label"] for item in response.json()["data"]]
     said = []
     for text in texts:
         messages = [{"role": "system", "content": system}] if system else []
         messages += [{"role": role, "content": content} for role, content in messages_of(text)]
-        found = wire.post("/v1/chat/completions", {"messages": messages, **raycl})
-        assert found.status_code == 200, found.text
-        said.append(found.json()["choices"][0]["message"]["content"].strip())
+        response = wire.post("/v1/chat/completions", {"messages": messages, **raycl})
+        assert response.status_code == 200, response.text
+        said.append(response.json()["choices"][0]["message"]["content"].strip())
     return said
 
 

@@ -79,5 +79,5 @@ def test_all_engines_start_anew(lab: Lab, tmp_path: Path, method: str, engine: s
     for mine, theirs in zip(*map(trace, folders), strict=True):
         assert theirs == pytest.approx(mine, abs=1e-4, rel=1e-3)
     times = [folder.read_json("results.json")["phase_times"] for folder in folders]
-    counts, found = ([entry["trained_parameters"] for entry in entries] for entries in times)
-    assert counts == found and min(counts) > 0
+    counts, result = ([entry["trained_parameters"] for entry in entries] for entries in times)
+    assert counts == result and min(counts) > 0

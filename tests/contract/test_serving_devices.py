@@ -37,10 +37,10 @@ def test_replicas_use_what_is_reserved_for_them(
     bank = bank_of(taught("bert", "slm"), tmp_path)
     tree = {"bank": bank.storage.uri, "device": device, "follow": {"enabled": True, "gated": True}}
     first = build_from(ServeConfig(**tree))._bound_deployment
-    bound = {one.name: one for one in (first, *(given._bound_deployment for given in first.init_args[1:]))}
-    takes = {name: one.ray_actor_options for name, one in bound.items()}
+    bound = {item.name: item for item in (first, *(given._bound_deployment for given in first.init_args[1:]))}
+    takes = {name: item.ray_actor_options for name, item in bound.items()}
     takes["gate"] = bound["gate"].init_args[1]  # what it reserves during an evaluation
     reserved = {name: options.get("num_gpus", 0.0) > 0 for name, options in takes.items()}
-    used = {name: one.init_args[0]["device"] == "cuda" for name, one in bound.items()}
+    used = {name: item.init_args[0]["device"] == "cuda" for name, item in bound.items()}
     assert used == dict.fromkeys(("endpoint", "gate"), uses == "cuda")
     assert {name: reserved[name] for name in used} == used

@@ -46,17 +46,17 @@ def test_served_texts_equal_the_snapshots_own(
 ) -> None:
     bank = bank_of(taught(kind, method), tmp_path)
     asked = examples(taught(kind, method), bank)
-    assert len({one.answer for one in asked}) >= 3, "answers must differ, or a mix-up would not be seen"
+    assert len({item.answer for item in asked}) >= 3, "answers must differ, or a mix-up would not be seen"
     with serving(bank, max_batch=5, decoding=decoding) as client:
-        task = {one.text: one.task if method == "separate" else None for one in asked}
+        task = {item.text: item.task if method == "separate" else None for item in asked}
         with client.paused():
-            at_once = [client.ask(one.text, task=task[one.text]) for one in asked]
-        assert [reply.text for reply in at_once] == [one.answer for one in asked]
+            at_once = [client.ask(item.text, task=task[item.text]) for item in asked]
+        assert [reply.text for reply in at_once] == [item.answer for item in asked]
         joining: list[Reply] = []
         for group in chunks(asked[::-1], 2):  # each pair comes while the one before is answered
-            joining += [client.ask(one.text, task=task[one.text]) for one in group]
+            joining += [client.ask(item.text, task=task[item.text]) for item in group]
             joining[-1].wait(is_piece)
-        assert [reply.text for reply in joining] == [one.answer for one in asked[::-1]]
+        assert [reply.text for reply in joining] == [item.answer for item in asked[::-1]]
         assert all(reply.metadata.cut_tokens == 0 for reply in joining)
         client.settle()
         counts = client.engine.counts
@@ -67,7 +67,7 @@ def test_served_texts_equal_the_snapshots_own(
 def test_every_row_keeps_its_own_mixture(taught: Taught, tmp_path: Path, kind: str, decoding: str) -> None:
     bank = bank_of(taught(kind, "separate"), tmp_path)
     model = opened(bank, bank.open(2))
-    asked = [(text, WEIGHTS[(place + turn) % len(WEIGHTS)]) for turn in range(2) for place, text in enumerate(TEXTS)]
+    asked = [(text, WEIGHTS[(index + turn) % len(WEIGHTS)]) for turn in range(2) for index, text in enumerate(TEXTS)]
     expected = [alone(model, text, weights, _loudest(weights)) for text, weights in asked]
     assert len(set(expected)) >= 4 and any(len(text.split()) == LIMIT for text in expected)
     with serving(bank, max_batch=7, decoding=decoding) as client:
@@ -108,18 +108,18 @@ def test_served_labels_equal_the_snapshots_own(taught: Taught, tmp_path: Path, m
     bank = bank_of(taught("bert", method), tmp_path)
     asked = examples(taught("bert", method), bank)
     forgot = {"red"} if method == "olora" else set()
-    assert {one.answer for one in asked} == {"red", "blue", "cat", "dog"} - forgot
+    assert {item.answer for item in asked} == {"red", "blue", "cat", "dog"} - forgot
     with serving(bank, max_batch=5) as client:
         with client.paused():
             replies = [
-                client.ask(one.text, task=one.task if method == "separate" else None, sampling=None) for one in asked
+                client.ask(item.text, task=item.task if method == "separate" else None, sampling=None) for item in asked
             ]
-        assert [reply.label for reply in replies] == [one.answer for one in asked]
-        one = client.ask(asked[0].text, task=asked[0].task, sampling=None)
-        assert one.label == asked[0].answer, "alone as among others"
-        assert isinstance(one.last, LabelScores) and isinstance(replies[0].last, LabelScores)
-        assert one.last.scores == pytest.approx(replies[0].last.scores, abs=1e-5)
-        assert sum(one.last.scores.values()) == pytest.approx(1.0, abs=1e-5)
+        assert [reply.label for reply in replies] == [item.answer for item in asked]
+        item = client.ask(asked[0].text, task=asked[0].task, sampling=None)
+        assert item.label == asked[0].answer, "alone as among others"
+        assert isinstance(item.last, LabelScores) and isinstance(replies[0].last, LabelScores)
+        assert item.last.scores == pytest.approx(replies[0].last.scores, abs=1e-5)
+        assert sum(item.last.scores.values()) == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "method"), [("bert", "slm"), ("bert", "sapt"), ("llama", "slm"), ("t5", "separate")])
@@ -128,9 +128,9 @@ def test_bfloat16_answers_are_close_to_float32(taught: Taught, tmp_path: Path, k
     asked, sampling = examples(taught(kind, method), bank), None if kind == "bert" else Sampling(LIMIT)
     with serving(bank, dtype="bfloat16") as client:
         assert client.engine.model.backbone.dtype == torch.bfloat16
-        found = [client.ask(one.text, task=one.task, sampling=sampling) for one in asked]
-        said = [reply.label if kind == "bert" else reply.text for reply in found]
-    same = sum(answer == one.answer for answer, one in zip(said, asked, strict=True))
+        replies = [client.ask(item.text, task=item.task, sampling=sampling) for item in asked]
+        said = [reply.label if kind == "bert" else reply.text for reply in replies]
+    same = sum(answer == item.answer for answer, item in zip(said, asked, strict=True))
     assert same >= len(asked) - 2, f"{same} of {len(asked)}"
 
 
@@ -138,8 +138,8 @@ def test_bfloat16_answers_are_close_to_float32(taught: Taught, tmp_path: Path, k
 def test_two_snapshots_answer_side_by_side(taught: Taught, tmp_path: Path, decoding: str) -> None:
     done = taught("llama", "lora")  # one adapter that changes: version 1 knows colours, version 2 both tasks
     bank = bank_of(done, tmp_path)
-    older = {one.text: one.answer for one in examples(done, bank, 1)}
-    newer = {one.text: one.answer for one in examples(done, bank, 2)}
+    older = {example.text: example.answer for example in examples(done, bank, 1)}
+    newer = {example.text: example.answer for example in examples(done, bank, 2)}
     assert any(newer[text] != answer for text, answer in older.items())
     with serving(bank, max_batch=6, decoding=decoding) as client:
         client.loaded(1)
@@ -155,7 +155,7 @@ def test_a_request_keeps_its_snapshot(taught: Taught, tmp_path: Path) -> None:
     done = taught("llama", "lora")
     bank = bank_of(done, tmp_path)
     older, newer = examples(done, bank, 1), examples(done, bank, 2)
-    text = next(one.text for one, other in zip(older, newer, strict=False) if one.answer != other.answer)
+    text = next(item.text for item, other in zip(older, newer, strict=False) if item.answer != other.answer)
     with serving(bank, snapshot=1, loaded_snapshots=1) as client:
         client.snapshot_manager.activate(1, "to begin with")
         held = client.snapshot_manager.acquire()
@@ -169,8 +169,8 @@ def test_a_request_keeps_its_snapshot(taught: Taught, tmp_path: Path) -> None:
             client.snapshot_manager.active.snapshot.number == 2 and held.snapshot.number in client.engine.model.loaded
         )
         assert (before.metadata.snapshot, after.metadata.snapshot) == (1, 2)
-        assert before.text == next(one.answer for one in older if one.text == text)
-        assert after.text == next(one.answer for one in newer if one.text == text)
+        assert before.text == next(item.answer for item in older if item.text == text)
+        assert after.text == next(item.answer for item in newer if item.text == text)
         client.snapshot_manager.release(held)
         client.snapshot_manager.activate(1, "back")
         assert list(client.engine.model.loaded) == [1], "loaded_snapshots=1, and the other one is unused"
@@ -210,7 +210,7 @@ def test_an_internal_error_fails_one_request_only(
         fit = client.engine._truncation.fit
 
         def fault(wanted: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
-            if any(one.text == "secret words" for one in wanted):
+            if any(item.text == "secret words" for item in wanted):
                 raise ZeroDivisionError("by zero")
             return fit(wanted)
 
@@ -296,13 +296,13 @@ def test_the_same_seed_gives_the_same_text_in_any_batch(taught: Taught, tmp_path
     bank = bank_of(taught("llama", "separate"), tmp_path)
     drawn = [Sampling(LIMIT, temperature=1.5, seed=seed) for seed in range(4)]
     with serving(bank) as client:
-        lonely = [client.ask("fire is", weights={}, sampling=one).text for one in drawn]
+        lonely = [client.ask("fire is", weights={}, sampling=item).text for item in drawn]
         assert len(set(lonely)) == len(lonely), "other seeds say other things"
         with client.paused():
             extreme = [Sampling(LIMIT, heat, top_p) for heat in (5e-324, 2.0) for top_p in (5e-324, 1e-46, 1 - 2**-53)]
             each = product(TEXTS, WEIGHTS, (drawn[0], *extreme))
-            others = [client.ask(text, weights=weights, sampling=one) for text, weights, one in each]
-            crowd = [client.ask("fire is", weights={}, sampling=one) for one in drawn]
+            others = [client.ask(text, weights=weights, sampling=item) for text, weights, item in each]
+            crowd = [client.ask("fire is", weights={}, sampling=item) for item in drawn]
         assert [reply.text for reply in crowd] == lonely
         assert all(reply.finish for reply in others)
         cold = client.ask("fire is", weights={}, sampling=Sampling(LIMIT, temperature=1.5, top_p=1e-9, seed=1))
@@ -353,13 +353,13 @@ def test_a_request_without_a_task_changes_no_other(taught: Taught, tmp_path: Pat
         route = client.loaded().router.route
         client.loaded().router.route = lambda texts, tasks: calls.append(tasks) or route(texts, tasks)  # type: ignore[method-assign, func-returns-value]
         with client.paused():
-            told = [client.ask(one.text, task=one.task, sampling=None) for one in asked[:3]]
+            told = [client.ask(item.text, task=item.task, sampling=None) for item in asked[:3]]
             untold = client.ask("fire is", sampling=None)
             wrong = client.ask("fire is", task="weather", sampling=None)
             pinned = client.ask("fire is", weights={"colour": 1.0}, sampling=None)
         assert "needs the task of each text" in untold.error
         assert "no adapter was trained on weather" in wrong.error
-        assert [reply.label for reply in told] == [one.answer for one in asked[:3]]
+        assert [reply.label for reply in told] == [item.answer for item in asked[:3]]
         assert pinned.label == asked[0].answer
         assert None in calls and any(tasks is not None and len(tasks) == 4 for tasks in calls)  # type: ignore[arg-type]
 
@@ -393,5 +393,5 @@ def test_rows_are_grouped_by_active_adapters(taught: Taught, tmp_path: Path, dec
             for reply in [client.ask(text, weights={"colour": 1.0}, sampling=Sampling(3)) for text in TEXTS[:2]]:
                 assert reply is not None
         client.settle()
-        found = {name: client.engine.counts[name] - before[name] for name in before}
-    assert 2 <= found["rows"] <= 2 * found["batches"] and found["misses"] >= 1
+        result = {name: client.engine.counts[name] - before[name] for name in before}
+    assert 2 <= result["rows"] <= 2 * result["batches"] and result["misses"] >= 1

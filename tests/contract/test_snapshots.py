@@ -50,9 +50,9 @@ def test_evaluation_routes_by_the_router_that_is_published(
     if context.method.local_adaptation is None:  # a step on neighbours is training
         monkeypatch.setattr(context.method, "route", None)
     world, storage = DistributedContext.alone(torch.device("cpu")), done.copy(tmp_path)
-    found = score_phase(context, context.phases[-1], world, storage, lambda task: None, last)
+    phase = score_phase(context, context.phases[-1], world, storage, lambda task: None, last)
     row = dict(zip((task.name for task in context.stream.tasks), matrix(done.storage)[-1], strict=True))
-    assert {name: cell["value"] for name, cell in found.row.items()} == {name: row[name] for name in found.row}
+    assert {name: cell["value"] for name, cell in phase.row.items()} == {name: row[name] for name in phase.row}
     bank, snapshot = newest(done)
     if snapshot is not None and method != "separate":  # which gives adapters the names of their tasks
         published, kept = get_router(bank, snapshot), PublishedRouter.of(context.method, last)

@@ -90,8 +90,8 @@ def test_a_stream_runs_and_fills_its_matrix(done: Done) -> None:
 
 @pytest.mark.parametrize(("kind", "method", "engine"), [case for case in CASES if case[2] != "torch"])
 def test_all_engines_give_the_losses_of_plain_torch(complete: Complete, kind: str, method: str, engine: str) -> None:
-    plain, found = (trace(complete(kind, method, name).storage) for name in ("torch", engine))
-    for mine, other in zip(found, plain, strict=True):
+    plain, result = (trace(complete(kind, method, name).storage) for name in ("torch", engine))
+    for mine, other in zip(result, plain, strict=True):
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 
@@ -147,8 +147,8 @@ def test_stopped_around_the_export(
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(module, place, stop)
         run(done.config, storage)
-    found = verify(Bank(storage.sub("bank")))
-    assert found.problems == [] and found.snapshots <= 1, "a half-written publish is invisible"
+    result = verify(Bank(storage.sub("bank")))
+    assert result.problems == [] and result.snapshots <= 1, "a half-written publish is invisible"
     run(done.config, storage)
     check_same(storage, done.storage)
     assert verify(Bank(storage.sub("bank"))).leftovers == []
@@ -183,7 +183,7 @@ def test_the_next_passes_run_while_a_checkpoint_is_written(
     run(done.config, storage)
     check_same(storage, done.storage)
     for name in storage.list("checkpoints"):
-        mine, other = (read_checkpoint(one, name, partial=True) for one in (storage, done.storage))
+        mine, other = (read_checkpoint(item, name, partial=True) for item in (storage, done.storage))
         assert all(torch.equal(value, other.optimizer[key]) for key, value in mine.optimizer.items())
         assert all(torch.equal(value, other.parameters[key]) for key, value in mine.parameters.items())
 
@@ -271,10 +271,10 @@ def test_trackers_see_the_metrics_and_the_matrix(lab: Lab, tmp_path: Path, metho
     world, curves, storage = DistributedContext.alone(torch.device("cpu")), Curves(), Storage.at(tmp_path)
     context, open_engine = build(lab.config("bert", method), world)
     stream_loop.StreamLoop(context, open_engine, storage, world, curves).run()
-    found, cells = storage.read_json("results.json")["metrics"], matrix(storage)
+    metrics, cells = storage.read_json("results.json")["metrics"], matrix(storage)
     last = {name: points[-1][1] for name, points in curves.points.items() if name.startswith("metrics/")}
     names = ["ap", "average_accuracy"] if method == "joint" else ["ap", "average_accuracy", "bwt", "bwt_m", "f_ra"]
-    assert last == {f"metrics/{name}": found[name] for name in names}
+    assert last == {f"metrics/{name}": metrics[name] for name in names}
     steps = [STEPS, 2 * STEPS] if method == "lora" else [2 * STEPS - 1]
     assert [step for step, _ in curves.points["metrics/ap"]] == steps
     if method == "lora":

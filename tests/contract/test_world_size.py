@@ -90,12 +90,12 @@ def settings(method: str) -> Any:
 
 def sections(lab: Lab, kind: str, method: str, micro: int | None = None) -> dict[str, Any]:
     """With MIGU for `<method>+migu`, and an unseen task wherever the method needs no task id."""
-    found: dict[str, Any] = {"stream": stream(kind), "train": {"micro_batch_size": micro}}
+    result: dict[str, Any] = {"stream": stream(kind), "train": {"micro_batch_size": micro}}
     if method not in NEED_THE_TASK:
-        found["stream"]["unseen"] = [lab.unseen]
+        result["stream"]["unseen"] = [lab.unseen]
     if method.endswith("+migu"):
-        found["modifiers"] = [{"name": "migu", "skip_first_task": False}]
-    return found
+        result["modifiers"] = [{"name": "migu", "skip_first_task": False}]
+    return result
 
 
 def stream(kind: str) -> dict[str, Any]:
@@ -138,25 +138,25 @@ def name(case: tuple[Any, ...]) -> str:
     return "-".join(map(str, case))
 
 
-def same(found: Storage, expected: Storage, tolerance: float) -> None:
+def same(storage: Storage, expected: Storage, tolerance: float) -> None:
     """Losses within `tolerance`, the same tokens at the same rates, the same matrix."""
-    for mine, other in zip(trace(found), trace(expected), strict=True):
+    for mine, other in zip(trace(storage), trace(expected), strict=True):
         assert mine[:2] == other[:2]
         assert mine[2:] == pytest.approx(other[2:], abs=tolerance, rel=tolerance)
-    assert matrix(found) == matrix(expected)
+    assert matrix(storage) == matrix(expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_two_workers_equal_one(together: Path, alone: Alone, case: tuple[str, str, str, int | None]) -> None:
-    found = Storage.at(together / name(case))
-    same(found, alone(case[0], case[1]), 1e-4)
-    assert found.read_json("results.json")["workers"] == 2
-    assert unseen(found) == unseen(alone(case[0], case[1])) and bool(unseen(found)) is (case[1] not in NEED_THE_TASK)
-    assert rows_kept(found) == rows_kept(alone(case[0], case[1]))
-    assert bool(rows_kept(found)) is case[1].endswith("+migu")
-    for mine, other in zip(attended(found), attended(alone(case[0], case[1])), strict=True):
+    result = Storage.at(together / name(case))
+    same(result, alone(case[0], case[1]), 1e-4)
+    assert result.read_json("results.json")["workers"] == 2
+    assert unseen(result) == unseen(alone(case[0], case[1])) and bool(unseen(result)) is (case[1] not in NEED_THE_TASK)
+    assert rows_kept(result) == rows_kept(alone(case[0], case[1]))
+    assert bool(rows_kept(result)) is case[1].endswith("+migu")
+    for mine, other in zip(attended(result), attended(alone(case[0], case[1])), strict=True):
         assert mine == {task: pytest.approx(weights, abs=2e-4) for task, weights in other.items()}
-    assert bool(attended(found)) is (case[1] == "sapt")
+    assert bool(attended(result)) is (case[1] == "sapt")
 
 
 def unseen(storage: Storage) -> dict[str, tuple[float, int]]:
@@ -189,41 +189,41 @@ def test_one_worker_resumes_a_run_of_two_on_another_engine(
 
 
 def test_two_workers_resume_their_shares_bit_for_bit(together: Path) -> None:
-    found, expected = Storage.at(together / "again"), Storage.at(together / name(AGAIN))
-    assert found.read_json("results.json")["attempts"] == 2
-    assert trace(found) == trace(expected) and matrix(found) == matrix(expected)
-    assert exported(found) == exported(expected)
-    last = found.sub(f"checkpoints/{found.list('checkpoints')[-1]}")
+    result, expected = Storage.at(together / "again"), Storage.at(together / name(AGAIN))
+    assert result.read_json("results.json")["attempts"] == 2
+    assert trace(result) == trace(expected) and matrix(result) == matrix(expected)
+    assert exported(result) == exported(expected)
+    last = result.sub(f"checkpoints/{result.list('checkpoints')[-1]}")
     assert "parameters-00001.safetensors" in last.list(), "at a task's end, too, each worker writes its share"
-    weights = load(found.read(f"learned/{found.list('learned')[-1]}/model.safetensors"))
-    parts = read_checkpoint(found, found.list("checkpoints")[-1]).parameters
+    weights = load(result.read(f"learned/{result.list('learned')[-1]}/model.safetensors"))
+    parts = read_checkpoint(result, result.list("checkpoints")[-1]).parameters
     assert all(torch.equal(tensor, parts[f"model.{name}"]) for name, tensor in weights.items())
 
 
 def test_two_workers_write_and_export_their_parts_of_the_best_weights(together: Path) -> None:
     """With masters beside a backbone in bfloat16: no worker ever has all of them."""
-    found = Storage.at(together / "best")
-    *inside, end = (read_checkpoint(found, name) for name in found.list("checkpoints"))
+    result = Storage.at(together / "best")
+    *inside, end = (read_checkpoint(result, name) for name in result.list("checkpoints"))
     at = end.spent["selected_step"]
     assert at < end.steps, "else the last weights would do"
-    best, after = (next(one for one in inside if one.step == step) for step in (at, at + 3))
+    best, after = (next(item for item in inside if item.step == step) for step in (at, at + 3))
     kept = {key.removesuffix("/selected"): value for key, value in after.optimizer.items() if "/selected" in key}
-    (folder,) = found.list("learned")
-    weights = load(found.read(f"learned/{folder}/model.safetensors"))
+    (folder,) = result.list("learned")
+    weights = load(result.read(f"learned/{folder}/model.safetensors"))
     written = {f"model.{name}": weight for name, weight in weights.items()}
     for holder in (kept, end.parameters, end.parameters | written):
         assert holder.keys() == best.parameters.keys()
         assert all(torch.equal(value, best.parameters[name]) for name, value in holder.items())
-    for name in found.list("checkpoints")[-2:]:
-        assert "parameters-00001.safetensors" in found.list(f"checkpoints/{name}")
+    for name in result.list("checkpoints")[-2:]:
+        assert "parameters-00001.safetensors" in result.list(f"checkpoints/{name}")
 
 
 @pytest.mark.parametrize("engine", [case[2] for case in CASES if case[:2] == ("bert", "lora") and case[3] is None])
 def test_plain_engines_move_gradients_of_what_is_trained_alone(lab: Lab, together: Path, engine: str) -> None:
-    found = Storage.at(together / name(("bert", "lora", engine, None)))
-    trained = read_checkpoint(found, found.list("checkpoints")[-1]).parameters.values()
+    result = Storage.at(together / name(("bert", "lora", engine, None)))
+    trained = read_checkpoint(result, result.list("checkpoints")[-1]).parameters.values()
     moved, gradients = (
-        found.read_json("results.json")["phase_times"][-1]["step_bytes"],
+        result.read_json("results.json")["phase_times"][-1]["step_bytes"],
         4 * sum(p.numel() for p in trained),
     )
     assert moved == gradients if engine in ("torch", "zero0") else moved > gradients

@@ -55,16 +55,16 @@ def measured(lab: Lab, method: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", ALL)
 def test_training_reproduces_the_recorded_traces(lab: Lab, tmp_path: Path, method: str) -> None:
-    found = measured(lab, method, tmp_path)
+    result = measured(lab, method, tmp_path)
     kept = json.loads(TRACES.read_text()) if TRACES.exists() else {}
     if os.environ.get("RAYCL_REGENERATE"):
-        TRACES.write_text(json.dumps({**kept, method: found}, indent=1) + "\n")
+        TRACES.write_text(json.dumps({**kept, method: result}, indent=1) + "\n")
         pytest.skip(f"wrote {TRACES.name}")
     assert method in kept, "a new method: write its trace as the first lines of this file say"
     expected = kept[method]
-    assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], abs=TOLERANCE * 10)
-    assert found["matrix"] == expected["matrix"]
+    assert result["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert result["grad_norm"] == pytest.approx(expected["grad_norm"], abs=TOLERANCE * 10)
+    assert result["matrix"] == expected["matrix"]
 
 
 def test_every_method_has_a_trace() -> None:

@@ -58,8 +58,8 @@ def test_labels_on_a_small_device(taught: Taught, tmp_path: Path) -> None:
     rank = bank.open(2).adapters[0].rank
     with serving(bank, max_loaded_rows=rank) as client:
         with client.paused():
-            replies = [client.ask(one.text, task=one.task, sampling=None) for one in asked]
-        assert [reply.label for reply in replies] == [one.answer for one in asked]
+            replies = [client.ask(item.text, task=item.task, sampling=None) for item in asked]
+        assert [reply.label for reply in replies] == [item.answer for item in asked]
     with serving(bank, max_loaded_rows=rank - 1) as client:
         assert "take 8 rows" in client.ask("fire is", task="colour", sampling=None).error
         assert "no selected adapter has a label head" in client.ask("fire is", weights={}, sampling=None).error

@@ -44,7 +44,7 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
     with trained.load() as model:
         assert model.tasks == ("heat", "colour") and model.answers == "label"
         answers = model.predict(texts)
-        assert model.generate(texts[0]) == [answers[0].text] == [one.text for one in model.stream(texts[:1])]
+        assert model.generate(texts[0]) == [answers[0].text] == [item.text for item in model.stream(texts[:1])]
         assert model.route(texts) == [pytest.approx(dict(answer.tasks)) for answer in answers]
     again = raycl.Run(trained.folder)
     assert np.array_equal(again.matrix, trained.matrix, equal_nan=True) and again.bank == trained.bank

@@ -32,7 +32,7 @@ def same(mine: AdapterState, other: AdapterState) -> bool:
     pairs = [*zip(mine.linears.values(), other.linears.values(), strict=True)]
     pairs.append(((mine.prompt, mine.head_weight, mine.head_bias), (other.prompt, other.head_weight, other.head_bias)))
     tensors = [(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)]
-    facts = [(one.scale, one.labels, list(one.linears), one.activation) for one in (mine, other)]
+    facts = [(item.scale, item.labels, list(item.linears), item.activation) for item in (mine, other)]
     return facts[0] == facts[1] and all(torch.equal(a, b) for a, b in tensors)
 
 
@@ -66,9 +66,9 @@ def test_what_is_published_is_fetched_and_versions_stay(bank: Bank) -> None:
 
 
 def test_a_snapshot_names_everything_and_never_changes(bank: Bank) -> None:
-    one = bank.publish("one", adapter(1), MODEL, ["t1"])
-    first = bank.snapshot([one], MODEL, ROUTER, [TaskInfo(name="t1", labels=("yes", "no"))])
-    assert bank.snapshot([one], MODEL, ROUTER, [TaskInfo(name="t1", labels=("yes", "no"))]) == first
+    item = bank.publish("one", adapter(1), MODEL, ["t1"])
+    first = bank.snapshot([item], MODEL, ROUTER, [TaskInfo(name="t1", labels=("yes", "no"))])
+    assert bank.snapshot([item], MODEL, ROUTER, [TaskInfo(name="t1", labels=("yes", "no"))]) == first
     two = bank.publish("two", adapter(2, rank=3), MODEL, ["t2"])
     kept = [(entry, first.layouts[entry.layout]) for entry in first.adapters]
     second = bank.snapshot([*kept, two], MODEL, ROUTER, parent=first.number)
@@ -81,7 +81,7 @@ def test_a_snapshot_names_everything_and_never_changes(bank: Bank) -> None:
     with pytest.raises(BankError, match="snapshot 2 has no adapter 'three': expected one of one, two"):
         second.adapter("three")
     with pytest.raises(BankError, match="made for backbone 'tiny'"):
-        bank.snapshot([one], replace_hash(MODEL), ROUTER)
+        bank.snapshot([item], replace_hash(MODEL), ROUTER)
     with pytest.raises(BankError, match="has no snapshot 9: it has 1, 2"):
         bank.open(9)
 
@@ -92,9 +92,11 @@ def replace_hash(model: ModelInfo) -> ModelInfo:
 
 def test_of_racing_writers_every_one_gets_a_version_of_its_own(bank: Bank) -> None:
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda seed: bank.publish("hot", adapter(seed), MODEL, provenance={"w": seed}), range(8)))
-    assert sorted(manifest.version for manifest in found) == list(range(1, 9))
-    for seed, manifest in enumerate(found):
+        result = list(
+            pool.map(lambda seed: bank.publish("hot", adapter(seed), MODEL, provenance={"w": seed}), range(8))
+        )
+    assert sorted(manifest.version for manifest in result) == list(range(1, 9))
+    for seed, manifest in enumerate(result):
         assert same(bank.fetch(manifest), adapter(seed))
 
     def fixed(seed: int) -> str:
@@ -124,8 +126,8 @@ def test_killed_between_tensors_and_manifest_the_bank_is_clean(
     local.snapshot([local.publish("one", adapter(1), MODEL)], MODEL, ROUTER)
     writer = Call("test_bank:die_before_the_manifest", (local.storage.uri,), tmp_path / "log")
     assert fork_server.codes([writer], 60) == [-signal.SIGKILL]
-    found = verify(local)
-    assert found.problems == [] and len(found.leftovers) == 1 and local.names() == ["one"]
+    result = verify(local)
+    assert result.problems == [] and len(result.leftovers) == 1 and local.names() == ["one"]
     assert prune(local).files == [], "it is young: its writer might be about to publish"
     pruned = prune(local, grace_s=0.0)
     assert len(pruned.files) == 1 and verify(local).leftovers == []
@@ -279,8 +281,8 @@ def test_other_libraries_read_the_files(local: Bank, dtype: torch.dtype) -> None
     state = adapter()
     pairs = {path: (a.to(dtype), b.to(dtype)) for path, (a, b) in state.linears.items()}
     manifest = local.publish("a", replace(state, linears=pairs), MODEL)
-    found = load_file(local.storage.path(manifest.tensors.file))
-    assert torch.equal(found.pop("q.lora_A"), pairs["q"][0]) and torch.equal(found.pop("v.lora_B"), pairs["v"][1])
-    assert state.prompt is not None and torch.equal(found.pop("prompt"), state.prompt)
-    assert sorted(found) == ["head.bias", "head.weight", "q.lora_B", "v.lora_A"]
+    tensors = load_file(local.storage.path(manifest.tensors.file))
+    assert torch.equal(tensors.pop("q.lora_A"), pairs["q"][0]) and torch.equal(tensors.pop("v.lora_B"), pairs["v"][1])
+    assert state.prompt is not None and torch.equal(tensors.pop("prompt"), state.prompt)
+    assert sorted(tensors) == ["head.bias", "head.weight", "q.lora_B", "v.lora_A"]
     assert same(local.fetch(manifest), replace(state, linears=pairs))

@@ -81,10 +81,10 @@ def tensors(bank: Bank, snapshot: Snapshot) -> dict[str, Any]:
     return {**held, "router": get_router(bank, snapshot).tensors}
 
 
-def equal(one: dict[str, Any], two: dict[str, Any]) -> bool:
-    routers = one.pop("router"), two.pop("router")
+def equal(item: dict[str, Any], two: dict[str, Any]) -> bool:
+    routers = item.pop("router"), two.pop("router")
     same = routers[0].keys() == routers[1].keys()
-    return one == two and same and all(torch.equal(routers[0][key], routers[1][key]) for key in routers[0])
+    return item == two and same and all(torch.equal(routers[0][key], routers[1][key]) for key in routers[0])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if FULL or not case.endswith(" text")])
@@ -133,7 +133,7 @@ def test_earlier_tasks_without_data_are_listed_and_their_cells_stay_empty(lab: L
     assert equal(tensors(bank, head_of(bank, "with")), tensors(bank, head_of(bank, "without")))
     full, bare = (matrix(run) for run in runs.values())
     assert bare[1:] == [[None, *row[1:]] for row in full[1:]] and None not in full[2]
-    (note,) = [one for one in runs["without"].read_json("results.json")["stream"]["notes"] if "out of reach" in one]
+    (note,) = [item for item in runs["without"].read_json("results.json")["stream"]["notes"] if "out of reach" in item]
     assert note.endswith(": colour")
     tasks = {info.name: info for info in head_of(bank, "without").tasks}
     assert tasks == {info.name: info for info in head_of(bank, "with").tasks}

@@ -56,9 +56,9 @@ def test_training_evaluation_and_serving_read_the_same_ids(done: Done, tmp_path:
         kept |= {(task.name, record["text"]): record["answer"] for record in map(json.loads, lines)}
     with serving(bank) as client:
         assert client.engine.model.backbone.codec.bos == "none"
-        for one in asked:
-            answer = client.ask(one.text, sampling=Sampling(done.config.stream.max_target_tokens)).text
-            assert answer.strip() == kept[one.task, one.text]
+        for item in asked:
+            answer = client.ask(item.text, sampling=Sampling(done.config.stream.max_target_tokens)).text
+            assert answer.strip() == kept[item.task, item.text]
     assert len(set(kept.values())) > 1
 
 

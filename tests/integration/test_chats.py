@@ -76,16 +76,16 @@ def test_the_endpoint_and_files_get_the_answers_of_the_evaluation(
     with OfflineModel.open(bank, snapshot) as model:
         offline = list(model.predict([messages_of(text) for text in texts]))
         mixtures = model.route([messages_of(text) for text in texts])
-    assert [one.text for one in offline] == [row["answer"] for row in measured]
-    assert any(one.text for one in offline)
-    assert [one.tasks for one in offline] == mixtures
+    assert [item.text for item in offline] == [row["answer"] for row in measured]
+    assert any(item.text for item in offline)
+    assert [item.tasks for item in offline] == mixtures
     with serving(bank.storage.uri) as served:
         for text, row, ours in zip(texts, measured, offline, strict=True):
             messages = [message._asdict() for message in messages_of(text)]
             body = {"model": "auto", "temperature": 0, "messages": messages}
-            status, found = served.ask("/v1/chat/completions", body)
-            assert status == 200 and found["choices"][0]["message"]["content"] == row["answer"]
-            assert found["raycl"]["tasks"] == pytest.approx(ours.tasks, abs=1e-5)
+            status, result = served.ask("/v1/chat/completions", body)
+            assert status == 200 and result["choices"][0]["message"]["content"] == row["answer"]
+            assert result["raycl"]["tasks"] == pytest.approx(ours.tasks, abs=1e-5)
     folder = config("talk").stream.tasks[0].path  # type: ignore[index, union-attr]
     capsys.readouterr()  # what training printed
     assert main.main(["predict", bank.storage.uri, f"{folder}/test.jsonl"]) == 0
@@ -104,9 +104,9 @@ def test_a_task_that_is_no_conversation_gets_the_plain_contents(config: Config, 
 
 
 def test_answers_are_learned_by_turn_and_cut_ones_keep_their_last_message(config: Config) -> None:
-    found = config("talk")
-    codec = load_codec(found.backbone, 16, 4)
-    stream = open_stream(StreamConfig(tasks=found.stream.tasks, max_source_tokens=14, dev_fraction=0), seed=0)
+    result = config("talk")
+    codec = load_codec(result.backbone, 16, 4)
+    stream = open_stream(StreamConfig(tasks=result.stream.tasks, max_source_tokens=14, dev_fraction=0), seed=0)
     table = stream.table(stream.tasks[0], "train", codec)
     assert len(table) == 24 and 0 < table.truncated_sources < 24
     columns = table.columns(range(24))

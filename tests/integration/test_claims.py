@@ -34,8 +34,10 @@ def test_the_second_of_two_that_start_in_one_folder_is_refused(lab: Lab, tmp_pat
     for name, (first, second) in {"in-order": (0, 1), "crossed": (1, 0)}.items():
         folder = tmp_path / name
         both = [
-            prepared_run.prepare(one.model_copy(update={"output": one.output.model_copy(update={"dir": str(folder)})}))
-            for one in (mine, other)
+            prepared_run.prepare(
+                item.model_copy(update={"output": item.output.model_copy(update={"dir": str(folder)})})
+            )
+            for item in (mine, other)
         ]
         work(both[first])
         written = Storage.at(folder / "race").read("results.json")
@@ -51,7 +53,7 @@ def test_the_second_of_two_that_start_in_one_folder_is_refused(lab: Lab, tmp_pat
 
 
 def test_the_error_names_the_settings_that_differ(lab: Lab, tmp_path: Path) -> None:
-    first, second = (prepared_run.prepare(one) for one in two(lab, tmp_path))
+    first, second = (prepared_run.prepare(item) for item in two(lab, tmp_path))
     work(first)
     with pytest.raises(ResumeError, match=REFUSED + r"choose another output\.name$"):
         work(second)
@@ -76,8 +78,8 @@ def test_two_that_add_different_tasks_at_once(lab: Lab, tmp_path: Path) -> None:
     folder = str(tmp_path / "grown")
     later = {"name": "later", "path": lab.tasks[1]["path"]}
     texts = [yaml.safe_dump(task, default_flow_style=True, width=1000).strip() for task in (lab.tasks[1], later)]
-    one, two = (prepared_run.extend(folder, [text]) for text in texts)
-    work(one)
+    first, two = (prepared_run.extend(folder, [text]) for text in texts)
+    work(first)
     with pytest.raises(ResumeError, match="is a run with other settings"):
         work(two)
     results = Storage.at(folder).read_json("results.json")

@@ -99,9 +99,9 @@ def test_a_signal_stops_all_runs_with_a_checkpoint(
     before = signal.getsignal(number)
     with pytest.raises(
         StoppedError, match=r"^stopped by .*, [ab]-s3; the same command continues with all runs$"
-    ) as found:
+    ) as error:
         run_comparison(configs.validate(ComparisonConfig, tree), str(tmp_path))
-    assert found.value.exit_status == status and signal.getsignal(number) is before
+    assert error.value.exit_status == status and signal.getsignal(number) is before
     assert sorted(started) == ["a-s3", "b-s3"], "a run began after the signal"
     for name in started:
         newest = read_state(Storage.at(tmp_path / "table" / name)).checkpoints[-1]

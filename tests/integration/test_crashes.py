@@ -43,10 +43,10 @@ def failing(patch: pytest.MonkeyPatch, is_due: Callable[[int], bool]) -> None:
 def test_the_same_crash_twice_ends_the_run(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both attempts reach the fourth step of the first task: the second one from the checkpoint after two steps."""
     for number, kind in enumerate((IndexError, RunError)):
-        with monkeypatch.context() as patch, pytest.raises(kind) as found:
+        with monkeypatch.context() as patch, pytest.raises(kind) as error:
             failing(patch, lambda call, due=4 - 2 * number: call == due)  # type: ignore[misc]
             work(prepared)
-    said = str(found.value)
+    said = str(error.value)
     assert re.match(r"IndexError: index out of range in self \(at .*test_crashes.py:\d+", said), said
     assert re.search(
         r"called at .*/raycl/.*\.py:\d+\), twice while training task 'colour' after step 3, in a ", said

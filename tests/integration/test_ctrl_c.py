@@ -31,10 +31,10 @@ def test_a_command_ends_with_one_line(
     complete: Complete, lab: Lab, fork_server: ForkServer, tmp_path: Path, name: str
 ) -> None:
     places = {"bank": complete("bert", "lora", "torch").storage.path("bank"), "data": lab.tasks[0]["path"]}
-    words, place = COMMANDS[name]
+    words, position = COMMANDS[name]
     words = [word.format(**places, out=tmp_path / "out") for word in words]
     log, result = tmp_path / "log", tmp_path / "status"
-    fork_server.run([Call("interrupted:interrupted", (words, place, result), log)], seconds=60)
+    fork_server.run([Call("interrupted:interrupted", (words, position, result), log)], seconds=60)
     said = log.read_text()
     assert result.read_text() == "130" and "Traceback" not in said, said
     assert said.splitlines()[-1].startswith("stopped by Ctrl-C"), said

@@ -34,9 +34,9 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes({"cut": whole[:middle], "flip": flipped, "{}": b"{}", "[]": b"[]"}[how])
 
 
-def checkpoint(storage: Storage, place: int = -1) -> Path:
+def checkpoint(storage: Storage, index: int = -1) -> Path:
     """Folder of a checkpoint that the journal names."""
-    return Path(storage.path(f"checkpoints/{read_state(storage).checkpoints[place]}"))
+    return Path(storage.path(f"checkpoints/{read_state(storage).checkpoints[index]}"))
 
 
 def unchanging(bank: Bank) -> dict[str, bytes]:
@@ -119,9 +119,9 @@ def test_every_kind_of_damage_is_logged_once(
 def test_the_checkpoint_folder_of_another_run_is_not_continued(complete: Complete, tmp_path: Path, caplog: Any) -> None:
     """One with the same settings but its seed, stopped at the same step."""
     done, (storage, other) = complete("bert", "lora", "torch"), [Storage.at(tmp_path / name) for name in "ab"]
-    for config, place in ((done.config, storage), (done.config.model_copy(update={"seed": 9}), other)):
+    for config, folder in ((done.config, storage), (done.config.model_copy(update={"seed": 9}), other)):
         with pytest.raises(Stop):
-            run(config, place, after=7)
+            run(config, folder, after=7)
     newest = checkpoint(storage)
     assert newest.name == checkpoint(other).name
     shutil.rmtree(newest)
@@ -155,16 +155,16 @@ def test_phases_after_an_older_checkpoint_are_trained_again(lab: Lab, tmp_path: 
     run(config, whole)
     with pytest.raises(Stop):
         run(config, storage, on_phase=lambda record: stop() if record["phase"] == 2 else None)
-    for place in (-1, -2):
-        damage(checkpoint(storage, place) / "manifest.json", "flip")
+    for index in (-1, -2):
+        damage(checkpoint(storage, index) / "manifest.json", "flip")
     with caplog.at_level(logging.WARNING, logger="raycl"):
         run(config, storage)
     assert "learns the last 2 finished phases again" in caplog.text
     assert (trace(storage), matrix(storage), exported(storage)) == (trace(whole), matrix(whole), exported(whole))
-    banks = [Bank(one.sub("bank")) for one in (storage, whole)]
+    banks = [Bank(item.sub("bank")) for item in (storage, whole)]
     assert banks[0].versions("lora") == banks[1].versions("lora") == [1, 2, 3]
     assert banks[0].snapshots() == banks[1].snapshots() == [1, 2, 3]
-    phases = [[record["bank"]["snapshot"] for record in read_state(one).phases] for one in (storage, whole)]
+    phases = [[record["bank"]["snapshot"] for record in read_state(item).phases] for item in (storage, whole)]
     assert phases[0] == phases[1] == [1, 2, 3]
 
 
@@ -178,8 +178,8 @@ def test_without_checkpoints_only_the_first_phase_restarts(complete: Complete, t
     assert matrix(first) == matrix(done.storage) and trace(first) == trace(done.storage)
     with pytest.raises(Stop):
         run(done.config, later, after=7)
-    for place in (-1, -2):
-        damage(checkpoint(later, place) / "manifest.json", "cut")
+    for index in (-1, -2):
+        damage(checkpoint(later, index) / "manifest.json", "cut")
     with pytest.raises(RunError, match=r"no checkpoint of '.*later' is whole, though 1 phases are finished") as raised:
         run(done.config, later)
     assert "\n" not in str(raised.value)
@@ -187,11 +187,11 @@ def test_without_checkpoints_only_the_first_phase_restarts(complete: Complete, t
 
 def test_a_damaged_fork_point_is_not_used(lab: Lab, tmp_path: Path) -> None:
     config = lab.config("bert")
-    lender, place, storage = (Storage.at(tmp_path / name) for name in ("lender", "place", "borrower"))
-    run(config, lender, on_phase=lambda record: save_fork_point(lender, 1, place))
-    fork_point = read_fork_point(place)
+    lender, fork_storage, storage = (Storage.at(tmp_path / name) for name in ("lender", "place", "borrower"))
+    run(config, lender, on_phase=lambda record: save_fork_point(lender, 1, fork_storage))
+    fork_point = read_fork_point(fork_storage)
     assert fork_point is not None
-    damage(Path(place.path(f"{fork_point.checkpoint}/parameters.safetensors")), "flip")
+    damage(Path(fork_storage.path(f"{fork_point.checkpoint}/parameters.safetensors")), "flip")
     with pytest.raises(CheckpointError, match="is damaged"):
-        start_from(place, storage, fork_point.phases)
+        start_from(fork_storage, storage, fork_point.phases)
     assert last_attempt(storage) == 0 and storage.list("checkpoints") == []

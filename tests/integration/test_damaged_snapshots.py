@@ -71,8 +71,8 @@ def test_a_snapshot_with_a_damaged_adapter_is_never_activated(taught: Taught, tm
         wire.until(lambda: bool(wire.get("/v1/snapshots")["problem"]))
         said = wire.get("/v1/snapshots")
         assert said["active"] == 1 and "animal@1" in said["problem"] and "\n" not in said["problem"]
-        for one in examples(done, bank, 1):
-            assert wire.post("/v1/route", {"input": one.text, "raycl": {"task": one.task}}).status_code == 200
+        for example in examples(done, bank, 1):
+            assert wire.post("/v1/route", {"input": example.text, "raycl": {"task": example.task}}).status_code == 200
         status, message = problem(wire.post("/admin/activate", {"snapshot": 2}))
         assert status == 503 and "animal@1" in message
         assert wire.get("/readyz")["snapshot"] == 1 and Activations(bank).latest() is None, "nothing was decided"

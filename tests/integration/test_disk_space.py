@@ -32,10 +32,10 @@ METHODS: dict[str, Any] = {
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[DiskPlan]:
     """Plans of the runs of a test."""
-    found: list[DiskPlan] = []
+    disk_plans: list[DiskPlan] = []
     real = trainer.plan_of
-    monkeypatch.setattr(trainer, "plan_of", lambda *given: found.append(real(*given)) or found[-1])
-    return found
+    monkeypatch.setattr(trainer, "plan_of", lambda *given: disk_plans.append(real(*given)) or disk_plans[-1])
+    return disk_plans
 
 
 def written(storage: Storage) -> int:
@@ -64,7 +64,7 @@ def test_a_resumed_run_is_estimated_as_one_from_the_start(
     before = written(storage)
     run(config, storage)
     first, resumed = planned
-    ends = [one.left + one.bank for one in (list(moments(first))[-1], list(moments(resumed))[-1])]
+    ends = [item.left + item.bank for item in (list(moments(first))[-1], list(moments(resumed))[-1])]
     assert ends[1] == pytest.approx(ends[0], rel=0.1)
     left = growth(resumed, 1, 2)
     assert 0 < left.both < growth(resumed).both and before + left.both >= written(storage) * 0.7
@@ -72,7 +72,7 @@ def test_a_resumed_run_is_estimated_as_one_from_the_start(
 
 def test_the_largest_moment_is_before_old_checkpoints_are_deleted() -> None:
     plan = DiskPlan(steps=[5, 5], every=2, keep=2, inside=300, end=100, published=[10, 20], stays=[1, 2])
-    assert [(one.phase, one.step, one.run, one.left, one.bank) for one in moments(plan)] == [
+    assert [(moment.phase, moment.step, moment.run, moment.left, moment.bank) for moment in moments(plan)] == [
         (0, 2, 300, 300, 0),
         (0, 4, 600, 600, 0),
         (0, 5, 701, 401, 10),
@@ -83,7 +83,9 @@ def test_the_largest_moment_is_before_old_checkpoints_are_deleted() -> None:
     assert growth(plan) == Growth(run=703, bank=30, both=733)
     assert growth(plan, 1, 4) == Growth(run=102, bank=20, both=122)
     assert growth(plan, 1, 5) == Growth(0, 0, 0), "only evaluation is left"
-    assert max(one.run for one in moments(DiskPlan([5], None, 2, 300, 100, [0], [0]))) == 100, "only at ends of tasks"
+    assert max(moment.run for moment in moments(DiskPlan([5], None, 2, 300, 100, [0], [0]))) == 100, (
+        "only at ends of tasks"
+    )
 
 
 def test_only_a_disk_with_too_little_room_is_warned_of(tmp_path: Path, s3_uri: Callable[[str], str]) -> None:

@@ -34,9 +34,9 @@ def printed(server: ForkServer, root: Path, folders: list[Path]) -> list[dict[st
     """For each folder: text -> what its card's lines print about it, in a process that cannot import raycl."""
     call = Call("card_code:main", (list(map(str, folders)), list(TEXTS), root / "printed.json"), root / "log")
     server.run([call], 240)
-    found: list[dict[str, str]] = json.loads((root / "printed.json").read_text())
-    assert [len(one) for one in found] == [len(TEXTS) + 1] * len(folders)
-    return found
+    tree: list[dict[str, str]] = json.loads((root / "printed.json").read_text())
+    assert [len(item) for item in tree] == [len(TEXTS) + 1] * len(folders)
+    return tree
 
 
 def limit_of(done: Done) -> Sampling:
@@ -87,11 +87,11 @@ def cards(taught: Taught, fork_server: ForkServer, tmp_path_factory: pytest.Temp
     for file, text in zip(files, before, strict=True):
         file.write_text(json.dumps({**json.loads(text), "repetition_penalty": 3.0}))
     try:
-        found = printed(fork_server, root, [root / "out" / name for name in exports])
+        result = printed(fork_server, root, [root / "out" / name for name in exports])
     finally:
         for file, text in zip(files, before, strict=True):
             file.write_text(text)
-    return Cards(root / "out", banks, dict(zip(exports, found, strict=True)))
+    return Cards(root / "out", banks, dict(zip(exports, result, strict=True)))
 
 
 def with_prompts(bank: Bank, prompt_of: Callable[[str], dict[str, Any]]) -> Bank:
@@ -120,9 +120,9 @@ def test_texts_are_answered_as_the_endpoint_does(taught: Taught, cards: Cards, k
 
 def test_labels_are_those_of_the_endpoint(cards: Cards) -> None:
     """With a head, merged too; without one the card ends with the pooled states."""
-    for bank, adapter, found in (("lora", "lora", ("lora", "merged")), ("sapt", "animal", ("animal",))):
+    for bank, adapter, result in (("lora", "lora", ("lora", "merged")), ("sapt", "animal", ("animal",))):
         with serving(cards.banks[bank]) as client:
-            for name in found:
+            for name in result:
                 for text, answer in cards.said[name].items():
                     last = client.ask(text, weights={adapter: 1.0}, sampling=None).last
                     assert isinstance(last, LabelScores)

@@ -60,8 +60,8 @@ def test_an_added_task_is_learned_as_if_configured_from_the_start(lab: Lab, meth
     assert trace(folder) == trace(Storage.at(tmp_path / "whole"))
     assert matrix(folder) == matrix(Storage.at(tmp_path / "whole"))
     ends = [
-        read_checkpoint(one, read_state(one).checkpoints[-1], TensorObjects(one, one.sub("bank")))
-        for one in (folder, Storage.at(tmp_path / "whole"))
+        read_checkpoint(item, read_state(item).checkpoints[-1], TensorObjects(item, item.sub("bank")))
+        for item in (folder, Storage.at(tmp_path / "whole"))
     ]
     assert all(torch.equal(ends[0].parameters[name], value) for name, value in ends[1].parameters.items())
 

@@ -60,8 +60,8 @@ def endpoint(body: bytes) -> Iterator[int]:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    with bound("127.0.0.1", 0) as found:
-        port = int(found.getsockname()[1])
+    with bound("127.0.0.1", 0) as result:
+        port = int(result.getsockname()[1])
     listener = Listener(app, ServeConfig.model_validate({"bank": "nowhere", "port": port}))
     try:
         yield port
@@ -155,10 +155,10 @@ def test_large_and_pipelined_requests_are_still_answered(server: Server) -> None
     fields = b"".join(b"x-field-%d: %s\r\n" % (number, b"y" * 150) for number in range(100))
     with server(b"text") as port, connected(port) as client:
         client.sendall((GET + fields + b"\r\n") + (GET + b"\r\n") * 5)
-        found, ends = b"", time.monotonic() + 10
-        while found.count(b"HTTP/1.1 ") < 6 and time.monotonic() < ends:
-            found += client.recv(100_000)
-        assert found.count(b" 200 ") == 6
+        result, ends = b"", time.monotonic() + 10
+        while result.count(b"HTTP/1.1 ") < 6 and time.monotonic() < ends:
+            result += client.recv(100_000)
+        assert result.count(b" 200 ") == 6
 
 
 @both
@@ -183,7 +183,7 @@ def test_answers_that_nobody_reads_are_dropped(server: Server, closing: bytes, m
         while held and time.monotonic() < ends:
             time.sleep(0.2)
             here = psutil.Process().net_connections("tcp")
-            held = [one.fd for one in here if one.laddr.port == port and one.raddr and one.fd != -1]
+            held = [item.fd for item in here if item.laddr.port == port and item.raddr and item.fd != -1]
             held = held[1:]  # the one who read may keep its connection
         assert not held, f"{len(held)} of {len(clients)} connections are still held"
 
@@ -196,9 +196,9 @@ def test_idle_connections_are_closed(server: Server, monkeypatch: pytest.MonkeyP
         idle = [stack.enter_context(connected(port)) for _ in range(50)]
         half, again = (stack.enter_context(connected(port)) for _ in range(2))
         again.sendall(GET + b"\r\n")
-        found = b""
-        while not found.endswith((b"text", b"}")):
-            found += again.recv(100_000)
+        result = b""
+        while not result.endswith((b"text", b"}")):
+            result += again.recv(100_000)
         began = time.monotonic()
         with suppress(OSError):
             for byte in b"GET / HTTP/1.1\r\nX: " + b"y" * 80:

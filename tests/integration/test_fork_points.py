@@ -55,11 +55,11 @@ def pair(lab: Lab, case: str, engine: str) -> tuple[RunConfig, RunConfig]:
         "orders": orders,
         "finetune": finetune,
     }[case]
-    found = []
+    collected = []
     for sections in chosen:
         merged = {"stream": {"tasks": tasks}, "checkpoint": {"keep": 1}, **copy.deepcopy(sections)}
-        found.append(lab.config("bert", merged.pop("method", "lora"), engine, **merged))
-    return found[0], found[1]
+        collected.append(lab.config("bert", merged.pop("method", "lora"), engine, **merged))
+    return collected[0], collected[1]
 
 
 @pytest.mark.parametrize(
@@ -81,52 +81,52 @@ def test_a_run_from_a_fork_point_equals_a_full_run(
 ) -> None:
     lender, borrower = pair(lab, case, engine)
     names = [[task.name for task in config.stream.tasks or ()] for config in (lender, borrower)]  # type: ignore[union-attr]
-    keys = [prefix_keys(config, one) for config, one in zip((lender, borrower), names, strict=True)]
+    keys = [prefix_keys(config, item) for config, item in zip((lender, borrower), names, strict=True)]
     assert [a == b for a, b in zip(*keys, strict=True)] == [True] * agreed + [False] * (2 - agreed)
 
     bank = {"dir": str(tmp_path / "bank"), "publish": True}
     banks = (bank, {**bank, "branch": "other"})
     pairs = zip((lender, borrower), banks, strict=True)
-    lender, shared = (configs.validate(RunConfig, {**configs.as_tree(one), "bank": held}) for one, held in pairs)
-    first, place = Storage.at(tmp_path / "lender"), Storage.at(tmp_path / "place")
-    run(lender, first, on_phase=lambda record: save_fork_point(first, agreed, place))
-    fork_point = read_fork_point(place)
+    lender, shared = (configs.validate(RunConfig, {**configs.as_tree(item), "bank": held}) for item, held in pairs)
+    first, fork_storage = Storage.at(tmp_path / "lender"), Storage.at(tmp_path / "place")
+    run(lender, first, on_phase=lambda record: save_fork_point(first, agreed, fork_storage))
+    fork_point = read_fork_point(fork_storage)
     assert fork_point is not None and len(fork_point.phases) == agreed
 
     second, alone = Storage.at(tmp_path / "borrower"), Storage.at(tmp_path / "alone")
-    start_from(place, second, fork_point.phases, bank=Storage.at(tmp_path / "bank"))
+    start_from(fork_storage, second, fork_point.phases, bank=Storage.at(tmp_path / "bank"))
     run(shared, second)
     run(borrower, alone)
     assert matrix(second) == matrix(alone)
     assert trace(second) == trace(alone) != trace(first)
-    cells = [read_state(one).phases for one in (second, alone)]
+    cells = [read_state(item).phases for item in (second, alone)]
     assert [record["row"] for record in cells[0]] == [record["row"] for record in cells[1]]
     objects = TensorObjects(second, Storage.at(tmp_path / "bank")), TensorObjects(alone, alone.sub("bank"))
-    ends = [read_checkpoint(one.storage, read_state(one.storage).checkpoints[-1], one) for one in objects]
+    ends = [read_checkpoint(item.storage, read_state(item.storage).checkpoints[-1], item) for item in objects]
     for kind in ("parameters", "frozen_state"):
         mine, theirs = getattr(ends[0], kind), getattr(ends[1], kind)
         assert mine.keys() == theirs.keys()
         assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
-    answers = [{name: one.read(name) for name in one.files("predictions")} for one in (second, alone)]
+    answers = [{name: item.read(name) for name in item.files("predictions")} for item in (second, alone)]
     assert answers[0] == answers[1] and answers[0]
     if case != "finetune":
         both = [
             Bank.at(str(tmp_path / "bank")).open(cells[0][-1]["bank"]["snapshot"]),
             Bank(alone.sub("bank")).newest(),
         ]
-        hashes = [{entry.name: entry.tensors.sha256 for entry in one.adapters} for one in both if one is not None]
+        hashes = [{entry.name: entry.tensors.sha256 for entry in item.adapters} for item in both if item is not None]
         assert hashes[0] == hashes[1] and verify(Bank.at(str(tmp_path / "bank"))).problems == []
 
 
 def test_a_fork_point_is_stored_once_and_only_if_it_matches(lab: Lab, tmp_path: Path) -> None:
     config = lab.config("bert", stream={"tasks": three(lab)})
-    first, place, early = (Storage.at(tmp_path / name) for name in ("first", "place", "early"))
-    run(config, first, on_phase=lambda record: save_fork_point(first, 2, place))
+    first, fork_storage, early = (Storage.at(tmp_path / name) for name in ("first", "place", "early"))
+    run(config, first, on_phase=lambda record: save_fork_point(first, 2, fork_storage))
     save_fork_point(first, 1, early)
     assert read_fork_point(early) is None, "the checkpoint of the first phase is gone by now"
-    before = place.files()
-    save_fork_point(first, 2, place)
-    assert place.files().keys() == before.keys() and read_fork_point(Storage.at(tmp_path / "nowhere")) is None
+    before = fork_storage.files()
+    save_fork_point(first, 2, fork_storage)
+    assert fork_storage.files().keys() == before.keys() and read_fork_point(Storage.at(tmp_path / "nowhere")) is None
 
 
 def test_a_phase_may_be_the_last_one(lab: Lab, tmp_path: Path) -> None:

@@ -74,9 +74,9 @@ def test_a_prompt_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: st
     losses, trained, plain, train = list[float](), list[Any](), Generator._loss, Generator._train
 
     def told(self: Generator, labels: Any, start: Any) -> Any:
-        found = plain(self, labels, start)
-        losses.append(found.item() / int((labels != -100).sum()))
-        return found
+        result = plain(self, labels, start)
+        losses.append(result.item() / int((labels != -100).sum()))
+        return result
 
     def watched(self: Generator, texts: Any, start: Any, parameters: Any, seed: int) -> None:
         before = start.detach().clone()
@@ -139,9 +139,9 @@ def test_too_few_generated_samples_are_kept(
     monkeypatch.setattr("raycl.backbone.codec.HFCodec.decode", lambda self, ids: [next(said) for _ in ids])
     method, rows = begun(lab, "t5", {})
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        found = Generator(GeneratorConfig(**LORA), method.backbone, method.stack, 0).write(rows, Volume(0.3))
+        result = Generator(GeneratorConfig(**LORA), method.backbone, method.stack, 0).write(rows, Volume(0.3))
     assert (
-        found.sources == rows.prompts(rows.phase.tasks[0], ["fire is warm", "the sea"]) and not found.fallback_samples
+        result.sources == rows.prompts(rows.phase.tasks[0], ["fire is warm", "the sea"]) and not result.fallback_samples
     )
     assert "generator of task 'colour' wrote 2 of 4 texts in 16 tries: only these are kept" in caplog.text
     assert "(method.generator.steps) or more gently (method.generator.rate)" in caplog.text

@@ -36,8 +36,8 @@ def test_a_hostile_template_is_never_activated(taught: Taught, tmp_path: Path) -
 
         def answers() -> bool:
             return all(
-                wire.post("/v1/route", {"input": one.text, "raycl": {"task": one.task}}).status_code == 200
-                for one in asked
+                wire.post("/v1/route", {"input": item.text, "raycl": {"task": item.task}}).status_code == 200
+                for item in asked
             )
 
         assert wire.get("/readyz")["snapshot"] == 2 and answers()
@@ -62,8 +62,8 @@ def test_a_template_that_waits_for_a_word_holds_up_no_other_request(taught: Taug
     with listening(bank) as wire:
         body = {"model": "auto", "max_tokens": 2, "raycl": {"task": "animal"}}
         for content, expected in (("the sky is", 200), ("the fire is", 400), ("the sky is", 200)):
-            found = wire.post("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": content}]})
-            assert found.status_code == expected, found.text
+            response = wire.post("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": content}]})
+            assert response.status_code == expected, response.text
             if expected == 400:
-                assert "takes more than 1 s of CPU time" in problem(found)[1]
+                assert "takes more than 1 s of CPU time" in problem(response)[1]
         assert wire.post("/admin/activate", {"snapshot": 2}).status_code == 200, "rolled back"

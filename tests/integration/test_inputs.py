@@ -110,10 +110,10 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 
 @contextmanager
-def changed(place: Place, case: str) -> Iterator[str]:
+def changed(position: Place, case: str) -> Iterator[str]:
     """While it is entered, a file is another one; gives what the refusal says."""
     name, change, message = CHANGES[case]
-    path = place.folder / name
+    path = position.folder / name
     before = path.read_bytes()
     try:
         change(path)
@@ -175,26 +175,26 @@ def test_a_task_is_learned_again_from_other_rows_and_beside_the_same_ones(
     _check_merge(place, folder)
 
 
-def _check_merge(place: Place, folder: Storage) -> None:
+def _check_merge(inputs: Place, folder: Storage) -> None:
     """Snapshots on both sides of a changed file are not merged; other libraries are a warning that is kept."""
     bank = Bank(folder.sub("bank"))
-    one = bank.open(2)
-    provenance = json.loads(json.dumps(one.provenance))
+    item = bank.open(2)
+    provenance = json.loads(json.dumps(item.provenance))
     provenance["versions"]["torch"] = "0.4.1"
     two = bank.open(_published(bank, provenance))
-    assert merge(bank, one, two, bank).provenance["version_changes"] == [
+    assert merge(bank, item, two, bank).provenance["version_changes"] == [
         f"snapshots 2 and {two.number} were learned with other libraries: torch "
-        f"{one.provenance['versions']['torch']}, before 0.4.1"
+        f"{item.provenance['versions']['torch']}, before 0.4.1"
     ]
     provenance["inputs"]["tasks"]["colour"]["train"] |= {"sha256": "0" * 64, "rows": 3}
     with pytest.raises(BankError, match=r"cannot be merged, .* other inputs: task 'colour' has other train rows in"):
-        merge(bank, one, bank.open(_published(bank, provenance)), bank)
+        merge(bank, item, bank.open(_published(bank, provenance)), bank)
 
 
 def _published(bank: Bank, provenance: dict[str, Any]) -> int:
     """Number of a snapshot as the second one, with this provenance."""
-    one = bank.open(2)
-    tree = one.model_dump(mode="json") | {"number": max(bank.snapshots()) + 1, "provenance": provenance}
+    item = bank.open(2)
+    tree = item.model_dump(mode="json") | {"number": max(bank.snapshots()) + 1, "provenance": provenance}
     bank.storage.create(f"snapshots/{tree['number']:06d}.json", seal(tree))
     return int(tree["number"])
 

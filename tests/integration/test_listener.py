@@ -22,8 +22,8 @@ from raycl.serve.settings import ServeConfig, load_serve_config
 
 def settings(**changed: Any) -> ServeConfig:
     """Of an endpoint on a port that is free."""
-    with bound("127.0.0.1", 0) as found:
-        return ServeConfig.model_validate({"bank": "nowhere", "port": found.getsockname()[1], **changed})
+    with bound("127.0.0.1", 0) as result:
+        return ServeConfig.model_validate({"bank": "nowhere", "port": result.getsockname()[1], **changed})
 
 
 def saying(text: str, begun: threading.Event | None = None, takes_s: float = 0.0) -> Any:

@@ -27,7 +27,7 @@ def test_resume_publishes_a_lost_manifest_again(
     newest = bank.open(2)
     older = bank.open(1).adapters
     first, last = older[0], next(entry for entry in newest.adapters if entry not in older)
-    paths = [Path(bank.storage.path(f"adapters/{one.name}/{one.version:06d}.json")) for one in (first, last)]
+    paths = [Path(bank.storage.path(f"adapters/{record.name}/{record.version:06d}.json")) for record in (first, last)]
     whole = [path.read_bytes() for path in paths]
     paths[0].write_bytes(whole[0][:-9])
     paths[1].unlink()
@@ -36,5 +36,5 @@ def test_resume_publishes_a_lost_manifest_again(
     with caplog.at_level(logging.WARNING, logger="raycl"):
         driver.train(prepared_run.reopen(storage.uri))
     assert [path.read_bytes() for path in paths] == whole and verify(bank).problems == []
-    (said,) = [one.message for one in caplog.records if "the manifest of" in one.message]
+    (said,) = [record.message for record in caplog.records if "the manifest of" in record.message]
     assert f"the manifest of {first}, {last} is gone from the bank" in said and bank.open(2) == newest

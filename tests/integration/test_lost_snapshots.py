@@ -55,10 +55,10 @@ def test_verify_names_a_snapshot_of_a_run_that_is_gone(
 ) -> None:
     _, storage, bank = three
     other = Bank(Storage.at(shutil.copytree(bank.storage.root, tmp_path / "elsewhere")))
-    for one in (bank, other):
-        assert job(one, capsys, "verify", "--run", storage.uri)[0] == 0
-        one.storage.delete(f"snapshots/{number:06d}.json")
-        status, said = job(one, capsys, "verify", "--run", storage.uri)
+    for item in (bank, other):
+        assert job(item, capsys, "verify", "--run", storage.uri)[0] == 0
+        item.storage.delete(f"snapshots/{number:06d}.json")
+        status, said = job(item, capsys, "verify", "--run", storage.uri)
         assert status == 1 and f"snapshot {number} is gone, which phase {number - 1}" in said
     assert job(bank, capsys, "verify")[0] == 1, "the bank in a run's folder is compared with that run"
     assert job(other, capsys, "verify")[0] == 1, "the branch and parents name all"
@@ -135,7 +135,11 @@ def test_resume_publishes_the_last_snapshot_again(
     with caplog.at_level(logging.WARNING, logger="raycl"):
         driver.train(prepared_run.reopen(storage.uri))
     assert path.read_bytes() == whole and verify(bank).problems == []
-    assert [one.message for one in caplog.records if "snapshot 3" in one.message and "published again" in one.message]
+    assert [
+        record.message
+        for record in caplog.records
+        if "snapshot 3" in record.message and "published again" in record.message
+    ]
     assert prepared_run.reopen(storage.uri).done == 3
 
 
@@ -146,7 +150,7 @@ def test_resume_logs_what_it_cannot_publish_again(
     bank.storage.delete("snapshots/000001.json")
     with caplog.at_level(logging.WARNING, logger="raycl"):
         driver.train(prepared_run.reopen(storage.uri))
-    (said,) = [one.message for one in caplog.records if "snapshot 1" in one.message]
+    (said,) = [record.message for record in caplog.records if "snapshot 1" in record.message]
     assert "no checkpoint of phase 0 is kept" in said
     first = bank.open(3).adapter("colour").tensors.file
     bank.storage.delete("snapshots/000003.json")
@@ -154,8 +158,8 @@ def test_resume_logs_what_it_cannot_publish_again(
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="raycl"):
         driver.train(prepared_run.reopen(storage.uri))
-    assert any("snapshot 3" in one.message and "is missing" in one.message for one in caplog.records)
-    said = [one.message for one in caplog.records if "tensors of colour@1" in one.message]
+    assert any("snapshot 3" in record.message and "is missing" in record.message for record in caplog.records)
+    said = [record.message for record in caplog.records if "tensors of colour@1" in record.message]
     assert len(said) == 1 and f"no checkpoint of the run holds them; restore '{first}' from a copy" in said[0]
     assert bank.snapshots() == [2]
 
@@ -229,8 +233,8 @@ def test_without_copies_the_newest_adapter_is_learned_again(complete: Complete, 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What a run warns of, but for the few rows that SAPT keeps of tasks as short as these."""
-    found = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    return [said for said in found if "keeps a handful of training rows" not in said]
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [said for said in messages if "keeps a handful of training rows" not in said]
 
 
 METHODS = [(kind, method) for kind in ("bert", "llama") for method in ("lora", "inclora", "olora", "slm", "sapt")]

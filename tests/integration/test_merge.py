@@ -81,8 +81,8 @@ def test_two_halves_are_the_whole(
     bank = copied(learned(kind, method), tmp_path / "ours")
     other = copied(learned(kind, method), tmp_path / "theirs") if elsewhere else bank
     whole = bank.open(3)
-    one, two = without(bank, "third"), without(other, "animal")
-    merged = merge(bank, one, two, other)
+    item, two = without(bank, "third"), without(other, "animal")
+    merged = merge(bank, item, two, other)
     assert sorted(task.name for task in merged.tasks) == ["animal", "colour", "third"]
     assert [entry.tensors for entry in merged.adapters] == [entry.tensors for entry in whole.adapters]
     mine, theirs = get_router(bank, merged), get_router(bank, whole)
@@ -90,7 +90,7 @@ def test_two_halves_are_the_whole(
     assert all(torch.equal(mine.tensors[name], tensor) for name, tensor in theirs.tensors.items())
     given = ["colour", "animal", "third"] if method == "separate" else None
     assert mixtures(bank, merged, given) == mixtures(bank, whole, given)
-    assert verify(bank).problems == [] and merged.parent == one.number
+    assert verify(bank).problems == [] and merged.parent == item.number
     assert merged.provenance["config"]["method"] == whole.provenance["config"]["method"]
 
 
@@ -136,11 +136,11 @@ def test_branches_of_one_snapshot_are_merged_by_the_command_with_the_router_sele
 def test_what_depends_on_earlier_tasks_or_differs_is_refused(
     learned: Callable[..., Bank], ours: Any, theirs: Any, message: str
 ) -> None:
-    one, two = learned(*ours), learned(*theirs)
-    before = one.snapshots()
+    item, two = learned(*ours), learned(*theirs)
+    before = item.snapshots()
     with pytest.raises(BankError, match=message):
-        merge(one, one.open(3), two.open(2), two)
-    assert one.snapshots() == before
+        merge(item, item.open(3), two.open(2), two)
+    assert item.snapshots() == before
 
 
 def test_names_that_mean_different_things_are_refused(lab: Lab, learned: Callable[..., Bank], tmp_path: Path) -> None:

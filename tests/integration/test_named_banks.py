@@ -58,8 +58,8 @@ def test_a_run_stands_for_its_bank_and_a_folder_may_have_an_at_in_its_name(
     (tmp_path / "of@other/config.yaml").write_text(f"bank: {{dir: {shared}, branch: other}}\n")
     assert snapshot_at(f"{tmp_path}/of@other")[1].number == 1
     assert snapshot_at(f"{tmp_path}/of@other@main")[1].number == 2
-    found = at_bank(ServeConfig(bank=f"{tmp_path}/of@other"))
-    assert (found.bank, found.branch) == (shared, "other")
+    bank = at_bank(ServeConfig(bank=f"{tmp_path}/of@other"))
+    assert (bank.bank, bank.branch) == (shared, "other")
     assert at_bank(ServeConfig(bank=f"{tmp_path}/of@other", branch="main")).branch == "main"
     with pytest.raises(BankError, match="there is no bank at"):
         snapshot_at(f"{tmp_path}/nobody@nowhere")

@@ -117,8 +117,8 @@ def test_addresses_are_printed_before_they_are_used(
     asked: list[int] = []
     monkeypatch.setattr(logging.getLogger("raycl"), "filters", [lambda record: asked.append(len(elsewhere.asked)) or 1])
     assert main.main(["train", "--plan", str(file)]) == 0
-    place = f"s3://bucket?endpoint_override=127.0.0.1:{elsewhere.server_port}&scheme=http"
-    assert caplog.messages.count(f"the config names '{place}': 'stream.root'") == 1
+    address = f"s3://bucket?endpoint_override=127.0.0.1:{elsewhere.server_port}&scheme=http"
+    assert caplog.messages.count(f"the config names '{address}': 'stream.root'") == 1
     assert asked[0] == 0 and elsewhere.asked
     caplog.clear()
     announce(
@@ -126,9 +126,9 @@ def test_addresses_are_printed_before_they_are_used(
         "s3://mine",
     )
     unlike = ["'gs://a\\x1b2J': 'x.0'", "'gs://[2J/b': 'x.1'"]
-    assert caplog.messages == [f"the config names {one}" for one in unlike]
+    assert caplog.messages == [f"the config names {item}" for item in unlike]
     run = Storage.at(tmp_path / "run")
     run.write("config.yaml", f"bank: {{dir: '{elsewhere.uri('bank').replace('bucket', 'theirs')}'}}\n".encode())
     caplog.clear()
     find_bank(run.uri)
-    assert caplog.messages == [f"the config names '{place.replace('bucket', 'theirs')}': 'bank.dir'"]
+    assert caplog.messages == [f"the config names '{address.replace('bucket', 'theirs')}': 'bank.dir'"]

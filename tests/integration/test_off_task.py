@@ -40,19 +40,19 @@ def test_off_task_answers_score_nothing_or_are_counted(lab: Lab, tmp_path: Path)
         task["path"] = str(folder)
     cells = {}
     for rule, settings in RULES.items():
-        found = Storage.at(tmp_path / rule)
-        run(lab.config("bert", "lora", stream={"tasks": tasks}, eval=settings, train={"epochs": 8}), found)
-        cells[rule] = found.read_json("results.json")["matrix"][-1][0]
-        bank = Bank(found.sub("bank"))
+        result = Storage.at(tmp_path / rule)
+        run(lab.config("bert", "lora", stream={"tasks": tasks}, eval=settings, train={"epochs": 8}), result)
+        cells[rule] = result.read_json("results.json")["matrix"][-1][0]
+        bank = Bank(result.sub("bank"))
         given = [bank.storage.uri, str(tmp_path / "short" / "test.jsonl"), "--task", "short"]
         assert main(["evaluate", *given, "--json", str(tmp_path / "score.json")]) == 0
         commanded = json.loads((tmp_path / "score.json").read_text())["score"]["value"]
         newest = bank.newest()
         assert newest is not None
         assert commanded == evaluate(bank, newest)["short"].value == cells[rule]["value"], "by every command alike"
-    found = Storage.at(tmp_path / "count")
+    result = Storage.at(tmp_path / "count")
     assert cells["own labels"]["extra"]["off_task"] == 0
-    lines = found.read("predictions/001-long/short.jsonl").decode().splitlines()
+    lines = result.read("predictions/001-long/short.jsonl").decode().splitlines()
     answers = [(line["answer"], line["references"][0]) for line in map(json.loads, lines)]
     off_task = sum(answer in ("red cat", "blue dog") for answer, _ in answers)
     first = sum(answer.split()[0] == reference for answer, reference in answers)

@@ -50,7 +50,7 @@ def by_hand(lab: Lab, model_folder: str | Path) -> dict[str, list[set[int]]]:
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
     model = AutoModelForSeq2SeqLM.from_pretrained(model_folder).eval()
-    found: dict[str, list[set[int]]] = {}
+    by_hand: dict[str, list[set[int]]] = {}
     for task in stream.tasks:
         sums: dict[str, Any] = {}
 
@@ -66,29 +66,29 @@ def by_hand(lab: Lab, model_folder: str | Path) -> dict[str, list[set[int]]]:
         columns = stream.table(task, "test", codec).columns(range(ROWS))
         with torch.no_grad():
             for source, target in zip(columns.source_ids, columns.target_ids, strict=True):
-                ids, labels = (torch.from_numpy(one.astype(np.int64)).unsqueeze(0) for one in (source, target))
+                ids, labels = (torch.from_numpy(item.astype(np.int64)).unsqueeze(0) for item in (source, target))
                 model(input_ids=ids, labels=labels)
         for handle in handles:
             handle.remove()
         for path, n in sums.items():
-            found.setdefault(path, []).append(set(n.argsort(descending=True)[: len(n) - len(n) // 2].tolist()))
-    return found
+            by_hand.setdefault(path, []).append(set(n.argsort(descending=True)[: len(n) - len(n) // 2].tolist()))
+    return by_hand
 
 
 def sets(layers: dict[str, Any]) -> dict[str, list[set[int]]]:
-    return {path: [set(unpacked_rows(one).nonzero()[0].tolist()) for one in kept] for path, kept in layers.items()}
+    return {path: [set(unpacked_rows(item).nonzero()[0].tolist()) for item in kept] for path, kept in layers.items()}
 
 
 @pytest.mark.parametrize("name", ["plain", "migu"])
 def test_the_large_outputs_are_those_summed_by_hand_over_a_tasks_test_texts(
     lab: Lab, runs: dict[str, str], name: str
 ) -> None:
-    found = probe(runs[name], HALF)
-    assert found["tasks"] == list(TASKS)
+    result = probe(runs[name], HALF)
+    assert result["tasks"] == list(TASKS)
     last = sorted(Path(runs[name], "learned").iterdir())[-1]
-    assert sets(found["models"]["trained"]) == by_hand(lab, last)
-    assert sets(found["models"]["untrained"]) == by_hand(lab, lab.model_folder("t5"))
-    assert found["models"]["trained"] != found["models"]["untrained"]
+    assert sets(result["models"]["trained"]) == by_hand(lab, last)
+    assert sets(result["models"]["untrained"]) == by_hand(lab, lab.model_folder("t5"))
+    assert result["models"]["trained"] != result["models"]["untrained"]
 
 
 def test_the_command_prints_the_overlap_of_tasks_side_by_side(
@@ -106,8 +106,8 @@ def test_the_command_prints_the_overlap_of_tasks_side_by_side(
     }
     for title, folder in folders.items():
         last = folder if title == "untrained" else sorted((folder / "learned").iterdir())[-1]
-        shares = [len(one & other) / len(one) for one, other in by_hand(lab, last).values()]
-        (line,) = [one for one in table.read_text().splitlines() if f",{title}," in one and ",all layers," in one]
+        shares = [len(item & other) / len(item) for item, other in by_hand(lab, last).values()]
+        (line,) = [item for item in table.read_text().splitlines() if f",{title}," in item and ",all layers," in item]
         assert float(line.split(",")[-3]) == pytest.approx(100 * sum(shares) / len(shares))
     assert main.main([*words, "--layer", "DenseReluDense.wi"]) == 0
     shown = capsys.readouterr().out
@@ -131,20 +131,20 @@ def test_every_method_and_kind_of_backbone_can_be_measured(
     lab: Lab, tmp_path: Path, kind: str, method: str, objective: str
 ) -> None:
     address = finished(lab, tmp_path, "one", kind, method, stream={"objective": objective})
-    found = probe(address, HALF)
-    models = found["models"]
+    result = probe(address, HALF)
+    models = result["models"]
     assert models["trained"].keys() == models["untrained"].keys() and len(models["trained"]) > 8
     for kept in models["trained"].values():
-        assert [int(unpacked_rows(one).sum()) for one in kept] == [one["rows"] - one["rows"] // 2 for one in kept]
+        assert [int(unpacked_rows(item).sum()) for item in kept] == [item["rows"] - item["rows"] // 2 for item in kept]
     assert models["trained"] != models["untrained"]
 
 
 def test_a_run_whose_checkpoints_were_removed_is_read_from_its_bank(runs: dict[str, str], tmp_path: Path) -> None:
-    found = probe(runs["lora"], HALF)
+    result = probe(runs["lora"], HALF)
     copies = {name: shutil.copytree(runs[name], tmp_path / name) for name in ("lora", "plain")}
     for copy in copies.values():
         shutil.rmtree(Path(copy, "checkpoints"))
-    assert probe(str(copies["lora"]), HALF, again=True)["models"] == found["models"]
+    assert probe(str(copies["lora"]), HALF, again=True)["models"] == result["models"]
     with pytest.raises(RunError, match=r"the weights of .* are gone"):
         probe(str(copies["plain"]), HALF, again=True)
 
@@ -163,14 +163,15 @@ def test_what_was_measured_is_kept_until_the_settings_differ(runs: dict[str, str
     assert "mark" not in probe(address, HALF, again=True)
     counts = [
         sum(
-            one["rows"] - one["rows"] * tenths // 10
+            item["rows"] - item["rows"] * tenths // 10
             for kept in probe(address, settings)["models"]["trained"].values()
-            for one in kept
+            for item in kept
         )
         for tenths, settings in ((5, HALF), (7, ProbeSettings(rows=3)))
     ]
     assert (
-        all(one > other for one, other in pairwise(counts)) and storage.read_json(FILE)["settings"]["threshold"] == 0.7
+        all(item > other for item, other in pairwise(counts))
+        and storage.read_json(FILE)["settings"]["threshold"] == 0.7
     )
 
 

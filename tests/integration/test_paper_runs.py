@@ -58,7 +58,7 @@ ROWS = {
 def test_a_published_row_trains(row: str, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYCL_DATA", str(lab.root))
     kind, settings = ROWS[row]
-    tasks = [{"name": name, "path": one["path"]} for name, one in zip(NAMES, lab.tasks, strict=True)]
+    tasks = [{"name": name, "path": item["path"]} for name, item in zip(NAMES, lab.tasks, strict=True)]
     if row.startswith("sapt"):
         tasks = [{**task, "definition": "is the sky warm"} for task in tasks]
     given = [*SMALL, *settings, f"backbone.name={lab.model_folder(kind)}", f"stream.tasks={json.dumps(tasks)}"]

@@ -154,10 +154,10 @@ def test_an_encoder_answers_with_labels(page: Page, served: Get) -> None:
     send(page, ANIMAL)
     expect_state(page, "done", "auto", "pinned")
     for card, model in (("auto", "auto"), ("pinned", "colour")):
-        found = endpoint.ask("/v1/classify", {"input": ANIMAL, "model": model})[1]["data"][0]
-        assert page.locator(f"#{card} .label").inner_text() == found["label"]
+        result = endpoint.ask("/v1/classify", {"input": ANIMAL, "model": model})[1]["data"][0]
+        assert page.locator(f"#{card} .label").inner_text() == result["label"]
         bars = shown(page.locator(f"#{card} .answer > .bars"))
-        assert bars == {label: f"{chance:.2f}" for label, chance in found["scores"].items()}
+        assert bars == {label: f"{chance:.2f}" for label, chance in result["scores"].items()}
     expect_state(page, "", "base")
     assert page.locator("#base .note").inner_text() == "The bare backbone has no label head."
 

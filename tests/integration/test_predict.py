@@ -40,8 +40,8 @@ def model(complete: Complete) -> Iterator[Model]:
         return opened[-1]
 
     yield get
-    for one in opened:
-        one.close()
+    for item in opened:
+        item.close()
 
 
 def uri(complete: Complete, kind: str) -> str:
@@ -58,11 +58,11 @@ def open_lines(path: Path) -> list[str]:
 
 def test_labels_and_mixtures_equal_the_endpoints(model: Model, served: Callable[[str], Served], lab: Lab) -> None:
     texts = texts_of(lab)
-    status, found = served("bert").ask("/v1/classify", {"input": texts})
+    status, result = served("bert").ask("/v1/classify", {"input": texts})
     routed = served("bert").ask("/v1/route", {"input": texts})[1]["data"]
     predictions = list(model("bert", max_batch=5).predict(texts))
     assert status == 200 and len(predictions) == len(texts)
-    for prediction, theirs, route in zip(predictions, found["data"], routed, strict=True):
+    for prediction, theirs, route in zip(predictions, result["data"], routed, strict=True):
         assert prediction.text == theirs["label"]
         assert prediction.scores == pytest.approx(theirs["scores"], abs=1e-5)
         assert prediction.tasks == pytest.approx(theirs["raycl"]["tasks"], abs=1e-5)
@@ -75,9 +75,9 @@ def test_out_of_distribution_scores_are_the_routers(lab: Lab, tmp_path: Path) ->
     bank, snapshot = snapshot_at(storage.sub("bank").uri)
     texts = [*texts_of(lab), "a a a a"]
     with OfflineModel.open(bank, snapshot) as model:
-        found = [prediction.ood_score for prediction in model.predict(texts)]
+        ood_scores = [prediction.ood_score for prediction in model.predict(texts)]
     wanted = router_of(bank, snapshot).route(texts, None).ood_scores
-    assert wanted is not None and found == pytest.approx(wanted.tolist()) and len(set(wanted.tolist())) > 1
+    assert wanted is not None and ood_scores == pytest.approx(wanted.tolist()) and len(set(wanted.tolist())) > 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
@@ -136,7 +136,7 @@ def test_files_of_every_format_are_answered_row_by_row(
     status, out, err = command(capsys, "predict", bank, *words, "max_batch=4")
     assert status == 0, err
     records = [json.loads(line) for line in out.splitlines()]
-    wanted = [one.text for one in model("bert").predict(texts[:4] if case == "jsonl" else texts)]
+    wanted = [answer.text for answer in model("bert").predict(texts[:4] if case == "jsonl" else texts)]
     assert [record["answer"] for record in records] == wanted
     if case == "folder":
         assert [(record["file"], record["row"]) for record in records][3:5] == [("a.jsonl", 4), ("b.jsonl", 1)]
@@ -164,20 +164,20 @@ def test_rows_that_cannot_be_answered_have_an_error_and_all_keep_their_columns(
     assert f"5 rows in {output}" in out and "3 rows could not be answered: the column 'error' says why" in out
     read = {"csv": pandas.read_csv, "parquet": pandas.read_parquet}
     if suffix == "jsonl":
-        found = [json.loads(line) for line in output.read_text().split("\n")[:-1]]
+        trees = [json.loads(line) for line in output.read_text().split("\n")[:-1]]
     else:
-        found = json.loads(read[suffix](output).to_json(orient="records"))
-        assert list(found[0])[:5] == ["row", "id", "input.answer", "when", "tags"]
-        assert list(found[0])[5:9] == ["answer", "error", "scores", "tasks"]
-    assert [row["row"] for row in found] == [1, 2, 3, 4, 5]
-    assert [row.get("id") for row in found] == [7, 8, 9, 10, None]
-    wanted = [one.text for one in model("bert").predict([str(ROWS[0]["text"]), str(ROWS[3]["text"])])]
-    assert [found[number]["answer"] for number in (0, 3)] == wanted and not found[1]["answer"]
-    errors = [found[number]["error"].partition(":")[0] for number in (1, 2, 4)]
+        trees = json.loads(read[suffix](output).to_json(orient="records"))
+        assert list(trees[0])[:5] == ["row", "id", "input.answer", "when", "tags"]
+        assert list(trees[0])[5:9] == ["answer", "error", "scores", "tasks"]
+    assert [row["row"] for row in trees] == [1, 2, 3, 4, 5]
+    assert [row.get("id") for row in trees] == [7, 8, 9, 10, None]
+    wanted = [answer.text for answer in model("bert").predict([str(ROWS[0]["text"]), str(ROWS[3]["text"])])]
+    assert [trees[number]["answer"] for number in (0, 3)] == wanted and not trees[1]["answer"]
+    errors = [trees[number]["error"].partition(":")[0] for number in (1, 2, 4)]
     assert errors[:2] == ["the text is empty", "the text is a int"] and errors[2].startswith("malformed JSON")
-    assert not found[0].get("error") and found[0]["input.answer"] == "blue" and found[0]["when"] == "2026-01-01"
-    assert found[0]["tags"] == (["a", "b"] if suffix == "jsonl" else '["a", "b"]')
-    weights = found[0]["tasks"] if suffix == "jsonl" else json.loads(found[0]["tasks"])
+    assert not trees[0].get("error") and trees[0]["input.answer"] == "blue" and trees[0]["when"] == "2026-01-01"
+    assert trees[0]["tags"] == (["a", "b"] if suffix == "jsonl" else '["a", "b"]')
+    weights = trees[0]["tasks"] if suffix == "jsonl" else json.loads(trees[0]["tasks"])
     assert set(weights) <= {"colour", "animal"} and sum(weights.values()) == pytest.approx(1)
 
 
@@ -273,15 +273,15 @@ def test_scores_of_files_equal_the_matrix(
         file = str(Path(task["path"]) / "test.jsonl")
         given = ["evaluate", uri(complete, kind), file, "--json", str(tmp_path / "scores.json"), "--task", task["name"]]
         status, out, err = command(capsys, *given)
-        found = json.loads((tmp_path / "scores.json").read_text())
+        tree = json.loads((tmp_path / "scores.json").read_text())
         assert status == 0, err
-        assert found["score"]["value"] == pytest.approx(value) and f"{value:.1f}   (6 rows)" in out
+        assert tree["score"]["value"] == pytest.approx(value) and f"{value:.1f}   (6 rows)" in out
         if kind == "bert":
             truth = [json.loads(line)["label"] for line in open_lines(Path(file))]
-            assert {label: sum(row) for label, row in zip(found["labels"], found["confusion"], strict=True)} == {
-                label: truth.count(label) for label in found["labels"]
+            assert {label: sum(row) for label, row in zip(tree["labels"], tree["confusion"], strict=True)} == {
+                label: truth.count(label) for label in tree["labels"]
             }
-            right = sum(row[place] for place, row in enumerate(found["confusion"]))
+            right = sum(row[index] for index, row in enumerate(tree["confusion"]))
             assert 100 * right / 6 == pytest.approx(value)
 
 
@@ -342,8 +342,8 @@ def test_a_task_that_the_router_does_not_go_by_is_said_once(
     caplog.clear()
     given = lab.config("bert", {"name": "slm", "retrieval": {"task_id": True}})
     for done in (complete("bert", "separate", "torch"), run(given, Storage.at(tmp_path))):
-        with OfflineModel.open(*snapshot_at(done.storage.sub("bank").uri)) as found:
-            assert list(next(found.predict(["the sky"], task="animal")).tasks) == ["animal"]
+        with OfflineModel.open(*snapshot_at(done.storage.sub("bank").uri)) as result:
+            assert list(next(result.predict(["the sky"], task="animal")).tasks) == ["animal"]
     assert not [message for message in caplog.messages if "task 'animal'" in message]
 
 

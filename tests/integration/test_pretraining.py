@@ -55,14 +55,14 @@ def test_a_run_stopped_inside_an_epoch_resumes_bit_for_bit(done: Done, tmp_path:
 
 
 def test_engines_and_accumulation_change_nothing(lab: Lab, tmp_path: Path) -> None:
-    found = []
+    collected = []
     for name, size in (("torch", None), ("torch", 2), ("zero2", None), ("zero3", None)):
         sections = {"stream": {"objective": "mlm"}, "train": {"micro_batch_size": size}}
         storage = Storage.at(tmp_path / f"{name}-{size}")
         run(lab.config("masked", "finetune", ENGINES[name], **sections), storage)
-        found.append(trace(storage))
-    for others in found[1:]:
-        for mine, other in zip(others, found[0], strict=True):
+        collected.append(trace(storage))
+    for others in collected[1:]:
+        for mine, other in zip(others, collected[0], strict=True):
             assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 

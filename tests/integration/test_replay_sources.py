@@ -81,27 +81,27 @@ def test_a_run_that_replays_generated_inputs_resumes_where_it_stopped(
 
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_engines_that_shard_give_the_same_samples(lab: Lab, tmp_path: Path, engine: str) -> None:
-    found = []
+    collected = []
     for name in ("torch", engine):
         done = run(lab.config("t5", replay(lab, "t5"), ENGINES[name]), Storage.at(tmp_path / name))
         method = done.context.method
         assert isinstance(method, Replay)
-        found.append(method.samples.entries["colour"])
-    assert found[0] == found[1] and len(found[0]) == 4
+        collected.append(method.samples.entries["colour"])
+    assert collected[0] == collected[1] and len(collected[0]) == 4
 
 
 @pytest.mark.parametrize("learner", ["lora", "finetune"])
 def test_generating_changes_nothing_of_what_was_learned_or_is_published(lab: Lab, tmp_path: Path, learner: str) -> None:
     """Adapters in training come back after the generator's; the bank holds what it holds without one."""
-    banks, found = [], []
+    banks, collected = [], []
     for settings in ({"name": "replay", "learner": learner}, replay(lab, "t5", learner)):
-        storage = Storage.at(tmp_path / str(len(found)))
+        storage = Storage.at(tmp_path / str(len(collected)))
         with pytest.raises(Stop):
             run(lab.config("t5", settings), storage, 5)
         newest = Bank(storage.sub("bank")).newest()
         banks.append([(entry.name, entry.tensors, entry.extras) for entry in newest.adapters] if newest else None)
-        found.append((trace(storage)[:4], newest and newest.router))
-    assert found[0] == found[1] and banks[0] == banks[1]
+        collected.append((trace(storage)[:4], newest and newest.router))
+    assert collected[0] == collected[1] and banks[0] == banks[1]
     assert bool(banks[0]) is (learner == "lora")
 
 
@@ -130,8 +130,8 @@ def test_samples_are_shuffled_among_the_rows_of_every_epoch(lab: Lab, tmp_path: 
     assert isinstance(method, Replay)
     kept = method.samples.entries["colour"]
     data = PhaseData(done.context, done.context.phases[1], WORLD)
-    found = begin_phase(done.context, 1, resumed=True)
-    loader, order = data.loader(found)
+    phase = begin_phase(done.context, 1, resumed=True)
+    loader, order = data.loader(phase)
     assert order.count == TRAIN_ROWS + 4 and order.steps_per_epoch == 5
     rows = {label: row for row, label in enumerate(done.context.backbone.label_ids())}
     expected = sorted((s, rows[LABELS["colour"][label]]) for s, label in zip(kept.sources, kept.labels, strict=True))
@@ -148,9 +148,9 @@ def test_samples_are_shuffled_among_the_rows_of_every_epoch(lab: Lab, tmp_path: 
 def test_held_rows_are_read_as_those_of_a_table() -> None:
     (task,) = load_config(None, ["stream.tasks=[topic]"]).stream.tasks and [None]
     rows = HeldRows(task, [[5, 6, 7], [8]], [[1], [2, 3]], [0, -1])  # type: ignore[arg-type]
-    found = rows.columns(np.array([1, 0]))
-    assert [ids.tolist() for ids in found.source_ids] == [[8], [5, 6, 7]] and found.labels.tolist() == [-1, 0]
-    assert [ids.tolist() for ids in found.target_ids] == [[2, 3], [1]] and rows.source_lengths.tolist() == [3, 1]
+    columns = rows.columns(np.array([1, 0]))
+    assert [ids.tolist() for ids in columns.source_ids] == [[8], [5, 6, 7]] and columns.labels.tolist() == [-1, 0]
+    assert [ids.tolist() for ids in columns.target_ids] == [[2, 3], [1]] and rows.source_lengths.tolist() == [3, 1]
     assert rows.has_targets and not HeldRows(task, [[5]], [[]], [0]).has_targets  # type: ignore[arg-type]
 
 
@@ -233,9 +233,9 @@ def test_the_instruction_is_one_that_was_written(lab: Lab, monkeypatch: pytest.M
         ([(long, "the sea"), (long, "is cold")] * 2, INSTRUCTION),
     ):
         monkeypatch.setattr(Generator, "_samples_like", lambda *given, written=written: written)
-        found = generator.write(rows, Volume(0.3))
-        assert found.sources == rows.prompts(task, [text for _, text in written], expected)
-    assert found.sources == rows.prompts(task, [text for _, text in written])
+        result = generator.write(rows, Volume(0.3))
+        assert result.sources == rows.prompts(task, [text for _, text in written], expected)
+    assert result.sources == rows.prompts(task, [text for _, text in written])
 
 
 def test_texts_are_parted_at_a_token_that_none_of_them_has(lab: Lab) -> None:

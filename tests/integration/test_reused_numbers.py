@@ -47,7 +47,7 @@ def test_a_republished_snapshot_replaces_the_deleted_one(taught: Taught, tmp_pat
 
         def answers(name: str) -> list[str]:
             ask = {"max_tokens": 12, "extra_body": {"raycl": {"adapters": {name: -2.0}, "task": "colour"}}}
-            return [wire.chat(one, model="snapshot:2", **ask).choices[0].message.content for one in texts]
+            return [wire.chat(text, model="snapshot:2", **ask).choices[0].message.content for text in texts]
 
         before = {name: answers(name) for name in ("colour", "animal")}
         assert before["colour"] != before["animal"], "the test shows nothing"

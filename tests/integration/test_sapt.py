@@ -52,14 +52,14 @@ def started(lab: Lab, kind: str, learned: int = 1, **settings: Any) -> tuple[Sap
     method, codec = context.method, context.backbone.codec
     assert isinstance(method, Sapt)
     for number in range(learned + 1):
-        found = begin_phase(context, number)
+        phase = begin_phase(context, number)
         torch.manual_seed(number)
         with torch.no_grad():
             for layer in method.stack.layers.values():
                 assert layer.lora_B is not None
                 layer.lora_B.normal_(std=0.1)
         if number < learned:
-            end_phase(context, found)
+            end_phase(context, phase)
     table = context.stream.table(context.phases[learned].tasks[0], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
     return method, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id, texts=True)))
@@ -130,14 +130,14 @@ def test_outputs_are_mixed_and_never_matrices() -> None:
         stack.load(name, AdapterState({"l": pair}, 4.0))
     x, alpha = torch.randn(3, 4, 6), torch.tensor([[0.3, 0.7], [0.9, 0.1], [0.5, 0.5]], requires_grad=True)
     with stack.activate(Mixture(("a", "b"), alpha)):
-        found = model["l"](x) - stack.layers["l"].base(x)
+        result = model["l"](x) - stack.layers["l"].base(x)
     pairs = list(blocks.values())
     right = sum(4.0 * alpha[:, n, None, None] * (x @ low.T @ high.T) for n, (low, high) in enumerate(pairs))
     mixed_low = torch.einsum("bn,nrd->brd", alpha, torch.stack([low for low, _ in pairs]))
     mixed_high = torch.einsum("bn,nor->bor", alpha, torch.stack([high for _, high in pairs]))
     wrong = 4.0 * torch.einsum("btd,brd,bor->bto", x, mixed_low, mixed_high)
-    torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(found, wrong, atol=0.1)
+    torch.testing.assert_close(result, right, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(result, wrong, atol=0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,8 +155,8 @@ def test_weights_come_from_the_source_alone(lab: Lab, kind: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(method.route(other).weights, trained, atol=1e-6, rtol=1e-6)
         for row in range(4):
-            one = Batch(*(tensor[row : row + 1] for tensor in batch.tensors()))
-            torch.testing.assert_close(method.route(one).weights[0], trained[row], atol=1e-6, rtol=1e-6)
+            item = Batch(*(tensor[row : row + 1] for tensor in batch.tensors()))
+            torch.testing.assert_close(method.route(item).weights[0], trained[row], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
@@ -178,18 +178,18 @@ def test_earlier_adapters_never_change(complete: Complete, kind: str) -> None:
     first, second = bank.open(1), bank.open(2)
     assert [entry.name for entry in second.adapters] == ["animal", "colour"]
     assert second.adapter("colour").tensors == first.adapter("colour").tensors
-    one, two = (get_router(bank, snapshot) for snapshot in (first, second))
-    assert (one.kind, two.kind) == ("attention", "attention")
-    assert set(two.tensors) - set(one.tensors) == {f"{kind}/animal" for kind in ("key", *KINDS_OF_OUTLINES)}
+    item, two = (get_router(bank, snapshot) for snapshot in (first, second))
+    assert (item.kind, two.kind) == ("attention", "attention")
+    assert set(two.tensors) - set(item.tensors) == {f"{kind}/animal" for kind in ("key", *KINDS_OF_OUTLINES)}
     for kind in ("key", *KINDS_OF_OUTLINES):
-        assert torch.equal(one.tensors[f"{kind}/colour"], two.tensors[f"{kind}/colour"]), kind
+        assert torch.equal(item.tensors[f"{kind}/colour"], two.tensors[f"{kind}/colour"]), kind
     for name in ("down", "up", "norm_weight", "norm_bias"):
-        assert not torch.equal(one.tensors[name], two.tensors[name]), name
+        assert not torch.equal(item.tensors[name], two.tensors[name]), name
 
 
 def test_without_reflection_the_projection_follows_the_task_alone(lab: Lab) -> None:
     """In SAPT's eq. 6 lambda = 0 takes the KL's gradient away and nothing else."""
-    found = {}
+    collected = {}
     for weight in (0.0, 1.0, 2.0):
         method, batch = started(lab, "llama", arm={"weight": weight})
         term = method.penalty(batch, None)  # type: ignore[arg-type]
@@ -197,25 +197,27 @@ def test_without_reflection_the_projection_follows_the_task_alone(lab: Lab) -> N
         total = loss(method, batch)
         (total if term is None else total + term * 10).backward()  # type: ignore[no-untyped-call]
         assert method.attention.down.grad is not None
-        found[weight] = method.attention.down.grad
-    torch.testing.assert_close(found[2.0] - found[0.0], 2 * (found[1.0] - found[0.0]), atol=1e-5, rtol=1e-3)
-    assert not torch.equal(found[1.0], found[0.0])
+        collected[weight] = method.attention.down.grad
+    torch.testing.assert_close(
+        collected[2.0] - collected[0.0], 2 * (collected[1.0] - collected[0.0]), atol=1e-5, rtol=1e-3
+    )
+    assert not torch.equal(collected[1.0], collected[0.0])
 
 
 @pytest.mark.parametrize(("kind", "micro"), sampled([(kind, micro) for kind in ("bert", "t5") for micro in (2, 1)]))
 def test_accumulation_changes_nothing_in_any_task(lab: Lab, tmp_path: Path, kind: str, micro: int) -> None:
     """In the first task and in the fourth, with reflection on up to three tasks; not with the released scale."""
-    found = {}
+    collected = {}
     stream = {"tasks": tasks(lab, 4), "train_rows": 9}
     for name, rows, scaled in (("joined", None, False), ("parts", micro, False), ("scaled", micro, True)):
         method = {"name": "sapt", "arm": {"weight": 2.0, "kl_scale_with_accum": scaled}}
         storage = Storage.at(tmp_path / name)
         run(lab.config(kind, method, stream=stream, train={"micro_batch_size": rows, "max_steps": 2}), storage)
-        found[name] = trace(storage)
-    assert {step[0] for step in found["joined"]} == set(range(4))
-    for mine, other in zip(found["parts"], found["joined"], strict=True):
+        collected[name] = trace(storage)
+    assert {step[0] for step in collected["joined"]} == set(range(4))
+    for mine, other in zip(collected["parts"], collected["joined"], strict=True):
         assert mine == pytest.approx(other, abs=2e-4, rel=2e-4)
-    assert found["scaled"][-1][3] != pytest.approx(found["joined"][-1][3], rel=1e-2)
+    assert collected["scaled"][-1][3] != pytest.approx(collected["joined"][-1][3], rel=1e-2)
 
 
 def test_old_adapters_get_no_gradient_when_detached(lab: Lab) -> None:
@@ -240,8 +242,8 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
     prefix = method.backbone.prefix
     assert isinstance(prefix, MixedPrompts) and prefix.trainable is not None and prefix.trainable.shape == (1, 10, 32)
     with activate_batch(method, batch):
-        found = prefix(4, torch.device("cpu"))
-        assert found is not None and torch.equal(found[0], prefix.trainable.expand(4, -1, -1))
+        result = prefix(4, torch.device("cpu"))
+        assert result is not None and torch.equal(result[0], prefix.trainable.expand(4, -1, -1))
     words = method.backbone.model.get_input_embeddings().weight
     assert all(any(torch.equal(row, word) for word in words) for row in prefix.trainable[0]), (
         "drawn from the vocabulary"
@@ -251,11 +253,11 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
     assert isinstance(prefix, MixedPrompts) and prefix.trainable is not None
     mixture = method.route(batch)
     with activate_batch(method, batch):
-        found = prefix(4, torch.device("cpu"))
+        result = prefix(4, torch.device("cpu"))
     old = [method.stack.states[name].prompt for name in mixture.names[:-1]]
-    assert found is not None and len(old) == 3
-    decoded = torch.stack([*(one for one in old if one is not None), prefix.trainable[0]])
-    torch.testing.assert_close(found[0], torch.einsum("bn,npd->bpd", mixture.weights, decoded))
+    assert result is not None and len(old) == 3
+    decoded = torch.stack([*(item for item in old if item is not None), prefix.trainable[0]])
+    torch.testing.assert_close(result[0], torch.einsum("bn,npd->bpd", mixture.weights, decoded))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

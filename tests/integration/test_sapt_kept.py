@@ -94,7 +94,7 @@ def test_the_default_pruning_threshold_changes_states_by_less_than_a_thousandth(
     method, batch = started(lab, kind, learned=2, value=value)
     attention = method.config.attention
     assert attention.pruning_threshold == 1e-3
-    loudness, found = 0.0, list[Tensor]()
+    loudness, result = 0.0, list[Tensor]()
     while len(method.route(batch).names) > 1:
         attend(method, batch, 0.05)
         loudness += 0.05
@@ -108,8 +108,8 @@ def test_the_default_pruning_threshold_changes_states_by_less_than_a_thousandth(
             config = attention.model_copy(update={"pruning_threshold": pruning_threshold})
             method.config = method.config.model_copy(update={"attention": config})
             loss(method, batch)
-            found.append(given[-1].flatten(1))
-    moved = (found[0] - found[1]).norm(dim=1) / found[0].norm(dim=1)
+            result.append(given[-1].flatten(1))
+    moved = (result[0] - result[1]).norm(dim=1) / result[0].norm(dim=1)
     assert 0 < float(moved.max()) < 1e-3
 
 
@@ -121,13 +121,16 @@ def test_pruned_adapters_hardly_change_the_output(lab: Lab, kind: str) -> None:
     with torch.no_grad():
         pooled = max_pooled(method.backbone.embedded(batch.source_ids), batch.source_mask)
         pruning_threshold = 2.1 * float(method.attention(pooled).exp()[:, 0].max())
-        found = []
-        for one in (0.0, pruning_threshold):
-            attention = method.config.attention.model_copy(update={"pruning_threshold": one})
+        collected = []
+        for item in (0.0, pruning_threshold):
+            attention = method.config.attention.model_copy(update={"pruning_threshold": item})
             method.config = method.config.model_copy(update={"attention": attention})
-            found.append((method.route(batch).names, float(loss(method, batch))))
-    assert found[0][0] == ("colour", "animal") and found[1][0] == ("animal",)
-    assert 1e-5 < pruning_threshold < 0.02 and 0 < abs(found[0][1] - found[1][1]) < pruning_threshold * found[0][1]
+            collected.append((method.route(batch).names, float(loss(method, batch))))
+    assert collected[0][0] == ("colour", "animal") and collected[1][0] == ("animal",)
+    assert (
+        1e-5 < pruning_threshold < 0.02
+        and 0 < abs(collected[0][1] - collected[1][1]) < pruning_threshold * collected[0][1]
+    )
 
 
 @pytest.mark.parametrize("value", ["lora", "prompt"])

@@ -42,8 +42,8 @@ def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path
         with client.paused():
             replies = {text: client.ask(text, sampling=sampling) for text in expected}
         for text, reply in replies.items():
-            found = {name: weight for name, weight in reply.metadata.weights.items() if weight}
-            assert found == pytest.approx({name: one for name, one in expected[text].items() if one}, abs=1e-5)
+            result = {name: weight for name, weight in reply.metadata.weights.items() if weight}
+            assert result == pytest.approx({name: item for name, item in expected[text].items() if item}, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
@@ -80,23 +80,23 @@ def test_each_text_is_read_with_the_template_of_its_task(
             assert (
                 main.main(["evaluate", bank.storage.uri, rows, "--json", str(tmp_path / "found.json"), *options]) == 0
             )
-            found = json.loads((tmp_path / "found.json").read_text())
-            measured = found["alone"] if options else found["score"]
+            tree = json.loads((tmp_path / "found.json").read_text())
+            measured = tree["alone"] if options else tree["score"]
             assert measured["value"] == other["cells"][name]["value"]
-        assert found["score"]["value"] == given[name]["value"]
+        assert tree["score"]["value"] == given[name]["value"]
         assert f"by the text alone: {measured['value']:.1f}" in capsys.readouterr().out
     asked = examples(done, bank)
     with serving(bank, max_batch=5) as client:
         with client.paused():
-            told = [client.ask(one.text, task=one.task) for one in asked]
-            free = [client.ask(one.text) for one in asked]
+            told = [client.ask(item.text, task=item.task) for item in asked]
+            free = [client.ask(item.text) for item in asked]
             bare = client.ask("red red\nfire is\nOutput: ", templated=False)
-        assert [reply.text for reply in told] == [one.answer for one in asked]
-        assert all(reply.metadata.template == one.task for reply, one in zip(told, asked, strict=True))
-        by_name = {(one.task, one.text): reply for one, reply in zip(asked, told, strict=True)}
-        for one, reply in zip(asked, free, strict=True):
-            assert reply.metadata.template == one.task, "by its words"
-            same = by_name[one.task, one.text]
+        assert [reply.text for reply in told] == [item.answer for item in asked]
+        assert all(reply.metadata.template == item.task for reply, item in zip(told, asked, strict=True))
+        by_name = {(item.task, item.text): reply for item, reply in zip(asked, told, strict=True)}
+        for item, reply in zip(asked, free, strict=True):
+            assert reply.metadata.template == item.task, "by its words"
+            same = by_name[item.task, item.text]
             assert reply.text == same.text
             assert reply.metadata.weights == pytest.approx(same.metadata.weights, abs=1e-5)
         named = client.ask("fire is", task="colour")

@@ -97,9 +97,9 @@ def test_a_generator_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind:
     plain = Generator._loss
 
     def told(self: Generator, labels: Any, token: Any) -> Any:
-        found = plain(self, labels, token)
-        losses.append(found.item() / int((labels != -100).sum()))
-        return found
+        result = plain(self, labels, token)
+        losses.append(result.item() / int((labels != -100).sum()))
+        return result
 
     monkeypatch.setattr(Generator, "_loss", told)
     assert len(generator.write(rows, Volume(0.5))) == 7
@@ -229,8 +229,8 @@ def test_replayed_rows_are_each_trained_on_once_an_epoch(lab: Lab, tmp_path: Pat
     join = Sapt.prepare_batch
 
     def watched(self: Sapt, batch: Any) -> Any:
-        found = join(self, batch)
-        new = found.source_ids[len(batch) :], found.source_mask[len(batch) :], found.label_ids[len(batch) :]
+        text = join(self, batch)
+        new = text.source_ids[len(batch) :], text.source_mask[len(batch) :], text.label_ids[len(batch) :]
         seen.extend(
             (
                 self.context.step.index // -(-self._replay.rows // self.context.batch_size),
@@ -238,8 +238,8 @@ def test_replayed_rows_are_each_trained_on_once_an_epoch(lab: Lab, tmp_path: Pat
             )
             for ids, mask, label in zip(*new, strict=True)
         )
-        assert bool(found.weight[len(batch) :].all()) and found.target_ids.shape[0] == len(found)
-        return found
+        assert bool(text.weight[len(batch) :].all()) and text.target_ids.shape[0] == len(text)
+        return text
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sapt, "prepare_batch", watched)
@@ -255,13 +255,13 @@ def test_replayed_rows_are_each_trained_on_once_an_epoch(lab: Lab, tmp_path: Pat
 
 
 def test_replay_is_the_same_for_any_accumulation(lab: Lab, tmp_path: Path) -> None:
-    found = []
+    collected = []
     for micro in (None, 1):
         storage = Storage.at(tmp_path / str(micro))
         settings = sapt(ablation="replay", arm={"fraction": 1.0})
         run(lab.config("bert", settings, train={"micro_batch_size": micro}), storage)
-        found.append(trace(storage))
-    for mine, other in zip(*found, strict=True):
+        collected.append(trace(storage))
+    for mine, other in zip(*collected, strict=True):
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-4)
 
 

@@ -106,7 +106,7 @@ def test_settings_that_do_not_affect_single_tasks_are_not_compared(
     """Rightly so: the very same scores and losses come of them."""
     method, own = settings["name"], alone(settings["name"])
     trial = lab.config("bert", settings)
-    plain, tree = (separate_tree(one) for one in (lab.config("bert", method), trial))
+    plain, tree = (separate_tree(item) for item in (lab.config("bert", method), trial))
     assert separate_key(plain) == separate_key(tree)
     other = Storage.at(tmp_path)
     run(configs.validate(RunConfig, tree), other)

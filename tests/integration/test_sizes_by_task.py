@@ -23,13 +23,13 @@ def test_tasks_of_different_ranks_have_scales_of_their_own(lab: Lab, tmp_path: P
     x = torch.randn(4, 3, layer.inputs, generator=torch.Generator().manual_seed(3))
     mixture = method.route(batch)
     with torch.no_grad(), method.stack.activate(mixture):
-        found, bare = layer(x), layer.base(x)
+        result, bare = layer(x), layer.base(x)
     low, high = method.stack.states["colour"].linears[path]
     assert low.shape[0] == 2 and layer.lora_A is not None and layer.lora_B is not None and len(layer.lora_A) == 5
     by_name = dict(zip(mixture.names, mixture.weights.detach().unbind(1), strict=True))
     wanted = bare + by_name["colour"][:, None, None] * 16.0 * (x @ low.T @ high.T)
     wanted += by_name["animal"][:, None, None] * 6.4 * (x @ layer.lora_A.T @ layer.lora_B.T)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(result, wanted, atol=1e-5, rtol=1e-4)
     values, tensors = method.state_dict()
     context, _ = build(lab.config("llama", {"name": "sapt", **ranks}), WORLD)
     context.method.load_state_dict(values, tensors)
@@ -39,4 +39,7 @@ def test_tasks_of_different_ranks_have_scales_of_their_own(lab: Lab, tmp_path: P
     run(lab.config("llama", {"name": "sapt", **ranks}), storage)
     newest = Bank(storage.sub("bank")).newest()
     assert newest is not None
-    assert {one.name: (one.rank, one.scale) for one in newest.adapters} == {"colour": (2, 16.0), "animal": (5, 6.4)}
+    assert {adapter.name: (adapter.rank, adapter.scale) for adapter in newest.adapters} == {
+        "colour": (2, 16.0),
+        "animal": (5, 6.4),
+    }

@@ -78,11 +78,11 @@ def test_one_slot_is_a_plain_lora(lab: Lab, kind: str) -> None:
     pairs = {path: (layer.lora_A, layer.lora_B) for path, layer in method.stack.layers.items()}
     with torch.no_grad():
         with activate_batch(method, batch):
-            found = states(method, batch)
+            result = states(method, batch)
         for path, (low, high) in pairs.items():
             base = method.stack.layers[path].base
             base.weight += high @ low  # type: ignore[operator]
-        torch.testing.assert_close(found, states(method, batch), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(result, states(method, batch), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -250,10 +250,10 @@ def test_stored_dev_texts_detect_out_of_distribution_texts(lab: Lab, tmp_path: P
     assert 0.1 < float(routers[0].ood_score(first["sample/colour"]).mean()) < 0.9
     asked = ["fire is warm", "the annual report of the company lists its subsidiaries in Norway"]
     with listening(Bank(whole.sub("bank"))) as wire:
-        found = [one["raycl"]["ood_score"] for one in wire.post("/v1/route", {"input": asked}).json()["data"]]
-        answered = [one["raycl"]["ood_score"] for one in wire.post("/v1/classify", {"input": asked}).json()["data"]]
+        ood_scores = [item["raycl"]["ood_score"] for item in wire.post("/v1/route", {"input": asked}).json()["data"]]
+        answered = [item["raycl"]["ood_score"] for item in wire.post("/v1/classify", {"input": asked}).json()["data"]]
         pinned = wire.post("/v1/classify", {"input": asked, "model": "colour"}).json()["data"][0]["raycl"]
-    assert found[0] < found[1] == 1.0 and answered == found
+    assert ood_scores[0] < ood_scores[1] == 1.0 and answered == ood_scores
     assert pinned["ood_score"] is None, "no router has read it"
 
 
@@ -297,7 +297,7 @@ def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str, mixing: str
     assert newest.router.settings.get("prompt_mixing", "sum") == mixing
     texts = table.texts(range(len(table)))
     with OfflineModel.open(bank, newest) as model:
-        served = [one.text for one in model.predict(texts)]
+        served = [answer.text for answer in model.predict(texts)]
     (last,) = (name for name in storage.files("predictions") if name.endswith("colour.jsonl") and "/001" in name)
     assert served == [json.loads(line)["answer"] for line in storage.read_text(last).splitlines()]
 
@@ -322,8 +322,10 @@ def test_slots_can_hold_bottlenecks_and_prefixes(
 def test_memory_of_the_papers_slots() -> None:
     """SLM, table 15 (3.6M, 33M): m = 4 with r = 12 on twelve 768 x 768 linears, with r = 8 on thirty-two of 4096."""
     for rank, layers, width, expected in ((12, 12, 768, 3_538_944), (8, 32, 4096, 33_554_432)):
-        one = AdapterState({str(n): (torch.empty(rank, width), torch.empty(width, rank)) for n in range(layers)})
-        assert 4 * sum(tensor.nbytes for tensor in one.tensors().values()) == expected
+        adapter_state = AdapterState(
+            {str(n): (torch.empty(rank, width), torch.empty(width, rank)) for n in range(layers)}
+        )
+        assert 4 * sum(tensor.nbytes for tensor in adapter_state.tensors().values()) == expected
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ def test_on_an_object_store_the_command_can_be_pasted(complete: Complete, s3_uri
     done = complete("bert", "lora", "torch")
     output = done.config.output.model_copy(update={"dir": s3_uri(""), "name": "mine"})
     prepared = prepared_run.prepare(done.config.model_copy(update={"output": output}))
-    found = status_of(prepared.storage.address)
-    assert found.command == f"raycl train --resume '{prepared.storage.address}'"
+    status = status_of(prepared.storage.address)
+    assert status.command == f"raycl train --resume '{prepared.storage.address}'"
 
 
 def test_the_command_line(

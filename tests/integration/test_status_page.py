@@ -76,8 +76,8 @@ def until(ready: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def of_tasks(found: dict[str, Any], key: str) -> list[Any]:
-    return [task[key] for task in found["tasks"]]
+def of_tasks(result: dict[str, Any], key: str) -> list[Any]:
+    return [task[key] for task in result["tasks"]]
 
 
 # ---- what is answered ----------------------------------------------------------------------------------------------
@@ -167,9 +167,9 @@ def test_a_run_on_an_object_store(complete: Complete, s3_uri: Callable[[str], st
         reader = RunReader(storage.address)
         assert of_tasks(reader.progress(), "step") == [4, 3]
         finish()
-        found = reader.progress()
-    assert found["state"] == "finished" and found["matrix"]["values"] == matrix(storage)
-    assert found["loss"]["points"] == [[4 * s["phase"] + s["step"], s["loss"]] for s in read_trace(storage)]
+        progress = reader.progress()
+    assert progress["state"] == "finished" and progress["matrix"]["values"] == matrix(storage)
+    assert progress["loss"]["points"] == [[4 * s["phase"] + s["step"], s["loss"]] for s in read_trace(storage)]
 
 
 def test_only_this_machine_is_answered(complete: Complete, tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def serve_until_ctrl_c(folder: str, log: Path, answer: Path) -> None:
     def user() -> None:
         until(lambda: bool(re.search(r"http://\S+", log.read_text())))
         (url,) = re.findall(r"http://\S+", log.read_text())
-        with urllib.request.urlopen(f"{url}/status.json", timeout=20) as found:
-            answer.write_bytes(found.read())
+        with urllib.request.urlopen(f"{url}/status.json", timeout=20) as response:
+            answer.write_bytes(response.read())
         os.kill(os.getpid(), signal.SIGINT)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -269,9 +269,9 @@ def test_local_paths_may_hold_any_characters(tmp_path: Path, name: str) -> None:
 def test_relative_home_and_file_uris_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for place in ("runs/one", "~/runs/one", f"file://{tmp_path}/runs/one", f"{tmp_path}/runs/one/"):
-        assert Storage.at(place).path("x") == f"{tmp_path}/runs/one/x"
-        assert Storage.at(place).is_local
+    for path in ("runs/one", "~/runs/one", f"file://{tmp_path}/runs/one", f"{tmp_path}/runs/one/"):
+        assert Storage.at(path).path("x") == f"{tmp_path}/runs/one/x"
+        assert Storage.at(path).is_local
 
 
 @pytest.mark.parametrize("uri", ["nope://x/y", "s3://key:secret@bucket/x"])

@@ -46,8 +46,8 @@ def test_every_operation_waits_for_the_store(store: Store, what: str, caplog: py
     with caplog.at_level(logging.WARNING, logger="raycl"), store.away(0.3):
         assert operations[what]() == expected.get(what)
     assert "trying again" in caplog.text
-    found = {name: storage.read(name) for name in storage.list()}
-    assert found == {"write": {"a": b"2"}, "create": {"a": b"1", "b": b"3"}, "delete": {}}.get(what, {"a": b"1"})
+    result = {name: storage.read(name) for name in storage.list()}
+    assert result == {"write": {"a": b"2"}, "create": {"a": b"1", "b": b"3"}, "delete": {}}.get(what, {"a": b"1"})
 
 
 def _whole(storage: Storage, name: str) -> bytes:

@@ -55,12 +55,12 @@ def test_a_bank_with_stray_files_works(taught: Taught, tmp_path: Path, capsys: p
     newest = bank.newest()
     assert newest is not None and newest.number == 2
     assert activated(bank) == {2}
-    found = verify(bank)
-    assert (found.problems, found.leftovers) == ([], [])
-    assert (found.adapters, found.snapshots, found.objects, found.bytes) == (
+    result = verify(bank)
+    assert (result.problems, result.leftovers) == ([], [])
+    assert (result.adapters, result.snapshots, result.objects, result.bytes) == (
         *(clean.adapters, clean.snapshots, clean.objects, clean.bytes),
     )
-    assert sorted(found.strays) == sorted(written) and clean.strays == []
+    assert sorted(result.strays) == sorted(written) and clean.strays == []
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
     for command in (["list"], ["show", "2"], ["show", "colour"], ["verify"], ["prune", "--grace-s", "0"]):
         assert main(["--bank", bank.storage.uri, *command]) == 0, capsys.readouterr().err

@@ -49,13 +49,13 @@ def test_a_text_gets_the_prompt_of_its_own_task_or_none(taught: Taught, tmp_path
             assert "colour, animal" in message and "raycl.task" in message and "/v1/completions" in message
         for task in TASKS:
             for body in (asking(TEXT, task=task), asking(TEXT, task=task, adapters=weights)):
-                found = wire.post(CHAT, body).json()
-                assert found["raycl"]["template"] == task
-                said = found["choices"][0]["message"]["content"].strip()
+                answer = wire.post(CHAT, body).json()
+                assert answer["raycl"]["template"] == task
+                said = answer["choices"][0]["message"]["content"].strip()
                 assert said == alone(model, TEXT, weights, task, limit=4)
         if method == "lora":  # as clients name it that know OpenAI's fields alone
-            found = wire.post(CHAT, {**asking(TEXT), "model": "animal"}).json()
-            assert (found["raycl"]["template"], found["raycl"]["adapters"]) == ("animal", weights)
+            answer = wire.post(CHAT, {**asking(TEXT), "model": "animal"}).json()
+            assert (answer["raycl"]["template"], answer["raycl"]["adapters"]) == ("animal", weights)
         whole = wire.post("/v1/completions", {"prompt": f"cat dog : {TEXT} Output :", "max_tokens": 4}).json()
         assert whole["choices"][0]["text"].strip() == alone(model, TEXT, weights, "animal", limit=4)
         assert wire.post("/v1/route", {"input": TEXT}).status_code == 200, "the mixture depends on no prompt"

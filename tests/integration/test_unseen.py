@@ -47,18 +47,18 @@ def test_unseen_tasks_are_evaluated_at_the_end_and_change_nothing_else(
     lab: Lab, complete: Complete, tmp_path: Path, kind: str, method: str
 ) -> None:
     """Trained weights, matrix, metrics and what is published are those of the run without them."""
-    plain, found = complete(kind, method, "torch").storage, Storage.at(tmp_path)
+    plain, result = complete(kind, method, "torch").storage, Storage.at(tmp_path)
     phases: list[bool] = []
-    run(asked(lab, kind, method), found, on_phase=lambda record: phases.append("unseen" in record))
+    run(asked(lab, kind, method), result, on_phase=lambda record: phases.append("unseen" in record))
     assert phases == ([True] if method == "joint" else [False, True]), "after the last task only"
-    assert trace(found) == trace(plain) and matrix(found) == matrix(plain) and exported(found) == exported(plain)
-    told, before = results(found), results(plain)
+    assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
+    told, before = results(result), results(plain)
     assert told["stream"]["tasks"] == list(TASKS) and told["metrics"] == before["metrics"]
     assert told["phase_summaries"] == before["phase_summaries"] and before["unseen"] is None
     (cell,) = told["unseen"]["cells"].values()
     assert list(told["unseen"]["cells"]) == ["mixed"] and cell["count"] == TEST_ROWS
     assert told["unseen"]["mean"] == cell["value"] and {"off_task", "empty"} <= cell["extra"].keys()
-    answers = [json.loads(line) for line in found.read("predictions/unseen/mixed.jsonl").decode().splitlines()]
+    answers = [json.loads(line) for line in result.read("predictions/unseen/mixed.jsonl").decode().splitlines()]
     right = sum(line["answer"] in line["references"] for line in answers)
     assert len(answers) == TEST_ROWS and cell["value"] == pytest.approx(100 * right / TEST_ROWS)
     if kind == "bert":
@@ -200,9 +200,9 @@ def test_missing_dev_rows_are_an_error_before_training(lab: Lab) -> None:
 
 
 def test_single_task_and_shared_results_do_not_depend_on_unseen_tasks(lab: Lab, tmp_path: Path) -> None:
-    one, other = asked(lab, "bert"), lab.config("bert")
-    assert prefix_keys(one, list(TASKS)) == prefix_keys(other, list(TASKS))
-    assert separate_key(separate_tree(one)) == separate_key(separate_tree(other))
+    item, other = asked(lab, "bert"), lab.config("bert")
+    assert prefix_keys(item, list(TASKS)) == prefix_keys(other, list(TASKS))
+    assert separate_key(separate_tree(item)) == separate_key(separate_tree(other))
     run(lab.config("bert", "separate"), Storage.at(tmp_path))
     singles = read_singles(asked(lab, "bert", eval={"singles": str(tmp_path)}))
     assert singles is not None and set(singles) == set(TASKS)

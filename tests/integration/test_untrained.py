@@ -50,10 +50,10 @@ def answers(storage: Storage) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def bare(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Storage]:
     """Kind -> a run of full fine-tuning with the row of the untrained backbone."""
-    found = {kind: Storage.at(tmp_path_factory.mktemp(kind)) for kind in ("t5", "llama")}
-    for kind, storage in found.items():
+    positions = {kind: Storage.at(tmp_path_factory.mktemp(kind)) for kind in ("t5", "llama")}
+    for kind, storage in positions.items():
         run(asked(lab, kind, "finetune"), storage)
-    return found
+    return positions
 
 
 CASES = sampled(
@@ -66,17 +66,17 @@ CASES = sampled(
 def test_the_row_is_of_the_bare_backbone_and_training_stays_as_it_was(
     lab: Lab, complete: Complete, bare: dict[str, Storage], tmp_path: Path, kind: str, method: str
 ) -> None:
-    plain, found = complete(kind, method, "torch").storage, Storage.at(tmp_path)
-    run(asked(lab, kind, method), found)
-    assert trace(found) == trace(plain) and matrix(found) == matrix(plain) and exported(found) == exported(plain)
-    assert answers(found) == answers(bare[kind])
-    told, expected = results(found)["untrained"], results(bare[kind])["untrained"]
+    plain, result = complete(kind, method, "torch").storage, Storage.at(tmp_path)
+    run(asked(lab, kind, method), result)
+    assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
+    assert answers(result) == answers(bare[kind])
+    told, expected = results(result)["untrained"], results(bare[kind])["untrained"]
     assert told == expected and told["cells"].keys() == ALL
     assert told["mean"] == sum(told["cells"][task]["value"] for task in TASKS) / len(TASKS)
     never = told["cells"]["mixed"]["value"]
     assert told["unseen"] == {"mean": never, "types": {"weather": never}}
     assert results(plain)["untrained"] is None
-    after = results(found)["unseen"]
+    after = results(result)["unseen"]
     assert after["types"] == {"weather": after["mean"]}
 
 

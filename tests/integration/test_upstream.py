@@ -110,8 +110,8 @@ def settings(bank: Bank, export: str, url: str, **changed: Any) -> ServeConfig:
 @contextmanager
 def in_front(bank: Bank, export: str, url: str, **changed: Any) -> Iterator[httpx.Client]:
     """raycl's router before the engine at `url`, behind the server that `raycl serve` starts."""
-    with bound("127.0.0.1", 0) as found:
-        config = settings(bank, export, url, port=found.getsockname()[1], **changed)
+    with bound("127.0.0.1", 0) as result:
+        config = settings(bank, export, url, port=result.getsockname()[1], **changed)
     listener = Listener(make_front_web(open_choice(config), config, Keys(AuthConfig())), config)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{config.port}", timeout=20, trust_env=False) as client:
@@ -153,10 +153,10 @@ def test_each_text_goes_to_its_adapter(
             base_url=str(client.base_url.join("/v1")), api_key="a client's", max_retries=0, http_client=inner
         )
         said = [official.chat.completions.create(model="auto", **chat(text)) for text in TEXTS]
-        assert [one.choices[0].message.content for one in said] == [f"by {model}" for model in expected]
+        assert [item.choices[0].message.content for item in said] == [f"by {model}" for model in expected]
         for text, model in zip(TEXTS, expected, strict=True):
-            found = client.post("/v1/completions", json={"prompt": text, "top_k": 5, "raycl": {"mix": False}})
-            assert found.status_code == 200 and found.headers[HEAD] == model
+            response = client.post("/v1/completions", json={"prompt": text, "top_k": 5, "raycl": {"mix": False}})
+            assert response.status_code == 200 and response.headers[HEAD] == model
         body, headers = stand_in.asked[-1]
         assert body == {"model": expected[-1], "prompt": TEXTS[-1], "top_k": 5}
         assert headers["authorization"] == "Bearer the engine's"
@@ -164,9 +164,9 @@ def test_each_text_goes_to_its_adapter(
         assert client.post("/v1/completions", json=ids).headers[HEAD] == expected[0]
         own = expected[1].removeprefix("llama:")
         for given, model in ((own, expected[1]), (expected[1], expected[1]), ("base", "llama"), ("other", "other")):
-            found = client.post("/v1/chat/completions", json=chat(TEXTS[2], model=given))
-            assert found.headers[HEAD] == stand_in.asked[-1][0]["model"] == model
-        assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["auto", "llama"]
+            response = client.post("/v1/chat/completions", json=chat(TEXTS[2], model=given))
+            assert response.headers[HEAD] == stand_in.asked[-1][0]["model"] == model
+        assert [item["id"] for item in client.get("/v1/models").json()["data"]] == ["auto", "llama"]
         assert client.get("/readyz").json() == {"status": "ready", "snapshot": 2}
 
         count = len(stand_in.asked)
@@ -212,21 +212,21 @@ def test_streams_pass_event_by_event_and_end_with_their_client(
     stand_in, url = engine
     asked = chat(TEXTS[0], stream=True)
     with in_front(bank, export, url, limits={"timeout_s": 2, "queue": 1}) as client:
-        with client.stream("POST", "/v1/chat/completions", json=asked) as found:
-            lines = (line for line in found.iter_lines() if line)
-            assert "first" in next(lines) and found.headers["content-type"].startswith("text/event-stream")
+        with client.stream("POST", "/v1/chat/completions", json=asked) as stream:
+            lines = (line for line in stream.iter_lines() if line)
+            assert "first" in next(lines) and stream.headers["content-type"].startswith("text/event-stream")
             status, message = problem(client.post("/v1/chat/completions", json=asked))
             assert status == 429 and message.startswith("1 requests are pending")
             stand_in.go.set()  # the first event came while the engine was still at work
             assert "second" in next(lines) and list(lines) == ["data: [DONE]"]
         stand_in.go.clear()
-        with client.stream("POST", "/v1/chat/completions", json=asked) as found:
-            lines = found.iter_lines()
+        with client.stream("POST", "/v1/chat/completions", json=asked) as stream:
+            lines = stream.iter_lines()
             assert "first" in next(lines)
             assert not stand_in.left.is_set()
         until(stand_in.left.is_set)
-        with client.stream("POST", "/v1/chat/completions", json=asked) as found:
-            lines = [line for line in found.iter_lines() if line]
+        with client.stream("POST", "/v1/chat/completions", json=asked) as stream:
+            lines = [line for line in stream.iter_lines() if line]
         assert "first" in lines[0] and "has not answered within 2 s (limits.timeout_s)" in lines[-1]
 
 
@@ -234,16 +234,16 @@ def test_failures_of_the_engine(bank: Bank, export: str, engine: tuple[StandIn, 
     """Its own refusals come as they are; an engine that is silent or away gives one sentence."""
     _, url = engine
     with in_front(bank, export, url, limits={"timeout_s": 1}) as client:
-        found = client.post("/v1/chat/completions", json=chat("a", model="unknown"))
-        assert (found.status_code, found.json()) == (404, {"error": {"message": "no such model"}})
-        assert found.headers["retry-after"] == "7" and "server-timing" not in found.headers
+        response = client.post("/v1/chat/completions", json=chat("a", model="unknown"))
+        assert (response.status_code, response.json()) == (404, {"error": {"message": "no such model"}})
+        assert response.headers["retry-after"] == "7" and "server-timing" not in response.headers
         status, message = problem(client.post("/v1/chat/completions", json=chat("a", max_tokens=99)))
         assert status == 504 and "has not answered within 1 s (limits.timeout_s)" in message
     with bound("127.0.0.1", 0) as free:
         nowhere = f"http://127.0.0.1:{free.getsockname()[1]}"
     with in_front(bank, export, nowhere) as client:
-        for found in (client.post("/v1/chat/completions", json=chat("a")), client.get("/v1/models")):
-            status, message = problem(found)
+        for response in (client.post("/v1/chat/completions", json=chat("a")), client.get("/v1/models")):
+            status, message = problem(response)
             assert status == 503
             assert message.startswith(f"the engine at {nowhere} (upstream.url) cannot be reached (Connection refused)")
         assert client.get("/readyz").status_code == 503 and client.get("/healthz").status_code == 200

@@ -66,8 +66,8 @@ def seen(lab: Lab, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFac
     for case in [*VIEWS, LOST_BANK]:
         for rank in range(2):
             view = Storage.at(shutil.copytree(left.root, root / case / str(rank)))
-            for place, file, how in VIEWS[case][rank] if case in VIEWS else ():
-                damage(checkpoint(view, place) / file, how)
+            for index, file, how in VIEWS[case][rank] if case in VIEWS else ():
+                damage(checkpoint(view, index) / file, how)
     shutil.rmtree(root / LOST_BANK / "0" / "bank")
     (root / LOST_BANK / "0" / "bank").write_text("")
     jobs = [{"tree": tree, "folder": str(root / case), "after": None, "views": True} for case in [*VIEWS, LOST_BANK]]
@@ -99,7 +99,7 @@ def test_rank_0_names_the_worker_with_a_damaged_checkpoint(seen: Path) -> None:
     said = (seen / "worker0.log").read_text()
     for case in GOES_ON:
         problems = [line for line in said.splitlines() if f"/{case}/" in line and "continues from" in line]
-        newest = [rank for rank in range(2) if any(place == -1 for place, *_ in VIEWS[case][rank])]
+        newest = [rank for rank in range(2) if any(index == -1 for index, *_ in VIEWS[case][rank])]
         assert len(problems) == bool(newest)
         assert all(f"worker {rank + 1} of 2: " in problems[0] for rank in newest)
 
@@ -115,8 +115,8 @@ def test_rank_0_names_the_worker_with_a_damaged_checkpoint(seen: Path) -> None:
     ],
 )
 def test_workers_without_a_common_checkpoint_fail_with_one_error(seen: Path, case: str, error: str) -> None:
-    found = errors(seen, case)
-    assert len(found) == 2 and "\n" not in found[0]
-    assert re.match(error, found[0])
-    mine, other = (re.sub(r"checkpoint of '[^']*' is whole", "", text) for text in found)  # each names its own folder
+    result = errors(seen, case)
+    assert len(result) == 2 and "\n" not in result[0]
+    assert re.match(error, result[0])
+    mine, other = (re.sub(r"checkpoint of '[^']*' is whole", "", text) for text in result)  # each names its own folder
     assert mine == other

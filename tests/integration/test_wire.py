@@ -43,14 +43,14 @@ def model(bank: Bank) -> SnapshotModel:
 
 @pytest.fixture(scope="module")
 def wire(bank: Bank) -> Iterator[Wire]:
-    with listening(bank) as found:
-        yield found
+    with listening(bank) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
 def labels(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
-    with listening(bank_of(taught("bert", "slm"), tmp_path_factory.mktemp("labels"))) as found:
-        yield found
+    with listening(bank_of(taught("bert", "slm"), tmp_path_factory.mktemp("labels"))) as result:
+        yield result
 
 
 def pinned(**pins: Any) -> dict[str, Any]:
@@ -61,23 +61,23 @@ def pinned(**pins: Any) -> dict[str, Any]:
 
 
 def test_chat_answers_equal_the_evaluated_ones(wire: Wire, asked: list[Asked], model: SnapshotModel) -> None:
-    for one in asked:
-        found = wire.chat(one.text, max_tokens=12)
-        (choice,) = found.choices
-        assert (found.object, found.model, choice.index) == ("chat.completion", "auto", 0)
-        assert (choice.message.role, choice.message.content) == ("assistant", one.answer)
-        assert found.id.startswith("chatcmpl-") and found.created > 1e9
-        how = found.raycl
-        assert how == choice.raycl and how["snapshot"] == 2 and how["template"] == one.task and how["batch"] >= 1
-        mixture = model.loaded.mixture([one.text])
+    for item in asked:
+        result = wire.chat(item.text, max_tokens=12)
+        (choice,) = result.choices
+        assert (result.object, result.model, choice.index) == ("chat.completion", "auto", 0)
+        assert (choice.message.role, choice.message.content) == ("assistant", item.answer)
+        assert result.id.startswith("chatcmpl-") and result.created > 1e9
+        how = result.raycl
+        assert how == choice.raycl and how["snapshot"] == 2 and how["template"] == item.task and how["batch"] >= 1
+        mixture = model.loaded.mixture([item.text])
         expected = {model.loaded.names[key]: weight for key, weight in _weights(mixture).items() if weight > 1e-6}
         assert how["adapters"] == pytest.approx(expected, abs=1e-5) and 0.0 not in how["adapters"].values()
-        assert next(iter(how["tasks"])) == one.task and how["retrieval_ms"] > 0
-        text = f"{one.text}\nOutput: "
-        assert found.usage.prompt_tokens == len(model.backbone.codec.encode_source([text])[0])
-        assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
-        words = len(one.answer.split())
-        assert (found.usage.completion_tokens, choice.finish_reason) == (words, "length" if words == 12 else "stop")
+        assert next(iter(how["tasks"])) == item.task and how["retrieval_ms"] > 0
+        text = f"{item.text}\nOutput: "
+        assert result.usage.prompt_tokens == len(model.backbone.codec.encode_source([text])[0])
+        assert result.usage.total_tokens == result.usage.prompt_tokens + result.usage.completion_tokens
+        words = len(item.answer.split())
+        assert (result.usage.completion_tokens, choice.finish_reason) == (words, "length" if words == 12 else "stop")
 
 
 def _weights(mixture: Any) -> dict[str, float]:
@@ -87,25 +87,25 @@ def _weights(mixture: Any) -> dict[str, float]:
 def test_turns_and_parts_are_one_text(wire: Wire) -> None:
     parts: Any = [{"type": "text", "text": "is warm "}, {"type": "text", "text": "very a"}]
     messages: Any = [{"role": "system", "content": "fire"}, {"role": "user", "content": parts, "name": "me"}]
-    found = wire.openai.chat.completions.create(model="auto", messages=messages)
-    assert found.choices[0].message.content == wire.chat("fire\nis warm very a").choices[0].message.content
-    assert found.usage is not None and found.usage.prompt_tokens == 1 + 5 + 2
+    result = wire.openai.chat.completions.create(model="auto", messages=messages)
+    assert result.choices[0].message.content == wire.chat("fire\nis warm very a").choices[0].message.content
+    assert result.usage is not None and result.usage.prompt_tokens == 1 + 5 + 2
 
 
 def test_a_completion_is_sent_as_it_is(wire: Wire, asked: list[Asked]) -> None:
-    one = asked[2]
-    found = wire.openai.completions.create(model="auto", prompt=f"{one.text}\nOutput: ", max_tokens=12)
-    assert (found.object, found.choices[0].text) == ("text_completion", one.answer) and found.id.startswith("cmpl-")
-    assert found.raycl["template"] == ""  # type: ignore[attr-defined]
+    item = asked[2]
+    result = wire.openai.completions.create(model="auto", prompt=f"{item.text}\nOutput: ", max_tokens=12)
+    assert (result.object, result.choices[0].text) == ("text_completion", item.answer) and result.id.startswith("cmpl-")
+    assert result.raycl["template"] == ""  # type: ignore[attr-defined]
     prompts = [f"{other.text}\nOutput: " for other in asked[:3]]
     echoed = wire.openai.completions.create(model="auto", prompt=prompts, echo=True, n=2)
     texts = [choice.text for choice in echoed.choices]
     assert [choice.index for choice in echoed.choices] == list(range(6)) and texts[::2] == texts[1::2]
     assert texts[::2] == [prompt + other.answer for prompt, other in zip(prompts, asked, strict=False)]
-    wrapped = wire.openai.completions.create(model="auto", prompt=one.text, max_tokens=12, **pinned(template=True))
-    assert wrapped.choices[0].text == one.answer and wrapped.raycl["template"] == one.task  # type: ignore[attr-defined]
-    bare = wire.chat(f"{one.text}\nOutput: ", max_tokens=12, **pinned(template=False))
-    assert bare.choices[0].message.content == one.answer
+    wrapped = wire.openai.completions.create(model="auto", prompt=item.text, max_tokens=12, **pinned(template=True))
+    assert wrapped.choices[0].text == item.answer and wrapped.raycl["template"] == item.task  # type: ignore[attr-defined]
+    bare = wire.chat(f"{item.text}\nOutput: ", max_tokens=12, **pinned(template=False))
+    assert bare.choices[0].message.content == item.answer
 
 
 def test_a_stream_gives_the_same_answer(wire: Wire) -> None:
@@ -128,9 +128,9 @@ def test_a_stream_gives_the_same_answer(wire: Wire) -> None:
 
 def test_every_line_of_a_stream_is_an_event(wire: Wire) -> None:
     body = {"prompt": [LONG, "fire is"], "model": "base", "stream": True, "n": 2, "max_tokens": 5}
-    with wire.http.stream("POST", "/v1/completions", json=body) as found:
-        assert found.headers["content-type"].startswith("text/event-stream")
-        raw = found.read().decode()
+    with wire.http.stream("POST", "/v1/completions", json=body) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        raw = stream.read().decode()
     events = raw.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""] and all(event.startswith("data: ") for event in events[:-1])
     trees = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
@@ -140,13 +140,13 @@ def test_every_line_of_a_stream_is_an_event(wire: Wire) -> None:
 
 def test_several_answers_and_seeds(wire: Wire) -> None:
     drawn = {"model": "base", "temperature": 1.5, "n": 3, "max_tokens": 8}
-    one, two = (wire.chat(LONG, seed=5, **drawn) for _ in range(2))
-    texts = [choice.message.content for choice in one.choices]
-    assert [choice.index for choice in one.choices] == [0, 1, 2] and len(set(texts)) == 3
+    first, two = (wire.chat(LONG, seed=5, **drawn) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2] and len(set(texts)) == 3
     assert texts == [choice.message.content for choice in two.choices]
     alone = wire.chat(LONG, seed=6, **{**drawn, "n": 1})
     assert alone.choices[0].message.content == texts[1], "answer i of seed s is the first answer of seed s + i"
-    assert one.usage.prompt_tokens == alone.usage.prompt_tokens, "a prompt counts once"
+    assert first.usage.prompt_tokens == alone.usage.prompt_tokens, "a prompt counts once"
     free = {tuple(choice.message.content for choice in wire.chat(LONG, **drawn).choices) for _ in range(3)}
     assert len(free) > 1, "without a seed every answer is drawn anew"
     cold = wire.chat(LONG, model="base", temperature=2.0, top_p=1e-6, max_tokens=8)
@@ -157,10 +157,10 @@ def test_stop_sequences(wire: Wire) -> None:
     text = wire.chat(LONG, model="base", max_tokens=12).choices[0].message.content
     words = text.split()
     for stop in (words[3], [words[5], words[3]], f"{words[2]} {words[3]}"):
-        found = wire.chat(LONG, model="base", max_tokens=12, stop=stop)
-        assert found.choices[0].finish_reason == "stop"
-        first = min(text.index(one) for one in ([stop] if isinstance(stop, str) else stop))
-        assert found.choices[0].message.content == text[:first].rstrip()
+        result = wire.chat(LONG, model="base", max_tokens=12, stop=stop)
+        assert result.choices[0].finish_reason == "stop"
+        first = min(text.index(item) for item in ([stop] if isinstance(stop, str) else stop))
+        assert result.choices[0].message.content == text[:first].rstrip()
         streamed = wire.chat(LONG, model="base", max_tokens=12, stop=stop, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text[:first].rstrip()
 
@@ -170,15 +170,15 @@ def test_null_equals_an_absent_field(wire: Wire) -> None:
     body = {"messages": [{"role": "user", "content": "fire is"}]}
     neutral = {"logit_bias": {}, "presence_penalty": 0.0, "logprobs": False, "response_format": {"type": "text"}}
     bodies = [body, {**body, **dict.fromkeys(settings)}, {**body, **neutral, "tools": [], "user": "somebody"}]
-    found = [wire.post("/v1/chat/completions", one).json()["choices"][0]["message"] for one in bodies]
-    assert found[0] == found[1] == found[2]
+    messages = [wire.post("/v1/chat/completions", item).json()["choices"][0]["message"] for item in bodies]
+    assert messages[0] == messages[1] == messages[2]
 
 
 # ---- mixtures --------------------------------------------------------------------------------------------------------
 
 
 def test_listed_models_can_be_requested(wire: Wire, model: SnapshotModel) -> None:
-    names = [one.id for one in wire.openai.models.list()]
+    names = [item.id for item in wire.openai.models.list()]
     assert names[:4] == ["auto", "base", "snapshot:1", "snapshot:2"] and set(names[4:]) == set(model.loaded.keys)
     assert wire.openai.models.retrieve("base").owned_by == "raycl"
     for name, adapters, snapshot in (
@@ -187,8 +187,8 @@ def test_listed_models_can_be_requested(wire: Wire, model: SnapshotModel) -> Non
         ("animal.0@1", {"animal.0": 1.0}, 2),
         ("colour", {f"colour.{slot}": 0.25 for slot in range(4)}, 2),
     ):
-        found = wire.chat("fire is", model=name)
-        assert found.model == name and found.raycl["adapters"] == adapters and found.raycl["snapshot"] == snapshot
+        result = wire.chat("fire is", model=name)
+        assert result.model == name and result.raycl["adapters"] == adapters and result.raycl["snapshot"] == snapshot
     older = wire.chat("it purrs", model="snapshot:1")
     assert older.raycl["snapshot"] == 1 and set(older.raycl["tasks"]) == {"colour"}
     newer = wire.chat("it purrs", model="snapshot:2")
@@ -197,8 +197,8 @@ def test_listed_models_can_be_requested(wire: Wire, model: SnapshotModel) -> Non
 
 def test_requests_pin_more_exactly(wire: Wire, model: SnapshotModel) -> None:
     mixture = {"colour.0": -1.5, "animal.3": 0.75, "animal.1": 0.0}
-    found = wire.chat("fire is", **pinned(adapters=mixture))
-    assert found.raycl["adapters"] == {"animal.3": 0.75, "colour.0": -1.5} and found.raycl["template"] == "animal"
+    result = wire.chat("fire is", **pinned(adapters=mixture))
+    assert result.raycl["adapters"] == {"animal.3": 0.75, "colour.0": -1.5} and result.raycl["template"] == "animal"
     assert wire.chat("fire is", **pinned(adapters={})).raycl["adapters"] == {}
     assert wire.chat("fire is", **pinned(snapshot=1)).raycl["snapshot"] == 1
     assert wire.chat("fire is", model="snapshot:2", **pinned(snapshot=1)).raycl["snapshot"] == 1
@@ -212,25 +212,27 @@ def test_requests_pin_more_exactly(wire: Wire, model: SnapshotModel) -> None:
 
 
 def test_a_route_without_an_answer(wire: Wire, labels: Wire) -> None:
-    found = wire.post("/v1/route", {"input": ["fire is", "it purrs"]}).json()
-    assert [list(one) for one in found["data"]] == [["index", "raycl"]] * 2 and found["object"] == "list"
-    for text, one in zip(("fire is", "it purrs"), found["data"], strict=True):
-        assert one["raycl"]["adapters"] == wire.chat(text).raycl["adapters"]
+    answer = wire.post("/v1/route", {"input": ["fire is", "it purrs"]}).json()
+    assert [list(item) for item in answer["data"]] == [["index", "raycl"]] * 2 and answer["object"] == "list"
+    for text, item in zip(("fire is", "it purrs"), answer["data"], strict=True):
+        assert item["raycl"]["adapters"] == wire.chat(text).raycl["adapters"]
     assert labels.post("/v1/route", {"input": "fire is"}).json()["data"][0]["raycl"]["template"] == ""
     assert wire.engine.pending == labels.engine.pending == 0
 
 
 def test_classification(labels: Wire, taught: Taught) -> None:
     asked = examples(taught("bert", "slm"), labels.snapshot_manager.bank)
-    found = labels.post("/v1/classify", {"input": [one.text for one in asked]}).json()
-    assert [one["label"] for one in found["data"]] == [one.answer for one in asked]
-    assert [one["index"] for one in found["data"]] == list(range(len(asked)))
-    for one in found["data"]:
-        chances = list(one["scores"].values())
+    answer = labels.post("/v1/classify", {"input": [item.text for item in asked]}).json()
+    assert [item["label"] for item in answer["data"]] == [item.answer for item in asked]
+    assert [item["index"] for item in answer["data"]] == list(range(len(asked)))
+    for item in answer["data"]:
+        chances = list(item["scores"].values())
         assert sum(chances) == pytest.approx(1.0, abs=1e-5) and chances == sorted(chances, reverse=True)
-        assert one["label"] == next(iter(one["scores"]))
-        assert set(one["scores"]) <= {"red", "blue", "cat", "dog"} and one["raycl"]["snapshot"] == 2
-    assert found["usage"] == {"prompt_tokens": found["usage"]["total_tokens"], "completion_tokens": 0} | found["usage"]
+        assert item["label"] == next(iter(item["scores"]))
+        assert set(item["scores"]) <= {"red", "blue", "cat", "dog"} and item["raycl"]["snapshot"] == 2
+    assert (
+        answer["usage"] == {"prompt_tokens": answer["usage"]["total_tokens"], "completion_tokens": 0} | answer["usage"]
+    )
     pin = labels.post("/v1/classify", {"input": "it purrs", "raycl": {"adapters": {"colour.0": 1}}}).json()
     assert set(pin["data"][0]["scores"]) == {"red", "blue"}
     assert problem(labels.post("/v1/classify", {"input": "it purrs", "model": "base"}))[0] == 400
@@ -249,10 +251,10 @@ def test_the_examples_of_the_guide_run_as_printed(wire: Wire, labels: Wire) -> N
 
 
 def test_adapters_and_snapshots_are_listed(wire: Wire, model: SnapshotModel) -> None:
-    found = wire.get("/v1/adapters")
-    assert found["snapshot"] == 2 and [one["name"] for one in found["data"]] == list(model.loaded.keys)
-    assert found["data"][0]["rank"] == 8 and found["data"][0]["version"] == 1 and found["data"][0]["bytes"] > 0
-    assert {tuple(one["tasks"]) for one in found["data"]} == {("colour",), ("animal",)}
+    value = wire.get("/v1/adapters")
+    assert value["snapshot"] == 2 and [item["name"] for item in value["data"]] == list(model.loaded.keys)
+    assert value["data"][0]["rank"] == 8 and value["data"][0]["version"] == 1 and value["data"][0]["bytes"] > 0
+    assert {tuple(item["tasks"]) for item in value["data"]} == {("colour",), ("animal",)}
     shown = wire.get("/v1/snapshots")
     assert (shown["active"], shown["data"], shown["kind"], shown["problem"]) == (2, [1, 2], "decoder", "")
     assert shown["tasks"] == ["colour", "animal"] and shown["decision"] == {}

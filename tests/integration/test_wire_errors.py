@@ -31,8 +31,8 @@ CHAT, TEXT, CLASSIFY, ROUTE, ACTIVATE = (
 
 @pytest.fixture(scope="module")
 def wire(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
-    with listening(bank_of(taught("t5", "separate"), tmp_path_factory.mktemp("wire")), limits=LIMITS) as found:
-        yield found
+    with listening(bank_of(taught("t5", "separate"), tmp_path_factory.mktemp("wire")), limits=LIMITS) as result:
+        yield result
 
 
 def chat(**settings: Any) -> dict[str, Any]:
@@ -131,19 +131,19 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_invalid_requests_get_one_sentence(wire: Wire, name: str) -> None:
     path, body, status, message = REFUSED[name]
-    found = wire.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
-    assert problem(found)[0] == status, found.text
-    assert message in problem(found)[1]
+    response = wire.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert problem(response)[0] == status, response.text
+    assert message in problem(response)[1]
     if status == 400 and ": " in message and " " not in message.partition(": ")[0] and "the body" not in message:
-        assert found.json()["error"]["param"] == message.partition(": ")[0]
+        assert response.json()["error"]["param"] == message.partition(": ")[0]
 
 
 def test_invalid_requests_are_refused_while_streaming(wire: Wire) -> None:
     for name in ("a long prompt", "an unknown model", "no task", "many answers in all"):
         path, body, status, message = REFUSED[name]
-        found = wire.post(path, {**body, "stream": True})
-        assert found.headers["content-type"] == "application/json"
-        assert problem(found)[0] == status and message in problem(found)[1]
+        response = wire.post(path, {**body, "stream": True})
+        assert response.headers["content-type"] == "application/json"
+        assert problem(response)[0] == status and message in problem(response)[1]
     assert wire.post(*REFUSED["a long prompt"][:2]).json()["error"]["code"] == "context_length_exceeded"
 
 
@@ -169,15 +169,15 @@ def test_invalid_requests_are_refused_while_streaming(wire: Wire) -> None:
     ],
 )
 def test_invalid_bodies(wire: Wire, raw: bytes, message: str) -> None:
-    found = wire.http.post(CHAT, content=raw, headers={"content-type": "application/json"})
-    assert problem(found)[0] == 400 and message in problem(found)[1]
+    response = wire.http.post(CHAT, content=raw, headers={"content-type": "application/json"})
+    assert problem(response)[0] == 400 and message in problem(response)[1]
 
 
 def test_bodies_without_a_content_type(wire: Wire) -> None:
     raw = json.dumps(chat()).encode()
     for kind in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
-        found = wire.http.post(CHAT, content=raw, headers=kind)
-        assert problem(found)[0] == 400 and "send it with 'Content-Type: application/json'" in problem(found)[1]
+        response = wire.http.post(CHAT, content=raw, headers=kind)
+        assert problem(response)[0] == 400 and "send it with 'Content-Type: application/json'" in problem(response)[1]
     assert wire.http.post(CHAT, content=raw, headers={"content-type": "application/json; charset=utf-8"}).is_success
 
 
@@ -203,8 +203,8 @@ def test_paths_and_methods(wire: Wire) -> None:
 
 def test_unusual_texts_are_accepted(wire: Wire) -> None:
     for text in ("\x00fire\x00is", "😀 fire \u200b", "\u202efire", "\ufffd", "fire" * 500, "🇩🇪" * 300, "a\u0301" * 200):
-        found = wire.chat(text, extra_body={"raycl": {"task": "colour"}})
-        assert found.raycl["template"] == "colour" and found.usage.prompt_tokens <= 24
+        result = wire.chat(text, extra_body={"raycl": {"task": "colour"}})
+        assert result.raycl["template"] == "colour" and result.usage.prompt_tokens <= 24
         assert wire.post(TEXT, {"prompt": text, "model": "base"}).is_success
     cut = wire.chat("fire " * 500, extra_body={"raycl": {"task": "colour"}})
     assert cut.raycl["cut_tokens"] == 500 + 3 - 24 and cut.usage.prompt_tokens == 24
@@ -227,9 +227,9 @@ def test_limits_of_size(wire: Wire) -> None:
     assert problem(large) == (413, "the request is larger than 256 KiB: send less text")
     parts = iter([b'{"prompt": "', *[b"fire " * 20_000] * 10, b'"}'])
     assert problem(wire.http.post(TEXT, content=parts, headers={"content-type": "application/json"}))[0] == 413
-    with pytest.raises(openai.APIStatusError) as found:
+    with pytest.raises(openai.APIStatusError) as error:
         wire.chat("fire " * 200_000)
-    assert found.value.status_code == 413
+    assert error.value.status_code == 413
     with socket.create_connection(("127.0.0.1", wire.port), timeout=WAIT_S) as door:
         door.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n")
         assert door.recv(100).startswith(b"HTTP/1.1 413 ")
@@ -250,8 +250,8 @@ def test_a_full_queue_returns_retry_after(taught: Taught, tmp_path: Path) -> Non
                 wire.chat("fire is", model="base")
             assert busy.value.response.headers["retry-after"] == "1"
             for stream in (False, True):
-                found = wire.post(ROUTE, {"input": "fire is", "model": "base", "stream": stream})
-                assert problem(found)[0] == 429 and found.json()["error"]["type"] == "rate_limit_error"
+                response = wire.post(ROUTE, {"input": "fire is", "model": "base", "stream": stream})
+                assert problem(response)[0] == 429 and response.json()["error"]["type"] == "rate_limit_error"
             assert problem(wire.http.get("/readyz")) == (503, "the queue is full")
             assert wire.get("/healthz")["status"] == "ok"
         wire.settle()
@@ -265,8 +265,8 @@ def test_limits_of_time(taught: Taught, tmp_path: Path) -> None:
     with listening(bank, limits={"timeout_s": 0.3}) as wire:
         with wire.paused():
             began = time.monotonic()
-            found = wire.post(ROUTE, {"input": ["fire is"] * 64, "model": "base"})
-            assert problem(found) == (504, "no answer within 0.3 s: request less, or retry later")
+            response = wire.post(ROUTE, {"input": ["fire is"] * 64, "model": "base"})
+            assert problem(response) == (504, "no answer within 0.3 s: request less, or retry later")
             assert time.monotonic() - began < 50 * 0.3, "the time is the request's, not each answer's"
             assert problem(wire.post(CHAT, chat(stream=True)))[0] == 504
             with pytest.raises(openai.InternalServerError) as late:
@@ -288,9 +288,9 @@ def test_a_stream_that_fails_later_ends_with_the_error(
             raise ZeroDivisionError("secret")
 
         monkeypatch.setattr("raycl.generation.dynamic_cache.step", broken)
-        with wire.http.stream("POST", TEXT, json={"prompt": "fire is", "model": "colour", "stream": True}) as found:
-            assert found.status_code == 200
-            events = found.read().decode().strip().split("\n\n")
+        with wire.http.stream("POST", TEXT, json={"prompt": "fire is", "model": "colour", "stream": True}) as stream:
+            assert stream.status_code == 200
+            events = stream.read().decode().strip().split("\n\n")
         error = json.loads(events[-1].removeprefix("data: "))["error"]
         assert error["message"].startswith("the model failed on this request") and "secret" not in error["message"]
         assert "raycl" in json.loads(events[0].removeprefix("data: ")) and "[DONE]" not in events[-1]
@@ -328,9 +328,9 @@ def test_api_keys(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "Basic plain-1",
             "Bearer plain-1x",
         ):
-            found = wire.post(ROUTE, body, headers={"Authorization": header})
-            assert problem(found) == (401, "an API key is needed: send 'Authorization: Bearer KEY'")
-            assert found.headers["www-authenticate"] == "Bearer"
+            response = wire.post(ROUTE, body, headers={"Authorization": header})
+            assert problem(response) == (401, "an API key is needed: send 'Authorization: Bearer KEY'")
+            assert response.headers["www-authenticate"] == "Bearer"
         with pytest.raises(openai.AuthenticationError):
             wire.client("wrong").models.list()
         assert problem(wire.http.get("/v1/models"))[0] == problem(wire.http.get("/v2/nothing"))[0] == 401

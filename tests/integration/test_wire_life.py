@@ -88,14 +88,14 @@ def test_a_slow_reader_loses_nothing(taught: Taught, tmp_path: Path) -> None:
 def test_activation_and_rollback_switch_the_answers(taught: Taught, tmp_path: Path) -> None:
     done = taught("llama", "lora")
     bank = bank_of(done, tmp_path)
-    answers = {number: {one.text: one.answer for one in examples(done, bank, number)} for number in (1, 2)}
+    answers = {number: {example.text: example.answer for example in examples(done, bank, number)} for number in (1, 2)}
     text = next(text for text in answers[1] if answers[1][text] != answers[2][text])
     pins = {"extra_body": {"raycl": {"task": "colour"}}}
     with listening(bank) as wire:
 
         def said() -> tuple[int, str]:
-            found = wire.chat(text, max_tokens=12, **pins)
-            return found.raycl["snapshot"], found.choices[0].message.content
+            result = wire.chat(text, max_tokens=12, **pins)
+            return result.raycl["snapshot"], result.choices[0].message.content
 
         assert said() == (2, answers[2][text])
         back = wire.post("/admin/activate", {"snapshot": 1})
@@ -188,24 +188,24 @@ def test_snapshots_switch_under_load(taught: Taught, tmp_path: Path) -> None:
     """Pins and decisions from several threads with room for one snapshot: every answer is its own snapshot's."""
     done = taught("llama", "lora")
     bank = bank_of(done, tmp_path)
-    answers = {number: {one.text: one.answer for one in examples(done, bank, number)} for number in (1, 2)}
+    answers = {number: {example.text: example.answer for example in examples(done, bank, number)} for number in (1, 2)}
     wrong: list[str] = []
     with listening(bank, loaded_snapshots=1, follow={"enabled": True, "poll_s": 0.005}) as wire:
 
         def ask(turn: int) -> None:
             client = wire.client("none")
-            for place in range(6):
-                text = list(answers[1])[(turn + place) % len(answers[1])]
-                model = ("auto", "snapshot:1", "snapshot:2")[(turn + place) % 3]
+            for index in range(6):
+                text = list(answers[1])[(turn + index) % len(answers[1])]
+                model = ("auto", "snapshot:1", "snapshot:2")[(turn + index) % 3]
                 messages: Any = [{"role": "user", "content": text}]
-                found: Any = client.chat.completions.create(
+                result: Any = client.chat.completions.create(
                     model=model, messages=messages, max_tokens=12, extra_body={"raycl": {"task": "colour"}}
                 )
-                number = found.raycl["snapshot"]
+                number = result.raycl["snapshot"]
                 if model != "auto" and model != f"snapshot:{number}":
                     wrong.append(f"{model} was answered by {number}")
-                if found.choices[0].message.content != answers[number][text]:
-                    wrong.append(f"snapshot {number} said {found.choices[0].message.content!r} to {text!r}")
+                if result.choices[0].message.content != answers[number][text]:
+                    wrong.append(f"snapshot {number} said {result.choices[0].message.content!r} to {text!r}")
 
         def decide() -> None:
             for turn in range(8):
@@ -253,8 +253,8 @@ def test_requests_may_not_load_snapshots_without_end(
         waiting.start()
         assert loads.wait(WAIT_S)
         busy = wire.client("none")
-        found = busy._client.post(f"{wire.url}/v1/route", json=body)
-        assert problem(found) == (429, "1 snapshots are being loaded: retry in a second")
+        response = busy._client.post(f"{wire.url}/v1/route", json=body)
+        assert problem(response) == (429, "1 snapshots are being loaded: retry in a second")
         assert busy._client.post(f"{wire.url}/v1/route", json={**body, "model": "auto"}).is_success, "others continue"
         go.set()
         waiting.join(WAIT_S)

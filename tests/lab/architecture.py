@@ -294,10 +294,10 @@ def backbone_kinds(module: Module) -> Iterator[Finding]:
 def hooks(module: Module) -> Iterator[Finding]:
     for node in module.tree.body if module.path == METHOD_AT else ():
         if isinstance(node, ast.ClassDef) and node.name == "Method":
-            found = [one for one in node.body if isinstance(one, ast.FunctionDef) and not one.name.startswith("_")]
-            if len(found) > HOOKS:
-                names = ", ".join(one.name for one in found)
-                yield node.lineno, f"Method has {len(found)} public hooks, at most {HOOKS}: {names}"
+            result = [item for item in node.body if isinstance(item, ast.FunctionDef) and not item.name.startswith("_")]
+            if len(result) > HOOKS:
+                names = ", ".join(item.name for item in result)
+                yield node.lineno, f"Method has {len(result)} public hooks, at most {HOOKS}: {names}"
 
 
 @rule

@@ -127,14 +127,14 @@ def advisories(path: Path) -> Iterator[Advisory]:
 
 def _parsed(text: bytes, where: str) -> list[Advisory]:
     try:
-        found = from_json(text)
-        if isinstance(found, dict):
-            found = found.get("vulns", [found])
-        return ADVISORIES.validate_python(found)
+        value = from_json(text)
+        if isinstance(value, dict):
+            value = value.get("vulns", [value])
+        return ADVISORIES.validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise NoSourceError(f"{where} is not in OSV's format: {place}: {first['msg']}") from error
+        setting = ".".join(map(str, first["loc"]))
+        raise NoSourceError(f"{where} is not in OSV's format: {setting}: {first['msg']}") from error
     except ValueError as error:
         raise NoSourceError(f"{where} is not JSON ({error})") from error
 
@@ -148,7 +148,7 @@ def compare(versions: dict[str, str], path: Path) -> tuple[list[Finding], int, s
     findings: list[Finding] = []
     count, newest = 0, ""
     for advisory in advisories(path):
-        ours = [one for one in advisory.affected or [] if one.package.ecosystem == "PyPI"]
+        ours = [item for item in advisory.affected or [] if item.package.ecosystem == "PyPI"]
         if advisory.withdrawn or not ours:
             continue
         count, newest = count + 1, max(newest, advisory.modified[:10])
@@ -158,7 +158,7 @@ def compare(versions: dict[str, str], path: Path) -> tuple[list[Finding], int, s
                 _add(findings, name, versions[name], advisory, affected)
     if not count:
         raise NoSourceError(f"{path} has no advisory about packages of PyPI")
-    return sorted(findings, key=lambda one: (one.package, sorted(one.ids))), count, newest
+    return sorted(findings, key=lambda item: (item.package, sorted(item.ids))), count, newest
 
 
 def is_affected(version: str, affected: Affected) -> bool:
@@ -166,7 +166,7 @@ def is_affected(version: str, affected: Affected) -> bool:
     if version in (affected.versions or []):
         return True
     try:
-        return any(_is_in(Version(version), one.events) for one in affected.ranges or [] if one.type == "ECOSYSTEM")
+        return any(_is_in(Version(version), item.events) for item in affected.ranges or [] if item.type == "ECOSYSTEM")
     except InvalidVersion:
         return True
 
@@ -194,7 +194,7 @@ def _order(value: str) -> Version:
 def _add(findings: list[Finding], name: str, version: str, advisory: Advisory, affected: Affected) -> None:
     """Add a finding, or add to the one that is known under another name: databases copy each other's advisories."""
     ids = {advisory.id, *(advisory.aliases or [])}
-    fixed = {value for one in affected.ranges or [] if one.type == "ECOSYSTEM" for value in _fixes(one.events)}
+    fixed = {value for item in affected.ranges or [] if item.type == "ECOSYSTEM" for value in _fixes(item.events)}
     for known in findings:
         if known.package == name and known.ids & ids:
             known.ids |= ids
@@ -230,7 +230,7 @@ def ask_pypi(requirements: Path) -> int:
 def is_source(report: str) -> bool:
     """Whether a JSON report of pip-audit has a vulnerability."""
     try:
-        return any(one.get("vulns") for one in json.loads(report)["dependencies"])
+        return any(item.get("vulns") for item in json.loads(report)["dependencies"])
     except (ValueError, KeyError):
         return False
 

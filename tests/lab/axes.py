@@ -43,5 +43,5 @@ def _gain(
 ) -> tuple[int, int, int]:
     """Values that are new with it, slow ones that are not, and how rare the others are; the first of equals wins."""
     places = list(enumerate(case))
-    slow_again = sum(place not in missing and place[1] in rarely for place in places)
-    return sum(place in missing for place in places), -slow_again, -sum(counts[place] for place in places)
+    slow_again = sum(slot not in missing and slot[1] in rarely for slot in places)
+    return sum(slot in missing for slot in places), -slow_again, -sum(counts[slot] for slot in places)

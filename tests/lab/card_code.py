@@ -16,14 +16,14 @@ def main(folders: list[str], texts: list[str], file: Path) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "raycl"]:
         del sys.modules[name]
     sys.modules["raycl"] = None  # type: ignore[assignment]  # importing it fails
-    found: list[dict[str, str]] = []
+    collected: list[dict[str, str]] = []
     for folder in folders:
         os.chdir(folder)
         (code,) = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.S)
         (line,) = re.findall(r'^text = ".*"$', code, re.M)
-        found.append({})
+        collected.append({})
         for text in [json.loads(line.removeprefix("text = ")), *texts]:
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(code.replace(line, f"text = {json.dumps(text)}"), {})
-            found[-1][text] = out.getvalue()
-    file.write_text(json.dumps(found))
+            collected[-1][text] = out.getvalue()
+    file.write_text(json.dumps(collected))

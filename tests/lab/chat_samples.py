@@ -49,34 +49,34 @@ def _words() -> PreTrainedTokenizerFast:
 
 def _pieces() -> PreTrainedTokenizerFast:
     """As SentencePiece: a space in front of the first word, and special strings that are pieces too."""
-    found = Tokenizer(models.Unigram())
-    found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    found.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     special = ["<unk>", "<s>", "</s>"]
     trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False)
-    found.train_from_iterator(TEXTS, trainer)
-    found.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=found, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 def _bytes() -> PreTrainedTokenizerFast:
     """As GPT-2."""
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<s>", "</s>"]
     trainer = trainers.BpeTrainer(
         vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    found.train_from_iterator(TEXTS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=found, bos_token="<s>", eos_token="</s>")
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 def _wordpiece() -> PreTrainedTokenizerFast:
     """MiniLM's, whose special tokens are words of its vocabulary, with an end behind each text."""
-    found = Tokenizer.from_file(minilm_file())
-    return PreTrainedTokenizerFast(tokenizer_object=found, bos_token="[CLS]", eos_token="[SEP]", unk_token="[UNK]")
+    loaded = Tokenizer.from_file(minilm_file())
+    return PreTrainedTokenizerFast(tokenizer_object=loaded, bos_token="[CLS]", eos_token="[SEP]", unk_token="[UNK]")
 
 
 TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
@@ -93,8 +93,8 @@ def chat_codec(tokenizer: str | PreTrainedTokenizerFast, template: str, kind: st
     Args:
         tokenizer: a name of `TOKENIZERS`, or one itself.
     """
-    found = TOKENIZERS[tokenizer]() if isinstance(tokenizer, str) else tokenizer
-    found.add_special_tokens({"additional_special_tokens": CONTROL})
-    found.add_tokens(["<think>", "</think>"])
-    found.chat_template = TEMPLATES[template]
-    return HFCodec(found, kind, 200, 40)
+    result = TOKENIZERS[tokenizer]() if isinstance(tokenizer, str) else tokenizer
+    result.add_special_tokens({"additional_special_tokens": CONTROL})
+    result.add_tokens(["<think>", "</think>"])
+    result.chat_template = TEMPLATES[template]
+    return HFCodec(result, kind, 200, 40)

@@ -42,7 +42,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 def recorded(page: Page) -> list[str]:
     """Errors from now on, of the console and of scripts."""
-    found: list[str] = []
-    page.on("console", lambda message: found.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: found.append(str(error)))
-    return found
+    collected: list[str] = []
+    page.on("console", lambda message: collected.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: collected.append(str(error)))
+    return collected

@@ -302,9 +302,9 @@ def main(words: Sequence[str] | None = None) -> int:
         names = [name for name in ends if ends[name] == end]
         print(f"\n{len(names)} of {len(ends)} runs {end}", end="\n" if end == "trained" else f": {', '.join(names)}\n")
     if options.json:
-        kinds = {name: {kind: asdict(one) for kind, one in each.items()} for name, each in differences.items()}
+        kinds = {name: {kind: asdict(item) for kind, item in each.items()} for name, each in differences.items()}
         _write(options.json, {"reference": ours.name, "tree": theirs.name, "ends": ends, "runs": kinds})
-    differ = any(one for each in differences.values() for kind, one in each.items() if kind not in STATED)
+    differ = any(item for each in differences.values() for kind, item in each.items() if kind not in STATED)
     return int(differ or "failed" in ends.values())
 
 

@@ -93,8 +93,8 @@ def install(end: str) -> Path:
 
 def versions(python: Path) -> str:
     code = f"import importlib.metadata, json; print(json.dumps([importlib.metadata.version(n) for n in {SHOWN}]))"
-    found = json.loads(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout)
-    return ", ".join(f"{name} {version}" for name, version in zip(SHOWN, found, strict=True))
+    tree = json.loads(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout)
+    return ", ".join(f"{name} {version}" for name, version in zip(SHOWN, tree, strict=True))
 
 
 def check(end: str, tests: list[str], processes: int, say: Callable[[str], None]) -> bool:

@@ -180,10 +180,10 @@ def _forget_pytest() -> None:
 
 
 def _listener(address: Path) -> socket.socket:
-    found = socket.socket(socket.AF_UNIX)
-    found.bind(str(address))
-    found.listen(64)
-    return found
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(address))
+    listener.listen(64)
+    return listener
 
 
 def _serve(listener: socket.socket, control: socket.socket) -> None:

@@ -12,8 +12,8 @@ def flips(whole: bytes, times: int) -> Iterator[bytes]:
     """The file with one bit changed, each time another one, at places that do not depend on the run."""
     places = random.Random(0)
     for _ in range(times):
-        place = places.randrange(8 * len(whole))
-        yield whole[: place // 8] + bytes([whole[place // 8] ^ 1 << place % 8]) + whole[place // 8 + 1 :]
+        bit = places.randrange(8 * len(whole))
+        yield whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :]
 
 
 def damaged(whole: bytes, kind: str, other: bytes = b"{}") -> bytes | None:

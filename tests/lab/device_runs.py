@@ -104,7 +104,7 @@ def trained(lab: Lab, case: Case, folder: Path, device: torch.device) -> dict[st
     with suppress(Stop):
         run(config, storage, after=STOP_AFTER, world=world)
     context = run(config, storage, world=world).context
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "trace": [[loss, norm] for _, _, loss, norm, _, _ in trace(storage)],
         "matrix": matrix(storage),
         "drawn": list(MODULE.drawn),
@@ -112,10 +112,10 @@ def trained(lab: Lab, case: Case, folder: Path, device: torch.device) -> dict[st
     }
     if case.served:
         bank = Bank(storage.sub("bank"))
-        found["predicted"] = predicted(bank, context, device)
-        found["mixed"] = mixed(bank, device)
-        found["engine"] = [served(bank, device, static_cache) for static_cache in case.decodings]
-    return found
+        result["predicted"] = predicted(bank, context, device)
+        result["mixed"] = mixed(bank, device)
+        result["engine"] = [served(bank, device, static_cache) for static_cache in case.decodings]
+    return result
 
 
 def predicted(bank: Bank, context: Any, device: torch.device) -> list[str]:
@@ -133,7 +133,7 @@ def predicted(bank: Bank, context: Any, device: torch.device) -> list[str]:
 
 def mixed(bank: Bank, device: torch.device) -> list[list[str]]:
     """Answers under mixtures of resident adapters: those that all examples share, and rows of each example's own."""
-    model, found = opened(bank, bank.open(max(bank.snapshots())), device), list[list[str]]()
+    model, result = opened(bank, bank.open(max(bank.snapshots())), device), list[list[str]]()
     names = tuple(model.loaded.keys)
     codec = model.backbone.codec
     ids, _ = fit_sources([f"{text} warm very much the a is" for text in TEXTS], Prompt(), codec, 24)
@@ -143,8 +143,8 @@ def mixed(bank: Bank, device: torch.device) -> list[list[str]]:
     one_each = torch.eye(len(names))[torch.arange(len(TEXTS)) % len(names)] * 3
     for weights in (everyone, one_each, torch.zeros_like(everyone)):
         with model.model.activate(model.loaded.named(Mixture(names, weights))):
-            found.append(predict(model.backbone, batch, 6))
-    return found
+            result.append(predict(model.backbone, batch, 6))
+    return result
 
 
 def served(bank: Bank, device: torch.device, static_cache: bool) -> list[Any]:
@@ -189,27 +189,27 @@ def refused() -> dict[str, bool]:
         "numpy": there.numpy,
         "generator": lambda: torch.rand(2, device=DEVICE, generator=torch.Generator()),
     }
-    found = {}
+    collected = {}
     for name, action in tried.items():
         try:
             action()
-            found[name] = False
+            collected[name] = False
         except (RuntimeError, TypeError):
-            found[name] = True
-    return found
+            collected[name] = True
+    return collected
 
 
 def main(folder: Path, names: list[str]) -> None:
     """Every case on both devices."""
     from pretend_device import CPU, DEVICE
 
-    lab, found = Lab(folder), dict[str, Any](refused=refused())
+    lab, result = Lab(folder), dict[str, Any](refused=refused())
     for name in names:
         try:
-            found[name] = {
+            result[name] = {
                 device.type: trained(lab, CASES[name], folder / f"{name}-{device.type}", device)
                 for device in (CPU, DEVICE)
             }
         except FAILURES:  # other cases continue
-            found[name] = {"error": traceback.format_exc()}
-    (folder / "found.json").write_text(json.dumps(found))
+            result[name] = {"error": traceback.format_exc()}
+    (folder / "found.json").write_text(json.dumps(result))

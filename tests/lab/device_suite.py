@@ -28,8 +28,8 @@ class Sampled(Supported):
 
     def cases(self, setup: Setup) -> list[Case]:
         """The second one first: it is smaller."""
-        found = super().cases(setup)
-        return found[1::3] or found
+        result = super().cases(setup)
+        return result[1::3] or result
 
 
 def main(file: Path, whole: bool) -> None:
@@ -39,10 +39,10 @@ def main(file: Path, whole: bool) -> None:
         whole: every case of the parts that measure times, and not a sample of those.
     """
     setup = Setup(DEVICE, tiny=True)
-    found: list[Figure] = []
+    figures: list[Figure] = []
     for part in PARTS:
         if part.name != "streams":  # those are runs, and `device_runs` has them
             kind = Sampled if part.timed and not whole else Supported
-            run_part(kind(*astuple(part)), setup, 600.0, found.append)
-    lines = [f"{figure.name}\t{figure.ok}\t{figure.detail}\n" for figure in found]
+            run_part(kind(*astuple(part)), setup, 600.0, figures.append)
+    lines = [f"{figure.name}\t{figure.ok}\t{figure.detail}\n" for figure in figures]
     file.write_text("".join([*lines, *(f"note\tFalse\t{note}\n" for note in setup.notes)]))

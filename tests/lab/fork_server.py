@@ -59,8 +59,8 @@ class ForkServer:
         When one fails or takes longer than `seconds`, the others are killed.
         """
         self._connection.send((list(calls), {**os.environ, **environment}, seconds))
-        found: list[int] = self._connection.recv()
-        return found
+        received: list[int] = self._connection.recv()
+        return received
 
     def run(self, calls: Sequence[Call], seconds: float, **environment: str) -> None:
         """The same, and none may fail.

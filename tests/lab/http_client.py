@@ -37,9 +37,9 @@ class Wire(ServiceClient):
 
     def get(self, path: str) -> Any:
         """What is there, as JSON."""
-        found = self.http.get(path)
-        assert found.status_code == 200, found.text
-        return found.json()
+        value = self.http.get(path)
+        assert value.status_code == 200, value.text
+        return value.json()
 
     def chat(self, text: str, **settings: Any) -> Any:
         """One turn."""
@@ -56,10 +56,10 @@ def listening(bank: Bank, auth: AuthConfig | None = None, **settings: Any) -> It
             yield wire
 
 
-def problem(found: httpx.Response) -> tuple[int, str]:
+def problem(response: httpx.Response) -> tuple[int, str]:
     """Status and message of a refusal, whose shape must be OpenAI's."""
-    body = found.json()
+    body = response.json()
     assert list(body) == ["error"] and set(body["error"]) == {"message", "type", "param", "code"}, body
     message = body["error"]["message"]
     assert isinstance(message, str) and message and "\n" not in message and "Traceback" not in message
-    return found.status_code, message
+    return response.status_code, message

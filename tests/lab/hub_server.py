@@ -44,12 +44,12 @@ def serving_hub() -> Iterator[Hub]:
 
         def do_GET(self) -> None:
             path = self.path.partition("?")[0].strip("/")
-            if found := re.fullmatch(r"api/models/(.+)/(revision|tree)/([^/]+)", path):
-                repository, what, revision = found.groups()
+            if match := re.fullmatch(r"api/models/(.+)/(revision|tree)/([^/]+)", path):
+                repository, what, revision = match.groups()
                 folder = hub.folder(repository, revision)
                 self._json(folder and (_info if what == "revision" else _tree)(repository, folder))
-            elif found := re.fullmatch(r"(.+)/resolve/([^/]+)/(.+)", path):
-                repository, revision, name = found.groups()
+            elif match := re.fullmatch(r"(.+)/resolve/([^/]+)/(.+)", path):
+                repository, revision, name = match.groups()
                 self._file(hub.folder(repository, revision), name)
             else:
                 self._json(None)

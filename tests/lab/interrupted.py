@@ -12,10 +12,10 @@ from typing import Any
 from raycl.cli.main import main
 
 
-def interrupted(words: Sequence[str], place: str, result: Path) -> None:
+def interrupted(words: Sequence[str], where: str, result: Path) -> None:
     """Run `raycl` with these words, with Ctrl-C when it calls `place` (`module:name`); its status goes to a file."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a new interpreter
-    module, _, path = place.partition(":")
+    module, _, path = where.partition(":")
     *owners, name = path.split(".")
     owner: Any = import_module(module)
     for part in owners:

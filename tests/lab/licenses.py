@@ -38,8 +38,8 @@ def pinned() -> dict[str, tuple[str, str]]:
 def installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Version and license by canonical name, of those that are installed."""
     command = [sys.executable, "-m", "piplicenses", "--format=json", "--with-system", "--packages", *names]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {canonicalize_name(one["Name"]): (one["Version"].partition("+")[0], one["License"]) for one in found}
+    tree = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {canonicalize_name(item["Name"]): (item["Version"].partition("+")[0], item["License"]) for item in tree}
 
 
 def row(name: str, version: str, license: str) -> str:
@@ -49,19 +49,19 @@ def row(name: str, version: str, license: str) -> str:
 
 def rows(page: str) -> dict[str, str]:
     """Line of the table by canonical name."""
-    found = re.finditer(r"^\| (\S+) \| \S+ \| .+ \|$", page, re.MULTILINE)
-    return {canonicalize_name(one[1]): one[0] for one in found if one[1] != "package"}
+    matches = re.finditer(r"^\| (\S+) \| \S+ \| .+ \|$", page, re.MULTILINE)
+    return {canonicalize_name(item[1]): item[0] for item in matches if item[1] != "package"}
 
 
 def main() -> int:
     """Write the table, if all that is pinned is installed."""
     wanted = pinned()
-    found = installed(name for name, _ in wanted.values())
-    missing = [name for name, (_, version) in wanted.items() if found.get(name, ("",))[0] != version]
+    result = installed(name for name, _ in wanted.values())
+    missing = [name for name, (_, version) in wanted.items() if result.get(name, ("",))[0] != version]
     if missing:
         print(f"make licenses: not installed as pinned: {', '.join(missing)}; install them and repeat", file=sys.stderr)
         return 1
-    lines = [row(*wanted[name], found[name][1]) for name in sorted(wanted)]
+    lines = [row(*wanted[name], result[name][1]) for name in sorted(wanted)]
     PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
     return 0
 

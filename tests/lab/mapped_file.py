@@ -8,8 +8,8 @@ from pathlib import Path
 def file_at(address: int) -> str:
     """The file that this process has mapped there; "": none."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        place, *_, name = line.split(maxsplit=5) if line.count("/") else (line.split()[0], "")
-        first, last = (int(end, 16) for end in place.split("-"))
+        mapping, *_, name = line.split(maxsplit=5) if line.count("/") else (line.split()[0], "")
+        first, last = (int(end, 16) for end in mapping.split("-"))
         if first <= address < last:
             return str(name)
     return ""
@@ -17,11 +17,11 @@ def file_at(address: int) -> str:
 
 def copied_bytes(file: str) -> int:
     """Of a mapped file, what this process has copies of, since it wrote there."""
-    found, is_ours = 0, False
+    result, is_ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split(maxsplit=5)
         if not name.endswith(":"):
             is_ours = rest[-1] == file
         elif is_ours and name == "Anonymous:":
-            found += 1024 * int(rest[0])
-    return found
+            result += 1024 * int(rest[0])
+    return result

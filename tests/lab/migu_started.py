@@ -41,9 +41,9 @@ class Started:
 
     @property
     def migu(self) -> Migu:
-        found = self.parts.modifiers.members["migu"]
-        assert isinstance(found, Migu)
-        return found
+        result = self.parts.modifiers.members["migu"]
+        assert isinstance(result, Migu)
+        return result
 
     def batch(self, rows: list[int], size: int | None = None) -> Batch:
         codec = self.parts.backbone.codec

@@ -25,12 +25,12 @@ def begin_phase(context: TrainingContext, index: int = 0, resumed: bool = False)
     return trainer.begin_phase(PhaseData(context, context.phases[index], world), resumed)
 
 
-def end_phase(context: TrainingContext, found: TaskContext) -> Learned | None:
+def end_phase(context: TrainingContext, task_context: TaskContext) -> Learned | None:
     """The method ends it with its present parameters; the schedule decides what is published."""
     own = dict(context.backbone.named_parameters())
-    found.parameters = {name: own[name].detach().clone() for name in trained_names(context.backbone)}
-    learned = context.method.end_task(found)
-    return learned and context.schedule.published(found.phase, context.method, learned)
+    task_context.parameters = {name: own[name].detach().clone() for name in trained_names(context.backbone)}
+    learned = context.method.end_task(task_context)
+    return learned and context.schedule.published(task_context.phase, context.method, learned)
 
 
 def routed(method: Method, learned: Learned | None, batch: Batch, task: str | None = None) -> Mixture:
@@ -38,9 +38,9 @@ def routed(method: Method, learned: Learned | None, batch: Batch, task: str | No
     assert learned is not None
     values, tensors = router_record(learned, [task or ""])
     frozen = TensorGroups.of(tensors)
-    found = PublishedRouter.of(method, Checkpoint(0, 0, 0, {}, {}, router=values, frozen_state=frozen))
-    assert found is not None
-    return found.mixture(batch, task)
+    result = PublishedRouter.of(method, Checkpoint(0, 0, 0, {}, {}, router=values, frozen_state=frozen))
+    assert result is not None
+    return result.mixture(batch, task)
 
 
 def bare(phase: Phase, parameters: dict[str, Tensor] | None = None, step: Step | None = None) -> TaskContext:

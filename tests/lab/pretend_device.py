@@ -109,28 +109,29 @@ class PretendTensor(Tensor):
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation on values, its results on the device where it or one of its inputs is."""
     flat, shape = tree_flatten((args, kwargs))
-    ours = [one for one in flat if isinstance(one, PretendTensor)]
-    others = [one for one in flat if isinstance(one, Tensor) and not isinstance(one, PretendTensor)]
+    ours = [item for item in flat if isinstance(item, PretendTensor)]
+    others = [item for item in flat if isinstance(item, Tensor) and not isinstance(item, PretendTensor)]
     if ours and others and func not in COPIES:
         _check(func, args, others)
-    named = next((one for one in flat if isinstance(one, torch.device)), None)
+    named = next((item for item in flat if isinstance(item, torch.device)), None)
     here = bool(ours) if named is None else named.type == NAME
-    same = {id(one.values): one for one in ours}
+    same = {id(item.values): item for item in ours}
     flat = [
-        one.values if isinstance(one, PretendTensor) else CPU if isinstance(one, torch.device) else one for one in flat
+        item.values if isinstance(item, PretendTensor) else CPU if isinstance(item, torch.device) else item
+        for item in flat
     ]
     args, kwargs = tree_unflatten(flat, shape)
     result = _drawn(func, args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else func(*args, **kwargs)
 
-    def placed(one: Any) -> Any:
-        if not isinstance(one, Tensor) or any(one is other for other in others):
-            return one
-        if id(one) not in same:
-            return PretendTensor(one) if here else one
-        changed = same[id(one)]
-        if (changed.size(), changed.stride()) != (one.size(), one.stride()):
+    def placed(item: Any) -> Any:
+        if not isinstance(item, Tensor) or any(item is other for other in others):
+            return item
+        if id(item) not in same:
+            return PretendTensor(item) if here else item
+        changed = same[id(item)]
+        if (changed.size(), changed.stride()) != (item.size(), item.stride()):
             with torch._C.DisableTorchFunctionSubclass():
-                changed.data = PretendTensor(one)
+                changed.data = PretendTensor(item)
         return changed
 
     return tree_map(placed, result)
@@ -139,13 +140,13 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
 def _check(func: Any, args: Any, others: list[Tensor]) -> None:
     """Raise where CUDA would."""
     if func in INDEXED and isinstance(args[0], PretendTensor):
-        others = [one for one in args[2:3] if not isinstance(one, PretendTensor)]  # what is put there
+        others = [word for word in args[2:3] if not isinstance(word, PretendTensor)]  # what is put there
     takes = func in INDEXED or func in SCALARS or torch.Tag.pointwise in func.tags
-    for one in others:
-        if one.dim() or not takes or one is args[0]:
+    for word in others:
+        if word.dim() or not takes or word is args[0]:
             raise RuntimeError(
                 f"expected all tensors to be on the same device, but {func} got one of the CPU, "
-                f"{tuple(one.shape)} {one.dtype}, beside those on {NAME}"
+                f"{tuple(word.shape)} {word.dtype}, beside those on {NAME}"
             )
 
 
@@ -168,7 +169,7 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _copied(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """For the copies that torch makes below Python (`torch.tensor(..., device=...)`)."""
-    values = [one.values if isinstance(one, PretendTensor) else one for one in (source, target)]
+    values = [item.values if isinstance(item, PretendTensor) else item for item in (source, target)]
     values[1].copy_(values[0])
     return target
 
@@ -179,9 +180,9 @@ def _casting(op: Any, dtype: torch.dtype | None) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         to = dtype or torch.get_autocast_dtype(NAME)
 
-        def cast(one: Any) -> Any:
-            is_half = isinstance(one, Tensor) and one.dtype in (torch.float32, torch.bfloat16, torch.float16)
-            return one.to(to) if is_half and one.device.type == NAME else one
+        def cast(item: Any) -> Any:
+            is_half = isinstance(item, Tensor) and item.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            return item.to(to) if is_half and item.device.type == NAME else item
 
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
             return op(*tree_map(cast, args), **tree_map(cast, kwargs))

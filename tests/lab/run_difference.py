@@ -55,10 +55,10 @@ class Difference:
         """Whether there is a difference."""
         return bool(self.differ or self.missing)
 
-    def add(self, label: str, one: Any, other: Any) -> None:
+    def add(self, label: str, item: Any, other: Any) -> None:
         """Compare two values."""
         self.compared += 1
-        distance = distance_of(one, other)
+        distance = distance_of(item, other)
         if distance == 0:
             return
         self.differ += 1
@@ -67,26 +67,26 @@ class Difference:
         self.where = self.where or label
 
 
-def distance_of(one: Any, other: Any) -> float | None:
+def distance_of(item: Any, other: Any) -> float | None:
     """The largest difference of two values: 0 where they are equal bit for bit, None where they are no numbers."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape:
+    if isinstance(item, torch.Tensor) and isinstance(other, torch.Tensor):
+        if item.dtype != other.dtype or item.shape != other.shape:
             return None
-        ours, theirs = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-        distance = 0.0 if torch.equal(ours, theirs) else float((one.double() - other.double()).abs().max()) or SMALLEST
+        ours, theirs = (each.contiguous().reshape(-1).view(torch.uint8) for each in (item, other))
+        distance = 0.0 if torch.equal(ours, theirs) else float((item.double() - other.double()).abs().max()) or SMALLEST
         return distance if distance == distance else float("inf")  # NaN on one side
-    if one == other or (one != one and other != other):
+    if item == other or (item != item and other != other):
         return 0.0
-    numbers = isinstance(one, int | float) and isinstance(other, int | float)
-    return abs(one - other) if numbers else None
+    numbers = isinstance(item, int | float) and isinstance(other, int | float)
+    return abs(item - other) if numbers else None
 
 
 def compared(reference: Path, tree: Path) -> dict[str, Difference]:
     """Kind -> difference of two runs, each in a folder `run` beside the files above."""
-    one, other = values_of(reference), values_of(tree)
+    values, other = values_of(reference), values_of(tree)
     differences: dict[str, Difference] = {}
-    for kind in dict.fromkeys((*one, *other)):
-        ours, theirs = one.get(kind, {}), other.get(kind, {})
+    for kind in dict.fromkeys((*values, *other)):
+        ours, theirs = values.get(kind, {}), other.get(kind, {})
         differences[kind] = difference = Difference()
         for label in ours:
             if label in theirs:
@@ -182,19 +182,24 @@ def table(differences: Mapping[str, Mapping[str, Difference]]) -> str:
     """Markdown: what differs in each run, then each kind of value in all runs."""
     lines = ["| run | differ | of | largest difference | where |", "|---|---:|---:|---:|---|"]
     for name, kinds in differences.items():
-        for kind, one in kinds.items():
+        for kind, item in kinds.items():
             if kind in STATED:
                 continue
-            if one.differ:
-                largest = "" if one.largest is None else f"{one.largest:.3g}"
-                lines.append(f"| {name} | {one.differ} {kind} | {one.compared} | {largest} | {one.where[:90]} |")
-            if one.missing:
-                lines.append(f"| {name} | {len(one.missing)} {kind} on one side | | | {one.missing[0][:90]} |")
+            if item.differ:
+                largest = "" if item.largest is None else f"{item.largest:.3g}"
+                lines.append(f"| {name} | {item.differ} {kind} | {item.compared} | {largest} | {item.where[:90]} |")
+            if item.missing:
+                lines.append(f"| {name} | {len(item.missing)} {kind} on one side | | | {item.missing[0][:90]} |")
     lines = lines if len(lines) > 2 else ["No run differs."]
     lines += ["", "| kind | runs | values | runs that differ | values that differ | largest |", "|---|" + "---:|" * 5]
     for kind in dict.fromkeys(kind for kinds in differences.values() for kind in kinds):
         ones = [kinds[kind] for kinds in differences.values() if kind in kinds]
-        largest = max((one.largest for one in ones if one.largest is not None), default=0.0)
-        counts = (len(ones), sum(one.compared for one in ones), sum(map(bool, ones)), sum(one.differ for one in ones))
+        largest = max((item.largest for item in ones if item.largest is not None), default=0.0)
+        counts = (
+            len(ones),
+            sum(item.compared for item in ones),
+            sum(map(bool, ones)),
+            sum(item.differ for item in ones),
+        )
         lines.append(f"| {kind} | {' | '.join(map(str, counts))} | {largest:.3g} |")
     return "\n".join(lines)

@@ -186,14 +186,14 @@ class Asked:
 def examples(done: Done, bank: Bank, number: int | None = None) -> list[Asked]:
     """Every test example of every task, answered by `SnapshotModel.predict`."""
     snapshot = bank.open(number or max(bank.snapshots()))
-    model, found = opened(bank, snapshot), []
+    model, collected = opened(bank, snapshot), []
     codec = model.backbone.codec
     for task in done.context.stream.tasks[: len(snapshot.tasks)]:
         table = done.context.stream.table(task, "test", codec)
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
             texts = table.texts(batch.rows.tolist())
-            found.append(Asked(task.name, texts[0], model.predict(batch, texts, [task.name], LIMIT)[0]))
-    return found
+            collected.append(Asked(task.name, texts[0], model.predict(batch, texts, [task.name], LIMIT)[0]))
+    return collected
 
 
 def alone(model: SnapshotModel, text: str, weights: Mapping[str, float], task: str, limit: int = LIMIT) -> str:

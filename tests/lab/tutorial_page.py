@@ -47,9 +47,9 @@ class Block:
 def blocks(page: str) -> list[Block]:
     """The blocks that are run, written or compared, in their order."""
     return [
-        Block(found[1], found[2], found[3], page.count("\n", 0, found.start()) + 1)
-        for found in BLOCK.finditer(page)
-        if found[2] or found[1] in ("sh", "text")
+        Block(match[1], match[2], match[3], page.count("\n", 0, match.start()) + 1)
+        for match in BLOCK.finditer(page)
+        if match[2] or match[1] in ("sh", "text")
     ]
 
 
@@ -87,11 +87,11 @@ def first_missing(expected: str, printed: str) -> str | None:
 def same(expected: str, printed: str) -> bool:
     """Whether a printed line is the expected one, but for what differs from machine to machine."""
     places = [_pattern(part) for part in expected.split("...")]
-    found = re.fullmatch(r"\s*" + ".*?".join(places) + r"\s*", VARIABLE.sub("#", printed))
-    if found is None:
+    match = re.fullmatch(r"\s*" + ".*?".join(places) + r"\s*", VARIABLE.sub("#", printed))
+    if match is None:
         return False
     wanted = [value for part in expected.split("...") for value in NUMBER.findall(VARIABLE.sub("#", part))]
-    return all(_near(one, other) for one, other in zip(wanted, found.groups(), strict=True))
+    return all(_near(item, other) for item, other in zip(wanted, match.groups(), strict=True))
 
 
 def _pattern(part: str) -> str:
@@ -99,9 +99,9 @@ def _pattern(part: str) -> str:
     return r"([+-]?\d+\.\d+)".join(r"\s+".join(map(re.escape, re.split(r"\s+", text.strip("\n")))) for text in words)
 
 
-def _near(wanted: str, found: str) -> bool:
+def _near(wanted: str, result: str) -> bool:
     most = POINTS if len(wanted.partition(".")[2]) < 3 else SHARE
-    return abs(float(wanted) - float(found)) <= most
+    return abs(float(wanted) - float(result)) <= most
 
 
 def _parts(text: str) -> Iterator[str]:
@@ -177,11 +177,11 @@ def _servers(folder: Path) -> Iterator[_Servers]:
 
 def _answers(log: str) -> bool:
     """Whether the address that a server printed answers."""
-    found = re.search(r"http://127\.0\.0\.1:\d+", log)
-    if found is None:
+    match = re.search(r"http://127\.0\.0\.1:\d+", log)
+    if match is None:
         return False
     try:
-        with urllib.request.urlopen(found[0], timeout=5) as answer:
+        with urllib.request.urlopen(match[0], timeout=5) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False

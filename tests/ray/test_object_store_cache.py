@@ -76,9 +76,9 @@ class Reader:
 
     def read(self, bank: str, number: int) -> tuple[float, float, float]:
         """Map every adapter and touch every byte; MiB that became private, and that are shared; and the sum."""
-        found = Bank.at(bank)
-        opened, snapshot = found.open(number), [f"a{n}" for n in range(COUNT)]
-        object_store_cache = ObjectStoreCache(found)
+        result = Bank.at(bank)
+        opened, snapshot = result.open(number), [f"a{n}" for n in range(COUNT)]
+        object_store_cache = ObjectStoreCache(result)
         object_store_cache.fetch(opened, snapshot[:1])
         before = psutil.Process().memory_full_info()
         self.states = object_store_cache.fetch(opened, snapshot)
@@ -178,7 +178,7 @@ def test_a_closed_cache_is_an_error_and_other_readers_start_another(snapshot: tu
     object_store_cache.close()
     with pytest.raises(BankError, match="is closed: open it again"):
         object_store_cache.fetch(opened, ["a1"])
-    assert is_right(other.fetch(opened, ["a1"])["a1"], 1) and all(is_right(one["a0"], 0) for one in held)
+    assert is_right(other.fetch(opened, ["a1"])["a1"], 1) and all(is_right(item["a0"], 0) for item in held)
     other.close()
 
 

@@ -78,6 +78,6 @@ def test_node_lost(two_nodes: Cluster, tmp_path: Path) -> None:
     while node_of(object_store_cache) in ("", second.node_id) and time.monotonic() < until:
         time.sleep(0.2)
     assert node_of(object_store_cache) not in ("", second.node_id)
-    for found in (held, at_once, object_store_cache.fetch(snapshot, ["a"])["a"]):
-        assert torch.equal(found.linears["q"][0], low) and torch.equal(found.linears["q"][1], high)
+    for result in (held, at_once, object_store_cache.fetch(snapshot, ["a"])["a"]):
+        assert torch.equal(result.linears["q"][0], low) and torch.equal(result.linears["q"][1], high)
     object_store_cache.close()

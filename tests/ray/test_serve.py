@@ -81,11 +81,11 @@ class Clients:
         with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=60) as client:
             while not self._stop.is_set():
                 try:
-                    found = client.post(path, json=body)
-                    if found.status_code == 200:
-                        self.answers.append((TEXTS.index(body["input"]), found.json()["data"][0]))
+                    response = client.post(path, json=body)
+                    if response.status_code == 200:
+                        self.answers.append((TEXTS.index(body["input"]), response.json()["data"][0]))
                     else:
-                        self.failed.append(found.text)
+                        self.failed.append(response.text)
                 except httpx.HTTPError as error:
                     self.failed.append(repr(error))
 
@@ -110,8 +110,8 @@ def until(happened: Callable[[], bool], seconds: float = 60.0, pause: float = 0.
 
 def active(client: httpx.Client) -> int:
     """The active snapshot; 0 while Serve's proxy has no route to the endpoint."""
-    found = client.get("/v1/snapshots")
-    return int(found.json()["active"]) if found.status_code == 200 else 0
+    value = client.get("/v1/snapshots")
+    return int(value.json()["active"]) if value.status_code == 200 else 0
 
 
 @pytest.mark.timeout(240)
@@ -155,28 +155,28 @@ def test_ingresses_answer_the_same_and_survive_a_killed_replica(lab: Lab, tmp_pa
     bodies = [{"messages": [{"role": "user", "content": text}], "max_tokens": 4} for text in TEXTS]
     client = served(bank, replicas=2)
     behind = [client.post(path, json=body).json() for body in bodies]
-    with client.stream("POST", path, json={**bodies[0], "stream": True}) as found:
-        lines = [line for line in found.iter_lines() if line]
+    with client.stream("POST", path, json={**bodies[0], "stream": True}) as stream:
+        lines = [line for line in stream.iter_lines() if line]
     assert lines[-1] == "data: [DONE]" and len(lines) >= 3
     kill_one_of_two()
     good = 0
     for _ in range(20):
-        found = client.post(path, json=bodies[0])
-        good += found.status_code == 200
-        assert found.status_code == 200 or (found.status_code == 503 and "error" in found.json()), found.text
+        stream = client.post(path, json=bodies[0])
+        good += stream.status_code == 200
+        assert stream.status_code == 200 or (stream.status_code == 503 and "error" in stream.json()), stream.text
     assert good >= 15, "the other replica continues"
     until(lambda: serve.status().applications[NAME].deployments["endpoint"].status == "HEALTHY")
 
     client = served(bank, ingress="direct", replicas=2, port=PORT + 1)
     together = [client.post(path, json=body).json() for body in bodies]
-    for one, two in zip(together, behind, strict=True):
-        assert one["choices"][0]["message"] == two["choices"][0]["message"]
-        assert one["raycl"]["adapters"] == pytest.approx(two["raycl"]["adapters"], abs=1e-5)
+    for item, two in zip(together, behind, strict=True):
+        assert item["choices"][0]["message"] == two["choices"][0]["message"]
+        assert item["raycl"]["adapters"] == pytest.approx(two["raycl"]["adapters"], abs=1e-5)
     kill_one_of_two()
     until(lambda: serve.status().applications[NAME].deployments["endpoint"].status == "UNHEALTHY")
     for _ in range(16):  # each on a connection of its own
-        found = httpx.post(f"{client.base_url}{path}", json=bodies[0])
-        assert found.json()["choices"][0]["message"] == together[0]["choices"][0]["message"], "the other one continues"
+        stream = httpx.post(f"{client.base_url}{path}", json=bodies[0])
+        assert stream.json()["choices"][0]["message"] == together[0]["choices"][0]["message"], "the other one continues"
     serve.delete(NAME)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{client.base_url}/healthz")

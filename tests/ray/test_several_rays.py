@@ -95,16 +95,16 @@ def asked(port: int) -> int:
 
 def heads(process: subprocess.Popen[str]) -> dict[int, set[str]]:
     """Ports on which heads of Ray that a process has started listen -> the addresses that they are bound to."""
-    found: dict[int, set[str]] = {}
-    for one in psutil.process_iter():
+    collected: dict[int, set[str]] = {}
+    for item in psutil.process_iter():
         try:
-            if one.name() == "gcs_server" and one.environ().get(STARTED) == process.started:  # type: ignore[attr-defined]
-                for connection in one.net_connections():
+            if item.name() == "gcs_server" and item.environ().get(STARTED) == process.started:  # type: ignore[attr-defined]
+                for connection in item.net_connections():
                     if connection.status == psutil.CONN_LISTEN:
-                        found.setdefault(connection.laddr.port, set()).add(connection.laddr.ip)
+                        collected.setdefault(connection.laddr.port, set()).add(connection.laddr.ip)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return found
+    return collected
 
 
 @pytest.mark.timeout(900)
@@ -152,9 +152,11 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
         with connection:
             connection.settimeout(max(0.1, opened + HEAD_S + 10 - time.monotonic()))
             assert connection.recv(1) == b"", "the proxy keeps connections that send nothing"
-    numbers = [number for found in ports.values() for number in found]
+    numbers = [number for result in ports.values() for number in result]
     assert len(numbers) == len(set(numbers)) == 3 and set(numbers) <= set(cluster.PORTS)
-    bound = {address.removeprefix("::ffff:") for found in ports.values() for one in found.values() for address in one}
+    bound = {
+        address.removeprefix("::ffff:") for result in ports.values() for item in result.values() for address in item
+    }
     assert bound == {"127.0.0.1"}
     assert Storage.at(tmp_path / "runs/mine").read_json("results.json")["finished"]
     assert len(json.loads((tmp_path / "sweeps/ranks/summary.json").read_text())["rows"]) == 2
@@ -211,8 +213,8 @@ def address_of(process: subprocess.Popen[str]) -> str:
     end = time.monotonic() + 180
     while True:
         said = process.said.read_text()  # type: ignore[attr-defined]
-        if found := re.search(r" on (http://\S+) \(Ctrl-C ends it\)", said):
-            return found[1]
+        if match := re.search(r" on (http://\S+) \(Ctrl-C ends it\)", said):
+            return match[1]
         assert process.poll() is None and time.monotonic() < end, said
         time.sleep(0.2)
 
@@ -231,11 +233,11 @@ def killed_under_load(url: str, application: str) -> list[httpx.Response]:
         thread.start()
     time.sleep(3)
     end, killed = time.monotonic() + 240, 0.0
-    while not (any(one.status_code != 200 for one in answers) and answers[-1].status_code == 200):
-        assert time.monotonic() < end, {one.status_code for one in answers}
-        if time.monotonic() - killed > 20 and all(one.status_code == 200 for one in answers):
+    while not (any(answer.status_code != 200 for answer in answers) and answers[-1].status_code == 200):
+        assert time.monotonic() < end, {answer.status_code for answer in answers}
+        if time.monotonic() - killed > 20 and all(answer.status_code == 200 for answer in answers):
             named = ray.util.list_named_actors(True)  # again where no request was at the replica that was killed
-            names = [one["name"] for one in named if f"::{application}" in one["name"]]
+            names = [answer["name"] for answer in named if f"::{application}" in answer["name"]]
             ray.kill(ray.get_actor(names[0], namespace="serve"))
             killed = time.monotonic()
         time.sleep(0.2)
@@ -260,12 +262,14 @@ def test_endpoints_of_one_named_cluster(ray_cluster: dict[str, str], lab: Lab, s
 
     first = endpoint("first", f"port={port}")
     assert address_of(first) == f"http://127.0.0.1:{port}"
-    (one,) = serve.status().applications
-    assert re.fullmatch(r"raycl-first-[0-9a-f]{8}", one)
+    (answer,) = serve.status().applications
+    assert re.fullmatch(r"raycl-first-[0-9a-f]{8}", answer)
     refused = {
-        endpoint("first", "ingress=direct", f"port={free_port()}"): f"serves this bank already, as application '{one}'",
+        endpoint(
+            "first", "ingress=direct", f"port={free_port()}"
+        ): f"serves this bank already, as application '{answer}'",
         endpoint("second", f"port={free_port()}"): f"use host=127.0.0.1 port={port}, or ingress=direct",
-        endpoint("third", f"port={port}"): f"route_prefix=/ is the path of application '{one}'",
+        endpoint("third", f"port={port}"): f"route_prefix=/ is the path of application '{answer}'",
         endpoint("fourth", "ingress=direct", f"port={port}"): f"127.0.0.1:{port} cannot be listened on",
     }
     for process, sentence in refused.items():
@@ -277,8 +281,10 @@ def test_endpoints_of_one_named_cluster(ray_cluster: dict[str, str], lab: Lab, s
     url = address_of(second)
     assert url == f"http://127.0.0.1:{port}/second"
     answers = killed_under_load(url, "raycl-second")
-    assert {one.status_code for one in answers} == {200, 503}
-    assert all("send the request again" in one.json()["error"]["message"] for one in answers if one.status_code == 503)
+    assert {answer.status_code for answer in answers} == {200, 503}
+    assert all(
+        "send the request again" in answer.json()["error"]["message"] for answer in answers if answer.status_code == 503
+    )
     first.send_signal(signal.SIGINT)
     assert first.wait(120) == 0
     assert httpx.get(f"{url}/readyz").status_code == 200

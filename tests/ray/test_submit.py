@@ -147,8 +147,8 @@ def test_a_stopped_submitted_run_has_that_status(head: str, tmp_path: Path) -> N
     """`ray job stop` gives a command three seconds, and no exit status comes back."""
     job = [RAY, "job", "submit", "--address", head, "--working-dir", ".", "--no-wait", "--submission-id", "mine"]
     long = ["stream.train_rows=16", "stream.test_rows=10", "train.epochs=1000", "train.log_every_s=0.1"]
-    one = ["launch.workers=1", "launch.cpus_per_worker=1", f"output.dir={tmp_path}", "output.name=mine"]
-    command = [*job, "--", "python", "jobs/train_stream.py", *one, *long]
+    item = ["launch.workers=1", "launch.cpus_per_worker=1", f"output.dir={tmp_path}", "output.name=mine"]
+    command = [*job, "--", "python", "jobs/train_stream.py", *item, *long]
     submitted = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     folder = str(tmp_path / "mine")

@@ -55,9 +55,9 @@ def start(file: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=file.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def reached(place: SweepFolder) -> dict[int, int]:
+def reached(sweep_folder: SweepFolder) -> dict[int, int]:
     """Finished phases by trial."""
-    return {number: len(read_state(place.run(number)).phases) for number in place.settings()}
+    return {number: len(read_state(sweep_folder.run(number)).phases) for number in sweep_folder.settings()}
 
 
 def wait(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 200) -> None:
@@ -104,20 +104,20 @@ def swept(ray_cluster: dict[str, str], lab: Lab, tmp_path_factory: pytest.TempPa
     }
     file = folder / "mine.yaml"
     file.write_text(yaml.safe_dump(tree))
-    place = SweepFolder(Storage.at(folder).sub("mine"), "mine")
+    sweep_folder = SweepFolder(Storage.at(folder).sub("mine"), "mine")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", ray_cluster["address"])
         first = start(file)
         try:
-            wait(lambda: reached(place).get(2, 0) == 1, first)
+            wait(lambda: reached(sweep_folder).get(2, 0) == 1, first)
         finally:
             first.kill()
             first.communicate()
-        killed = reached(place)
+        killed = reached(sweep_folder)
         second = start(file, "--resume", "--set", "resources.isolated=true")
         output, _ = second.communicate(timeout=280)
     summary = json.loads((folder / "mine" / "summary.json").read_text()) if second.returncode in (0, 1) else {}
-    return Swept(place, summary, killed, output, second.returncode)
+    return Swept(sweep_folder, summary, killed, output, second.returncode)
 
 
 def test_a_killed_sweep_resumes(swept: Swept) -> None:
@@ -201,9 +201,9 @@ def test_sigterm_writes_checkpoints_of_all_running_trials(
     }
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(tree))
-    place = SweepFolder(Storage.at(tmp_path).sub("mine"), "mine")
+    sweep_folder = SweepFolder(Storage.at(tmp_path).sub("mine"), "mine")
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster["address"])
-    first, running = start(file), [place.run(number) for number in (0, 1)]
+    first, running = start(file), [sweep_folder.run(number) for number in (0, 1)]
     try:
         wait(lambda: all(len(trace(trial)) > 10 for trial in running), first)
         first.send_signal(signal.SIGINT)
@@ -215,12 +215,12 @@ def test_sigterm_writes_checkpoints_of_all_running_trials(
     assert re.search(
         "stopped by Ctrl-C, 0 of 3 trials are over, .*; continue with the same command and --resume$", last
     )
-    assert "Traceback" not in said and not place.storage.list("failed"), said
+    assert "Traceback" not in said and not sweep_folder.storage.list("failed"), said
     for trial in running:
         phase, step = trace(trial)[-1][:2]
         assert read_state(trial).checkpoints[-1].startswith(f"phase{phase:03d}-step{step:07d}-")
         assert status_of(trial.uri).state == "stopped"
-    assert not read_state(place.run(2)).attempts, "a trial began after the signal"
+    assert not read_state(sweep_folder.run(2)).attempts, "a trial began after the signal"
     second = start(file, "--resume", "--set", "concurrency=1")
     said, _ = second.communicate(timeout=200)
     assert second.returncode == 0, said
@@ -244,10 +244,10 @@ def test_tpe_runs_trials_that_differ_in_unused_settings_once(
     }
     file = tmp_path / "alike.yaml"
     file.write_text(yaml.safe_dump(tree))
-    found = [run_sweep(load_sweep(str(file)), str(tmp_path), resume) for resume in (False, True)]
-    place = SweepFolder.of(load_sweep(str(file)), str(tmp_path))
-    repeated = place.repeated()
-    assert repeated and {one["method.ablation"] for one in repeated.values()} == {"arm"}
-    for outcome in found:
+    sweeps = [run_sweep(load_sweep(str(file)), str(tmp_path), resume) for resume in (False, True)]
+    position = SweepFolder.of(load_sweep(str(file)), str(tmp_path))
+    repeated = position.repeated()
+    assert repeated and {item["method.ablation"] for item in repeated.values()} == {"arm"}
+    for outcome in sweeps:
         assert {row.state for row in outcome.rows} == {"done"} and len(outcome.rows) == 5 - len(repeated)
         assert [row.settings for row in outcome.rows].count({"method.ablation": "arm"}) == 1

@@ -269,9 +269,10 @@ def tensors_of(run: Storage) -> dict[str, bytes]:
 
 def test_a_run_of_this_process_is_the_run_of_one_worker(small: Path, tmp_path: Path) -> None:
     """`launch.mode=local`: losses, gradient norms, matrix, answers and published tensors, bit for bit."""
-    one = ["launch.workers=1", "launch.cpus_per_worker=2", "train.epochs_by_task={}"]
+    item = ["launch.workers=1", "launch.cpus_per_worker=2", "train.epochs_by_task={}"]
     runs = {
-        mode: prepared(small, tmp_path, *one, f"launch.mode={mode}", f"output.name={mode}") for mode in ("ray", "local")
+        mode: prepared(small, tmp_path, *item, f"launch.mode={mode}", f"output.name={mode}")
+        for mode in ("ray", "local")
     }
     ray_results, results = (launch.train(run) for run in runs.values())
     there, here = (run.storage for run in runs.values())

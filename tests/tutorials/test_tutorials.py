@@ -33,7 +33,7 @@ def test_the_notebook_runs_and_its_outputs_are_renewed(tmp_path: Path, monkeypat
         for output in cell.get("outputs", []):
             _as_of_a_reader(output, str(tmp_path))
         if "outputs" in cell:  # without warnings of libraries, on widgets that are not installed
-            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr" and one.get("text") != ""]
+            cell.outputs = [item for item in cell.outputs if item.get("name") != "stderr" and item.get("text") != ""]
     notebook.metadata.get("language_info", {}).pop("version", None)
     nbformat.write(notebook, NOTEBOOK)
 

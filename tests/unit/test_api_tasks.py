@@ -19,7 +19,7 @@ PAIRS = [("the sky", "blue"), ("the sea", "green")]
 
 
 def columns(text: str = "text", label: str = "label") -> dict[str, list[str]]:
-    return {text: [one for one, _ in PAIRS], label: [two for _, two in PAIRS]}
+    return {text: [item for item, _ in PAIRS], label: [two for _, two in PAIRS]}
 
 
 ROWS: dict[str, Any] = {

@@ -27,8 +27,8 @@ def advisory(name: str, *events: dict[str, str], ecosystem: str = "PyPI", **fiel
 def check(tmp_path: Path, pins: str, *found: dict[str, Any] | bytes) -> int:
     (tmp_path / "pins.txt").write_text(pins)
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
-        for index, one in enumerate(found):
-            archive.writestr(f"{index}.json", one if isinstance(one, bytes) else json.dumps(one))
+        for index, item in enumerate(found):
+            archive.writestr(f"{index}.json", item if isinstance(item, bytes) else json.dumps(item))
     return audit.main([str(tmp_path / "all.zip"), "--requirements", str(tmp_path / "pins.txt")])
 
 
@@ -64,9 +64,9 @@ def test_versions_are_compared_as_osv_says(tmp_path: Path, version: str, found: 
 
 
 def test_a_vulnerability_of_two_databases_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = advisory("some-package", FROM_0, {"fixed": "1.2"}, aliases=["CVE-2026-1"], summary="Reads\x1b[2J\nfiles")
+    item = advisory("some-package", FROM_0, {"fixed": "1.2"}, aliases=["CVE-2026-1"], summary="Reads\x1b[2J\nfiles")
     two = advisory("some-package", FROM_0, {"fixed": "1.2"}, id="GHSA-1", aliases=["CVE-2026-1"])
-    assert check(tmp_path, "some-package==1.0\nother==2\n", one, two) == audit.VULNERABLE
+    assert check(tmp_path, "some-package==1.0\nother==2\n", item, two) == audit.VULNERABLE
     assert capsys.readouterr().out.splitlines() == [
         "some-package 1.0: CVE-2026-1, GHSA-1, PYSEC-1; fixed in 1.2; Reads [2J files",
         "2 pinned versions, 2 advisories about packages of PyPI, the newest of 2026-01-02: 1 known vulnerabilities",

@@ -34,12 +34,12 @@ def commands(text: str) -> list[list[str]]:
     """The arguments of every `jobs/*.py` in a text, up to the end of the line (joined lines count as one)."""
     joined = re.sub(r"\\\n", " ", text)
     joined = re.sub(r"(?<=\S)\n(?=\s+[a-z_]+\.[a-z_]+=)", " ", joined)  # folded YAML goes on with overrides
-    return [shlex.split(found, comments=True) for found in re.findall(r"jobs/\w+\.py[^\n`]*", joined)]
+    return [shlex.split(match, comments=True) for match in re.findall(r"jobs/\w+\.py[^\n`]*", joined)]
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".yaml"], ids=lambda path: path.name)
 def test_yaml_parses(path: Path) -> None:
-    assert all(isinstance(found, dict) for found in yaml.safe_load_all(path.read_text()))
+    assert all(isinstance(result, dict) for result in yaml.safe_load_all(path.read_text()))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -69,8 +69,8 @@ def test_the_command_finder_joins_lines() -> None:
         "python jobs/a.py \\\n    x.y=1\n  entry: >-\n"
         "    python /home/jobs/b.py --config c\n    x.y=2 x.z=3\n    x.w=4\n  z: 1"
     )
-    found = [["jobs/a.py", "x.y=1"], ["jobs/b.py", "--config", "c", "x.y=2", "x.z=3", "x.w=4"]]
-    assert commands(text) == found
+    result = [["jobs/a.py", "x.y=1"], ["jobs/b.py", "--config", "c", "x.y=2", "x.z=3", "x.w=4"]]
+    assert commands(text) == result
 
 
 @pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])
@@ -89,10 +89,10 @@ def test_launcher_files_fit_rays_schema(name: str) -> None:
 
 def test_one_image_everywhere() -> None:
     images = {path.name: re.findall(r"\S+/raycl:\S+", path.read_text()) for path in FILES}
-    assert {image for found in images.values() for image in found} == {IMAGE}
+    assert {image for result in images.values() for image in result} == {IMAGE}
     users = {"aws.yaml", "gcp.yaml", "kuberay-raycluster.yaml", "kuberay-rayjob.yaml", "kuberay-rayservice.yaml"}
     users |= {"Dockerfile"}
-    assert users == {name for name, found in images.items() if found}
+    assert users == {name for name, result in images.items() if result}
 
 
 def test_the_image_has_the_projects_python_and_ray() -> None:
@@ -136,9 +136,9 @@ _CLUSTERS = {"RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
 
 @pytest.mark.parametrize("name", ["kuberay-raycluster.yaml", "kuberay-rayjob.yaml", "kuberay-rayservice.yaml"])
 def test_kubernetes_files(name: str) -> None:
-    found = tree(name)
-    assert found["apiVersion"] == "ray.io/v1"
-    cluster = found["spec"] if found["kind"] == "RayCluster" else found["spec"][_CLUSTERS[found["kind"]]]
+    result = tree(name)
+    assert result["apiVersion"] == "ray.io/v1"
+    cluster = result["spec"] if result["kind"] == "RayCluster" else result["spec"][_CLUSTERS[result["kind"]]]
     assert cluster["rayVersion"] == RAY
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
@@ -177,11 +177,11 @@ def test_serve_files_fit_rays_schema_and_our_settings() -> None:
     from raycl.serve.settings import ServeConfig
 
     service = yaml.safe_load(tree("kuberay-rayservice.yaml")["spec"]["serveConfigV2"])
-    for found in (tree("serve.yaml"), service):
-        schema = ServeDeploySchema.model_validate(found)
+    for result in (tree("serve.yaml"), service):
+        schema = ServeDeploySchema.model_validate(result)
         assert schema.applications[0].import_path == "raycl.serve.deployment.app:build"
-        args = config.validate(ServeConfig, found["applications"][0]["args"])
-        assert args.host == found["http_options"]["host"] or args.host == "127.0.0.1"
+        args = config.validate(ServeConfig, result["applications"][0]["args"])
+        assert args.host == result["http_options"]["host"] or args.host == "127.0.0.1"
 
 
 def test_the_dashboard_queries_existing_metrics() -> None:

@@ -34,13 +34,13 @@ def replaced(path: Path, old: str, new: str) -> None:
 
 
 def differing(reference: Path, tree: Path) -> dict[str, Any]:
-    return {kind: one for kind, one in compared(reference, tree).items() if one}
+    return {kind: item for kind, item in compared(reference, tree).items() if item}
 
 
 def test_equal_runs_have_no_difference_and_all_kinds_are_read(pair: tuple[Path, Path]) -> None:
     kinds = compared(*pair)
     assert not any(kinds.values())
-    read = {kind for kind, one in kinds.items() if one.compared}
+    read = {kind for kind, item in kinds.items() if item.compared}
     assert read >= {"loss", "grad_norm", "matrix", "scores", "answers", "router", "tensors", "weights", "served"}
     assert kinds["loss"].compared == 8
 
@@ -73,10 +73,10 @@ def test_a_cell_an_answer_weights_and_a_file_on_one_side_are_reported(pair: tupl
     replaced(first, '"answer": "', '"answer": "not ')
     last.unlink()
     (pair[1] / ROUTED).write_text(json.dumps({"text [1]": {"colour.0": 0.75}}))
-    found = differing(*pair)
-    assert found.keys() == {"matrix", "answers", "weights"}
-    assert (found["matrix"].largest, found["weights"].largest) == (1, 0.5)
-    assert found["answers"].differ == 1 and found["answers"].missing[0].startswith("only in the reference: ")
+    result = differing(*pair)
+    assert result.keys() == {"matrix", "answers", "weights"}
+    assert (result["matrix"].largest, result["weights"].largest) == (1, 0.5)
+    assert result["answers"].differ == 1 and result["answers"].missing[0].startswith("only in the reference: ")
 
 
 def test_values_that_are_no_numbers_have_no_distance() -> None:

@@ -30,17 +30,17 @@ def test_no_output_holds_what_a_terminal_obeys(capsys: pytest.CaptureFixture[str
     record = logging.LogRecord("raycl", logging.INFO, "", 0, "task %s", (text,), None)
     shown = [capsys.readouterr().out, PlainFormatter("%(message)s").format(record), render(text)]
     assert "\tä\n日本\n" in shown[0]
-    for one in shown:
-        assert all(sign.isprintable() or sign in "\t\n" for sign in one), ascii(one)
-        one.encode()
+    for item in shown:
+        assert all(sign.isprintable() or sign in "\t\n" for sign in item), ascii(item)
+        item.encode()
     assert json.loads(printable(json.dumps([text], ensure_ascii=False))) == [text], "JSON stays JSON"
 
 
 def test_errors_of_commands_hold_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.csv").write_text("text,label\na,b\n")
     assert commands.run("report", [f"{tmp_path}/{TITLE}"]) == 1
-    found = capsys.readouterr().err
-    assert found.startswith("error: ") and "\\u001b]0;owned\\u0007" in found and "\x1b" not in found
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: ") and "\\u001b]0;owned\\u0007" in stderr and "\x1b" not in stderr
 
 
 def test_cells_of_csv_are_no_formulas_and_numbers_stay_numbers() -> None:

@@ -15,22 +15,22 @@ import yaml
 CLUSTER = Path(__file__).resolve().parents[2] / "cluster"
 README = (CLUSTER / "README.md").read_text()
 FILES = {path.name: list(yaml.safe_load_all(path.read_text())) for path in sorted(CLUSTER.glob("kuberay-*.yaml"))}
-OBJECTS = [(name, found) for name, objects in FILES.items() for found in objects]
+OBJECTS = [(name, result) for name, objects in FILES.items() for result in objects]
 CLUSTERS = {"RayCluster": (), "RayJob": ("rayClusterSpec",), "RayService": ("rayClusterConfig",)}
-RAY = [(name, found) for name, found in OBJECTS if found["kind"] in CLUSTERS]
+RAY = [(name, result) for name, result in OBJECTS if result["kind"] in CLUSTERS]
 
 
-def cluster_of(found: dict[str, Any]) -> dict[str, Any]:
+def cluster_of(result: dict[str, Any]) -> dict[str, Any]:
     """The cluster that a RayCluster, RayJob or RayService describes."""
-    spec: dict[str, Any] = found["spec"]
-    for key in CLUSTERS[found["kind"]]:
+    spec: dict[str, Any] = result["spec"]
+    for key in CLUSTERS[result["kind"]]:
         spec = spec[key]
     return spec
 
 
-def pods(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def pods(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Group and pod of every group of nodes, the head's first."""
-    cluster = cluster_of(found)
+    cluster = cluster_of(result)
     yield "head", cluster["headGroupSpec"]["template"]["spec"]
     for group in cluster["workerGroupSpecs"]:
         yield group["groupName"], group["template"]["spec"]
@@ -39,14 +39,14 @@ def pods(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def strict(schema: Any) -> Any:
     """A schema that refuses fields it does not know, as `kubectl apply` does (it validates strictly)."""
     if isinstance(schema, list):
-        return [strict(one) for one in schema]
+        return [strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: strict(value) for key, value in schema.items()}
-    open_to_all = found.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in found
-    if isinstance(found.get("properties"), dict) and found.get("type") == "object" and not open_to_all:
-        found["additionalProperties"] = False
-    return found
+    result = {key: strict(value) for key, value in schema.items()}
+    open_to_all = result.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in result
+    if isinstance(result.get("properties"), dict) and result.get("type") == "object" and not open_to_all:
+        result["additionalProperties"] = False
+    return result
 
 
 @cache
@@ -55,9 +55,9 @@ def schema_of(folder: Path, kind: str) -> Any:
     if not path.is_file():
         pytest.skip(f"no '{path}': put KubeRay's custom resource definitions there")
     versions = yaml.load(path.read_text(), yaml.CSafeLoader)["spec"]["versions"]
-    found = strict(next(one for one in versions if one["name"] == "v1")["schema"]["openAPIV3Schema"])
-    found["properties"]["metadata"] = {"type": "object"}  # of Kubernetes, not of KubeRay
-    return found
+    schema = strict(next(version for version in versions if version["name"] == "v1")["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}  # of Kubernetes, not of KubeRay
+    return schema
 
 
 @pytest.mark.parametrize(("name", "found"), RAY, ids=[name for name, _ in RAY])
@@ -68,13 +68,13 @@ def test_manifests_fit_kuberays_schemas(shared: Path, name: str, found: dict[str
 
 @pytest.mark.parametrize("path", [("spec", "rayClusterConfig", "enableInTreeAutoscalling"), ("spec", "serveConfig")])
 def test_a_misspelt_field_is_found(shared: Path, path: tuple[str, ...]) -> None:
-    found = yaml.safe_load((CLUSTER / "kuberay-rayservice.yaml").read_text())
-    here = found
+    tree = yaml.safe_load((CLUSTER / "kuberay-rayservice.yaml").read_text())
+    here = tree
     for key in path[:-1]:
         here = here[key]
     here[path[-1]] = True
     with pytest.raises(jsonschema.ValidationError, match=path[-1]):
-        jsonschema.Draft202012Validator(schema_of(shared / "schemas", "RayService")).validate(found)
+        jsonschema.Draft202012Validator(schema_of(shared / "schemas", "RayService")).validate(tree)
 
 
 @pytest.mark.parametrize(("name", "found"), RAY, ids=[name for name, _ in RAY])
@@ -89,27 +89,27 @@ def test_groups_that_may_grow_have_an_autoscaler(name: str, found: dict[str, Any
 
 def test_the_service_can_scale_to_its_maximum() -> None:
     """Every replica and the gate have a GPU of their own, and a node has one."""
-    found = FILES["kuberay-rayservice.yaml"][0]
-    args = yaml.safe_load(found["spec"]["serveConfigV2"])["applications"][0]["args"]
-    nodes = sum(group["maxReplicas"] for group in cluster_of(found)["workerGroupSpecs"])
+    result = FILES["kuberay-rayservice.yaml"][0]
+    args = yaml.safe_load(result["spec"]["serveConfigV2"])["applications"][0]["args"]
+    nodes = sum(group["maxReplicas"] for group in cluster_of(result)["workerGroupSpecs"])
     assert nodes >= args["max_replicas"] + int(args["follow"]["gated"])
 
 
 def test_the_service_outlives_its_head() -> None:
-    found = FILES["kuberay-rayservice.yaml"][0]
-    options = cluster_of(found)["gcsFaultToleranceOptions"]
-    named = {one["metadata"]["name"]: one for _, one in OBJECTS if one["kind"] == "Service"}
+    result = FILES["kuberay-rayservice.yaml"][0]
+    options = cluster_of(result)["gcsFaultToleranceOptions"]
+    named = {item["metadata"]["name"]: item for _, item in OBJECTS if item["kind"] == "Service"}
     host, _, port = options["redisAddress"].partition(":")
-    assert int(port) in {one["port"] for one in named[host]["spec"]["ports"]}
+    assert int(port) in {item["port"] for item in named[host]["spec"]["ports"]}
     assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] in secrets_made()
 
 
 def test_claims_are_defined() -> None:
-    defined = {found["metadata"]["name"] for _, found in OBJECTS if found["kind"] == "PersistentVolumeClaim"}
+    defined = {result["metadata"]["name"] for _, result in OBJECTS if result["kind"] == "PersistentVolumeClaim"}
     used = {
         volume["persistentVolumeClaim"]["claimName"]
-        for _, found in RAY
-        for _, pod in pods(found)
+        for _, result in RAY
+        for _, pod in pods(result)
         for volume in pod["volumes"]
         if "persistentVolumeClaim" in volume
     }
@@ -133,10 +133,10 @@ def test_every_secret_is_made_by_a_printed_command() -> None:
                 else:
                     yield from keys(value)
         elif isinstance(tree, list):
-            for one in tree:
-                yield from keys(one)
+            for item in tree:
+                yield from keys(item)
 
-    used = {name for _, found in OBJECTS for name in keys(found)}
+    used = {name for _, result in OBJECTS for name in keys(result)}
     assert used and used <= secrets_made()
 
 
@@ -154,5 +154,7 @@ def test_gpu_pods_find_gpu_nodes(name: str, found: dict[str, Any]) -> None:
 def test_every_pod_has_the_hub_token(name: str, found: dict[str, Any]) -> None:
     """Gated backbones; where there is no such secret the pods start all the same."""
     for group, pod in pods(found):
-        tokens = [one["valueFrom"]["secretKeyRef"] for one in pod["containers"][0]["env"] if one["name"] == "HF_TOKEN"]
+        tokens = [
+            item["valueFrom"]["secretKeyRef"] for item in pod["containers"][0]["env"] if item["name"] == "HF_TOKEN"
+        ]
         assert [token["optional"] for token in tokens] == [True], group

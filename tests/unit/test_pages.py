@@ -43,9 +43,9 @@ def test_without_a_port_the_next_free_one_is_taken() -> None:
         taken = bound("127.0.0.1", PORT)
     except LaunchError:
         taken = None  # by another program
-    with listen("127.0.0.1", None) as found:
-        assert found.getsockname()[1] > PORT
+    with listen("127.0.0.1", None) as result:
+        assert result.getsockname()[1] > PORT
         with pytest.raises(LaunchError, match=r"choose a free port with --port NUMBER"):
-            listen("127.0.0.1", found.getsockname()[1])
+            listen("127.0.0.1", result.getsockname()[1])
     if taken is not None:
         taken.close()

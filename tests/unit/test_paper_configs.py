@@ -59,11 +59,11 @@ def test_a_row_has_the_published_settings(name: str, monkeypatch: pytest.MonkeyP
     tree = configs.as_tree(load(name))
     wrong = {}
     for path, (value, source) in ROWS[name].settings.items():
-        found = tree
+        result = tree
         for part in path.split("."):
-            found = found[part]
-        if found != value:
-            wrong[path] = f"{found!r} instead of {value!r} ({source})"
+            result = result[part]
+        if result != value:
+            wrong[path] = f"{result!r} instead of {value!r} ({source})"
     assert wrong == {}
 
 

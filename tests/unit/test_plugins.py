@@ -254,8 +254,8 @@ def test_formats_metrics_and_orders_of_packages_are_used_by_name(tmp_path: Path)
         (tmp_path / "piped" / f"{split}.piped").write_text("a b|yes\nc d|no\n")
     spec = {"name": "own", "path": str(tmp_path / "piped"), "format": "piped", "metric": "half"}
     given = validate(StreamConfig, {"tasks": [spec], "dev_fraction": 0, "cache_dir": str(tmp_path / "cache")})
-    found = open_stream(given, 0)
-    raw = found.source(found.tasks[0], "train")
+    result = open_stream(given, 0)
+    raw = result.source(result.tasks[0], "train")
     assert raw is not None and raw.open().values("text", [0, 1]) == ["A B", "C D"]
     config = load_config(None, [f"stream.tasks=[{spec}]".replace("'", "")])
     assert plugins_of(config) == {"metric half": "toy-pkg 1.2", "format piped": "toy-pkg 1.2"}

@@ -113,7 +113,7 @@ def check(line: str, patch: pytest.MonkeyPatch) -> None:
         assert (REPO / rest[0]).is_file()
         train(rest[1:])
     elif head == "kubectl":
-        files = [rest[place + 1] for place, word in enumerate(rest) if word == "-f"]
+        files = [rest[index + 1] for index, word in enumerate(rest) if word == "-f"]
         assert all(list(yaml.safe_load_all((REPO / file).read_text())) for file in files)
     elif head == "pip":
         extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -231,13 +231,13 @@ PRINTED = [(path.relative_to(REPO).as_posix(), line) for path in READ for line i
 
 
 def test_printed_commands_are_found() -> None:
-    found = {path for path, _ in PRINTED}
-    assert {"README.md", "cluster/README.md", "jobs/configs/pretrain.yaml", "jobs/configs/end-tasks.yaml"} <= found
-    assert {"jobs/configs/instruction.yaml", "jobs/configs/compare/sapt-long8.yaml", "cluster/slurm.sh"} <= found
-    assert {"docs/hooks.py", "docs/index.md", "docs/results.md"} <= found
+    paths = {path for path, _ in PRINTED}
+    assert {"README.md", "cluster/README.md", "jobs/configs/pretrain.yaml", "jobs/configs/end-tasks.yaml"} <= paths
+    assert {"jobs/configs/instruction.yaml", "jobs/configs/compare/sapt-long8.yaml", "cluster/slurm.sh"} <= paths
+    assert {"docs/hooks.py", "docs/index.md", "docs/results.md"} <= paths
     assert {
         f"docs/guides/{name}.md" for name in ("runs", "data", "baselines", "slm", "sapt", "migu", "sweeps")
-    } <= found
+    } <= paths
     heads = {shlex.split(line, comments=True)[0] for _, line in PRINTED}
     assert {"raycl", "python", "make", "ray", "kubectl", "sbatch", "serve", "curl"} <= heads
 
@@ -254,8 +254,8 @@ def test_a_printed_command_works(path: str, line: str, monkeypatch: pytest.Monke
 def test_a_config_file_is_named_first_or_by_its_flag(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = _options("train", [config, "seed=7"])
     monkeypatch.chdir(REPO)
-    found = run_config.load_config(options.config, options.overrides)
-    assert isinstance(found, RunConfig) and found.seed == 7
+    result = run_config.load_config(options.config, options.overrides)
+    assert isinstance(result, RunConfig) and result.seed == 7
     assert options.overrides == ["seed=7"]
 
 

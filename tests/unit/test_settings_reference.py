@@ -46,8 +46,8 @@ class IntegrityCheck(Section):
 
 
 def test_settings_are_listed_with_path_type_default_and_description() -> None:
-    found = {setting.path: setting for group in groups(IntegrityCheck) for setting in group.settings}
-    rows = {path: (setting.type, setting.default, setting.description) for path, setting in found.items()}
+    settings = {setting.path: setting for group in groups(IntegrityCheck) for setting in group.settings}
+    rows = {path: (setting.type, setting.default, setting.description) for path, setting in settings.items()}
     assert rows["seed"] == ("integer", "", "where draws begin")
     assert rows["rates"] == ("[number, number]", "[0.5, 1e-08]", "two rates")
     assert rows["chosen"] == ("small or large", "small", "which one")

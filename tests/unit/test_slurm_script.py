@@ -129,12 +129,12 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    found = Job(tmp_path)
-    yield found
+    result = Job(tmp_path)
+    yield result
     assert not list((tmp_path / "tmp").iterdir()), "the script left files behind"
-    if found.process is not None and found.process.poll() is None:
-        os.killpg(found.process.pid, signal.SIGKILL)
-        found.process.communicate()
+    if result.process is not None and result.process.poll() is None:
+        os.killpg(result.process.pid, signal.SIGKILL)
+        result.process.communicate()
 
 
 @pytest.mark.parametrize("times", [1, 2])

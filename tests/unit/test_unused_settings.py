@@ -62,8 +62,8 @@ def test_an_unused_setting_is_refused_with_the_reason(override: str, tmp_path: P
     ):
         load_config(None, [*before, *decides, override])
     tree: dict[str, Any] = {}
-    for one in (*before, *decides, override):
-        configs.apply_override(tree, one)
+    for item in (*before, *decides, override):
+        configs.apply_override(tree, item)
     with pytest.raises(ConfigError, match=rf"written\.yaml': {setting} acts on nothing beside {reason}"):
         load_config(file(tmp_path, tree), [])
 

@@ -60,18 +60,18 @@ def _same(
     setup: Setup, name: str, work: Callable[[torch.device], Results], tolerance: float, seconds: float
 ) -> Iterator[Figure]:
     """Yield the same work on both devices."""
-    expected, found = work(CPU), work(setup.device)
-    shares = {what: _difference(value, expected[what]) for what, value in found.items()}
+    expected, result = work(CPU), work(setup.device)
+    shares = {what: _difference(value, expected[what]) for what, value in result.items()}
     worst = max(shares, key=lambda what: shares[what])
     detail = f"the worst of {len(shares)} is {worst}: {shares[worst]:.2g} of {tolerance:g}"
     yield Figure(f"{name}: difference to the CPU", shares[worst] / tolerance, "x", 1.0, "<=", detail)
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def _difference(result: Tensor, expected: Tensor) -> float:
     """Return the largest one, as a share of the largest value; infinite where shapes or values make none."""
-    if found.shape != expected.shape or not bool(torch.isfinite(found).all()):
+    if result.shape != expected.shape or not bool(torch.isfinite(result).all()):
         return float("inf")
-    apart = (found.detach().float().cpu() - expected.detach().float()).abs().max()
+    apart = (result.detach().float().cpu() - expected.detach().float()).abs().max()
     return float(apart / expected.detach().float().abs().max().clamp(min=1e-6))
 
 
@@ -123,12 +123,12 @@ def _states(kind: str, model: Any, device: torch.device) -> Tensor:
     """Last hidden states or logits for drawn ids."""
     ids_BL = torch.randint(8, 60, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1)).to(device)
     if kind == "bert":
-        found: Tensor = model(input_ids=ids_BL).last_hidden_state
+        states: Tensor = model(input_ids=ids_BL).last_hidden_state
     elif kind == "t5":
-        found = model(input_ids=ids_BL, decoder_input_ids=ids_BL[:, :4]).logits
+        states = model(input_ids=ids_BL, decoder_input_ids=ids_BL[:, :4]).logits
     else:
-        found = model(input_ids=ids_BL).logits
-    return found
+        states = model(input_ids=ids_BL).logits
+    return states
 
 
 def _mixtures(device: torch.device, kind: str, dtype: torch.dtype) -> Results:
@@ -139,18 +139,18 @@ def _mixtures(device: torch.device, kind: str, dtype: torch.dtype) -> Results:
     stack = AdapterStack(model, list(next(iter(adapters.values())).linears), rows=(ADAPTERS + 1) * RANK)
     for name, state in adapters.items():
         stack.load(name, state)
-    found: Results = {}
+    results: Results = {}
     mixtures = {"dense": dense(tuple(adapters), ROWS), "one each": one_each(tuple(adapters), ROWS)}
     with torch.no_grad():
-        found["bare"] = _states(kind, model, device)
+        results["bare"] = _states(kind, model, device)
         for name, mixture in mixtures.items():
             with stack.activate(mixture.on(device)):
-                found[name] = _states(kind, model, device)
+                results[name] = _states(kind, model, device)
         room = stack.preallocate(ADAPTERS * RANK, ROWS)
         for name, mixture in mixtures.items():
             with stack.activate(mixture, static=room):
-                found[f"{name}, static"] = _states(kind, model, device)
-    return found | _gradients(kind, model, stack, device)
+                results[f"{name}, static"] = _states(kind, model, device)
+    return results | _gradients(kind, model, stack, device)
 
 
 def _gradients(kind: str, model: Any, stack: AdapterStack, device: torch.device) -> Results:
@@ -166,14 +166,14 @@ def _gradients(kind: str, model: Any, stack: AdapterStack, device: torch.device)
         states = _states(kind, model, device).float()
         probe = torch.randn(states.shape, generator=draw).to(device)  # a plain mean of normalised states hardly changes
         (states * probe).mean().backward()  # type: ignore[no-untyped-call]
-    found: Results = {}
+    gradients: Results = {}
     assert weights_BN.grad is not None
-    found["gradient of the weights"] = weights_BN.grad
+    gradients["gradient of the weights"] = weights_BN.grad
     path, layer = next(iter(stack.layers.items()))
     for what, parameter in (("A", layer.lora_A), ("B", layer.lora_B)):
         assert parameter is not None and parameter.grad is not None
-        found[f"gradient of {what} of {path}"] = parameter.grad
-    return found
+        gradients[f"gradient of {what} of {path}"] = parameter.grad
+    return gradients
 
 
 def _draw_a(low_RD: Tensor, outputs: int) -> None:
@@ -193,8 +193,8 @@ def _backbone(kind: str, device: torch.device) -> Backbone:
 def _decoding(setup: Setup, kind: str, static_cache: bool, caches: str, seconds: float) -> Iterator[Figure]:
     """More requests than rows, of unlike lengths, so that they join and leave; each with a mixture of its own."""
     expected = _texts(_backbone(kind, CPU), False)
-    found = _texts(_backbone(kind, setup.device), static_cache)
-    unlike = sum(mine != its for mine, its in zip(found, expected, strict=True))
+    texts = _texts(_backbone(kind, setup.device), static_cache)
+    unlike = sum(mine != its for mine, its in zip(texts, expected, strict=True))
     detail = f"of {len(expected)} answers, from {min(map(len, expected))} to {max(map(len, expected))} characters"
     yield Figure(
         f"decoding, {kind}, {caches}: answers that differ from the CPU's", float(unlike), "", 0.0, "<=", detail
@@ -206,7 +206,7 @@ def _texts(backbone: Backbone, static_cache: bool) -> list[str]:
     mixture = dense(list(snapshot.keys), 3 * ROWS)
     requests = [
         Request(
-            " ".join(WORDS[(5 * number + place) % len(WORDS)] for place in range(2 + number % 7)),
+            " ".join(WORDS[(5 * number + index) % len(WORDS)] for index in range(2 + number % 7)),
             dict(zip(mixture.names, row, strict=True)),
             3 + number % 10,
         )
@@ -216,10 +216,10 @@ def _texts(backbone: Backbone, static_cache: bool) -> list[str]:
         engine = ServingEngine(MultiSnapshotModel(backbone, ADAPTERS * RANK), ROWS, 32, 16, static_cache=static_cache)
         stack.callback(engine.close)
         engine.load_snapshot(snapshot)
-        found = [answer.text for answer in answered(engine, snapshot, requests)]
+        texts = [answer.text for answer in answered(engine, snapshot, requests)]
         check_equal("device of the model", backbone.device, device)
         check_equal("steps were captured", engine.captures > 0, static_cache and device.type == "cuda")
-        return found
+        return texts
 
 
 # ---- routing ---------------------------------------------------------------------------------------------------------
@@ -228,13 +228,13 @@ def _texts(backbone: Backbone, static_cache: bool) -> list[str]:
 def _routing(device: torch.device) -> Results:
     """Return keys and discriminant, with and without the task given, and SAPT's attention; `routing` checks many
     tasks."""
-    found: Results = {}
+    routing: Results = {}
     router, _, texts = drawn_router(TASKS, 4, 6, 2)
     queries = texts[:ROWS].to(device)
     for kind in ROUTERS:
         router.kind = kind
-        found[kind] = _spread(router.route(queries), TASKS, 4)
-    found["task given"] = _spread(router.route(queries, ["t1", "t3"] * (ROWS // 2)), TASKS, 4)
+        routing[kind] = _spread(router.route(queries), TASKS, 4)
+    routing["task given"] = _spread(router.route(queries, ["t1", "t3"] * (ROWS // 2)), TASKS, 4)
     attention = Attention(32, AttentionConfig(), 0).requires_grad_(False)
     draw = torch.Generator().manual_seed(3)
     attention.keys = {f"t{number}": torch.randn(32, generator=draw) for number in range(20)}
@@ -242,14 +242,14 @@ def _routing(device: torch.device) -> Results:
     attention.look_at(embeddings.amax(1))
     mask = (torch.arange(TOKENS) < torch.randint(3, TOKENS, (ROWS, 1), generator=draw)).long()
     read = AttentionRouter(attention).route_embeddings(embeddings.to(device), mask.to(device))
-    found["attention"] = _spread(read, 20, 0)
-    return found
+    routing["attention"] = _spread(read, 20, 0)
+    return routing
 
 
 def _spread(mixture: Mixture, tasks: int, slots: int) -> Tensor:
     """Return `[B, N]` over all adapters, since mixtures leave out those with no weight."""
     names = [f"t{task}.{slot}" if slots else f"t{task}" for task in range(tasks) for slot in range(slots or 1)]
-    places = {name: place for place, name in enumerate(names)}
+    places = {name: index for index, name in enumerate(names)}
     whole = torch.zeros(len(mixture.weights), len(names))
     whole[:, [places[name] for name in mixture.names]] = mixture.weights.detach().float().cpu()
     return whole

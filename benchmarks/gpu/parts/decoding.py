@@ -70,14 +70,14 @@ class Models:
     @cached_property
     def mixed(self) -> dict[str, MultiSnapshotModel]:
         """Choice of linears -> a model with all adapters loaded."""
-        found = {}
+        collected = {}
         for name, adapters in self.adapters.items():
             host = MultiSnapshotModel(twin(self.bare), DENSE * RANK)
             snapshot = loaded(adapters)
             host.add(snapshot)
             host.prefetch(tuple(snapshot.names))
-            found[name] = host
-        return found
+            collected[name] = host
+        return collected
 
     def mixture(self, name: str, rows: int) -> Mixture:
         """Return all adapters for each row."""
@@ -134,20 +134,20 @@ class Decoder:
     def ids(self) -> Tensor:
         """`[rows, steps]`: the tokens that it chooses."""
         self.prepare()
-        found = []
+        collected = []
         for _ in range(self.steps):
-            found.append(self.slots.logits.argmax(-1))
-            self.slots.step(found[-1], self._under)
-        return torch.stack(found, 1)
+            collected.append(self.slots.logits.argmax(-1))
+            self.slots.step(collected[-1], self._under)
+        return torch.stack(collected, 1)
 
     def logits(self, ids_BT: Tensor) -> Tensor:
         """Return `[steps, rows, V]` before each of these tokens."""
         self.prepare()
-        found = []
+        collected = []
         for ids_B in ids_BT.T:
-            found.append(self.slots.logits)
+            collected.append(self.slots.logits)
             self.slots.step(ids_B, self._under)
-        return torch.stack(found)
+        return torch.stack(collected)
 
 
 def _decoding(models: Models, rows: int, seconds: float) -> Iterator[Figure]:
@@ -158,16 +158,16 @@ def _decoding(models: Models, rows: int, seconds: float) -> Iterator[Figure]:
     for name, host in models.mixed.items():
         decoders[name] = Decoder(host.backbone, prompts, steps, host, models.mixture(name, rows))
     with torch.no_grad(), ExitStack() as opened:
-        for one in decoders.values():
-            one.open(opened)
-        times = setup.turns({name: Contender(one.run, one.prepare) for name, one in decoders.items()}, seconds)
-        chosen = {name: one.ids() for name, one in decoders.items()}
+        for item in decoders.values():
+            item.open(opened)
+        times = setup.turns({name: Contender(item.run, item.prepare) for name, item in decoders.items()}, seconds)
+        chosen = {name: item.ids() for name, item in decoders.items()}
         graphed = decoders["q, v"].logits(chosen["q, v"])
-    for name, one in decoders.items():
-        check_equal(f"{rows} rows, {name}, steps captured", one.slots.captures > 0, setup.is_cuda)
-    for name, one in decoders.items():
-        with one.routed():
-            check_chosen(f"decoding {rows} rows, {name}", one.backbone, prompts, chosen[name])
+    for name, item in decoders.items():
+        check_equal(f"{rows} rows, {name}, steps captured", item.slots.captures > 0, setup.is_cuda)
+    for name, item in decoders.items():
+        with item.routed():
+            check_chosen(f"decoding {rows} rows, {name}", item.backbone, prompts, chosen[name])
     check_graphs(f"decoding {rows} rows", decoders["q, v"], chosen["q, v"], graphed)
     yield from _decoding_figures(setup, bare, rows, length + steps / 2, steps, times)
 
@@ -178,7 +178,7 @@ def _decoding_figures(
     """Args: `tokens`: in the caches of a row, on average."""
     what, moved = f"{rows} rows", _bytes(setup, bare, rows, tokens)
     limit_s = moved / limits_of(setup).bytes
-    rates = {name: tuple(rows * steps / spent for spent in one.seconds) for name, one in times.items()}
+    rates = {name: tuple(rows * steps / spent for spent in item.seconds) for name, item in times.items()}
     speed = rows * steps / times["bare"].median
     peak = times["bare"].peak_gib
     yield Figure(f"{what}: bare", speed, "tokens/s", spread=quartiles(rates["bare"]), peak_gib=peak)
@@ -195,7 +195,7 @@ def _bytes(setup: Setup, backbone: Backbone, rows: int, tokens: float) -> float:
     """Return what one step must read."""
     sizes = sizes_of(setup, "7B")
     embeddings = backbone.model.get_input_embeddings().weight
-    weights = sum(int(one.nbytes) for one in backbone.model.parameters() if one is not embeddings)
+    weights = sum(int(parameter.nbytes) for parameter in backbone.model.parameters() if parameter is not embeddings)
     head_width = sizes.width // sizes.heads
     values = 2 * sizes.layers * sizes.kv_heads * head_width * rows * tokens
     return weights + values * int(embeddings.element_size())
@@ -231,18 +231,18 @@ def _plain_logits(backbone: Backbone, prompts: Sequence[Sequence[int]], ids_BT: 
 
 
 @torch.no_grad()
-def check_graphs(what: str, one: Decoder, ids_BT: Tensor, logits_TBV: Tensor) -> None:
+def check_graphs(what: str, item: Decoder, ids_BT: Tensor, logits_TBV: Tensor) -> None:
     """The same steps without graphs give the same logits, as far as rounding lets a plain pass give them.
 
     Raises:
         WrongResultError: they do not.
     """
-    eager = Decoder(one.backbone, one.prompts, one.steps, one.host, one.mixture, graphs=False)
+    eager = Decoder(item.backbone, item.prompts, item.steps, item.host, item.mixture, graphs=False)
     with ExitStack() as opened:
         eager.open(opened)
         eager_TBV = eager.logits(ids_BT).float()
-    with one.routed():
-        plain_TBV = _plain_logits(one.backbone, one.prompts, ids_BT).transpose(0, 1)
+    with item.routed():
+        plain_TBV = _plain_logits(item.backbone, item.prompts, ids_BT).transpose(0, 1)
     size_TB = eager_TBV.norm(dim=-1)
     apart, rounding = (
         float(((other - eager_TBV).norm(dim=-1) / size_TB).max()) for other in (logits_TBV.float(), plain_TBV)

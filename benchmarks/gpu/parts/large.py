@@ -103,7 +103,7 @@ class Large:
         packs.check_packing()
         packs.packs = True
         backbones = {"padded": twin(self.base), "packed": packs}
-        learners = {name: Learner(self.setup, plain_lora(one), batch) for name, one in backbones.items()}
+        learners = {name: Learner(self.setup, plain_lora(backbone), batch) for name, backbone in backbones.items()}
         times = _in_turn(self.setup, learners, SAME_LOSS, seconds)
         detail = f"{100 * share:.0f} % of {len(batch)} padded rows are tokens"
         what = "packed rows: time for a useful token over padded rows"
@@ -128,9 +128,9 @@ class Large:
         yield ratio("loading: disk to device over reading the files", load, read, LOADING_LIMIT, detail)
 
     def _loaded(self, files: Sequence[Path]) -> None:
-        found = self.load()
+        loaded = self.load()
         self.setup.synchronize()
-        head, expected = (one.model.get_output_embeddings().weight for one in (found, self.base))
+        head, expected = (item.model.get_output_embeddings().weight for item in (loaded, self.base))
         check_equal(f"output words loaded from {len(files)} files", bool(torch.equal(head, expected)), True)
 
     def fsdp(self, seconds: float) -> Iterator[Figure]:
@@ -147,8 +147,10 @@ class Large:
     def quantized(self, name: Quantization, seconds: float) -> Iterator[Figure]:
         """Yield a step's time, and the memory of weights."""
         backbones = {"unquantized": twin(self.base), name: self.load(name)}
-        sizes = {which: _weight_bytes(one.model) for which, one in backbones.items()}
-        learners = {which: Learner(self.setup, plain_lora(one), self.batch) for which, one in backbones.items()}
+        sizes = {which: _weight_bytes(backbone.model) for which, backbone in backbones.items()}
+        learners = {
+            which: Learner(self.setup, plain_lora(backbone), self.batch) for which, backbone in backbones.items()
+        }
         times = _in_turn(self.setup, learners, NEAR_LOSS, seconds)
         yield ratio(f"{name}: step over unquantized weights", times[name], times["unquantized"], QUANTIZED_LIMIT)
         mine, theirs = sizes[name], sizes["unquantized"]
@@ -176,7 +178,9 @@ def _in_turn(setup: Setup, learners: dict[str, Learner], tolerance: float, secon
 
 def _weight_bytes(model: nn.Module) -> int:
     """Of all weights, with the scales of quantized ones."""
-    return sum(one.numel() * one.element_size() for weight in model.parameters() for one in _tensors_of(weight))
+    return sum(
+        tensor.numel() * tensor.element_size() for weight in model.parameters() for tensor in _tensors_of(weight)
+    )
 
 
 def _tensors_of(weight: Any) -> Iterator[Tensor]:

@@ -107,26 +107,26 @@ class _Bench:
 
     def naive(self, inputs: dict[int, Tensor], mixture: Mixture) -> list[Tensor]:
         """One adapter after another, as the formula is written."""
-        found = self.bare(inputs)
-        weights_BN = mixture.weights.to(found[0].device, found[0].dtype)
+        bare = self.bare(inputs)
+        weights_BN = mixture.weights.to(bare[0].device, bare[0].dtype)
         for column, name in enumerate(mixture.names):
             gate_B11 = weights_BN[:, column, None, None]
-            for place, (path, layer) in enumerate(self.stack.layers.items()):
+            for index, (path, layer) in enumerate(self.stack.layers.items()):
                 a_RD, b_OR = self.placed[name][path]
-                found[place] = found[place] + gate_B11 * linear(linear(inputs[layer.inputs], a_RD), b_OR)
-        return found
+                bare[index] = bare[index] + gate_B11 * linear(linear(inputs[layer.inputs], a_RD), b_OR)
+        return bare
 
     def exact(self, inputs: dict[int, Tensor], mixture: Mixture) -> list[Tensor]:
         """Return the same in float32."""
-        found = []
+        collected = []
         for path, layer in self.stack.layers.items():
             x = inputs[layer.inputs].float()
             y = linear(x, layer.weight.float())
             for column, name in enumerate(mixture.names):
                 a_RD, b_OR = (part.float() for part in self.placed[name][path])
                 y += mixture.weights[:, column].to(x)[:, None, None] * linear(linear(x, a_RD), b_OR)
-            found.append(y)
-        return found
+            collected.append(y)
+        return collected
 
 
 def _compared(setup: Setup, size: str, group: str, counts: tuple[int, ...], seconds: float) -> Iterator[Figure]:

@@ -54,10 +54,10 @@ def _figures(setup: Setup, model: str, method: str, seconds: float) -> Iterator[
 
 def _check_gradients(setup: Setup, what: str, twin: Twin, batch: Batch) -> None:
     """Row-sparse gradients are those of a step that computes all rows and then masks them; masked rows are zero."""
-    found = twin.gradients(batch, SEED)
-    masks = {name: None if (mask := twin.modifiers.masked(name)) is None else mask.clone() for name in found}
+    gradients = twin.gradients(batch, SEED)
+    masks = {name: None if (mask := twin.modifiers.masked(name)) is None else mask.clone() for name in gradients}
     expected = twin.gradients(batch, MEASURED)
-    for name, gradient in found.items():
+    for name, gradient in gradients.items():
         check_close(f"{what}, gradient of {name}", gradient, expected[name], TOLERANCE[setup.dtype])
         mask = masks[name]
         if mask is not None:

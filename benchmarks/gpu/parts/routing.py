@@ -93,7 +93,7 @@ def _figure(
         times = setup.turns({"device": run, "cpu": on_cpu}, seconds / len(LIMITS_MS))
     mine = times["device"]
     detail = f"on the CPU {times['cpu'].median * 1e3 / batch:.3g} ms"
-    spread = quartiles(tuple(one * 1e3 / batch for one in mine.seconds))
+    spread = quartiles(tuple(item * 1e3 / batch for item in mine.seconds))
     return Figure(f"{name}, per request", mine.median * 1e3 / batch, "ms", limit, "<=", detail, spread, mine.peak_gib)
 
 
@@ -110,15 +110,15 @@ def _expected_by_keys(router: SlotRouter, keys_TMC: Tensor, queries_BC: Tensor) 
 
 def _expected_by_discriminant(router: SlotRouter, keys_TMC: Tensor, queries_BC: Tensor) -> list[Weights]:
     """Task by task of each text."""
-    found = []
+    expected = []
     for query, chances_T in zip(queries_BC, router.discriminant.weights(queries_BC, TOP_K), strict=True):
         weights: Weights = {}
         for number in chances_T.nonzero().flatten().tolist():
             own_MgH = keys_TMC[number].view(SLOTS, GROUPS, -1)
             own_M = slot_weights(cosines(split_groups(query[None], GROUPS), own_MgH), router.config)[0]
             weights |= _named(router.slots(router.tasks[number]), own_M * chances_T[number])
-        found.append(weights)
-    return found
+        expected.append(weights)
+    return expected
 
 
 def _expected_by_attention(attention: Attention, pooled_BD: Tensor) -> list[Weights]:
@@ -134,13 +134,13 @@ def _named(names: list[str] | tuple[str, ...], weights_N: Tensor) -> Weights:
     return {names[column]: float(weights_N[column]) for column in chosen}
 
 
-def check_same(what: str, found: Mixture, expected: list[Weights]) -> None:
+def check_same(what: str, mixture: Mixture, expected: list[Weights]) -> None:
     """Whether texts have the mixtures of the reference.
 
     Raises:
         WrongResultError: more than one in `UNLIKE` have another one.
     """
-    rows = [_named(found.names, row) for row in found.weights.cpu()]
+    rows = [_named(mixture.names, row) for row in mixture.weights.cpu()]
     apart = [
         sum(abs(mine.get(name, 0.0) - its.get(name, 0.0)) for name in mine.keys() | its.keys())
         for mine, its in zip(rows, expected, strict=True)

@@ -83,7 +83,7 @@ def _compared(
     setup: Setup, engines: dict[str, ServingEngine], snapshot: LoadedSnapshot, seconds: float
 ) -> Iterator[Figure]:
     mixed = _requests(setup, snapshot)
-    requests = {"bare": [replace(one, weights={}) for one in mixed], "mixed": mixed}
+    requests = {"bare": [replace(item, weights={}) for item in mixed], "mixed": mixed}
     ends = time.monotonic() + seconds
     spent: dict[str, list[float]] = {name: [] for name in engines}
     tokens = mixed[0].tokens
@@ -101,10 +101,10 @@ def _compared(
             if number >= 0:
                 spent[name].append(taken)
     _check_answers(setup, engines["mixed"], snapshot, mixed)
-    times = {name: Times(tuple(found), peaks[name]) for name, found in spent.items()}
+    times = {name: Times(tuple(result), peaks[name]) for name, result in spent.items()}
     written, length = len(mixed) * tokens, len(mixed[0].text.split()) + 1
     for name in times:
-        spread = quartiles(tuple(written / one for one in times[name].seconds))
+        spread = quartiles(tuple(written / item for item in times[name].seconds))
         detail = f"{len(mixed)} requests of {length} + {tokens} tokens, {engines[name].max_batch} at a time"
         yield Figure(
             f"{name}: speed", written / times[name].median, "tokens/s", None, "<=", detail, spread, peaks[name]
@@ -121,7 +121,7 @@ def _requests(setup: Setup, snapshot: LoadedSnapshot) -> list[Request]:
     rows = [dict(zip(mixture.names, row, strict=True)) for row in mixture.weights.tolist()]
 
     def text(number: int) -> str:
-        return " ".join(f"w{(number * 7919 + place * 104729) % words}" for place in range(length - 1))
+        return " ".join(f"w{(number * 7919 + index * 104729) % words}" for index in range(length - 1))
 
     return [Request(text(number), rows[number % DENSE], tokens) for number in range(count)]
 
@@ -135,14 +135,14 @@ def answered(engine: ServingEngine, snapshot: LoadedSnapshot, requests: Sequence
     inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in requests]
     engine_requests = [
         EngineRequest(
-            one.text,
+            request.text,
             inbox.put,
-            Sampling(one.tokens),
+            Sampling(request.tokens),
             loaded=snapshot,
-            selection=AdapterSelection(one.weights),
+            selection=AdapterSelection(request.weights),
             templated=False,
         )
-        for one, inbox in zip(requests, inboxes, strict=True)
+        for request, inbox in zip(requests, inboxes, strict=True)
     ]
     everything_is_queued = threading.Event()
     engine.call(everything_is_queued.wait)  # else the first batch is what the thread happened to find

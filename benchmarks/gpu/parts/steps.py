@@ -198,7 +198,7 @@ def _sapt(backbone: Backbone, batch: Batch) -> Sapt:
             for path, layer in method.stack.layers.items()
         }
         adapters[name] = AdapterState(pairs, method.config.alpha / RANK)
-        kept = PseudoSamples([sources[place % len(sources)] for place in range(PSEUDO_SAMPLES)], [], [])
+        kept = PseudoSamples([sources[index % len(sources)] for index in range(PSEUDO_SAMPLES)], [], [])
         method.reflection.entries[name] = ReplayEntry(kept, torch.full((number + 1,), 1 / (number + 1)))
     method._load(adapters)
     return method

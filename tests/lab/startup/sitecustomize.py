@@ -22,27 +22,27 @@ REPO = os.path.realpath(os.path.join(os.path.dirname(os.path.realpath(__file__))
 
 def _arguments() -> list[str] | None:
     """The script and its arguments; None: nothing that is copied. What Ray sets for a worker is set here."""
-    found = [text for text in sys.orig_argv[1:3] if text != "-u"] + sys.orig_argv[3:]
-    script = found[0] if found else ""
+    texts = [text for text in sys.orig_argv[1:3] if text != "-u"] + sys.orig_argv[3:]
+    script = texts[0] if texts else ""
     if script.endswith(SETUP):
-        return _worker(found[1:])
+        return _worker(texts[1:])
     is_job = os.path.basename(os.path.dirname(script)) == "jobs" and script.endswith(".py")
-    is_submission = os.path.basename(script) == "ray" and found[1:2] == ["job"]
-    return found if is_job or is_submission or script.endswith((WORKER, *DAEMONS)) else None
+    is_submission = os.path.basename(script) == "ray" and texts[1:2] == ["job"]
+    return texts if is_job or is_submission or script.endswith((WORKER, *DAEMONS)) else None
 
 
-def _worker(found: list[str]) -> list[str] | None:
+def _worker(result: list[str]) -> list[str] | None:
     """The same for a worker whose runtime environment is variables and a working directory, and nothing else."""
     import json
     import re
 
-    options = [text for text in found if text.startswith(("--serialized-runtime-env-context=", "--language="))]
+    options = [text for text in result if text.startswith(("--serialized-runtime-env-context=", "--language="))]
     values = dict(option.split("=", 1) for option in options)
     context = json.loads(values.get("--serialized-runtime-env-context") or "{}")
     prefix = context.get("command_prefix") or ["cd", os.getcwd(), "&&"]
     is_plain = prefix[:1] + prefix[2:] == ["cd", "&&"] and os.path.isdir(prefix[1])
     is_python = values.get("--language") == "PYTHON" and context.get("py_executable", sys.executable) == sys.executable
-    arguments = [text for text in found if text not in options]
+    arguments = [text for text in result if text not in options]
     if not (is_plain and is_python) or context.get("override_worker_entrypoint"):
         return None
     if not arguments[0].endswith(WORKER):  # the server of Ray's client, which is set up in the same way
@@ -56,8 +56,8 @@ def _worker(found: list[str]) -> list[str] | None:
 def _template(script: str) -> str:
     """Name of the server: `libraries` for a process that imports raycl from another folder, as submitted jobs do."""
     folders = [os.path.dirname(script), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    found = [folder for folder in folders if os.path.isdir(os.path.join(folder, "raycl"))]
-    return "libraries" if found and os.path.realpath(found[0]) != REPO else "package"
+    result = [folder for folder in folders if os.path.isdir(os.path.join(folder, "raycl"))]
+    return "libraries" if result and os.path.realpath(result[0]) != REPO else "package"
 
 
 def _become(servers: str) -> None:

@@ -62,8 +62,8 @@ def test_logits_are_summed_per_label_if_configured(rule: Rule, first: float, sec
     head, pooled = MixedHead(stack, WIDTH, rule), torch.randn(1, WIDTH)
     with stack.activate(Mixture(("one", "two"), torch.tensor([[0.7, 0.3]]))):
         scores = head(pooled)
-    one, two = ((pooled @ held.head_weight.T + held.head_bias)[0] for held in states.values())  # type: ignore[union-attr]
-    expected = torch.stack([first * one[0], first * one[1] + second * two[0], second * two[1]])
+    item, two = ((pooled @ held.head_weight.T + held.head_bias)[0] for held in states.values())  # type: ignore[union-attr]
+    expected = torch.stack([first * item[0], first * item[1] + second * two[0], second * two[1]])
     torch.testing.assert_close(scores[0], expected)
     made = combine({"one": 0.7, "two": 0.3}, states, rule)
     assert made.head_weight is not None and made.head_bias is not None
@@ -194,12 +194,12 @@ def test_prompts_in_training_have_the_form_of_the_paper(lab: Lab, kind: Any) -> 
         assert all(0 < float(held[name].abs().max()) <= 32**-0.5 for name in MLP[:2])
         assert all(0 < float(held[name].abs().max()) <= 11**-0.5 for name in MLP[2:])
     with stack.activate(Mixture(("new", "more"), torch.ones(1, 2))):
-        found = prefix(1, torch.device("cpu"))
-        assert found is not None
-        found[0].square().sum().backward()
-    torch.testing.assert_close(found[0][0], wanted.flip(0).flatten(0, 1), atol=1e-5, rtol=1e-5)  # "more" < "new"
+        result = prefix(1, torch.device("cpu"))
+        assert result is not None
+        result[0].square().sum().backward()
+    torch.testing.assert_close(result[0][0], wanted.flip(0).flatten(0, 1), atol=1e-5, rtol=1e-5)  # "more" < "new"
     assert all(value.grad is not None and value.grad.any() for value in prefix.parameters())
-    states = end_training(backbone, stack, {f"prefix.{n}": one.detach() for n, one in prefix.named_parameters()})
+    states = end_training(backbone, stack, {f"prefix.{n}": item.detach() for n, item in prefix.named_parameters()})
     torch.testing.assert_close(torch.stack([state.prompt for state in states.values()]), wanted)  # type: ignore[arg-type]
     assert not list(prefix.parameters())
 
@@ -213,8 +213,8 @@ def test_a_task_that_is_learned_again_begins_with_its_prompts_in_every_form(lab:
     prefix.begin_training(torch.ones(1, 3, 32), PromptForm(kind, 4))
     prefix.fill({"new": before})
     with stack.activate(Mixture(("new",), torch.ones(1, 1))):
-        found = prefix(1, torch.device("cpu"))
-    assert found is not None and before.prompt is not None and torch.equal(found[0][0], before.prompt)
+        result = prefix(1, torch.device("cpu"))
+    assert result is not None and before.prompt is not None and torch.equal(result[0][0], before.prompt)
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
@@ -227,10 +227,10 @@ def test_prompts_of_different_lengths_are_summed_where_they_end(lab: Lab, kind: 
     assert prefix is not None and short is not None
     weights = torch.tensor([[0.6, 0.4], [1.0, 0.0], [0.0, 0.0]])
     with stack.activate(Mixture(("a", "long"), weights)):
-        found = prefix(3, torch.device("cpu"))
-    assert found is not None and found[1].tolist() == [[1] * 5, [0, 0, 1, 1, 1], [0] * 5]
-    torch.testing.assert_close(found[0][0], 0.4 * long + 0.6 * torch.cat([torch.zeros(2, 32), short]))
-    torch.testing.assert_close(found[0][1], torch.cat([torch.zeros(2, 32), short]))
+        result = prefix(3, torch.device("cpu"))
+    assert result is not None and result[1].tolist() == [[1] * 5, [0, 0, 1, 1, 1], [0] * 5]
+    torch.testing.assert_close(result[0][0], 0.4 * long + 0.6 * torch.cat([torch.zeros(2, 32), short]))
+    torch.testing.assert_close(result[0][1], torch.cat([torch.zeros(2, 32), short]))
     with stack.activate(Mixture(("a", "long"), weights[1:2])):
         alone = prefix(1, torch.device("cpu"))
     assert alone is not None and torch.equal(alone[0][0], short)
@@ -251,8 +251,8 @@ def test_the_length_of_a_sum_stays_and_prompts_that_cannot_be_mixed_are_refused(
     prefix = backbone.prefix
     assert prefix is not None
     with stack.activate(Mixture(("a", "b"), torch.ones(2, 2))):
-        found = prefix(2, torch.device("cpu"))
-    assert found is not None and found[0].shape == (2, 3, 32)
+        result = prefix(2, torch.device("cpu"))
+    assert result is not None and result[0].shape == (2, 3, 32)
     stack.load("wide", AdapterState(prompt=torch.ones(3, 31)))
     with (
         pytest.raises(AdapterError, match="width 31, the model's is 32"),
@@ -264,13 +264,13 @@ def test_the_length_of_a_sum_stays_and_prompts_that_cannot_be_mixed_are_refused(
 def test_concatenated_prompts_have_an_order_of_their_own(lab: Lab) -> None:
     """That of their names: which adapter a batch names first depends on the other texts in it."""
     backbone, stack = prompted(lab, "bert", "concat")
-    prefix, found = backbone.prefix, []
+    prefix, collected = backbone.prefix, []
     assert isinstance(prefix, MixedPrompts)
     for names in ("ab", "ba"):
         with stack.activate(Mixture(tuple(names), torch.ones(1, 2))):
-            found.append(prefix(1, torch.device("cpu")))
-    assert found[0] is not None and found[1] is not None and torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][0][0, :3], stack.states["a"].prompt)  # type: ignore[arg-type]
+            collected.append(prefix(1, torch.device("cpu")))
+    assert collected[0] is not None and collected[1] is not None and torch.equal(collected[0][0], collected[1][0])
+    assert torch.equal(collected[0][0][0, :3], stack.states["a"].prompt)  # type: ignore[arg-type]
     order = {"a": "z", "b": "y"}
     prefix = MixedPrompts(stack, prefix.width, lambda name: PromptUse(True, (0, order[name])))
     with stack.activate(Mixture(("a", "b"), torch.ones(1, 2))):
@@ -290,16 +290,16 @@ def test_concatenated_prompts_stand_behind_the_sum_of_the_others(lab: Lab) -> No
     own = {name: stack.states[name].prompt for name in "abcd"}
     weights = torch.tensor([[0.5, 0.5, 0.7, 1.0], [0.0, 0.0, 0.0, 1.0], [2.0, 0.0, 0.0, 0.0], [0.0] * 4])
     with stack.activate(Mixture(tuple("abcd"), weights)):
-        found = prefix(4, torch.device("cpu"))
-    assert found is not None
+        result = prefix(4, torch.device("cpu"))
+    assert result is not None
     expected = [
         torch.cat([0.5 * own["a"] + 0.5 * own["b"], own["c"], own["d"]]),  # type: ignore[operator, list-item]
         own["d"],
         2.0 * own["a"],  # type: ignore[operator]
         torch.zeros(0, 32),
     ]
-    assert found[1].tolist() == [[0] * (6 - len(row)) + [1] * len(row) for row in expected]  # type: ignore[arg-type]
-    for prompts, mask, row in zip(*found, expected, strict=True):
+    assert result[1].tolist() == [[0] * (6 - len(row)) + [1] * len(row) for row in expected]  # type: ignore[arg-type]
+    for prompts, mask, row in zip(*result, expected, strict=True):
         torch.testing.assert_close(prompts[mask.bool()], row)
         assert not prompts[~mask.bool()].any()
     with stack.activate(Mixture(("c", "d"), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))):

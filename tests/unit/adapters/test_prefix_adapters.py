@@ -48,40 +48,40 @@ def head_by_head(q: Tensor, keys: Tensor, values: Tensor, weights: list[float], 
     """What one example's tokens `[T, D]` add, written out for each head and token (LLaMA-Adapter, eq. 4 to 6; a weight
     w in the softmax is w positions of the same key and value)."""
     width = q.shape[-1] // heads
-    found = torch.zeros_like(q)
+    zeros = torch.zeros_like(q)
     for head in range(heads):
         part = slice(head * width, (head + 1) * width)
         for token in range(len(q)):
             scores = [math.exp(scaling * float(q[token, part] @ key[part])) for key in keys]
             shares = [weight * score for weight, score in zip(weights, scores, strict=True)]
             for share, value in zip(shares, values, strict=True):
-                found[token, part] += share / sum(shares) * value[part]
-    return found
+                zeros[token, part] += share / sum(shares) * value[part]
+    return zeros
 
 
 def test_the_formula_in_each_head() -> None:
     torch.manual_seed(0)
     q, keys, values = torch.randn(3, 4, 6), torch.randn(5, 6), torch.randn(5, 6)
     gate = torch.tensor([[1.0, 1, 0, 0, 1], [0, 0, 0, 0, 0], [0.3, 0, 2.0, 0, 0]])
-    found = attend(q, keys, values, gate, heads=2, scaling=0.7)
+    result = attend(q, keys, values, gate, heads=2, scaling=0.7)
     for row in (0, 2):
         used = gate[row].nonzero().flatten()
         expected = head_by_head(q[row], keys[used], values[used], gate[row, used].tolist(), 2, 0.7)
-        torch.testing.assert_close(found[row], expected)
-    assert not found[1].any()
+        torch.testing.assert_close(result[row], expected)
+    assert not result[1].any()
     own = attend(q, keys.expand(3, 5, 6), values.expand(3, 5, 6), gate, heads=2, scaling=0.7)
-    torch.testing.assert_close(own, found)
+    torch.testing.assert_close(own, result)
 
 
 def test_gradients_are_exact_and_finite_for_examples_without_prefixes() -> None:
     torch.manual_seed(0)
     q, keys, values = (torch.randn(*shape, dtype=torch.double) for shape in ((2, 3, 4), (3, 4), (3, 4)))
     gate = torch.tensor([[1.0, 0.5, 0.2], [0.9, 0.3, 0.6]], dtype=torch.double)
-    inputs = [one.requires_grad_() for one in (q, keys, values, gate)]
+    inputs = [item.requires_grad_() for item in (q, keys, values, gate)]
     assert torch.autograd.gradcheck(lambda *tensors: attend(*tensors, heads=2, scaling=0.5), inputs)
     closed = torch.zeros(2, 3, dtype=torch.double)
     attend(q, keys, values, closed, heads=2, scaling=0.5).sum().backward()
-    assert all(one.grad is not None and bool(torch.isfinite(one.grad).all()) for one in (q, keys, values))
+    assert all(item.grad is not None and bool(torch.isfinite(item.grad).all()) for item in (q, keys, values))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,7 +89,7 @@ def test_each_layer_adds_attention_to_what_its_projection_reads(kind: str) -> No
     """Against hooks that compute the prefixes of one example by the formula from the layer's own queries."""
     backbone, stack, states = stacked(kind)
     with torch.no_grad(), stack.activate(Mixture(tuple(LENGTHS), WEIGHTS)):
-        found = logits(backbone)
+        result = logits(backbone)
     for row, weights in enumerate(WEIGHTS.tolist()):
         plain = made(kind)
         heads = plain.config.num_attention_heads
@@ -111,7 +111,7 @@ def test_each_layer_adds_attention_to_what_its_projection_reads(kind: str) -> No
                 lambda m, args, kept=kept, expected=expected: (args[0] + expected(kept[-1][0])[None],)
             )
         with torch.no_grad():
-            torch.testing.assert_close(found[row : row + 1], logits(plain, IDS[row : row + 1]), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(result[row : row + 1], logits(plain, IDS[row : row + 1]), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,11 +155,11 @@ def test_every_way_of_running_gives_the_same(kind: str) -> None:
     stack.begin_training({"b": LENGTHS["b"]}, 1.0, lambda low, outputs: None)
     stack.fill({"b": states["b"]})
     with stack.activate(mixture):
-        found = logits(backbone)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-        found.sum().backward()
-    trained = [one for layer in stack.layers.values() for one in (layer.lora_A, layer.lora_B)]
-    gradients = [one.grad.clone() for one in trained]  # type: ignore[union-attr]
+        result = logits(backbone)
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+        result.sum().backward()
+    trained = [item for layer in stack.layers.values() for item in (layer.lora_A, layer.lora_B)]
+    gradients = [item.grad.clone() for item in trained]  # type: ignore[union-attr]
     assert all(bool(gradient.any()) for gradient in gradients)
     for parameter in backbone.parameters():
         parameter.grad = None
@@ -172,19 +172,19 @@ def test_every_way_of_running_gives_the_same(kind: str) -> None:
     backbone.gradient_checkpointing_enable({"use_reentrant": False})
     with stack.activate(mixture):
         logits(backbone).sum().backward()
-    for one, gradient in zip(trained, gradients, strict=True):
-        torch.testing.assert_close(one.grad, gradient, atol=1e-4, rtol=1e-4)  # type: ignore[union-attr]
+    for item, gradient in zip(trained, gradients, strict=True):
+        torch.testing.assert_close(item.grad, gradient, atol=1e-4, rtol=1e-4)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
 def test_generation_attends_at_every_step(kind: str) -> None:
     """With a cache the new token alone has queries; beams repeat the mixture."""
     backbone, stack, _ = stacked(kind)
-    found = []
+    collected = []
     for cache in (True, False):
         with stack.activate(Mixture(tuple(LENGTHS), WEIGHTS), copies=2):
-            found.append(backbone.generate(input_ids=IDS, max_new_tokens=4, num_beams=2, use_cache=cache))
-    assert torch.equal(*found)
+            collected.append(backbone.generate(input_ids=IDS, max_new_tokens=4, num_beams=2, use_cache=cache))
+    assert torch.equal(*collected)
 
 
 def test_compiled_once_for_all_mixtures() -> None:
@@ -196,8 +196,8 @@ def test_compiled_once_for_all_mixtures() -> None:
         with stack.activate(Mixture(tuple(LENGTHS), WEIGHTS), static=room):
             first = compiled(input_ids=IDS).logits
             torch.testing.assert_close(first, logits(backbone), atol=1e-5, rtol=1e-4)
-        one = Mixture(("b",), torch.ones(4, 1))
-        with torch.compiler.set_stance("fail_on_recompile"), stack.activate(one, static=room):
+        mixture = Mixture(("b",), torch.ones(4, 1))
+        with torch.compiler.set_stance("fail_on_recompile"), stack.activate(mixture, static=room):
             second = compiled(input_ids=IDS).logits
     assert not torch.allclose(first, second)
 
@@ -255,18 +255,18 @@ def test_equals_pefts_llama_adapter(kind: str) -> None:
             attention.adaption_gate.fill_(0.4 + number)
             plain = backbone.get_submodule(path.rpartition(".")[0])
             keys, values = (
-                one(attention.adaption_prompt[0])
+                item(attention.adaption_prompt[0])
                 .view(3, -1, plain.head_dim)
                 .repeat_interleave(groups, dim=1)
                 .flatten(1)
-                for one in (plain.k_proj, plain.v_proj)
-                for groups in (heads // (one.out_features // plain.head_dim),)
+                for item in (plain.k_proj, plain.v_proj)
+                for groups in (heads // (item.out_features // plain.head_dim),)
             )
             linears[path] = (keys, (values * attention.adaption_gate).T)
         expected = peer(input_ids=IDS, position_ids=positions).logits
         stack = AdapterStack(backbone, list(linears), activation="softmax", query_of=query_of)
         stack.load("x", AdapterState(linears, activation="softmax"))
         with stack.activate(Mixture.same({"x": 1.0}, len(IDS))):
-            found = backbone(input_ids=IDS, position_ids=positions).logits
+            result = backbone(input_ids=IDS, position_ids=positions).logits
     assert not torch.allclose(expected, made(kind)(input_ids=IDS, position_ids=positions).logits, atol=1e-2)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)

@@ -67,8 +67,8 @@ def logits(backbone: Any, ids: Tensor = IDS) -> Tensor:
     """Outputs of a forward pass: hidden states of an encoder, logits of others."""
     if backbone.config.is_encoder_decoder:
         return backbone(input_ids=ids, labels=ids).logits  # type: ignore[no-any-return]
-    found = backbone(input_ids=ids)
-    return found.logits if hasattr(found, "logits") else found.last_hidden_state  # type: ignore[no-any-return]
+    result = backbone(input_ids=ids)
+    return result.logits if hasattr(result, "logits") else result.last_hidden_state  # type: ignore[no-any-return]
 
 
 def mixture(weights: Tensor = WEIGHTS) -> Mixture:
@@ -79,12 +79,12 @@ def mixture(weights: Tensor = WEIGHTS) -> Mixture:
 def test_each_example_equals_its_merged_model(kind: str) -> None:
     backbone, stack, states = stacked(kind)
     with torch.no_grad(), stack.activate(mixture()):
-        found = logits(backbone)
+        result = logits(backbone)
     for row, weights in enumerate(WEIGHTS.tolist()):
         plain = made(kind)
         fold(plain, combine(dict(zip(RANKS, weights, strict=True)), states))
         with torch.no_grad():
-            torch.testing.assert_close(found[row : row + 1], logits(plain, IDS[row : row + 1]), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(result[row : row + 1], logits(plain, IDS[row : row + 1]), atol=1e-4, rtol=1e-4)
 
 
 @each_activation
@@ -204,12 +204,12 @@ def test_generation_multiplies_the_mixture_with_its_rows(kind: str, cache: bool,
         how["top_k"] = 1  # sampling that can give one thing only
     copies = max(beams, samples)
     with stack.activate(mixture(), copies=copies):
-        found = backbone.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **how)
+        generated = backbone.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **how)
     for row, weights in enumerate(WEIGHTS.tolist()):
         plain = made(kind)
         fold(plain, combine(dict(zip(RANKS, weights, strict=True)), states))
         alone = plain.generate(input_ids=IDS[row : row + 1], attention_mask=torch.ones(1, 6), **how)
-        mine = found[row * samples : (row + 1) * samples]
+        mine = generated[row * samples : (row + 1) * samples]
         assert torch.equal(mine[:, : alone.shape[1]], alone)
 
 
@@ -363,12 +363,12 @@ def test_every_kernel_equals_the_plain_sum(activation: Activation, form: str, re
     with torch.set_grad_enabled(recorded), stack.activate(Mixture(tuple(blocks), weights), static=room):
         assert stack.plan is not None and (stack.plan.own is not None) is (form in ("shared", "own"))
         stack.plan.own = stack.plan.own if form == "own" else None
-        found = net(x)
+        result = net(x)
     expected = layer.base(x)
     for (low, high), weight_B in zip(blocks.values(), weights.T, strict=True):
         inner = x @ low.T if not activation else torch.relu(x @ low.T)
         expected = expected + weight_B[:, None, None] * 1.5 * inner @ high.T
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_sums_are_of_adapter_outputs_not_of_weights() -> None:
@@ -382,11 +382,11 @@ def test_sums_are_of_adapter_outputs_not_of_weights() -> None:
     weights = {"a": 0.3, "b": 0.7}
     x = torch.randn(4, 6).double()
     with torch.no_grad(), stack.activate(Mixture.same(weights, 4)):
-        found = net(x)
+        result = net(x)
     linear: Any = stack.layers["0"].base
     update = sum(weights[name] * high @ low for name, (low, high) in blocks.items())
-    torch.testing.assert_close(found, x @ (linear.weight + update).T + linear.bias, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(result, x @ (linear.weight + update).T + linear.bias, atol=1e-6, rtol=1e-6)
     summed_a = sum(weights[name] * low for name, (low, _) in blocks.items())
     summed_b = sum(weights[name] * high for name, (_, high) in blocks.items())
     averaged = linear(x) + x @ (summed_b @ summed_a).T
-    assert not torch.allclose(found, averaged, atol=1e-2), "blocks were averaged before they were multiplied"
+    assert not torch.allclose(result, averaged, atol=1e-2), "blocks were averaged before they were multiplied"

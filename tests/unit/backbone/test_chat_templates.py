@@ -108,7 +108,7 @@ def test_what_the_template_refuses_is_one_sentence() -> None:
 
 def test_a_long_conversation_loses_its_oldest_turns_then_its_system_message_then_its_end() -> None:
     made = codec(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
-    turns = [Message(("user", "assistant")[place % 2], "the sky is blue") for place in range(5)]  # type: ignore[arg-type]
+    turns = [Message(("user", "assistant")[index % 2], "the sky is blue") for index in range(5)]  # type: ignore[arg-type]
     text, prompt = text_of([Message("system", "the the the"), *turns]), Prompt(chat_template=CHATML)
     whole = len(prompt.encode([text], made)[0])
     kept = {}

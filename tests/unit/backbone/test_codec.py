@@ -77,9 +77,9 @@ def test_an_encoder_has_no_answers() -> None:
 @given(text=TEXTS, tokens=st.integers(-1, 12))
 def test_clip_gives_the_longest_prefix_that_fits(kind: str, text: str, tokens: int) -> None:
     made = CODECS[kind]
-    found = made.clip(text, tokens)
-    assert text.startswith(found)
-    assert found.split() == text.split()[: max(tokens, 0)]
+    clipped = made.clip(text, tokens)
+    assert text.startswith(clipped)
+    assert clipped.split() == text.split()[: max(tokens, 0)]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -104,7 +104,7 @@ def test_a_prompt_ends_where_the_answer_begins_though_the_tokenizer_ends_every_t
     ending.backend_tokenizer.post_processor = shape
     assert ending("red cat")["input_ids"][-1] == ending.eos_token_id
     for bos in ("tokenizer", "none"):
-        usual, made = (HFCodec(one, "decoder", 24, 4, bos=bos) for one in (tokenizer("llama"), ending))
+        usual, made = (HFCodec(item, "decoder", 24, 4, bos=bos) for item in (tokenizer("llama"), ending))
         assert made.encode_source(["red cat", "", "the </s>"]) == usual.encode_source(["red cat", "", "the </s>"])
     assert HFCodec(ending, "encoder-decoder", 24, 4).encode_source(["red"])[0][-1] == ending.eos_token_id
 

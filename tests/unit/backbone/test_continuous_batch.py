@@ -26,11 +26,11 @@ def loaded(kind: str, folder: Path) -> Backbone:
 
 def alone(backbone: Backbone, source: list[int], steps: int) -> list[torch.Tensor]:
     """Logits of every step of one sequence by itself."""
-    state, found = begin(backbone, [source]), []
+    state, collected = begin(backbone, [source]), []
     for _ in range(steps):
-        found.append(state.logits[0].clone())
+        collected.append(state.logits[0].clone())
         state = step(backbone, state, state.logits.argmax(-1))
-    return found
+    return collected
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
@@ -38,7 +38,7 @@ def test_sequences_joining_and_leaving_a_batch_change_no_other(kind: str, tmp_pa
     backbone = loaded(kind, tmp_path)
     sources = backbone.codec.encode_source(list(TEXTS))
     expected = [alone(backbone, source, 10) for source in sources]
-    found: list[list[torch.Tensor]] = [[] for _ in sources]
+    result: list[list[torch.Tensor]] = [[] for _ in sources]
     state, rows = begin(backbone, sources[:2]), [0, 1]
     for number in range(14):
         if number in (2, 6):  # one joins, later another
@@ -46,13 +46,13 @@ def test_sequences_joining_and_leaving_a_batch_change_no_other(kind: str, tmp_pa
             state, rows = state.joined(begin(backbone, [sources[joiner]])), [*rows, joiner]
         if number in (5, 12):  # the first leaves, later all but the last
             kept = [1, 2] if number == 5 else [2]
-            state, rows = state.kept(kept), [rows[place] for place in kept]
+            state, rows = state.kept(kept), [rows[index] for index in kept]
         for row, logits in zip(rows, state.logits, strict=True):
-            found[row].append(logits.clone())
+            result[row].append(logits.clone())
         state = step(backbone, state, state.logits.argmax(-1))
-    for mine, other in zip(found, expected, strict=True):
-        for one, two in zip(mine[:10], other, strict=False):
-            torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
+    for mine, other in zip(result, expected, strict=True):
+        for item, two in zip(mine[:10], other, strict=False):
+            torch.testing.assert_close(item, two, atol=1e-5, rtol=1e-4)
     assert state.mask.shape[1] <= 24, "unused columns are dropped"
 
 
@@ -65,7 +65,7 @@ def test_the_static_cache_changes_no_answer(kind: str, attention: str, tmp_path:
     assert supports_static_cache(backbone)
     sources = backbone.codec.encode_source(list(TEXTS))
     expected = [alone(backbone, source, 12) for source in sources]
-    found: list[list[torch.Tensor]] = [[] for _ in sources]
+    result: list[list[torch.Tensor]] = [[] for _ in sources]
     slots, rows = StaticKVCache(backbone, 3, columns=8).joined(begin(backbone, sources[:2])), [0, 1]
     seen = set()
     for number in range(12):
@@ -75,13 +75,13 @@ def test_the_static_cache_changes_no_answer(kind: str, attention: str, tmp_path:
         if number == 5:
             slots, rows = slots.kept([1, 2]), [1, 2]
         for row, logits in zip(rows, slots.logits, strict=True):
-            found[row].append(logits.clone())
+            result[row].append(logits.clone())
         slots = slots.step(slots.logits.argmax(-1))
         seen.add(tuple(tensor.data_ptr() for layer in slots._layers for tensor in (layer.keys, layer.values)))
     assert sorted(slots.order) == [0, 1, 2] and slots.columns == 32 and len(seen) == 2
-    for mine, other in zip(found, expected, strict=True):
-        for one, two in zip(mine, other, strict=False):
-            torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
+    for mine, other in zip(result, expected, strict=True):
+        for item, two in zip(mine, other, strict=False):
+            torch.testing.assert_close(item, two, atol=1e-5, rtol=1e-4)
 
 
 def test_a_reused_slot_keeps_no_state(tmp_path: Path) -> None:

@@ -30,12 +30,12 @@ def test_products_are_those_of_the_linear(shape: tuple[int, ...], bias: bool, mo
     with by_onednn(nn.Sequential(linear)):
         assert linear(x).requires_grad and not calls, "where something is differentiated, it is the linear's own"
         with torch.no_grad():
-            found = linear(x)
+            result = linear(x)
             spread = linear(x.detach().expand(2, *shape)[..., ::1].transpose(0, -2).transpose(0, -2))
             half = linear.to(torch.bfloat16)(x.to(torch.bfloat16))
             linear.float()
     assert len(calls) == 2 and half.dtype == torch.bfloat16
-    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(result, plain)
     torch.testing.assert_close(spread, plain.expand(2, *plain.shape))
     assert "forward" not in vars(linear)
 

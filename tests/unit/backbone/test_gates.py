@@ -28,9 +28,9 @@ def test_an_input_gate_scales_columns_and_an_output_gate_rows() -> None:
     model, x = two_linears(), torch.randn(5, 6, 3)
     inner, outer = torch.tensor([0.0, 1.0, 2.0, 0.5]), torch.tensor([3.0, -1.0])
     with gated(model, {("2", "input"): lambda rows: inner, ("2", "output"): lambda rows: outer}):
-        found = model(x)
+        result = model(x)
     hidden = model[1](model[0](x))
-    torch.testing.assert_close(found, model[2](hidden * inner) * outer)
+    torch.testing.assert_close(result, model[2](hidden * inner) * outer)
 
 
 def test_each_example_has_its_own_factors_and_closed_gates_change_no_bit() -> None:
@@ -57,7 +57,7 @@ def batch_of(lab: Lab, kind: str, **backbone: Any) -> tuple[Any, Batch]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_gates_survive_recomputation(lab: Lab, kind: str) -> None:
     """They are the derivative of the loss, by differences, with and without gradient checkpointing."""
-    found = []
+    collected = []
     path = {"bert": "encoder.layer.0.output.dense", "t5": "encoder.block.0.layer.1.DenseReluDense.wo"}.get(
         kind, "model.layers.0.mlp.down_proj"
     )
@@ -66,8 +66,8 @@ def test_gradients_of_gates_survive_recomputation(lab: Lab, kind: str) -> None:
         backbone.train()
         ones = torch.ones(32, requires_grad=True)
         with gated(backbone.model, {(path, "output"): lambda rows, ones=ones: ones}):
-            found.append(torch.autograd.grad(backbone(batch).loss_sum, ones)[0])
-    torch.testing.assert_close(*found)
+            collected.append(torch.autograd.grad(backbone(batch).loss_sum, ones)[0])
+    torch.testing.assert_close(*collected)
 
     def loss(value: float) -> float:
         factor = torch.ones(32)
@@ -75,7 +75,7 @@ def test_gradients_of_gates_survive_recomputation(lab: Lab, kind: str) -> None:
         with torch.no_grad(), gated(backbone.model, {(path, "output"): lambda rows: factor}):
             return float(backbone(batch).loss_sum)
 
-    assert float(found[0][3]) == pytest.approx((loss(1.05) - loss(0.95)) / 0.1, abs=2e-2)
+    assert float(collected[0][3]) == pytest.approx((loss(1.05) - loss(0.95)) / 0.1, abs=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
@@ -97,5 +97,5 @@ def test_generation_asks_for_the_rows_that_it_has(lab: Lab, kind: str) -> None:
 
     plain = predict(backbone, batch, 3)
     with gated(backbone.model, {(path, "output"): only}):
-        found = predict(backbone, batch, 3)
-    assert found[1:] == plain[1:] and len(batch) in seen
+        answers = predict(backbone, batch, 3)
+    assert answers[1:] == plain[1:] and len(batch) in seen

@@ -18,10 +18,10 @@ SIZE = hashes.LARGE + 1
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Files whose bytes were read."""
-    found: list[Path] = []
+    paths: list[Path] = []
     read = hashes._read
-    monkeypatch.setattr(hashes, "_read", lambda file: (found.append(file), read(file))[1])
-    return found
+    monkeypatch.setattr(hashes, "_read", lambda file: (paths.append(file), read(file))[1])
+    return paths
 
 
 @pytest.fixture

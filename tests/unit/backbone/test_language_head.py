@@ -75,10 +75,10 @@ def save(folder: Path, kind: str) -> Path:
 def test_masked_tokens_are_predicted_as_by_the_full_model(tmp_path: Path, kind: str) -> None:
     backbone, whole = loaded(save(tmp_path, kind)), AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
     batch = hidden_batch(backbone.codec.mask_id)
-    found = backbone.guesses(batch)
+    guesses = backbone.guesses(batch)
     expected = whole(input_ids=batch.source_ids, attention_mask=batch.source_mask, labels=batch.target_ids)
-    assert found.labels.tolist() == [10, 11, 12] and found.rows.tolist() == [0, 0, 1]
-    torch.testing.assert_close(found.logits, expected.logits[batch.target_ids != IGNORE], atol=1e-5, rtol=1e-5)
+    assert guesses.labels.tolist() == [10, 11, 12] and guesses.rows.tolist() == [0, 0, 1]
+    torch.testing.assert_close(guesses.logits, expected.logits[batch.target_ids != IGNORE], atol=1e-5, rtol=1e-5)
     assert backbone(batch).loss_sum.item() == pytest.approx(3 * expected.loss.item(), rel=1e-5)
     words = backbone.model.get_input_embeddings().weight
     assert any(parameter is words for parameter in backbone.parameters())
@@ -89,8 +89,8 @@ def test_masked_tokens_are_predicted_as_by_the_full_model(tmp_path: Path, kind: 
 def test_right_tokens_and_their_loss_belong_to_their_texts(tmp_path: Path) -> None:
     backbone = loaded(save(tmp_path, "bert"))
     batch = hidden_batch(backbone.codec.mask_id)
-    found = backbone.guesses(batch)
-    batch.target_ids[0, 4] = found.logits[1].argmax()
+    guesses = backbone.guesses(batch)
+    batch.target_ids[0, 4] = guesses.logits[1].argmax()
     read = backbone.read(batch)
     assert read[:, 1].tolist() == [2, 1] and read[0, 0] >= 1
     first = backbone.read(batch_of(*(tensor[1:, :4] for tensor in batch.tensors()[:3])))

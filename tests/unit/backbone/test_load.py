@@ -83,8 +83,8 @@ def test_weights_stay_in_the_file_until_they_are_written(folder: Path) -> None:
     """Two models share its pages; what one changes is its own, and not in the file."""
     file = folder / "model.safetensors"
     content = file.read_bytes()
-    one, two = (load(BackboneConfig(name=str(folder), dtype="float32")) for _ in range(2))
-    weights = [backbone.model.embeddings.word_embeddings.weight for backbone in (one, two)]  # type: ignore[attr-defined]
+    first, two = (load(BackboneConfig(name=str(folder), dtype="float32")) for _ in range(2))
+    weights = [backbone.model.embeddings.word_embeddings.weight for backbone in (first, two)]  # type: ignore[attr-defined]
     assert [file_at(weight.data_ptr()) for weight in weights] == [str(file)] * 2
     before = weights[1].clone()
     weights[0].data.add_(1.0)
@@ -225,9 +225,9 @@ def test_a_folders_generation_config_is_ignored(lab: Lab, tmp_path: Path, kind: 
     path = folder / "generation_config.json"
     special = json.loads(path.read_text())
     path.write_text(json.dumps(special | habits))
-    found = []
-    for place in (lab.model_folder(kind), folder):
-        config = BackboneConfig(name=str(place), dtype="float32")
+    collected = []
+    for model_folder in (lab.model_folder(kind), folder):
+        config = BackboneConfig(name=str(model_folder), dtype="float32")
         codec = load_codec(config, 24, 4)
         backbone = load_backbone(config, codec, CPU, 0).eval()
         batch = batch_of(codec.encode_source(["fire is warm", "the sea", "it"]), codec.pad_id)
@@ -236,9 +236,9 @@ def test_a_folders_generation_config_is_ignored(lab: Lab, tmp_path: Path, kind: 
             input_ids=batch.source_ids, attention_mask=batch.source_mask, do_sample=True, top_k=20, max_new_tokens=6
         )
         answers = predict(backbone, batch, 6)
-        found.append((answers, sampled.tolist()))
+        collected.append((answers, sampled.tolist()))
         assert backbone.model.generation_config.eos_token_id == special["eos_token_id"] in (1, 2)
-    assert found[0] == found[1]
+    assert collected[0] == collected[1]
 
 
 def test_dropout_and_dtype_follow_the_settings(lab: Lab) -> None:
@@ -267,7 +267,7 @@ def test_attention_is_computed_as_configured(lab: Lab, kind: str, attention: str
     check(config)
     backbone = build(config, DistributedContext.alone(CPU))[0].backbone
     configs: list[Any] = [module.config for module in backbone.modules() if hasattr(module, "config")]
-    assert configs and {one._attn_implementation for one in configs} == {attention}
+    assert configs and {item._attn_implementation for item in configs} == {attention}
 
 
 def test_attention_that_cannot_be_computed_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,9 +280,9 @@ def test_attention_that_cannot_be_computed_is_refused(lab: Lab, monkeypatch: pyt
     check(config)
     with pytest.raises(BackboneError, match=r"the model is on cpu, and it needs a GPU: set it to auto$"):
         build(config, DistributedContext.alone(CPU))
-    one = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 30}
-    bloom = wrap_model(BloomForCausalLM(BloomConfig(**one)), tokenizer("llama"), 8, 8)
-    falcon = wrap_model(FalconForCausalLM(FalconConfig(**one)), tokenizer("llama"), 8, 8)
+    item = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 30}
+    bloom = wrap_model(BloomForCausalLM(BloomConfig(**item)), tokenizer("llama"), 8, 8)
+    falcon = wrap_model(FalconForCausalLM(FalconConfig(**item)), tokenizer("llama"), 8, 8)
     for backbone, name, why in ((bloom, "sdpa", "has no such attention"), (falcon, "eager", "cannot change its")):
         with pytest.raises(BackboneError, match=f"backbone.attention is {name}, but .*ForCausalLM {why}"):
             backbone.use_attention(name)  # type: ignore[arg-type]

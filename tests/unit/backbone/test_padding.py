@@ -37,13 +37,13 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_rows_alone(parts: tuple[Backbone,
     backbone, collate = parts
     chosen = torch.arange(collate.count).numpy()[::3]
     whole = collate(chosen, len(chosen) + 3)  # three fill-ups
-    alone = [collate(chosen[place : place + 1], 1) for place in range(len(chosen))]
+    alone = [collate(chosen[index : index + 1], 1) for index in range(len(chosen))]
     assert len({batch.source_ids.shape[1] for batch in alone}) > 2, "rows of one length prove nothing"
     with torch.no_grad():
         losses = [backbone(batch).loss_sum for batch in alone]
-        found = backbone(whole).loss_sum
-        in_batch = [backbone(rows_of(whole, place)).loss_sum for place in range(len(chosen))]
-    torch.testing.assert_close(found, torch.stack(losses).sum(), atol=1e-5, rtol=1e-6)
+        loss_sum = backbone(whole).loss_sum
+        in_batch = [backbone(rows_of(whole, index)).loss_sum for index in range(len(chosen))]
+    torch.testing.assert_close(loss_sum, torch.stack(losses).sum(), atol=1e-5, rtol=1e-6)
     for mine, lonely in zip(in_batch, losses, strict=True):
         torch.testing.assert_close(mine, lonely, atol=1e-6, rtol=1e-6)
     assert loss_count(whole) == sum(map(loss_count, alone))
@@ -63,7 +63,7 @@ def test_answers_do_not_depend_on_neighbours(parts: tuple[Backbone, Collate]) ->
     backbone, collate = parts
     chosen = torch.arange(collate.count).numpy()[::4]
     together = predict(backbone, collate(chosen, len(chosen)), 4)
-    assert together == [predict(backbone, collate(chosen[place : place + 1], 1), 4)[0] for place in range(len(chosen))]
+    assert together == [predict(backbone, collate(chosen[index : index + 1], 1), 4)[0] for index in range(len(chosen))]
 
 
 def test_a_batch_of_fill_ups_costs_nothing_and_gives_no_gradient(parts: tuple[Backbone, Collate]) -> None:
@@ -84,12 +84,12 @@ def test_hidden_states_are_the_bare_models_own(lab: Lab, kind: str) -> None:
     backbone = build(config, DistributedContext.alone(torch.device("cpu")))[0].backbone.train()
     sources = [torch.tensor(ids) for ids in backbone.codec.encode_source(["the sea is cold very", "it purrs"])]
     ids = torch.nn.utils.rnn.pad_sequence(sources, batch_first=True, padding_value=backbone.codec.pad_id)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in sources], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(item) for item in sources], batch_first=True)
     bare = backbone.hidden_states(ids, mask)
     backbone.prefix = lambda rows, device: (torch.ones(rows, 1, bare.shape[2]), torch.ones(rows, 1).long())
     together = backbone.hidden_states(ids, mask)
     assert torch.equal(together, bare) and together.shape[:2] == ids.shape and not together.requires_grad
     for row, source in enumerate(sources):
-        one = backbone.hidden_states(source[None], torch.ones_like(source)[None])[0]
-        torch.testing.assert_close(together[row, : len(source)], one, atol=1e-5, rtol=1e-4)
+        item = backbone.hidden_states(source[None], torch.ones_like(source)[None])[0]
+        torch.testing.assert_close(together[row, : len(source)], item, atol=1e-5, rtol=1e-4)
     assert all(module.training for module in backbone.modules())

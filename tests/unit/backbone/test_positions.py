@@ -86,15 +86,17 @@ def test_loss_and_gradients_are_those_of_all_logits(name: str) -> None:
     shapes: list[tuple[int, ...]] = []
     layer = backbone.model.get_output_embeddings()
     layer.register_forward_hook(lambda module, given, logits: shapes.append(tuple(logits.shape[:2])))
-    found: list[tuple[float, dict[str, Tensor]]] = []
+    collected: list[tuple[float, dict[str, Tensor]]] = []
     for backbone.every_position in (True, False):
         backbone.zero_grad()
         loss = backbone(unlike_rows()).loss_sum
         loss.backward()
-        found.append((loss.item(), {key: p.grad for key, p in backbone.named_parameters() if p.grad is not None}))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6) and found[0][1].keys() == found[1][1].keys()
-    for key, gradient in found[0][1].items():
-        torch.testing.assert_close(found[1][1][key], gradient, atol=1e-6, rtol=1e-5)
+        collected.append((loss.item(), {key: p.grad for key, p in backbone.named_parameters() if p.grad is not None}))
+    assert (
+        collected[0][0] == pytest.approx(collected[1][0], rel=1e-6) and collected[0][1].keys() == collected[1][1].keys()
+    )
+    for key, gradient in collected[0][1].items():
+        torch.testing.assert_close(collected[1][1][key], gradient, atol=1e-6, rtol=1e-5)
     whole = (3, 6) if name in ("t5", "bart", "mbart") else (3, 9 + 2)
     assert shapes == [whole, (1, sum(TARGETS))], "the output layer reads the labelled positions alone"
 
@@ -110,13 +112,13 @@ def test_adapters_on_the_output_layer_see_their_own_rows(name: str) -> None:
     inputs = {"input_ids": ids, **({} if name == "llama" else {"decoder_input_ids": ids})}
     chosen = torch.tensor([[True, False, False, True], [False, True, False, False]])
     with torch.no_grad(), stack.activate(Mixture(("a",), torch.tensor([[1.0], [0.0]]))):
-        found, whole = logits_at(model, chosen, inputs), model(**inputs).logits
-    torch.testing.assert_close(found, whole[chosen])
+        logits, whole = logits_at(model, chosen, inputs), model(**inputs).logits
+    torch.testing.assert_close(logits, whole[chosen])
     stack.detach()
     with torch.no_grad():
         bare = logits_at(model, chosen, inputs)
-    torch.testing.assert_close(found[2], bare[2])
-    assert not torch.allclose(found[0], bare[0], atol=1e-2)
+    torch.testing.assert_close(logits[2], bare[2])
+    assert not torch.allclose(logits[0], bare[0], atol=1e-2)
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), in_one_row=st.booleans())
@@ -151,16 +153,16 @@ def test_a_packed_batch_has_the_loss_and_gradients_of_a_padded_one(name: str, at
     widths: list[tuple[int, ...]] = []
     layer = model.get_input_embeddings()
     layer.register_forward_hook(lambda module, given, states: widths.append(tuple(states.shape[:2])))
-    found: list[tuple[float, dict[str, Tensor]]] = []
+    collected: list[tuple[float, dict[str, Tensor]]] = []
     for backbone.packs in (False, True):
         backbone.zero_grad()
         output = backbone(batch)
         output.loss_sum.backward()
-        found.append((output.loss_sum.item(), {key: p.grad for key, p in backbone.named_parameters()}))
+        collected.append((output.loss_sum.item(), {key: p.grad for key, p in backbone.named_parameters()}))
         assert backbone.real_tokens(batch)["source"].shape == widths[-1]
-    assert widths == [(3, 11), (2, 11)] and found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-    for key, gradient in found[0][1].items():
-        torch.testing.assert_close(found[1][1][key], gradient, atol=2e-6, rtol=1e-4)
+    assert widths == [(3, 11), (2, 11)] and collected[0][0] == pytest.approx(collected[1][0], rel=1e-6)
+    for key, gradient in collected[0][1].items():
+        torch.testing.assert_close(collected[1][1][key], gradient, atol=2e-6, rtol=1e-4)
     guesses = backbone.guesses(batch)
     backbone.eval()
     plain = backbone.guesses(batch)

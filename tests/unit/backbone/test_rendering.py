@@ -52,9 +52,9 @@ HOSTILE = {
 def test_a_hostile_template_fails_alone_and_at_once(name: str) -> None:
     template, problem = HOSTILE[name]
     began = time.process_time()
-    (found,) = renderer().render(template, TOKENS, [(CHAT, True)])
+    (rendered,) = renderer().render(template, TOKENS, [(CHAT, True)])
     with pytest.raises(ValueError, match=problem):
-        raise ValueError(found.problem)
+        raise ValueError(rendered.problem)
     (after,) = renderer().render(CHATML, TOKENS, [(CHAT, True)])
     assert after.text == "<|im_start|>user\nthe sky is<|im_end|>\n<|im_start|>assistant\n"
     assert time.process_time() - began < 1, "the work is done elsewhere"
@@ -71,16 +71,16 @@ def test_a_template_that_loops_on_long_conversations_alone_is_found_too() -> Non
 def test_the_answers_end_with_the_first_problem_and_long_conversations_are_no_problem() -> None:
     wanted = [(CHAT, True), ([("user", "the sky is " * 10**5)], True), ([("user", "")], True), (CHAT, True)]
     template = CHATML + "{% if not messages[0].content %}{{ 1 / 0 }}{% endif %}"
-    found = renderer().render(template, TOKENS, wanted)
-    assert [bool(one.problem) for one in found] == [False, False, True] and not found[2].ended
-    assert len(found[1].text) > 10**6
+    rendered = renderer().render(template, TOKENS, wanted)
+    assert [bool(item.problem) for item in rendered] == [False, False, True] and not rendered[2].ended
+    assert len(rendered[1].text) > 10**6
 
 
 def test_threads_get_their_own_answers() -> None:
     def rendered(number: int) -> bool:
         template = CHATML if number % 8 else HOSTILE["a power"][0]
-        (found,) = renderer().render(template, TOKENS, [([("user", str(number))], False)])
-        return found.ended if number % 8 == 0 else f"user\n{number}<" in found.text
+        (rendered,) = renderer().render(template, TOKENS, [([("user", str(number))], False)])
+        return rendered.ended if number % 8 == 0 else f"user\n{number}<" in rendered.text
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(rendered, range(1, 33)))
@@ -89,8 +89,8 @@ def test_threads_get_their_own_answers() -> None:
 def test_the_process_knows_no_secret_and_ends_with_the_one_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "k3y")
     mine = Renderer()
-    (found,) = mine.render(CHATML, {}, [(CHAT, True)])
-    assert found.text and mine._process is not None
+    (rendered,) = mine.render(CHATML, {}, [(CHAT, True)])
+    assert rendered.text and mine._process is not None
     process = mine._process
     assert b"k3y" not in Path(f"/proc/{process.pid}/environ").read_bytes()
     assert Path(f"/proc/{process.pid}/cwd").readlink() == Path("/")

@@ -43,9 +43,9 @@ EXPECTED = {
 T5 = [
     *(f"encoder.block.{layer}.layer.0.SelfAttention" for layer in range(2)),
     *(
-        f"decoder.block.{layer}.layer.{place}"
+        f"decoder.block.{layer}.layer.{layer_path}"
         for layer in range(2)
-        for place in ("0.SelfAttention", "1.EncDecAttention")
+        for layer_path in ("0.SelfAttention", "1.EncDecAttention")
     ),
 ]
 CASES = [
@@ -60,8 +60,8 @@ CASES = [
             "t5",
             role,
             [
-                f"{side}.block.{i}.layer.{place}.DenseReluDense.{name}"
-                for side, place in (("encoder", 1), ("decoder", 2))
+                f"{side}.block.{i}.layer.{layer_path}.DenseReluDense.{name}"
+                for side, layer_path in (("encoder", 1), ("decoder", 2))
                 for i in range(2)
                 for name in names
             ],
@@ -83,15 +83,15 @@ def test_a_role_is_exactly_these_layers(models: dict[str, Any], kind: str, role:
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama", "gpt2"])
 def test_a_kind_is_all_of_its_roles_and_no_layer_has_two_roles(models: dict[str, Any], kind: str) -> None:
-    found = {}
+    collected = {}
     for role in ROLES:
         try:
-            found[role] = set(linear_names(models[kind], [role]))
+            collected[role] = set(linear_names(models[kind], [role]))
         except BackboneError:
             continue
-    assert sum(map(len, found.values())) == len(set().union(*found.values()))
+    assert sum(map(len, collected.values())) == len(set().union(*collected.values()))
     for kind_of_role in GROUPS:
-        mine = set().union(*(names for role, names in found.items() if role.startswith(f"{kind_of_role}.")))
+        mine = set().union(*(names for role, names in collected.items() if role.startswith(f"{kind_of_role}.")))
         assert set(linear_names(models[kind], [kind_of_role])) == mine
 
 

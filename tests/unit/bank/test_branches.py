@@ -276,7 +276,7 @@ def test_a_damaged_note_is_named_and_written_again(bank: Bank, damage: str) -> N
         path.write_bytes(bad)
     assert head_of(bank) == first, "the moves are whole"
     said = verify(bank).problems
-    assert len(said) == (damage != "gone") and all("the next record writes it again" in one for one in said)
+    assert len(said) == (damage != "gone") and all("the next record writes it again" in item for item in said)
     Branch(bank).advance(child(bank, "b", first), "run")
     assert verify(bank).problems == [] and path.read_bytes() != whole
 

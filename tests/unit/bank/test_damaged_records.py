@@ -107,13 +107,13 @@ def test_a_flipped_bit_is_detected_in_every_byte(written: Storage, kind: str) ->
     whole = path.read_bytes()
     expected, unseen = record.read(written), []
     try:
-        for place in range(len(whole)):
+        for index in range(len(whole)):
             flipped = bytearray(whole)
-            flipped[place] ^= 1 << place % 8
+            flipped[index] ^= 1 << index % 8
             path.write_bytes(flipped)
             try:
                 record.read(written)
-                unseen.append(bytes(flipped[max(0, place - 10) : place + 10]))
+                unseen.append(bytes(flipped[max(0, index - 10) : index + 10]))
             except record.error:
                 pass
     finally:
@@ -229,8 +229,8 @@ def test_a_decision_says_why_and_when(written: Storage) -> None:
             with pytest.raises(BankError, match=r"no valid record \(provenance\.\w+: .*activate a snapshot again"):
                 Activations(Bank(written.sub("bank"))).latest()
         path.write_bytes(seal({**record, "provenance": {**record["provenance"], "number": [1], "more": 2}}))
-        found = Activations(Bank(written.sub("bank"))).latest()
-        assert found is not None and dict(found.provenance) == record["provenance"]  # nothing else is shown
+        latest = Activations(Bank(written.sub("bank"))).latest()
+        assert latest is not None and dict(latest.provenance) == record["provenance"]  # nothing else is shown
     finally:
         path.write_bytes(whole)
 
@@ -363,5 +363,5 @@ def test_a_header_of_tensors_that_cannot_be_is_one_sentence(entry: Any) -> None:
 def test_many_empty_tensors_are_read(many: int = 20_000) -> None:
     header = {f"w{number}": {"dtype": "F32", "shape": [0, 2], "data_offsets": [0, 0]} for number in range(many)}
     text = json.dumps(header).encode()
-    found = views(len(text).to_bytes(8, "little") + text, "the adapter")
-    assert len(found) == many and all(tensor.shape == (0, 2) for tensor in found.values())
+    result = views(len(text).to_bytes(8, "little") + text, "the adapter")
+    assert len(result) == many and all(tensor.shape == (0, 2) for tensor in result.values())

@@ -245,10 +245,10 @@ def test_export_for_vllm(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     """A mixture of ranks 2 and 3 is one adapter, the same for PEFT; each by itself is one too."""
     bank, states = bank_of_two(llama, tmp_path)
     snapshot, weights = bank.open(1), {"one": 0.7, "two": -0.4}
-    found = export_vllm(bank, snapshot, {"mixture": weights}, str(tmp_path / "out"), "s3://bucket/adapters", "H100")
+    vllm = export_vllm(bank, snapshot, {"mixture": weights}, str(tmp_path / "out"), "s3://bucket/adapters", "H100")
     config = json.loads((tmp_path / "out" / "mixture" / "adapter_config.json").read_text())
     assert "rank_pattern" not in config and config["r"] == sum(state.rank for state in states.values())
-    assert found.rank == next(rank for rank in RANKS if rank >= config["r"])
+    assert vllm.rank == next(rank for rank in RANKS if rank >= config["r"])
     base = AutoModelForCausalLM.from_pretrained(llama).eval()
     stack = AdapterStack(base, list(states["one"].linears))
     for name, state in states.items():
@@ -257,7 +257,7 @@ def test_export_for_vllm(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         expected = logits(base)
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), str(tmp_path / "out" / "mixture"))
     torch.testing.assert_close(logits(loaded.eval()), expected, atol=1e-5, rtol=1e-5)
-    assert found.models == {"mixture": "llama:mixture"}
+    assert vllm.models == {"mixture": "llama:mixture"}
     odd = AdapterState({"a": (torch.ones(2, 4), torch.ones(3, 2)), "b": (torch.ones(1, 4), torch.ones(3, 1))}, 2.0)
     even = of_one_rank(odd)
     assert {len(low) for low, _ in even.linears.values()} == {2} and even.scale == 2.0

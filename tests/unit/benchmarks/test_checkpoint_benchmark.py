@@ -43,5 +43,5 @@ def test_what_was_freed_hides_nothing() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_engine_has_a_valid_run(engine: str, tmp_path: Path) -> None:
-    found = configs.validate(RunConfig, tree_of(engine, 4, tmp_path))
-    assert found.engine.name == ENGINES[engine][0].partition("=")[2] and found.checkpoint.every_steps == 2
+    result = configs.validate(RunConfig, tree_of(engine, 4, tmp_path))
+    assert result.engine.name == ENGINES[engine][0].partition("=")[2] and result.checkpoint.every_steps == 2

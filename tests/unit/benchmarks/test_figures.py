@@ -31,8 +31,8 @@ def report(*figures: Figure) -> Report:
 
 
 def test_only_missed_targets_count_as_missed() -> None:
-    found = report(Figure("fast", 1.0, target=1.1), Figure("slow", 2.0, target=1.1), Figure("told", 9.0))
-    assert found.missed == ["slow"]
+    result = report(Figure("fast", 1.0, target=1.1), Figure("slow", 2.0, target=1.1), Figure("told", 9.0))
+    assert result.missed == ["slow"]
 
 
 def test_the_table_shows_value_target_and_result_of_each_figure() -> None:

@@ -53,11 +53,11 @@ def tiny() -> Setup:
 
 def measured(part: str, case: str = "") -> list[Figure]:
     """The figures of a part's cases whose names hold `case`, failures included."""
-    found: list[Figure] = []
-    setup, whole = tiny(), next(one for one in PARTS if one.name == part)
-    chosen = [one for one in whole.cases(setup) if case in one.name]
-    run_part(Listed(part, 1, "", cases_of=lambda _: chosen), setup, 60.0, found.append)
-    return found
+    figures: list[Figure] = []
+    setup, whole = tiny(), next(item for item in PARTS if item.name == part)
+    chosen = [item for item in whole.cases(setup) if case in item.name]
+    run_part(Listed(part, 1, "", cases_of=lambda _: chosen), setup, 60.0, figures.append)
+    return figures
 
 
 class Listed(Part):
@@ -68,8 +68,8 @@ class Listed(Part):
         object.__setattr__(self, "_cases_of", cases_of)
 
     def cases(self, setup: Setup) -> list[Case]:
-        found: list[Case] = self._cases_of(setup)  # type: ignore[attr-defined]
-        return found
+        result: list[Case] = self._cases_of(setup)  # type: ignore[attr-defined]
+        return result
 
 
 # ---- everything, tiny ----------------------------------------------------------------------------------------------
@@ -175,26 +175,26 @@ def test_captured_steps_may_differ_by_rounding_and_no_more(dtype: torch.dtype, m
     host, mixture = models.mixed["q, v"], models.mixture("q, v", 2)
 
     def logits(ids: Tensor | None, weights: Tensor = mixture.weights, backbone: Any = host.backbone) -> Any:
-        one = Decoder(backbone, prompts, 6, host, replace(mixture, weights=weights))
+        decoder = Decoder(backbone, prompts, 6, host, replace(mixture, weights=weights))
         with torch.no_grad(), ExitStack() as opened:
-            one.open(opened)
-            return one, one.ids() if ids is None else one.logits(ids)
+            decoder.open(opened)
+            return decoder, decoder.ids() if ids is None else decoder.logits(ids)
 
-    one, ids = logits(None)
-    found = logits(ids)[1]
-    check_graphs("right", one, ids, found)
-    noise = torch.randn(found.shape, generator=torch.Generator().manual_seed(0)).to(found.dtype)
-    rounded = found + noise * found.float().std().to(found.dtype) * (1e-6 if dtype == torch.float32 else 1e-3)
-    check_graphs("another kernel", one, ids, rounded)
-    stale_row = found.clone()
-    stale_row[-1, 1] = found[-2, 1]
+    first, ids = logits(None)
+    result = logits(ids)[1]
+    check_graphs("right", first, ids, result)
+    noise = torch.randn(result.shape, generator=torch.Generator().manual_seed(0)).to(result.dtype)
+    rounded = result + noise * result.float().std().to(result.dtype) * (1e-6 if dtype == torch.float32 else 1e-3)
+    check_graphs("another kernel", first, ids, rounded)
+    stale_row = result.clone()
+    stale_row[-1, 1] = result[-2, 1]
     wrong = [logits(ids, mixture.weights.flip(1) * 3)[1], logits(ids, mixture.weights * 0)[1], stale_row]
     forward = StaticKVCache._forward
     monkeypatch.setattr(StaticKVCache, "_forward", lambda slots: (slots._places.fill_(3), forward(slots)))
     for stale in (*wrong, logits(ids)[1]):
         monkeypatch.setattr(StaticKVCache, "_forward", forward)
         with pytest.raises(WrongResultError, match=r"captured steps lie .* of the logits' norm from eager ones"):
-            check_graphs("wrong", one, ids, stale)
+            check_graphs("wrong", first, ids, stale)
 
 
 def test_a_stream_that_trains_differently_misses_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +203,9 @@ def test_a_stream_that_trains_differently_misses_its_target(tmp_path: Path, monk
 
     def second_differs(self: Battery, config: Any, device: torch.device, after: int | None = None) -> Any:
         seen.append(after)
-        found = run(self, config, device, after)
-        loss, norm = found.steps[-1]
-        return found if len(seen) != 2 else replace(found, steps=(*found.steps[:-1], (1.01 * loss, norm)))
+        result = run(self, config, device, after)
+        loss, norm = result.steps[-1]
+        return result if len(seen) != 2 else replace(result, steps=(*result.steps[:-1], (1.01 * loss, norm)))
 
     assert compare(battery, "bert", "migu, lora", "float32", CPU).value == 0
     monkeypatch.setattr(Battery, "run", second_differs)
@@ -230,29 +230,29 @@ def broken(error: BaseException) -> Callable[[float], Iterator[Figure]]:
 
 
 def run_cases(*cases: Case, seconds: float = 60.0) -> tuple[list[Figure], Setup]:
-    found: list[Figure] = []
+    figures: list[Figure] = []
     setup = tiny()
-    run_part(Listed("part", 1, "", lambda _: list(cases)), setup, seconds, found.append)
-    return found, setup
+    run_part(Listed("part", 1, "", lambda _: list(cases)), setup, seconds, figures.append)
+    return figures, setup
 
 
 def test_out_of_memory_is_noted_and_the_next_case_runs() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore")
-    found, setup = run_cases(Case("large", broken(error)), Case("small", figures_of(2.0)))
-    assert [figure.name for figure in found] == ["part, before", "part, number 2"]
+    cases, setup = run_cases(Case("large", broken(error)), Case("small", figures_of(2.0)))
+    assert [figure.name for figure in cases] == ["part, before", "part, number 2"]
     assert setup.notes == ["part, large: out of memory, left out (CUDA out of memory. Tried to allocate 20 GiB.)"]
 
 
 def test_any_other_error_counts_as_a_missed_target_and_the_next_case_runs() -> None:
-    found, _ = run_cases(Case("bad", broken(RuntimeError("an illegal\nmemory access"))), Case("good", figures_of(2.0)))
-    assert [figure.ok for figure in found] == [None, False, None]
-    assert found[1].name == "part, bad: failures" and found[1].detail == "RuntimeError: an illegal memory access"
+    cases, _ = run_cases(Case("bad", broken(RuntimeError("an illegal\nmemory access"))), Case("good", figures_of(2.0)))
+    assert [figure.ok for figure in cases] == [None, False, None]
+    assert cases[1].name == "part, bad: failures" and cases[1].detail == "RuntimeError: an illegal memory access"
 
 
 def test_skipped_cases_and_missing_packages_are_reported() -> None:
     needs = Case("theirs", figures_of(1.0), needs=("no_such_package",))
-    found, setup = run_cases(needs, Case("second", figures_of(2.0)), Case("third", figures_of(3.0)), seconds=-1.0)
-    assert find_spec("no_such_package") is None and found == []
+    cases, setup = run_cases(needs, Case("second", figures_of(2.0)), Case("third", figures_of(3.0)), seconds=-1.0)
+    assert find_spec("no_such_package") is None and cases == []
     assert setup.notes == [
         "part, theirs: left out, since no_such_package is not installed",
         "part: not reached within its time: second, third; give more --minutes",
@@ -281,10 +281,10 @@ def test_a_run_keeps_to_its_minutes_and_names_what_it_left_out(monkeypatch: pyte
             now[0] += spent
             yield Figure("number", 1.0)
 
-        found = Listed(name, 40, "", lambda _: [Case("a", run)])
+        listed = Listed(name, 40, "", lambda _: [Case("a", run)])
         for key, value in settings.items():
-            object.__setattr__(found, key, value)
-        return found
+            object.__setattr__(listed, key, value)
+        return listed
 
     monkeypatch.setattr("benchmarks.gpu.suite.time.monotonic", lambda: now[0])
     parts = (taking("limits", 30), taking("serving", 50), taking("large", 90, least_s=90))
@@ -306,7 +306,7 @@ def test_contenders_take_turns_and_are_warmed_up() -> None:
     }
     times = take_turns(runs, CPU, 0.0, ONCE)
     assert calls == ["a", "a", "-", "b", "-", "b", "a", "-", "b"]
-    assert all(len(one.seconds) == 1 and one.peak_gib is None for one in times.values())
+    assert all(len(item.seconds) == 1 and item.peak_gib is None for item in times.values())
     assert Times((2.0, 9.0)).over(Times((1.0, 3.0))) == (2.0, 3.0) and quartiles((1.0, 2.0, 3.0, 4.0, 5.0)) == (
         2.0,
         4.0,

@@ -21,11 +21,11 @@ def bench(lab: Lab, method: str) -> Bench:
 @pytest.mark.parametrize("method", ["finetune", "lora"])
 def test_one_figure_for_each_contender_and_one_target(lab: Lab, method: str) -> None:
     batches = [encoder_batch(4, 12, number, words=(5, 20)) for number in range(2)]
-    found = list(figures("tiny", bench(lab, method), batches, 2, 1.0))
+    result = list(figures("tiny", bench(lab, method), batches, 2, 1.0))
     names = ["tiny: masked dense over plain", "tiny: row-sparse over plain", "tiny: a measured step over plain"]
-    assert [figure.name for figure in found] == names
-    assert [figure.target for figure in found] == [None, 1.0, None]
-    assert all(figure.value > 0 for figure in found)
+    assert [figure.name for figure in result] == names
+    assert [figure.target for figure in result] == [None, 1.0, None]
+    assert all(figure.value > 0 for figure in result)
 
 
 def test_dense_and_sparse_twins_do_the_same_work_and_the_plain_one_another(lab: Lab) -> None:

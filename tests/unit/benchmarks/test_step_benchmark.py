@@ -41,6 +41,6 @@ def test_logits_and_rows_are_as_the_contenders_names_say(lab: Lab) -> None:
     assert read[step.PACKED][0][0] < 4 and read[step.PACKED][1] == labelled
 
 
-def kept(shapes: list[tuple[int, ...]], module: object, given: object, found: torch.Tensor) -> None:
+def kept(shapes: list[tuple[int, ...]], module: object, given: object, result: torch.Tensor) -> None:
     """A forward hook: how many rows and positions a layer gave."""
-    shapes.append(tuple(found.shape[:2]))
+    shapes.append(tuple(result.shape[:2]))

@@ -73,8 +73,8 @@ def trial(*step_s: float, start_s: float = 0.0, loss: float = 1.0, answer: str =
 def comparison(**raycl: Trial) -> stream.Comparison:
     made = stream.Comparison("minilm")
     made.add(stream.PLAIN, 1, trial(1.0, 1.0))
-    for engine, found in raycl.items():
-        made.add(engine, 1, found)
+    for engine, result in raycl.items():
+        made.add(engine, 1, result)
     return made
 
 
@@ -111,6 +111,6 @@ def test_with_several_workers_rounding_is_reported_without_a_target() -> None:
 
 def test_missing_backbones_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "mini-t5").mkdir()
-    found, notes = stream.backbones(["minilm", "mini-t5", "mini-llama"], tmp_path)
-    assert found == {"minilm": "minilm", "mini-t5": str(tmp_path / "mini-t5")}
+    backbones, notes = stream.backbones(["minilm", "mini-t5", "mini-llama"], tmp_path)
+    assert backbones == {"minilm": "minilm", "mini-t5": str(tmp_path / "mini-t5")}
     assert len(notes) == 1 and notes[0].startswith("mini-llama left out")

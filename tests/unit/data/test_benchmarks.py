@@ -91,15 +91,15 @@ def touch(folder: Path, *names: str) -> None:
 )
 def test_tasks_are_found_in_every_layout(tmp_path: Path, place: str) -> None:
     touch(tmp_path / place, "train.json", "test.json", "dev.json")
-    found = locate(Storage.at(tmp_path), {"agnews": folder_names("agnews")}, ["train", "test"], allow_missing=False)
-    assert found["agnews"].folder.uri == str(tmp_path / place)
-    assert set(found["agnews"].files) == {"train", "dev", "test"}
+    result = locate(Storage.at(tmp_path), {"agnews": folder_names("agnews")}, ["train", "test"], allow_missing=False)
+    assert result["agnews"].folder.uri == str(tmp_path / place)
+    assert set(result["agnews"].files) == {"train", "dev", "test"}
 
 
 def test_a_group_folder_of_the_same_name_is_not_the_task(tmp_path: Path) -> None:
     touch(tmp_path / "QQP" / "QQP", "train.json", "test.json")
-    found = locate(Storage.at(tmp_path), {"qqp": folder_names("qqp")}, ["train", "test"], allow_missing=False)
-    assert found["qqp"].folder.uri == str(tmp_path / "QQP" / "QQP")
+    result = locate(Storage.at(tmp_path), {"qqp": folder_names("qqp")}, ["train", "test"], allow_missing=False)
+    assert result["qqp"].folder.uri == str(tmp_path / "QQP" / "QQP")
 
 
 def test_all_missing_tasks_are_named_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,7 +42,7 @@ def read_apart(files: list[Path], **limits: int) -> dict[str, str | int]:
     command = [sys.executable, "-c", READ, json.dumps(limits), *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return {Path(path).name: found for path, found in json.loads(done.stdout).items()}
+    return {Path(path).name: result for path, result in json.loads(done.stdout).items()}
 
 
 def write(folder: Path, texts: Mapping[str, str]) -> list[Path]:
@@ -69,11 +69,13 @@ def test_text_that_is_deep_or_never_ends_is_one_sentence(tmp_path: Path) -> None
         "text.json": f'[{{"text": "{MEBIBYTE * 3}"}}]',
         "skipped.json": '{"more": "' + MEBIBYTE * 3 + '", "data": [{"text": "a", "label": "b"}]}',
     }
-    found = read_apart(write(tmp_path, {**depths, **sizes}), row_mb=2)
+    result = read_apart(write(tmp_path, {**depths, **sizes}), row_mb=2)
     for name in depths:
-        assert "more than 64 levels deep" in str(found[name]) and "raise stream.limits.depth" in str(found[name]), name
+        assert "more than 64 levels deep" in str(result[name]) and "raise stream.limits.depth" in str(result[name]), (
+            name
+        )
     for name in sizes:
-        assert "larger than 2 MiB" in str(found[name]) and "raise stream.limits.row_mb" in str(found[name]), name
+        assert "larger than 2 MiB" in str(result[name]) and "raise stream.limits.row_mb" in str(result[name]), name
 
 
 def test_what_the_settings_allow_is_read(tmp_path: Path) -> None:
@@ -83,8 +85,8 @@ def test_what_the_settings_allow_is_read(tmp_path: Path) -> None:
         "line.jsonl": json.dumps({"text": MEBIBYTE * 17, "label": "b"}),
         "rows.json": json.dumps([{"text": MEBIBYTE * 17, "label": "b"}, *[{"text": "a b", "label": "c"}] * 20_000]),
     }
-    found = read_apart(write(tmp_path, texts), depth=102, row_mb=18)
-    assert found == {"levels.jsonl": 1, "levels.json": 1, "line.jsonl": 1, "rows.json": 20_001}
+    result = read_apart(write(tmp_path, texts), depth=102, row_mb=18)
+    assert result == {"levels.jsonl": 1, "levels.json": 1, "line.jsonl": 1, "rows.json": 20_001}
 
 
 def test_parquet_that_expands_is_one_sentence(tmp_path: Path) -> None:
@@ -104,9 +106,9 @@ def test_parquet_that_expands_is_one_sentence(tmp_path: Path) -> None:
         dictionary = {"use_dictionary": name != "page.parquet", "dictionary_pagesize_limit": 1 << 30}
         pq.write_table(pa.table(columns), tmp_path / name, compression="zstd", **dictionary)
         assert (tmp_path / name).stat().st_size < 300_000
-    found = read_apart([tmp_path / name for name in tables])
-    assert "row 1: a row is larger than 16 MiB" in str(found.pop("value.parquet"))
-    for name, sentence in found.items():
+    result = read_apart([tmp_path / name for name in tables])
+    assert "row 1: a row is larger than 16 MiB" in str(result.pop("value.parquet"))
+    for name, sentence in result.items():
         assert "its rows take more than 256 MiB" in str(sentence), (name, sentence)
         assert "raise stream.limits.expansion (in raycl predict: --expansion)" in str(sentence)
 
@@ -119,5 +121,5 @@ def test_pages_of_every_encoding_are_read_whole(tmp_path: Path, version: str) ->
         file = tmp_path / f"{name}.parquet"
         pages = {"data_page_version": version, "data_page_size": 4096, "row_group_size": 1_500}
         pq.write_table(pa.table(rows), file, compression=name, **pages, **more)
-    found = read_apart(sorted(tmp_path.iterdir()))
-    assert all("row 1: the label is a missing value" in str(one) for one in found.values()) and len(found) == 3
+    result = read_apart(sorted(tmp_path.iterdir()))
+    assert all("row 1: the label is a missing value" in str(item) for item in result.values()) and len(result) == 3

@@ -29,8 +29,8 @@ def checked(codec: MiniLMCodec, path: str, spec: dict[str, Any] | None = None, *
     return check_task(stream, stream.tasks[0], codec, seed=0, examples=2)
 
 
-def kinds(found: TaskCheck) -> dict[str, Mistake]:
-    return {one.kind: one for one in found.mistakes}
+def kinds(task_check: TaskCheck) -> dict[str, Mistake]:
+    return {mistake.kind: mistake for mistake in task_check.mistakes}
 
 
 def rows(count: int, start: int = 0, words: int = 1) -> list[tuple[str, str]]:
@@ -39,8 +39,8 @@ def rows(count: int, start: int = 0, words: int = 1) -> list[tuple[str, str]]:
 
 def test_counts_and_lengths_are_those_of_the_rows(tmp_path: Path, codec: MiniLMCodec) -> None:
     path = task(tmp_path / "t", [*rows(90), *rows(10, 90, words=30)], rows(60, 200))
-    found = checked(codec, path, max_source_tokens=16, train_rows=80)
-    train, dev, test = (found.splits[split] for split in ("train", "dev", "test"))
+    result = checked(codec, path, max_source_tokens=16, train_rows=80)
+    train, dev, test = (result.splits[split] for split in ("train", "dev", "test"))
     assert (train.rows, train.left_out, dev.rows, test.rows, test.left_out) == (80, 10, 10, 60, 0)
     assert sum(train.labels.values()) == 80 and train.answers == 2 and train.repeated == 0
     assert train.sources is not None and (train.sources.median, train.sources.limit) == (6, 16)
@@ -48,32 +48,32 @@ def test_counts_and_lengths_are_those_of_the_rows(tmp_path: Path, codec: MiniLMC
     assert 0.04 < train.sources.cut < 0.2
     assert (
         "set stream.max_source_tokens to 35 to keep 99 % of them whole"
-        in kinds(found)["sources in train that are cut"].mend
+        in kinds(result)["sources in train that are cut"].mend
     )
-    assert len(found.examples) == 2 and found.examples[0].source.startswith("[CLS]") and found.problem == ""
-    assert found.examples[0].source_tokens[:2] == ["[CLS]", "word"] and found.examples[0].target_tokens[-1] == "[SEP]"
+    assert len(result.examples) == 2 and result.examples[0].source.startswith("[CLS]") and result.problem == ""
+    assert result.examples[0].source_tokens[:2] == ["[CLS]", "word"] and result.examples[0].target_tokens[-1] == "[SEP]"
 
 
 def test_duplicates_and_contradictions_are_found_whatever_their_spaces(tmp_path: Path, codec: MiniLMCodec) -> None:
     train = [*rows(40), ("the  same", "a"), ("the same", "b"), ("again", "a"), ("again", "a")]
-    found = checked(codec, task(tmp_path / "t", train, [("word  3", "b"), *rows(50, 100)]), dev_fraction=0)
-    shared = kinds(found)["test rows with a text that is in train"]
+    result = checked(codec, task(tmp_path / "t", train, [("word  3", "b"), *rows(50, 100)]), dev_fraction=0)
+    shared = kinds(result)["test rows with a text that is in train"]
     assert (shared.count, shared.which) == (1, "test 1 = train 4") and "51 test rows in all" in shared.mend
-    assert kinds(found)["texts of train with several answers"].count == 1
-    assert found.splits["train"].repeated == 2
+    assert kinds(result)["texts of train with several answers"].count == 1
+    assert result.splits["train"].repeated == 2
 
 
 def test_labels_that_are_rare_unknown_or_too_many_are_warned_of(
     tmp_path: Path, codec: MiniLMCodec, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rare = [(f"row {number}", "b" if number < 2 else "a") for number in range(100)]
-    found = checked(codec, task(tmp_path / "rare", rare, [("x", "a"), ("y", "b")]), dev_fraction=0)
-    assert kinds(found)["rare labels"].which == "'b' 2 rows, the most frequent 98"
-    assert kinds(found)["few test rows"].which == "a score moves by 50.0 with each"
+    result = checked(codec, task(tmp_path / "rare", rare, [("x", "a"), ("y", "b")]), dev_fraction=0)
+    assert kinds(result)["rare labels"].which == "'b' 2 rows, the most frequent 98"
+    assert kinds(result)["few test rows"].which == "a score moves by 50.0 with each"
     many = [(f"row {number}", str(number % 77)) for number in range(616)]
     path = task(tmp_path / "many", many, rows(60))
-    found = checked(codec, path, dev_fraction=0)
-    assert found.kind == "free text" and kinds(found)["different answers"].count == 77
+    result = checked(codec, path, dev_fraction=0)
+    assert result.kind == "free text" and kinds(result)["different answers"].count == 77
     (tmp_path / "many" / "test.jsonl").write_text('{"text": "t", "label": "5"}')
     assert main.main(["data", "labels", path]) == 0 and main.main(["data", "labels", path]) == 1
     assert "77 labels" in capsys.readouterr().out
@@ -87,12 +87,12 @@ DIRTY = [*[("x", "A")] * 30, *[("y", "a")] * 3, ("z", "a "), *[("v", "yes")] * 5
 
 def test_dirty_labels_are_counted_with_what_mends_them(tmp_path: Path, codec: MiniLMCodec) -> None:
     path = task(tmp_path / "t", [(f"{text} {n}", label) for n, (text, label) in enumerate(DIRTY)], rows(60, 100)[::2])
-    found = checked(codec, path, dev_fraction=0)
-    assert kinds(found)["rows whose label is written otherwise in most rows"].which == "'A' 30 'a' 3 'a ' 1"
-    assert kinds(found)["rows whose label is written otherwise in most rows"].count == 4
-    assert kinds(found)["rows with true or false beside yes and no"].count == 2
-    assert kinds(found)["labels with one row of train"].which == "'a '"
-    assert all(one.mend for one in found.mistakes)
+    result = checked(codec, path, dev_fraction=0)
+    assert kinds(result)["rows whose label is written otherwise in most rows"].which == "'A' 30 'a' 3 'a ' 1"
+    assert kinds(result)["rows whose label is written otherwise in most rows"].count == 4
+    assert kinds(result)["rows with true or false beside yes and no"].count == 2
+    assert kinds(result)["labels with one row of train"].which == "'a '"
+    assert all(mistake.mend for mistake in result.mistakes)
     labels = ("A", "yes")
     clean = checked(codec, path, {"labels": labels, "test": f"{path}/train.jsonl"}, dev_fraction=0, on_bad_row="skip")
     assert clean.splits["train"].labels == {"A": 30, "yes": 5}, "what mends them does"
@@ -124,23 +124,23 @@ def test_turns_of_trained_conversations_and_rows_of_trained_groups_are_counted(
     write("train", [turns(number, 1) for number in range(20)])
     write("test", [turns(number, 2) for number in range(15, 25)])
     chat = MiniLMCodec(needs_labels=False)
-    found = kinds(checked(chat, str(tmp_path), {"labels": None}, prompt="plain"))
-    assert found["test rows of a conversation that is trained on"].count == 5, "the second turns of five of them"
-    assert found["test rows with a text that is in train"].count == 5
+    result = kinds(checked(chat, str(tmp_path), {"labels": None}, prompt="plain"))
+    assert result["test rows of a conversation that is trained on"].count == 5, "the second turns of five of them"
+    assert result["test rows with a text that is in train"].count == 5
     write("train", [{"text": f"t{n}", "label": "ab"[n % 2], "user": n // 2} for n in range(40)])
     write("test", [{"text": f"s{n}", "label": "ab"[n % 2], "user": n} for n in range(18, 30)])
-    found = kinds(checked(codec, str(tmp_path), group="user"))
+    result = kinds(checked(codec, str(tmp_path), group="user"))
     assert (
-        found["test rows of a group that is trained on"].count,
-        found.get("test rows with a text that is in train"),
+        result["test rows of a group that is trained on"].count,
+        result.get("test rows with a text that is in train"),
     ) == (2, None)
 
 
 def test_what_a_run_would_refuse_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     path = task(tmp_path / "t", [("a", "one long answer"), ("b", "another")] * 40, rows(50))
-    found = checked(MiniLMCodec(needs_labels=True), path, {"labels": None})
-    assert "has free-text answers: an encoder-only backbone needs a closed label set" in found.problem
-    assert found.splits["train"].rows == 72 and found.examples == []
+    result = checked(MiniLMCodec(needs_labels=True), path, {"labels": None})
+    assert "has free-text answers: an encoder-only backbone needs a closed label set" in result.problem
+    assert result.splits["train"].rows == 72 and result.examples == []
 
 
 def test_the_command_describes_a_file_a_folder_and_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

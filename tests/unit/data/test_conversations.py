@@ -26,7 +26,7 @@ conversations = st.lists(
 
 @given(conversations)
 def test_a_conversation_is_one_text_and_comes_back(messages: list[Message]) -> None:
-    said = [one for one in messages if one.role != "system" or one.content]
+    said = [message for message in messages if message.role != "system" or message.content]
     assert not said or list(messages_of(text_of(messages))) == said, "an empty system message is none"
 
 
@@ -56,7 +56,7 @@ TURNS = [
 
 def test_each_turn_of_the_assistant_is_an_answer_to_all_before_it(tmp_path: Path) -> None:
     names = {"system": "system", "user": "human", "assistant": "gpt"}
-    shared = [{"from": names[one["role"]], "value": one["content"]} for one in OPENAI]
+    shared = [{"from": names[item["role"]], "value": item["content"]} for item in OPENAI]
     shared[3]["value"] = "and now"
     assert rows(tmp_path, {"messages": OPENAI}) == TURNS
     assert rows(tmp_path, {"id": 7, "conversations": shared}) == TURNS
@@ -133,8 +133,8 @@ def test_a_system_message_and_earlier_turns_beside_a_row_are_read(tmp_path: Path
     assert rows(tmp_path, {**shared, "system": None}) == [SourceRow(1, "hi", ("hello",), is_chat=True)]
     alpaca = {"instruction": "hi", "input": "", "output": "hello"}
     pair = {**alpaca, "instruction": "and now", "output": "bye", "system": "be brief", "history": [["hi", "hello"]]}
-    found = rows(tmp_path, {**alpaca, "system": "be brief", "history": []}, pair)
-    assert found == [asked[0], TURNS[1]._replace(number=2)]
+    result = rows(tmp_path, {**alpaca, "system": "be brief", "history": []}, pair)
+    assert result == [asked[0], TURNS[1]._replace(number=2)]
     with (tmp_path / "x.csv").open("w", newline="") as file:
         csv.writer(file).writerows(
             [list(pair), [json.dumps(cell) if type(cell) is list else cell for cell in pair.values()]]

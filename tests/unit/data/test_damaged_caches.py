@@ -49,8 +49,8 @@ def tokens(folder: Path) -> Cache:
             writer.write_batch(pa.record_batch([[len(name), 2, 3]], schema=SCHEMA))
             return {"count": 3, "name": name}
 
-        found = entry(folder / "tokens", name, SCHEMA, build)
-        return found.info, found.table().to_pydict()
+        result = entry(folder / "tokens", name, SCHEMA, build)
+        return result.info, result.table().to_pydict()
 
     return Cache(folder / "tokens", read)
 
@@ -150,7 +150,7 @@ def test_an_entry_under_another_name_is_not_believed(cache: Cache) -> None:
     theirs = [path for path in cache.files() - mine.keys() if path.name != "model.safetensors"]
     theirs = theirs or [cache.folder.parent / "right" / hashes.RECORD]
     for path in mine:
-        (other,) = (one for one in theirs if one.suffix == path.suffix)
+        (other,) = (item for item in theirs if item.suffix == path.suffix)
         content = other.read_bytes()
         if path.suffix == ".json":
             content = content.replace(other.stem.encode(), path.stem.encode())  # its hash differs then
@@ -183,14 +183,14 @@ def test_strays_beside_the_files_change_nothing(cache: Cache, caplog: pytest.Log
 def test_an_entry_that_is_damaged_while_processes_use_it_is_one_sentence(tmp_path: Path) -> None:
     """Another process has opened the entry and sends it here, where it cannot be built."""
     tokens(tmp_path).read("left")
-    found = entry(tmp_path / "tokens", "left", SCHEMA, lambda writer: pytest.fail("it is there"))
-    whole = found.path.read_bytes()
-    found.path.write_bytes(whole[:-1] + b"\0")
+    result = entry(tmp_path / "tokens", "left", SCHEMA, lambda writer: pytest.fail("it is there"))
+    whole = result.path.read_bytes()
+    result.path.write_bytes(whole[:-1] + b"\0")
     with pytest.raises(DataError, match=r"left.arrow' was changed .* start again, and this entry of the cache is made"):
-        found.table()
-    found.path.unlink()
+        result.table()
+    result.path.unlink()
     with pytest.raises(DataError, match=r"cannot read '.*left.arrow'"):
-        found.table()
+        result.table()
 
 
 def test_a_record_that_is_a_pipe_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,9 +146,9 @@ READ_AS: list[tuple[str, str | bytes, list[tuple[str, str]], str]] = [
 def test_what_programs_write_is_read_and_says_how(
     tmp_path: Path, name: str, content: str | bytes, pairs: list[tuple[str, str]], note: str
 ) -> None:
-    found, notes = read(write(tmp_path, name, content))
-    assert found == pairs
-    assert any(f"{name}" in one and note in one for one in notes) if note else notes == []
+    result, notes = read(write(tmp_path, name, content))
+    assert result == pairs
+    assert any(f"{name}" in item and note in item for item in notes) if note else notes == []
 
 
 def test_bad_rows_are_left_out_and_counted_on_request(tmp_path: Path) -> None:

@@ -150,17 +150,17 @@ def test_hidden_words_do_not_depend_on_workers_and_change_each_epoch(tmp_path: P
     table, order = stream.table(stream.tasks[0], "train", codec), GlobalOrder(9, 4, 2, seed=1)
 
     def seen(workers: int, steps: range) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
-        found = {}
+        collected = {}
         for rank in range(workers):
             rule = stream.text_objective(codec, 7)
             loader = Loader([table], None, order, rank, workers, 4 // workers, 4, 0, text_objective=rule)
             for step in steps:
                 for batch in loader.micro_batches(step):
-                    for place, row in enumerate(batch.rows.tolist()):
-                        length = int(batch.source_mask[place].sum())
-                        pair = (batch.source_ids[place, :length].tolist(), batch.target_ids[place, :length].tolist())
-                        found[step, row] = pair
-        return {key: pair for key, pair in found.items() if key[1] >= 0}
+                    for index, row in enumerate(batch.rows.tolist()):
+                        length = int(batch.source_mask[index].sum())
+                        pair = (batch.source_ids[index, :length].tolist(), batch.target_ids[index, :length].tolist())
+                        collected[step, row] = pair
+        return {key: pair for key, pair in collected.items() if key[1] >= 0}
 
     alone = seen(1, range(6))
     assert len(alone) == 18 and alone == seen(2, range(6))

@@ -48,10 +48,10 @@ def test_steps_of_similar_length_have_the_same_rows_in_an_order_of_their_own() -
     assert sorted(np.concatenate(rows)) == list(range(1003)) and len(rows[-1]) == 3
     spread = [[float(np.ptp(lengths[order.rows(step)])) for step in steps[:-1]] for order in (mixed, grouped)]
     assert np.mean(spread[1]) < 0.1 * np.mean(spread[0])
-    longest = [int(lengths[one].max()) for one in rows[:-1]]
+    longest = [int(lengths[row].max()) for row in rows[:-1]]
     assert longest != sorted(longest) and abs(np.corrcoef(longest, range(len(longest)))[0, 1]) < 0.3, "drawn at random"
     again = GlobalOrder(1003, 8, 2, 4, lengths=lengths)
-    assert [again.rows(step).tolist() for step in reversed(steps)] == [one.tolist() for one in rows[::-1]]
+    assert [again.rows(step).tolist() for step in reversed(steps)] == [row.tolist() for row in rows[::-1]]
     assert GlobalOrder(5, 8, 1, 0, lengths=lengths[:5]).rows(0).tolist() == GlobalOrder(5, 8, 1, 0).rows(0).tolist()
 
 
@@ -86,17 +86,17 @@ def test_a_batch_holds_what_the_table_holds(tables: tuple[TokenTable, TokenTable
     order = GlobalOrder(45, 8, 1, seed=0)
     loader = Loader(tables, label_ids, order, 0, 1, 4, 8, pad_id=0)
     for batch in loader.micro_batches(order.steps - 1) + loader.micro_batches(0):
-        for place, row in enumerate(batch.rows.tolist()):
+        for index, row in enumerate(batch.rows.tolist()):
             if row < 0:
                 continue
             table, local = (tables[0], row) if row < 37 else (tables[1], row - 37)
             columns = table.columns([local])
-            length = int(batch.source_mask[place].sum())
-            assert batch.source_ids[place, :length].tolist() == columns.source_ids[0].tolist()
-            assert not batch.source_ids[place, length:].any() and not batch.source_mask[place, length:].any()
-            target = batch.target_ids[place]
+            length = int(batch.source_mask[index].sum())
+            assert batch.source_ids[index, :length].tolist() == columns.source_ids[0].tolist()
+            assert not batch.source_ids[index, length:].any() and not batch.source_mask[index, length:].any()
+            target = batch.target_ids[index]
             assert target[target != IGNORE].tolist() == columns.target_ids[0].tolist()
-            assert int(batch.label_ids[place]) == label_ids[table.references([local])[0][0]]
+            assert int(batch.label_ids[index]) == label_ids[table.references([local])[0][0]]
         assert int(batch.source_mask.sum(dim=1).max()) == batch.source_ids.shape[1]
         assert all(tensor.dtype == torch.int64 for tensor in batch.tensors() if tensor is not batch.weight)
 

@@ -19,12 +19,12 @@ PROMPT = long("Say which of the topics this is about.")
 def test_only_the_input_text_is_cut(codec: MiniLMCodec, limit: int) -> None:
     texts = ["short", "one two three " * 40, "antidisestablishmentarianism " * 9, "a.b,c!" * 30, "", "ende\u0301 " * 50]
     ids, cut = fit_sources(texts, PROMPT, codec, limit)
-    assert cut == 4 and all(len(found) <= limit for found in ids)
+    assert cut == 4 and all(len(result) <= limit for result in ids)
     template = codec.encode_source([PROMPT.around("")])[0]
     cue = len(codec.encode_source([PROMPT.suffix])[0]) - 1
-    for text, found in zip(texts, ids, strict=True):
+    for text, result in zip(texts, ids, strict=True):
         head, tail = template[:-cue], template[-cue:]
-        assert found[: len(head)] == head and found[-len(tail) :] == tail, text
+        assert result[: len(head)] == head and result[-len(tail) :] == tail, text
     assert len(ids[1]) == limit
     assert ids[0] == codec.encode_source([PROMPT.around("short")])[0]
 

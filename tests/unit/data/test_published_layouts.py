@@ -206,10 +206,10 @@ def test_data_check_counts_the_parts_of_one_file(tmp_path: Path, capsys: pytest.
     file = str(tmp_path / "finance.json")
     main(["data", "check", file, "like=finance", "stream.test_fraction=0.15", "--json", str(report)])
     capsys.readouterr()
-    (found,) = json.loads(report.read_text())
-    assert [found["splits"][split]["rows"] for split in ("train", "dev", "test")] == [153, 17, 30]
-    assert [found["splits"][split]["left_out"] for split in ("train", "dev", "test")] == [0, 0, 0]
-    assert not any("train's" in one["kind"] for one in found["mistakes"])
+    (trees,) = json.loads(report.read_text())
+    assert [trees["splits"][split]["rows"] for split in ("train", "dev", "test")] == [153, 17, 30]
+    assert [trees["splits"][split]["left_out"] for split in ("train", "dev", "test")] == [0, 0, 0]
+    assert not any("train's" in item["kind"] for item in trees["mistakes"])
 
 
 def test_words_stand_for_labels(write_task: WriteTask) -> None:

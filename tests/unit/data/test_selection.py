@@ -42,7 +42,7 @@ def test_groups_of_one_row_are_drawn_as_rows_are() -> None:
         lambda *groups: carve_test(1, "a", 100, 0.15, *groups),
         lambda *groups: carve_dev(1, "a", 100, 0.2, 9, *groups),
     ):
-        assert all(np.array_equal(one, other) for one, other in zip(carve(), carve(rows), strict=True))
+        assert all(np.array_equal(item, other) for item, other in zip(carve(), carve(rows), strict=True))
     assert carve_test(0, "mine", 12, 0.25)[1].tolist() == [1, 5, 6], "as before there were groups"
     assert carve_dev(3, "b", 50, 0.2, 6)[1].tolist() == [13, 24, 39, 42, 43, 49]
 

@@ -193,10 +193,10 @@ def test_references_first_or_one_at_random(write_task: WriteTask, codec: MiniLMC
     table = stream.table(stream.tasks[0], "test", codec)
     assert table.references([3]) == [("a3", "b3", "c3")]
     random = open_stream(config.model_copy(update={"references": "random"}), seed=0)
-    one = random.table(stream.tasks[0], "test", codec)
-    kept = one.references(range(60))
+    item = random.table(stream.tasks[0], "test", codec)
+    kept = item.references(range(60))
     assert {len(names) for names in kept} == {1} and {names[0][0] for names in kept} == {"a", "b", "c"}
-    target = one.columns([3]).target_ids[0]
+    target = item.columns([3]).target_ids[0]
     assert codec.text(target.tolist()) == kept[3][0]
 
 
@@ -209,7 +209,7 @@ def test_the_builtin_stream(codec: MiniLMCodec) -> None:
     assert len(stream.table(task, "train", codec)) == 20
     assert stream.table(task, "train", codec).labels(range(20)).min() >= 0
     more = open_stream(StreamConfig(train_rows=20, train_rows_by_task={task.name: 400}), seed=0)
-    assert [len(more.rows(one, "train")) for one in more.tasks[:2]] == [400, 20], "made for it, not cut from 20"
+    assert [len(more.rows(item, "train")) for item in more.tasks[:2]] == [400, 20], "made for it, not cut from 20"
     part = open_stream(StreamConfig(tasks=(stream.tasks[1].name,), train_rows=20), seed=0)
     assert [task.name for task in part.tasks] == [stream.tasks[1].name]
 
@@ -311,7 +311,7 @@ def test_rows_that_belong_together_are_trained_tested_and_replayed_together(tmp_
         stored = train[stream.stored(task, 0.1)]
         groups = raw.groups[train]
         assert len(stored) and all(
-            (groups == one).sum() == (raw.groups[stored] == one).sum() for one in raw.groups[stored]
+            (groups == group).sum() == (raw.groups[stored] == group).sum() for group in raw.groups[stored]
         )
 
 

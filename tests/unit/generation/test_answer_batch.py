@@ -78,7 +78,7 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
         patch.setattr(shared_prompt, "LEAST_TOKENS", 2)
         decoder = AnswerBatch(backbone, stack.activate, 5)
         decoder.read_rows = 2
-        found = list(decoder.answers(prompts_of()))
+        answers = list(decoder.answers(prompts_of()))
     shares = kind == "llama" and mixtures != "unlike" and prompts != "suffix"
     assert (decoder._start is not None) == shares, "a common beginning is read once where the mixture is the same"
     expected = {}
@@ -88,8 +88,8 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
             batch = batch_of(codec.encode_source([source]), codec.pad_id)
             with stack.activate(mixture(slice(row, row + 1))):
                 expected[task, row] = predict(backbone, batch, 8)[0]
-    assert {(answer.task, answer.row): answer.text for answer in found} == expected
-    assert len(found) == len(expected) and {expected["limited", row] for row in range(7)} <= set(LABELS)
+    assert {(answer.task, answer.row): answer.text for answer in answers} == expected
+    assert len(answers) == len(expected) and {expected["limited", row] for row in range(7)} <= set(LABELS)
     longest = 2 * 4 * 8  # four batches of two rows for each task, one after another, of eight tokens
     assert decoder.steps < longest and decoder.decoded > decoder.steps
 
@@ -118,10 +118,10 @@ def test_evaluation_gives_the_same_cells_either_way(lab: Lab, kind: str, monkeyp
     context, _ = build(lab.config(kind, "sapt", eval={"labels": "task", "batch_size": 4}), world)
     context.backbone.eval()
     row = evaluation._Pass(world, is_bare=True)
-    found = evaluation._scores(context, context.stream.tasks, row)
+    scores = evaluation._scores(context, context.stream.tasks, row)
     monkeypatch.setattr(evaluation, "AnswerBatch", None)
     monkeypatch.setattr(evaluation, "answers_continuously", lambda backbone: False)
-    assert evaluation._scores(context, context.stream.tasks, row) == found
+    assert evaluation._scores(context, context.stream.tasks, row) == scores
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -145,16 +145,16 @@ def test_the_last_feed_forward_block_reads_the_last_position_alone(kind: str, tm
     for block in blocks:
         block.register_forward_hook(lambda module, given, output: seen.append(output.shape[1]))
     sources = backbone.codec.encode_source(SOURCES)
-    found, columns = dynamic_cache.begin(backbone, sources), max(map(len, sources))
+    begun, columns = dynamic_cache.begin(backbone, sources), max(map(len, sources))
     assert seen == [columns, 1]
     more, ones = torch.full((len(sources), 3), 5), torch.ones(len(sources), 3, dtype=torch.long)
-    goes_on = dynamic_cache.read_on(backbone, found.layers, found.mask, more, ones)
+    goes_on = dynamic_cache.read_on(backbone, begun.layers, begun.mask, more, ones)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_cache, "ADDED", ())
         whole = dynamic_cache.begin(backbone, sources)
         on = dynamic_cache.read_on(backbone, whole.layers, whole.mask, more, ones)
     assert seen == [columns, 1, 3, 1, columns, columns, 3, 3]
-    for mine, its in ((found, whole), (goes_on, on)):
+    for mine, its in ((begun, whole), (goes_on, on)):
         torch.testing.assert_close(mine.logits, its.logits)
         torch.testing.assert_close(mine.layers, its.layers)
 
@@ -172,11 +172,11 @@ def test_a_step_copies_no_keys_to_begin_with(tmp_path: Path) -> None:
 def test_attention_of_inference_is_that_of_serving(lab: Lab) -> None:
     """In bfloat16 on a CPU, training has another one."""
     world = DistributedContext.alone(torch.device("cpu"))
-    found = []
+    collected = []
     for attention in ("auto", "eager"):
         settings = {"dtype": "bfloat16", "attention": attention}
         backbone = build(lab.config("llama", "lora", backbone=settings), world)[0].backbone
         with backbone.inference():
-            found.append(backbone.model.config._attn_implementation)
+            collected.append(backbone.model.config._attn_implementation)
         assert backbone.model.config._attn_implementation == "eager"
-    assert found == ["sdpa", "eager"]
+    assert collected == ["sdpa", "eager"]

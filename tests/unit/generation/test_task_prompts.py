@@ -23,13 +23,13 @@ def tasks(router: type[Router], prompts: dict[str, Prompt] | None = None) -> Tas
 
 
 def test_a_system_message_reaches_the_router_only_as_a_tasks_instruction() -> None:
-    found, asked = tasks(TextRouter), "<|user|>\nwho won?"
-    assert found.reading("who won?") == found.reading("who won?")._replace(tasks=None, is_chat=False)
-    named = found.reading(f"<|system|>\nSort food.\n{asked}", is_chat=True)
+    result, asked = tasks(TextRouter), "<|user|>\nwho won?"
+    assert result.reading("who won?") == result.reading("who won?")._replace(tasks=None, is_chat=False)
+    named = result.reading(f"<|system|>\nSort food.\n{asked}", is_chat=True)
     assert (named.text, named.routed, named.tasks) == ("who won?", "who won?", ("food",))
-    other = found.reading(f"<|system|>\nBe brief.\n{asked}", is_chat=True)
+    other = result.reading(f"<|system|>\nBe brief.\n{asked}", is_chat=True)
     assert (other.text, other.routed) == (f"<|system|>\nBe brief.\n{asked}", "who won?") and other.tasks is None
-    pinned = found.reading(other.text, is_chat=True, task="news")
+    pinned = result.reading(other.text, is_chat=True, task="news")
     assert (pinned.routed, pinned.tasks) == (other.text, ("news",)), "as in training"
     plain = tasks(TextRouter, {name: superni(f"Sort {name}.") for name in CHAT})
     prefixed = plain.reading(f"<|system|>\n Sort news. \n{asked}", is_chat=True)
@@ -48,15 +48,15 @@ def test_a_system_message_reaches_the_router_only_as_a_tasks_instruction() -> No
     ],
 )
 def test_prompts_are_chosen_by_the_largest_weight(router: type[Router], system: str, passes: list[list[str]]) -> None:
-    found, seen = tasks(router), []
+    result, seen = tasks(router), []
     head = f"<|system|>\n{system}\n<|user|>\n" if system else ""
-    readings = [found.reading(f"{head}{text}", is_chat=True) for text in ("soup", "war")]
+    readings = [result.reading(f"{head}{text}", is_chat=True) for text in ("soup", "war")]
 
     def mixture_of(names: Sequence[str]) -> Mixture:
         seen.append(list(names))
         return Mixture(("news", "food"), torch.tensor([[0.4, 0.6], [0.7, 0.3]]))
 
-    _, names = found.route(readings, mixture_of)
+    _, names = result.route(readings, mixture_of)
     assert seen == passes
     assert names == {"Sort news.": ["news", "news"], "": ["food", "news"]}[system] if router.chooses else ["", ""]
 
@@ -72,7 +72,7 @@ def test_a_text_without_a_prompt_gets_the_one_that_its_words_speak_for(
     by_text: list[list[float]], expected: list[str]
 ) -> None:
     """The mixture stays the attention's; an instruction that is given says more than words."""
-    found, names = tasks(AttentionRouter), ("news", "food")
+    result, names = tasks(AttentionRouter), ("news", "food")
     texts = ("soup", "war", "<|system|>\nSort food.\n<|user|>\nwho won?")
     alone = Mixture(
         names, torch.tensor([[0.4, 0.6], [0.7, 0.3], [0.5, 0.5]]), by_text=Mixture(names, torch.tensor(by_text))
@@ -84,15 +84,15 @@ def test_a_text_without_a_prompt_gets_the_one_that_its_words_speak_for(
         seen.append(list(prompts))
         return second if len(seen) == 2 else alone
 
-    readings = [found.reading(text, is_chat=True) for text in texts]
-    assert found.route(readings, mixture_of) == (second, expected)
+    readings = [result.reading(text, is_chat=True) for text in texts]
+    assert result.route(readings, mixture_of) == (second, expected)
     assert seen == [["", "", "food"], expected]
 
 
 def test_one_prompt_for_all_is_known_at_once() -> None:
-    found = tasks(AttentionRouter, dict.fromkeys(CHAT, superni("")))
+    result = tasks(AttentionRouter, dict.fromkeys(CHAT, superni("")))
     names = ("news", "food")
-    one = Mixture(names, torch.tensor([[0.0, 1.0]]), by_text=Mixture(names, torch.tensor([[1.0, 0.0]])))
+    mixture = Mixture(names, torch.tensor([[0.0, 1.0]]), by_text=Mixture(names, torch.tensor([[1.0, 0.0]])))
     seen: list[Sequence[str]] = []
-    assert found.route([found.reading("soup")], lambda names: seen.append(names) or one)[1] == ["food"]
+    assert result.route([result.reading("soup")], lambda names: seen.append(names) or mixture)[1] == ["food"]
     assert seen == [["news"]], "read once, in the prompt of any task"

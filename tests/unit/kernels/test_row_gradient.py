@@ -53,12 +53,12 @@ def test_chosen_rows_are_those_of_the_dense_gradient_and_the_others_zero(bias: b
     x = x.view(shape)
     dense = gradients(layer, x)
     undo = choose_rows(layer, RowChoice(chosen()))
-    found = gradients(layer, x)
+    result = gradients(layer, x)
     undo()
     others = torch.ones(10, dtype=torch.bool).index_fill_(0, ROWS, False)
-    torch.testing.assert_close(found[1][ROWS], dense[1][ROWS], rtol=1e-6, atol=1e-6)
-    assert not found[1][others].any()
-    for mine, other in zip((found[0], *found[2:]), (dense[0], *dense[2:]), strict=True):
+    torch.testing.assert_close(result[1][ROWS], dense[1][ROWS], rtol=1e-6, atol=1e-6)
+    assert not result[1][others].any()
+    for mine, other in zip((result[0], *result[2:]), (dense[0], *dense[2:]), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
     assert all(torch.equal(mine, other) for mine, other in zip(gradients(layer, x), dense, strict=True))
     assert "forward" not in vars(layer)
@@ -89,9 +89,9 @@ def test_a_width_forms_other_rows_too_and_drops_them(width: int, known: bool) ->
             assert len(rows.formed) == rows.number == min(13, -(-count // width) * width)
             assert rows.formed[:count].tolist() == mask.nonzero().flatten().tolist()
             assert len(set(rows.formed.tolist())) == rows.number, "no row is formed twice"
-            found = weight_gradient(g, x, rows, products)
-            torch.testing.assert_close(found, (g.T @ x) * mask.unsqueeze(1), rtol=1e-6, atol=1e-6)
-            assert not found[~mask].any()
+            gradient = weight_gradient(g, x, rows, products)
+            torch.testing.assert_close(gradient, (g.T @ x) * mask.unsqueeze(1), rtol=1e-6, atol=1e-6)
+            assert not gradient[~mask].any()
 
 
 def test_weights_keep_as_many_rows_as_their_masks_say() -> None:
@@ -105,8 +105,8 @@ def test_a_product_is_written_wider_where_a_gpu_can(monkeypatch: pytest.MonkeyPa
     """Shapes and types of what only a GPU computes."""
     x = torch.empty(7, 6, dtype=torch.bfloat16)
     assert not row_gradient.widens(x, torch.float32)
-    found = weight_gradient(torch.randn(7, 10).bfloat16(), x, chosen(), dtype=torch.float32)
-    assert found.dtype == torch.bfloat16, "autograd converts it"
+    gradient = weight_gradient(torch.randn(7, 10).bfloat16(), x, chosen(), dtype=torch.float32)
+    assert gradient.dtype == torch.bfloat16, "autograd converts it"
     monkeypatch.setattr(row_gradient, "widens", lambda x, dtype: True)
     rows = WeightRows(*(part.to("meta") for part in chosen(width=8)[:2]), 8)
     wide = weight_gradient(torch.empty(7, 10, dtype=torch.bfloat16, device="meta"), x.to("meta"), rows)
@@ -142,9 +142,9 @@ def test_under_autocast_the_master_gets_a_gradient_of_its_own_type() -> None:
 
     dense = gradients(layer, x, run)
     choose_rows(layer, RowChoice(chosen()))
-    found = gradients(layer, x, run)
-    assert found[1].dtype == torch.float32
-    torch.testing.assert_close(found[1][ROWS], dense[1][ROWS], rtol=2e-2, atol=2e-2)
+    result = gradients(layer, x, run)
+    assert result[1].dtype == torch.float32
+    torch.testing.assert_close(result[1][ROWS], dense[1][ROWS], rtol=2e-2, atol=2e-2)
 
 
 def test_a_frozen_weight_and_no_grad_take_the_plain_way() -> None:
@@ -182,11 +182,11 @@ def test_magnitudes_are_float32_sums_over_the_tokens_that_count(dtype: torch.dty
     y = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = (torch.arange(4000) % 3 > 0).float()
     for given in (None, weight):
-        found = summed_magnitude(y, given, into_O=torch.zeros(3))
-        assert torch.equal(found, summed_magnitude(y, given))
+        magnitude = summed_magnitude(y, given, into_O=torch.zeros(3))
+        assert torch.equal(magnitude, summed_magnitude(y, given))
         expected = (y.double().abs() * (1 if given is None else given.unsqueeze(1))).sum(0)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-3)
+        assert magnitude.dtype == torch.float32
+        torch.testing.assert_close(magnitude.double(), expected, rtol=1e-5, atol=1e-3)
 
 
 def test_gated_magnitudes_weigh_examples_by_their_gates() -> None:
@@ -205,7 +205,7 @@ def test_gated_magnitudes_in_few_kernels_are_the_same(dtype: torch.dtype, each_p
     weight = (torch.rand(3, 7, generator=draw) > 0.4).float()
     for given in (None, weight):
         into = torch.zeros(4)
-        found = in_few_kernels(h, gate, given, None if given is None else given.flatten().nonzero()[:, 0], into)
-        assert found.data_ptr() == into.data_ptr() and found.dtype == torch.float32
+        kernels = in_few_kernels(h, gate, given, None if given is None else given.flatten().nonzero()[:, 0], into)
+        assert kernels.data_ptr() == into.data_ptr() and kernels.dtype == torch.float32
         torch.testing.assert_close(into, summed_gated_magnitude(h, gate, given), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(in_few_kernels(h, gate, given), into, rtol=1e-6, atol=1e-6)

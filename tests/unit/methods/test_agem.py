@@ -25,10 +25,10 @@ AGEM = {"name": "agem", "share": 0.5, "batch": 4}
 
 def projected(g: list[float], r: list[float]) -> list[float]:
     """Of vectors whose entries are parameters of their own: the projection is that of the whole vector."""
-    gradients, reference = ({str(place): torch.tensor([float(v)]) for place, v in enumerate(one)} for one in (g, r))
-    found = project(gradients, reference)
-    assert all(value.dtype == torch.float32 for value in found.values())
-    return [float(value) for value in found.values()]
+    gradients, reference = ({str(index): torch.tensor([float(v)]) for index, v in enumerate(item)} for item in (g, r))
+    result = project(gradients, reference)
+    assert all(value.dtype == torch.float32 for value in result.values())
+    return [float(value) for value in result.values()]
 
 
 def test_the_projection_of_two_vectors() -> None:
@@ -43,8 +43,8 @@ def test_a_gradient_that_agrees_or_has_nothing_to_agree_with_stays_as_it_is() ->
 
 def test_small_products_are_not_lost_in_large_sums() -> None:
     """In float32 1e8 - 2 is 1e8, and the product of these two would be 0."""
-    found = project({"g": torch.tensor([1e8, -2.0, -1e8])}, {"g": torch.ones(3)})["g"]
-    assert float(found[1]) == pytest.approx(-2 + 2 / 3)
+    gradient = project({"g": torch.tensor([1e8, -2.0, -1e8])}, {"g": torch.ones(3)})["g"]
+    assert float(gradient[1]) == pytest.approx(-2 + 2 / 3)
 
 
 def test_rows_are_drawn_from_all_earlier_tasks_by_the_steps_seed(lab: Lab) -> None:
@@ -73,9 +73,9 @@ def finished(lab: Lab, folder: Path, method: Any, **sections: Any) -> Storage:
 
 
 def test_one_task_is_the_learners_own_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
-    one = {"stream": {"tasks": lab.tasks[:1]}}
-    plain, found = (finished(lab, tmp_path / str(n), m, **one) for n, m in enumerate(("lora", AGEM)))
-    assert trace(found) == trace(plain) and matrix(found) == matrix(plain) and exported(found) == exported(plain)
+    item = {"stream": {"tasks": lab.tasks[:1]}}
+    plain, result = (finished(lab, tmp_path / str(n), m, **item) for n, m in enumerate(("lora", AGEM)))
+    assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
 
 
 @pytest.mark.parametrize("learner", ["lora", "finetune", "olora"])
@@ -86,10 +86,10 @@ def test_no_step_goes_against_the_earlier_tasks(
     products: list[tuple[float, float]] = []
 
     def observe_forward(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = project(gradients, reference)
-        before, after = (sum(float((one[n] * reference[n]).sum()) for n in one) for one in (gradients, found))
+        output = project(gradients, reference)
+        before, after = (sum(float((item[n] * reference[n]).sum()) for n in item) for item in (gradients, output))
         products.append((before, after))
-        return found
+        return output
 
     monkeypatch.setattr("raycl.methods.gradients.agem.project", observe_forward)
     finished(lab, tmp_path, {**AGEM, "learner": learner}, train={"epochs": 3, "learning_rate": 0.003})
@@ -101,13 +101,13 @@ def test_no_step_goes_against_the_earlier_tasks(
 
 def test_the_second_task_forgets_less(lab: Lab, tmp_path: Path) -> None:
     train = {"epochs": 4, "learning_rate": 0.03}
-    plain, found = (
+    plain, result = (
         finished(lab, tmp_path / str(number), method, train=train)
         for number, method in enumerate(("lora", {**AGEM, "share": 1.0, "batch": 14}))
     )
-    assert matrix(found)[0] == matrix(plain)[0]
-    assert matrix(found)[1][0] >= matrix(plain)[1][0]
-    assert trace(found)[-1][2] != trace(plain)[-1][2]
+    assert matrix(result)[0] == matrix(plain)[0]
+    assert matrix(result)[1][0] >= matrix(plain)[1][0]
+    assert trace(result)[-1][2] != trace(plain)[-1][2]
 
 
 @pytest.mark.parametrize("learner", ["lora", "finetune"])
@@ -127,9 +127,9 @@ def test_an_engine_that_shards_parameters_is_refused(lab: Lab) -> None:
 
 
 def test_the_first_phase_does_not_depend_on_the_buffer() -> None:
-    one, other = AgemConfig(share=0.1), AgemConfig(share=0.2, batch=3)
-    assert one.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b")) != {}
-    assert one.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
+    agem_config, other = AgemConfig(share=0.1), AgemConfig(share=0.2, batch=3)
+    assert agem_config.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b")) != {}
+    assert agem_config.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
 
 
 def test_a_learner_with_adapters_for_its_own_texts_is_refused(lab: Lab) -> None:

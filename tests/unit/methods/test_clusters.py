@@ -25,22 +25,22 @@ def drawn(*shape: int) -> torch.Tensor:
 def test_clusters_are_of_equal_size(rows: int, count: int) -> None:
     sizes = torch.bincount(sequential(rows, count))
     assert len(sizes) == min(rows, count) and int(sizes.max() - sizes.min()) <= 1
-    for found in (balanced_kmeans(drawn(rows, 6), count, 0), spectral(drawn(rows, rows).abs(), count, 0)):
-        assert torch.equal(torch.bincount(found).sort()[0], sizes.sort()[0])
+    for result in (balanced_kmeans(drawn(rows, 6), count, 0), spectral(drawn(rows, rows).abs(), count, 0)):
+        assert torch.equal(torch.bincount(result).sort()[0], sizes.sort()[0])
     assert torch.equal(balanced_kmeans(drawn(rows, 6), count, 0), balanced_kmeans(drawn(rows, 6), count, 0))
 
 
 def test_kmeans_finds_rows_of_one_direction_whatever_their_length() -> None:
     directions = torch.eye(4).repeat(3, 1) * torch.rand(12, 1, generator=torch.Generator().manual_seed(1)).add(0.1)
-    found = balanced_kmeans(directions, 4, 3).view(3, 4)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and len(set(found[0].tolist())) == 4
+    viewed = balanced_kmeans(directions, 4, 3).view(3, 4)
+    assert torch.equal(viewed[0], viewed[1]) and torch.equal(viewed[0], viewed[2]) and len(set(viewed[0].tolist())) == 4
 
 
 def test_spectral_clusters_are_the_blocks_of_the_affinity() -> None:
     block = torch.arange(12) % 3
     affinity = (block.unsqueeze(0) == block.unsqueeze(1)).float() + 0.01
-    found = spectral(affinity, 3, 0)
-    assert torch.equal(found.unsqueeze(0) == found.unsqueeze(1), block.unsqueeze(0) == block.unsqueeze(1))
+    result = spectral(affinity, 3, 0)
+    assert torch.equal(result.unsqueeze(0) == result.unsqueeze(1), block.unsqueeze(0) == block.unsqueeze(1))
 
 
 def test_a_cluster_has_the_sum_of_its_members() -> None:
@@ -56,7 +56,7 @@ def test_co_magnitude_sums_products_of_magnitudes_over_real_tokens() -> None:
     units = CoMagnitude(layout, torch.device("cpu"))
     y = torch.tensor([[[1.0, -2.0, 3.0], [-1.0, 1.0, 1.0], [9.0, 9.0, 9.0]]])
     units.add(key, y, torch.tensor([[1.0, 1.0, 0.0]]))
-    assert [found.tolist() for found in units.affinities[key]] == [[[2.0, 3.0], [3.0, 5.0]], [[10.0]]]
+    assert [affinity.tolist() for affinity in units.affinities[key]] == [[[2.0, 3.0], [3.0, 5.0]], [[10.0]]]
 
 
 @pytest.mark.parametrize("method", ["finetune", "lora"])
@@ -88,7 +88,7 @@ def test_clusters_stay_for_the_task_and_survive_a_stop(lab: Lab, tmp_path: Any, 
 
 
 def test_rows_of_b_alone_make_other_clusters_than_the_merged_weight(lab: Lab) -> None:
-    found = {}
+    collected = {}
     for way in ("weight", "lora_b"):
         started = Started(lab, "bert", "lora", clusters=4, cluster_by=way, layers=["attention.query"])
         layers = observed_layers(started.migu.method.backbone, started.migu.config.layers, False)
@@ -96,11 +96,11 @@ def test_rows_of_b_alone_make_other_clusters_than_the_merged_weight(lab: Lab) ->
             if getattr(layer, "lora_B", None) is not None:
                 draw = torch.Generator().manual_seed(len(path))
                 layer.lora_B.data = torch.randn(layer.lora_B.shape, generator=draw)
-        found[way] = weight_clusters(started.migu._layout, layers, 4, 0, alone=way == "lora_b")
+        collected[way] = weight_clusters(started.migu._layout, layers, 4, 0, alone=way == "lora_b")
         units = next(units for (_, part), units in started.migu._layout.units.items() if part == "output")
         if way == "lora_b":
-            assert torch.equal(found[way][units.place], balanced_kmeans(layers[units.path].lora_B.detach(), 4, 0))
-    assert not torch.equal(found["weight"], found["lora_b"])
+            assert torch.equal(collected[way][units.place], balanced_kmeans(layers[units.path].lora_B.detach(), 4, 0))
+    assert not torch.equal(collected["weight"], collected["lora_b"])
 
 
 def test_members_share_a_bit(lab: Lab) -> None:

@@ -52,11 +52,11 @@ def test_every_attention_and_feed_forward_linear_has_its_units(lab: Lab, kind: s
     blocks = [name for name in linears if name.rpartition(".")[2] not in ("lm_head", "dense_pooler")]
     covered = {name.removesuffix(".weight") for name in method.sides if name.endswith(".weight")}
     assert covered == {name for name in blocks if "pooler" not in name}
-    heads = [one for one in method.units if one.width > 1]
-    assert all(one.count == model.config.num_attention_heads and len(one.writers) == 3 for one in heads)
-    inner = [one for one in method.units if one.writers and one.width == 1]
+    heads = [unit for unit in method.units if unit.width > 1]
+    assert all(unit.count == model.config.num_attention_heads and len(unit.writers) == 3 for unit in heads)
+    inner = [unit for unit in method.units if unit.writers and unit.width == 1]
     gated_blocks = kind == "llama"
-    assert all(len(one.writers) == 1 + gated_blocks for one in inner)
+    assert all(len(unit.writers) == 1 + gated_blocks for unit in inner)
 
 
 def test_grouped_heads_share_keys_and_values_and_two_linears_in_one_have_each_unit_twice() -> None:
@@ -80,20 +80,20 @@ def test_a_backbone_with_queries_keys_and_values_in_one_linear_is_refused() -> N
 
 
 def test_importance_is_standardized_in_each_layer() -> None:
-    found = standardized(torch.tensor([1.0, 2.0, 3.0]))
-    torch.testing.assert_close(found, torch.tensor([1.0, 0.0, 1.0]).tanh())
+    result = standardized(torch.tensor([1.0, 2.0, 3.0]))
+    torch.testing.assert_close(result, torch.tensor([1.0, 0.0, 1.0]).tanh())
     assert standardized(torch.tensor([5.0, 5.0])).tolist() == [0.0, 0.0]
-    torch.testing.assert_close(standardized(torch.tensor([10.0, 20.0, 30.0])), found)
+    torch.testing.assert_close(standardized(torch.tensor([10.0, 20.0, 30.0])), result)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_domains_importance_is_the_gradient_of_its_loss(lab: Lab, kind: str) -> None:
     method, context = started(lab, kind, sample=100)
-    found = begin_phase(context)
+    phase = begin_phase(context)
     assert method.importance is None, "general=false"
     if context.backbone.head is not None:
         torch.nn.init.normal_(context.backbone.head.weight)  # type: ignore[arg-type]
-    end_phase(context, found)
+    end_phase(context, phase)
     assert method.importance is not None
     unit = method.units[-1]
     ones = torch.ones(unit.count, requires_grad=True)
@@ -146,8 +146,8 @@ def test_the_disagreement_by_hand(lab: Lab) -> None:
     method.backbone.text_states = lambda batch: (next(given), batch.source_mask)  # type: ignore[method-assign]
     total = 0.0
     for row, mask in enumerate(batch.source_mask):
-        for place in range(int(mask.sum())):
-            p, q = (one[row, place].softmax(0) for one in states)
+        for index in range(int(mask.sum())):
+            p, q = (state[row, index].softmax(0) for state in states)
             total += float((p * (p / q).log()).sum())
     assert float(method._disagreement(batch).detach()) == pytest.approx(total, rel=1e-4)
 
@@ -163,24 +163,24 @@ def test_gradients_are_scaled_by_the_unit_of_their_row_or_head(lab: Lab, kind: s
     ones = {name: torch.ones_like(own[name]) for name in trained_names(context.backbone)}
     assert method.transform_gradients(ones) is ones, "nothing is important yet"
     method.importance = torch.rand(method.units[-1].count + method.slices[method.units[-1].gate_point].start)
-    found = method.transform_gradients(ones)
-    for one in method.units:
-        value = method.importance[method.slices[one.gate_point]]
-        weight = found[f"model.{one.path}.weight"]
-        if one.side == "output":
+    gradients = method.transform_gradients(ones)
+    for unit in method.units:
+        value = method.importance[method.slices[unit.gate_point]]
+        weight = gradients[f"model.{unit.path}.weight"]
+        if unit.side == "output":
             torch.testing.assert_close(weight[:, 0], 1 - value)
-        elif one.width > 1:
-            torch.testing.assert_close(weight[0].view(one.count, -1)[:, 0], 1 - value)
-        for writer in one.writers:
-            rows = found[f"model.{writer}.weight"][:, 0]
-            expected = 1 - value if one.width == 1 else 1 - value.repeat_interleave(one.width)
+        elif unit.width > 1:
+            torch.testing.assert_close(weight[0].view(unit.count, -1)[:, 0], 1 - value)
+        for writer in unit.writers:
+            rows = gradients[f"model.{writer}.weight"][:, 0]
+            expected = 1 - value if unit.width == 1 else 1 - value.repeat_interleave(unit.width)
             torch.testing.assert_close(rows, expected)
     covered = {f"model.{name}" for name in parameters_of(context.backbone.model, method.units)}
-    assert all(torch.equal(found[name], ones[name]) for name in ones if name not in covered)
+    assert all(torch.equal(gradients[name], ones[name]) for name in ones if name not in covered)
 
 
-def _cosine(one: Tensor, other: Tensor) -> float:
-    return float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+def _cosine(item: Tensor, other: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(item, other, dim=0))
 
 
 def test_the_contrast_by_hand() -> None:
@@ -193,7 +193,7 @@ def test_the_contrast_by_hand() -> None:
     for row in range(2):
         scores = torch.tensor([_cosine(first[row], second[row]), _cosine(first[row], third[row])]) / 0.5
         assert float(own[row]) == pytest.approx(-float(scores.log_softmax(0)[0]), rel=1e-5)
-        others = [_cosine(first[row], one) / 0.5 for one in (*second[:2], *third[:2])]
+        others = [_cosine(first[row], item) / 0.5 for item in (*second[:2], *third[:2])]
         assert float(both[row]) == pytest.approx(-float(torch.tensor(others).log_softmax(0)[row]), rel=1e-5)
 
 
@@ -212,7 +212,7 @@ def test_features_are_means_of_whole_texts_and_important_units_are_scaled(lab: L
     assert second is not None and abs(float(second.detach()) - float(first.detach())) > 1e-4
     alone = [method.penalty(_row(batch, row), None) for row in range(4)]  # type: ignore[arg-type]
     counts = [loss_count(_row(batch, row)) for row in range(4)]
-    mean = sum(float(one.detach()) * n for one, n in zip(alone, counts, strict=True)) / sum(counts)  # type: ignore[union-attr]
+    mean = sum(float(item.detach()) * n for item, n in zip(alone, counts, strict=True)) / sum(counts)  # type: ignore[union-attr]
     assert float(second.detach()) == pytest.approx(mean, rel=1e-3), "no text depends on the others"
 
 
@@ -224,7 +224,7 @@ def _row(batch: Batch, row: int) -> Batch:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputation_changes_neither_importance_nor_gradients(lab: Lab, kind: str) -> None:
-    found = []
+    collected = []
     for again in (False, True):
         sections = {"backbone": {"dropout": 0.1, "gradient_checkpointing": again}}
         method, context = started(lab, kind, sections, general=True)
@@ -236,10 +236,10 @@ def test_recomputation_changes_neither_importance_nor_gradients(lab: Lab, kind: 
         assert penalty is not None
         penalty.backward()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in context.backbone.parameters() if p.grad is not None]
-        found.append([method.importance, *gradients])
-    assert len(found[0]) > 10
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+        collected.append([method.importance, *gradients])
+    assert len(collected[0]) > 10
+    for item, other in zip(*collected, strict=True):
+        torch.testing.assert_close(item, other, atol=1e-4, rtol=1e-3)
 
 
 def test_hidden_words_are_put_back_for_features(lab: Lab) -> None:

@@ -35,13 +35,13 @@ def started(lab: Lab, kind: str = "llama", **sections: Any) -> tuple[Demix, Trai
 
 def learn(context: TrainingContext, index: int, value: float) -> TaskContext:
     """A phase whose adapter ends with this value in all of B."""
-    found = begin_phase(context, index)
+    phase = begin_phase(context, index)
     with torch.no_grad():
         for name, parameter in context.backbone.named_parameters():
             if name.endswith("lora_B") and parameter.requires_grad:
                 parameter.fill_(value)
-    end_phase(context, found)
-    return found
+    end_phase(context, phase)
+    return phase
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
@@ -65,12 +65,12 @@ def test_a_task_begins_as_the_earlier_adapter_with_the_lowest_loss(lab: Lab, kin
 
 def losses_of(method: Demix, context: TrainingContext) -> dict[str, float]:
     """Of each earlier adapter on the rows of the third task."""
-    data, found = PhaseData(context, context.phases[2], WORLD), {}
+    data, losses = PhaseData(context, context.phases[2], WORLD), {}
     for name in ("colour", "animal"):
         method._compared = name
-        found[name] = data.mean_loss()
+        losses[name] = data.mean_loss()
     method._compared = ""
-    return found
+    return losses
 
 
 def test_the_mean_loss_by_hand_and_of_no_more_rows_than_asked_for(lab: Lab) -> None:
@@ -79,13 +79,13 @@ def test_the_mean_loss_by_hand_and_of_no_more_rows_than_asked_for(lab: Lab) -> N
     backbone, codec = context.backbone, context.backbone.codec
     data = PhaseData(context, context.phases[1], WORLD)
     method._compared = "colour"
-    found = data.mean_loss()
+    mean_loss = data.mean_loss()
     (batch,) = eval_batches(context.stream.table(context.stream.tasks[1], "train", codec), None, 0, 1, 14, codec.pad_id)
     with torch.no_grad(), activate(method, Mixture.same({"colour": 1.0}, len(batch))):
         guesses = backbone.guesses(batch)
     total = cross_entropy(guesses.logits, guesses.labels, reduction="sum", ignore_index=-100)
-    assert found == pytest.approx(float(total) / loss_count(batch), rel=1e-5)
-    assert data.mean_loss(4) != pytest.approx(found, rel=1e-5), "one batch of 4 rows"
+    assert mean_loss == pytest.approx(float(total) / loss_count(batch), rel=1e-5)
+    assert data.mean_loss(4) != pytest.approx(mean_loss, rel=1e-5), "one batch of 4 rows"
 
 
 def test_without_shared_labels_a_task_goes_on_from_the_newest_adapter(lab: Lab) -> None:

@@ -102,14 +102,14 @@ def by_hand(context: TrainingContext, batches: list[Batch], mixed: list[Batch]) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_steps_objective_is_the_papers_whatever_the_accumulation(lab: Lab, kind: str) -> None:
-    found = []
+    collected = []
     for micro in (None, 1):
         context, task = second_task(lab, kind, micro, alpha=0.7, beta=0.3, rows_per_row=2)
         batches, mixed = prepared(context, task)
         value, gradients = objective(context, mixed)
         assert value == pytest.approx(by_hand(context, batches, mixed), rel=1e-4)
-        found.append((value, gradients))
-    (whole, gradients), (parts, others) = found
+        collected.append((value, gradients))
+    (whole, gradients), (parts, others) = collected
     assert whole == pytest.approx(parts, rel=1e-5)
     assert all(torch.allclose(gradient, others[name], atol=1e-5) for name, gradient in gradients.items())
 
@@ -146,9 +146,11 @@ def test_the_squared_error_by_hand() -> None:
 
 
 def test_stored_outputs_of_rows_keep_their_positions() -> None:
-    one = StoredOutputs(torch.tensor([[1.0], [2.0], [3.0]]), torch.zeros(3, 1, dtype=torch.int32), torch.tensor([1, 2]))
+    stored_outputs = StoredOutputs(
+        torch.tensor([[1.0], [2.0], [3.0]]), torch.zeros(3, 1, dtype=torch.int32), torch.tensor([1, 2])
+    )
     two = StoredOutputs(torch.tensor([[4.0, 5.0]]), torch.ones(1, 2, dtype=torch.int32), torch.tensor([1]))
-    both = StoredOutputs.below([one, two])
+    both = StoredOutputs.below([stored_outputs, two])
     assert both.select(torch.tensor([2, 1]))[0].tolist() == [[4, 5], [2, -torch.inf], [3, -torch.inf]]
     again = StoredOutputs.of(both.tensors())
     assert again.values.equal(both.values) and again.counts.equal(both.counts) and again.columns.equal(both.columns)
@@ -183,21 +185,21 @@ def test_a_stored_text_hides_the_same_words_whenever_it_is_read(lab: Lab) -> Non
 
 def test_without_weights_a_step_is_the_learners_own(lab: Lab, tmp_path: Path) -> None:
     settings = {"name": "der++", "alpha": 0, "beta": 0}
-    found = []
+    collected = []
     for number, method in enumerate(("lora", settings)):
         storage = Storage.at(tmp_path / str(number))
         run(lab.config("bert", method, train={"optimizer": "sgd"}), storage)
-        found.append(storage)
-    plain, held = (trace(storage) for storage in found)
+        collected.append(storage)
+    plain, held = (trace(storage) for storage in collected)
     assert [step[3] for step in held] == pytest.approx([step[3] for step in plain], rel=1e-3), "gradient norms"
-    assert [step[2] for step in held[:4]] == [step[2] for step in plain[:4]] and exported(found[0]).keys()
+    assert [step[2] for step in held[:4]] == [step[2] for step in plain[:4]] and exported(collected[0]).keys()
 
 
 def test_the_first_phase_does_not_depend_on_the_weights() -> None:
-    one, other = DerConfig(alpha=1, beta=0.2), DerConfig(rows_per_row=3)
-    assert one.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b")) != {}
-    assert one.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
-    assert one.cache_key(0, ("a",)) != DerConfig(share=0.1).cache_key(0, ("a",)), "outputs are stored in it"
+    der_config, other = DerConfig(alpha=1, beta=0.2), DerConfig(rows_per_row=3)
+    assert der_config.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b")) != {}
+    assert der_config.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
+    assert der_config.cache_key(0, ("a",)) != DerConfig(share=0.1).cache_key(0, ("a",)), "outputs are stored in it"
 
 
 def test_a_learner_with_adapters_for_its_own_texts_is_refused(lab: Lab) -> None:

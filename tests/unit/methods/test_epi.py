@@ -61,11 +61,11 @@ def test_a_tasks_own_adapter_and_label_rows_are_trained(lab: Lab, value: str) ->
 def test_statistics_are_of_the_frozen_models_mean_states_of_all_training_texts(lab: Lab, kind: str) -> None:
     """Whatever is trained, and however few steps that takes."""
     context = started(lab, kind, train={"max_steps": 1})
-    method, found = method_of(context), begin_phase(context)
+    method, phase = method_of(context), begin_phase(context)
     for name, parameter in context.backbone.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=3.0)
-    end_phase(context, found)
+    end_phase(context, phase)
     batch = rows_of(context, 0)
     states = context.backbone.hidden_states(batch.source_ids, batch.source_mask)
     queries = torch.stack([own[mask.bool()].mean(0) for own, mask in zip(states, batch.source_mask, strict=True)])
@@ -86,11 +86,11 @@ def test_each_text_gets_the_adapter_of_the_nearest_class(lab: Lab) -> None:
         assert own.names == (["colour", "animal"][index],) and (own.weights == 1).all(), "in training its own"
         learned = end_phase(context, begun)
     batch = rows_of(context, 1)
-    found = routed(method, learned, batch)
-    assert found.names == ("colour", "animal") and found.weights.sum(1).tolist() == [1.0] * len(batch)
-    assert found.weights[:, 1].mean() > 0.7, "training texts of the second task"
+    result = routed(method, learned, batch)
+    assert result.names == ("colour", "animal") and result.weights.sum(1).tolist() == [1.0] * len(batch)
+    assert result.weights[:, 1].mean() > 0.7, "training texts of the second task"
     assert trained_names(context.backbone) == []
-    summary = method.summary({"animal": found.weights.mean(0)})
+    summary = method.summary({"animal": result.weights.mean(0)})
     assert summary["chosen"]["adapters"] == ["colour", "animal"] and sum(summary["chosen"]["test"]["animal"]) == 1
 
 
@@ -99,7 +99,7 @@ def test_dev_texts_that_are_kept_tell_unknown_texts_in_every_answer(lab: Lab, tm
     done = run(config, Storage.at(tmp_path)).storage
     asked = ["fire is warm", "blue sky cat much : Output a a a a"]
     with listening(Bank(done.sub("bank"))) as wire:
-        routed = [one["raycl"]["ood_score"] for one in wire.post("/v1/route", {"input": asked}).json()["data"]]
+        routed = [item["raycl"]["ood_score"] for item in wire.post("/v1/route", {"input": asked}).json()["data"]]
         chats = [{"messages": [{"role": "user", "content": text}], "max_tokens": 2} for text in asked]
         answers = [wire.post("/v1/chat/completions", chat).json()["raycl"]["ood_score"] for chat in chats]
         prompts = [{"prompt": text, "max_tokens": 2, "raycl": {"template": True}} for text in asked]
@@ -128,8 +128,8 @@ def test_served_texts_get_the_adapter_and_the_answers_of_the_run(
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5, decoding=decoding) as client:
         with client.paused():
-            replies = [client.ask(one.text, sampling=sampling) for one in asked]
+            replies = [client.ask(item.text, sampling=sampling) for item in asked]
         chosen = [max(reply.metadata.weights, key=lambda name: reply.metadata.weights[name]) for reply in replies]
         assert set(chosen) == {"colour", "animal"}
-        for one, reply in zip(asked, replies, strict=True):
-            assert (reply.label if kind == "bert" else reply.text) == one.answer
+        for item, reply in zip(asked, replies, strict=True):
+            assert (reply.label if kind == "bert" else reply.text) == item.answer

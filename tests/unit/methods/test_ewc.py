@@ -37,9 +37,9 @@ def begun(lab: Lab, kind: str = "bert", **settings: Any) -> tuple[Ewc, TrainingC
 def penalty_of(method: Ewc) -> Tensor:
     batch: Batch = NOTHING
     output: Output = NOTHING
-    found = method.penalty(batch, output)
-    assert found is not None
-    return found
+    penalty = method.penalty(batch, output)
+    assert penalty is not None
+    return penalty
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,19 +62,19 @@ def test_gradients_of_rows_are_those_without_dropout(lab: Lab) -> None:
     with torch.no_grad():
         weight = dict(context.backbone.named_parameters())["head.weight"]
         weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    one, two = ([found for _, found in task.row_gradients([(context.stream.tasks[0], np.arange(2))])] for _ in "ab")
-    for first, second in zip(one, two, strict=True):
+    item, two = ([result for _, result in task.row_gradients([(context.stream.tasks[0], np.arange(2))])] for _ in "ab")
+    for first, second in zip(item, two, strict=True):
         assert all(torch.equal(value, second[name]) for name, value in first.items())
-    assert any(bool(value.any()) for name, value in one[0].items() if ".lora_B" in name)
+    assert any(bool(value.any()) for name, value in item[0].items() if ".lora_B" in name)
 
 
 def test_gradients_of_outputs_are_those_of_the_true_label(lab: Lab) -> None:
     """A label's bias is its own logit's only term."""
     _, context, task = begun(lab)
     rows = [(context.stream.tasks[0], np.arange(3))]
-    found = [gradients["head.bias"].tolist() for _, gradients in task.row_gradients(rows, of="outputs")]
+    lists = [gradients["head.bias"].tolist() for _, gradients in task.row_gradients(rows, of="outputs")]
     assert context.backbone.head is not None and context.backbone.head.labels == ["blue", "red"]
-    assert found == [[0, 1], [1, 0], [0, 1]], "red, blue, red"
+    assert lists == [[0, 1], [1, 0], [0, 1]], "red, blue, red"
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
@@ -82,13 +82,13 @@ def test_outputs_of_a_text_are_the_logits_of_its_tokens(lab: Lab, kind: str) -> 
     _, context, task = begun(lab, kind, learner="finetune")
     backbone, rows = context.backbone, np.array([1])
     ((_, gradients),) = task.row_gradients([(context.stream.tasks[0], rows)], of="outputs")
-    found = {name: p for name, p in backbone.named_parameters() if name in gradients}
+    probabilities = {name: p for name, p in backbone.named_parameters() if name in gradients}
     data = task.worker._collate([(context.stream.tasks[0], rows)])(np.array([0]), 1)
     logits_MV = backbone(data).logits
     tokens = data.target_ids[0].tolist()
-    summed = torch.stack([logits_MV[place, token] for place, token in enumerate(tokens)]).sum()
-    expected = torch.autograd.grad(summed, list(found.values()), allow_unused=True)
-    for name, gradient in zip(found, expected, strict=True):
+    summed = torch.stack([logits_MV[index, token] for index, token in enumerate(tokens)]).sum()
+    expected = torch.autograd.grad(summed, list(probabilities.values()), allow_unused=True)
+    for name, gradient in zip(probabilities, expected, strict=True):
         assert gradient is None or torch.allclose(gradients[name], gradient, atol=1e-5), name
 
 
@@ -100,8 +100,8 @@ def test_fisher_information_squares_the_gradient_of_each_row(lab: Lab) -> None:
 
 
 def test_fisher_information_of_tasks_is_merged() -> None:
-    one, two, three = (torch.tensor([value]) for value in (6.0, 2.0, 1.0))
-    first = merged(one, torch.zeros(1), 0)
+    item, two, three = (torch.tensor([value]) for value in (6.0, 2.0, 1.0))
+    first = merged(item, torch.zeros(1), 0)
     second = merged(two, first, 1)
     assert (first.item(), second.item(), merged(three, second, 2).item()) == (6, 4, 3)
 
@@ -130,8 +130,8 @@ def test_rows_of_labels_are_found_by_their_names(lab: Lab) -> None:
     kept = {"head.bias": torch.tensor([1.0, 2.0])}
     assert in_present_rows(kept, ["red", "blue"], context.backbone)["head.bias"].tolist() == [2, 1, 0]
     columns = {"head.bias": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
-    found = in_present_rows(columns, ["blue", "red"], context.backbone, axis=1)["head.bias"]
-    assert found.tolist() == [[1, 2, 0], [3, 4, 0]]
+    result = in_present_rows(columns, ["blue", "red"], context.backbone, axis=1)["head.bias"]
+    assert result.tolist() == [[1, 2, 0], [3, 4, 0]]
 
 
 def finished(lab: Lab, folder: Path, method: Any, **sections: Any) -> tuple[Storage, TrainingContext]:
@@ -141,8 +141,8 @@ def finished(lab: Lab, folder: Path, method: Any, **sections: Any) -> tuple[Stor
 
 def test_without_weight_it_is_the_learner_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
     ewc = {"name": "ewc", "weight": 0.0}
-    plain, found = (finished(lab, tmp_path / str(number), m)[0] for number, m in enumerate(("lora", ewc)))
-    assert trace(found) == trace(plain) and matrix(found) == matrix(plain) and exported(found) == exported(plain)
+    plain, result = (finished(lab, tmp_path / str(number), m)[0] for number, m in enumerate(("lora", ewc)))
+    assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
 
 
 @pytest.mark.parametrize("learner", ["lora", "finetune", "l2p"])
@@ -184,7 +184,7 @@ def test_engines_that_shard_parameters_and_other_schedules_are_refused(lab: Lab)
 
 
 def test_the_first_phase_depends_on_the_rows_alone() -> None:
-    one, other = EwcConfig(weight=1.0), EwcConfig(weight=2.0, merge="sum")
-    assert one.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b"))
-    assert one.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
-    assert one.cache_key(0, ("a", "b")) != EwcConfig(weight=1.0, rows=3).cache_key(0, ("a", "b"))
+    ewc_config, other = EwcConfig(weight=1.0), EwcConfig(weight=2.0, merge="sum")
+    assert ewc_config.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b"))
+    assert ewc_config.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
+    assert ewc_config.cache_key(0, ("a", "b")) != EwcConfig(weight=1.0, rows=3).cache_key(0, ("a", "b"))

@@ -74,15 +74,15 @@ def test_a_gate_by_hand(key: list[float], gate: float) -> None:
 
 
 def test_gates_of_tasks_do_not_depend_on_one_another() -> None:
-    found, texts = TaskGates(6, 4), torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    task_gates, texts = TaskGates(6, 4), torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     for number, task in enumerate("abc"):
-        found.begin(task, number)
-        alone = found(texts)[:, -1].detach()
-        found.end({part: getattr(found, part) for part in PARTS})
-        torch.testing.assert_close(found(texts)[:, -1], alone)
-    assert found.names == ("a", "b", "c") and found(texts).shape == (5, 3)
-    assert torch.equal(found.frozen["a"]["up"], found.frozen["c"]["up"]), "D and U go from task to task"
-    assert not torch.equal(found.frozen["a"]["key"], found.frozen["c"]["key"])
+        task_gates.begin(task, number)
+        alone = task_gates(texts)[:, -1].detach()
+        task_gates.end({part: getattr(task_gates, part) for part in PARTS})
+        torch.testing.assert_close(task_gates(texts)[:, -1], alone)
+    assert task_gates.names == ("a", "b", "c") and task_gates(texts).shape == (5, 3)
+    assert torch.equal(task_gates.frozen["a"]["up"], task_gates.frozen["c"]["up"]), "D and U go from task to task"
+    assert not torch.equal(task_gates.frozen["a"]["key"], task_gates.frozen["c"]["key"])
 
 
 def test_what_gates_cannot_read_is_refused() -> None:
@@ -119,10 +119,10 @@ def constraint_of(inputs: int, held: int, complement: bool) -> tuple[FeatureSubs
     draw = torch.Generator().manual_seed(1)
     whole = torch.linalg.qr(torch.randn(inputs, inputs, generator=draw, dtype=torch.float64))[0]
     basis, rest = whole[:, :held], whole[:, held:]
-    found = FeatureSubspaces()
+    feature_subspaces = FeatureSubspaces()
     for part in PARTS:
-        found.set(part, Subspace(rest, complement=True) if complement else Subspace(basis))
-    return found, basis
+        feature_subspaces.set(part, Subspace(rest, complement=True) if complement else Subspace(basis))
+    return feature_subspaces, basis
 
 
 @pytest.mark.parametrize("complement", [False, True])
@@ -135,11 +135,11 @@ def test_updates_keep_off_the_subspace(shape: tuple[int, ...], complement: bool)
     torch.testing.assert_close(projected @ basis, before.double() @ basis)
     outside = torch.eye(6, dtype=torch.float64) - basis @ basis.T
     torch.testing.assert_close(projected @ outside, after.double() @ outside)
-    found = constraint("gates.down", before, after)
-    torch.testing.assert_close(found.norm(dim=-1), after.norm(dim=-1))
-    cosines = torch.cosine_similarity(found.double(), projected, dim=-1)
+    result = constraint("gates.down", before, after)
+    torch.testing.assert_close(result.norm(dim=-1), after.norm(dim=-1))
+    cosines = torch.cosine_similarity(result.double(), projected, dim=-1)
     torch.testing.assert_close(cosines, torch.ones_like(cosines)), "rows are stretched, not turned"
-    assert found.dtype == torch.float32 and set(constraint.names) == {"gates.down", "gates.up", "gates.key"}
+    assert result.dtype == torch.float32 and set(constraint.names) == {"gates.down", "gates.up", "gates.key"}
 
 
 class Halfway:
@@ -154,21 +154,21 @@ class Halfway:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_constrains_what_the_optimizer_did(lab: Lab, engine: str) -> None:
     """Two steps of Adam at a rate of 0.01, whose moments stay what they are: 0.01 a step, and half of that."""
-    found = {}
+    collected = {}
     for constraint in (None, Halfway()):
         context, open_engine = build(lab.config("bert", "lora", ENGINES[engine]), WORLD)
         begin_phase(context)
-        one = open_engine(1, 4)
-        one.restore(one.parameters(trained_names(context.backbone)), one.optimizer_state(), 0)
+        item = open_engine(1, 4)
+        item.restore(item.parameters(trained_names(context.backbone)), item.optimizer_state(), 0)
         values = []
         for _ in range(2):
             with activate_batch(context.method, batch_of(context)):
-                one.backward(one.forward(batch_of(context)).loss_sum, 6.0)
-            one.step(constraint=constraint)
-            values.append(one.parameters(["head.bias", "head.weight"]))
-        one.close()
-        found[constraint is None] = values
-    free, bound = found[True], found[False]
+                item.backward(item.forward(batch_of(context)).loss_sum, 6.0)
+            item.step(constraint=constraint)
+            values.append(item.parameters(["head.bias", "head.weight"]))
+        item.close()
+        collected[constraint is None] = values
+    free, bound = collected[True], collected[False]
     assert bool(free[0]["head.bias"].any())
     torch.testing.assert_close(bound[0]["head.bias"], free[0]["head.bias"] / 2)
     torch.testing.assert_close(bound[0]["head.weight"], free[0]["head.weight"])
@@ -197,7 +197,7 @@ def test_the_newest_lora_and_gate_are_trained(lab: Lab, base: str, low: bool) ->
     for part in PARTS:
         gradient = getattr(method.gates, part).grad
         assert gradient is not None and bool(gradient.any())
-    assert not any(one.requires_grad for held in method.gates.frozen.values() for one in held.values())
+    assert not any(item.requires_grad for held in method.gates.frozen.values() for item in held.values())
 
 
 def test_a_new_key_lies_outside_the_features_of_earlier_tasks(lab: Lab) -> None:
@@ -257,12 +257,12 @@ def test_texts_without_prompts_are_refused(lab: Lab) -> None:
 
 
 def test_single_tasks_have_no_gates(lab: Lab, tmp_path: Path) -> None:
-    found = []
+    collected = []
     for method in ("inflora", {"name": "gainlora", "gate_width": 8}):
-        storage = Storage.at(tmp_path / str(len(found)))
+        storage = Storage.at(tmp_path / str(len(collected)))
         run(lab.config("bert", ("separate", method)), storage)
-        found.append((trace(storage), matrix(storage)))
-    assert found[0] == found[1]
+        collected.append((trace(storage), matrix(storage)))
+    assert collected[0] == collected[1]
 
 
 def test_the_snapshot_holds_the_gates(complete: Complete, tmp_path: Path) -> None:

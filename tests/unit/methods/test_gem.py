@@ -25,13 +25,13 @@ GEM = {"name": "gem", "rows": 7}
 
 def named(vector: list[float]) -> dict[str, Tensor]:
     """A gradient whose entries are parameters of their own: the projection is that of the whole vector."""
-    return {str(place): torch.tensor([float(value)]) for place, value in enumerate(vector)}
+    return {str(index): torch.tensor([float(value)]) for index, value in enumerate(vector)}
 
 
 def projected(g: list[float], *references: list[float], margin: float = 0.0) -> list[float]:
-    found = project(named(g), [named(reference) for reference in references], margin)
-    assert all(value.dtype == torch.float32 for value in found.values())
-    return [float(value) for value in found.values()]
+    result = project(named(g), [named(reference) for reference in references], margin)
+    assert all(value.dtype == torch.float32 for value in result.values())
+    return [float(value) for value in result.values()]
 
 
 def test_the_projection_by_hand() -> None:
@@ -73,9 +73,9 @@ def finished(lab: Lab, folder: Path, method: Any, **sections: Any) -> Storage:
 
 
 def test_one_task_is_the_learners_own_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
-    one = {"stream": {"tasks": lab.tasks[:1]}}
-    plain, found = (finished(lab, tmp_path / str(n), m, **one) for n, m in enumerate(("lora", GEM)))
-    assert trace(found) == trace(plain) and matrix(found) == matrix(plain) and exported(found) == exported(plain)
+    item = {"stream": {"tasks": lab.tasks[:1]}}
+    plain, result = (finished(lab, tmp_path / str(n), m, **item) for n, m in enumerate(("lora", GEM)))
+    assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
 
 
 @pytest.mark.parametrize("learner", ["lora", "finetune"])
@@ -86,11 +86,11 @@ def test_no_step_goes_against_an_earlier_task(
     products: list[tuple[float, float]] = []
 
     def observed(gradients: Any, references: Any, margin: float) -> dict[str, Tensor]:
-        found = project(gradients, references, margin)
-        least = (min(product(one, r) for r in references) for one in (gradients, found))
+        result = project(gradients, references, margin)
+        least = (min(product(item, r) for r in references) for item in (gradients, result))
         products.append((*least,))
         assert len(references) == (1 if len(products) <= 4 else 2)
-        return found
+        return result
 
     monkeypatch.setattr("raycl.methods.gradients.gem.project", observed)
     tasks = [*lab.tasks, {**lab.tasks[0], "name": "again"}]
@@ -109,7 +109,7 @@ def test_what_it_cannot_work_with_is_refused(lab: Lab) -> None:
 
 
 def test_the_first_phase_does_not_depend_on_stored_rows() -> None:
-    one, other = GemConfig(rows=2), GemConfig(margin=0.1)
-    assert one.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b"))
-    assert one.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
-    assert one.rereads_rows and one.keeps_data
+    gem_config, other = GemConfig(rows=2), GemConfig(margin=0.1)
+    assert gem_config.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b"))
+    assert gem_config.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
+    assert gem_config.rereads_rows and gem_config.keeps_data

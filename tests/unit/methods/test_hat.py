@@ -49,7 +49,7 @@ def states(context: TrainingContext, batch: Batch) -> Tensor:
 def test_masks_are_factors_on_heads_inner_units_and_outputs(lab: Lab, kind: str) -> None:
     """The masked model is the model whose projections have scaled rows and columns: what is exported."""
     method, context = started(lab, kind)
-    found = begin_phase(context)
+    phase = begin_phase(context)
     context.backbone.eval()
     batch = batch_of(context)
     with activate(method, None):
@@ -59,7 +59,7 @@ def test_masks_are_factors_on_heads_inner_units_and_outputs(lab: Lab, kind: str)
     with activate_batch(method, batch):
         trained = states(context, batch)
     assert not torch.allclose(trained, bare, atol=1e-3)
-    learned = end_phase(context, found)
+    learned = end_phase(context, phase)
     assert learned is not None and not learned.adapters
     with activate(method, routed(method, learned, batch, "colour")):
         torch.testing.assert_close(states(context, batch), trained, atol=1e-5, rtol=1e-4)
@@ -74,7 +74,7 @@ def test_masks_are_factors_on_heads_inner_units_and_outputs(lab: Lab, kind: str)
 
 @pytest.mark.parametrize("name", ["hat", "hat-adapter"])
 def test_gradients_survive_recomputation(lab: Lab, name: str) -> None:
-    found = []
+    collected = []
     for again in (False, True):
         context, _ = build(lab.config("llama", name, backbone={"gradient_checkpointing": again}), WORLD)
         begin_phase(context)
@@ -87,10 +87,10 @@ def test_gradients_survive_recomputation(lab: Lab, name: str) -> None:
         batch = batch_of(context)
         with activate_batch(context.method, batch):
             context.backbone(batch).loss_sum.backward()
-        found.append({key: p.grad for key, p in own.items() if p.grad is not None})
-    assert found[0].keys() == found[1].keys() and bool(found[0]["unit_masks.embedding"].any())
-    for key, gradient in found[0].items():
-        torch.testing.assert_close(found[1][key], gradient)
+        collected.append({key: p.grad for key, p in own.items() if p.grad is not None})
+    assert collected[0].keys() == collected[1].keys() and bool(collected[0]["unit_masks.embedding"].any())
+    for key, gradient in collected[0].items():
+        torch.testing.assert_close(collected[1][key], gradient)
 
 
 def test_the_bare_backbone_computes_what_it_did(lab: Lab) -> None:
@@ -107,7 +107,7 @@ def test_the_bare_backbone_computes_what_it_did(lab: Lab) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_weights_in_use_are_zero(lab: Lab, kind: str) -> None:
     method, context = started(lab, kind)
-    found = begin_phase(context)
+    phase = begin_phase(context)
     own = dict(context.backbone.named_parameters())
     ones = {name: torch.ones_like(own[name]) for name in trained_names(context.backbone)}
     method.penalty(None, None)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_gradients_of_weights_in_use_are_zero(lab: Lab, kind: str) -> None:
     torch.manual_seed(2)
     mask = (torch.rand(len(method.masks.embedding)) < 0.5).float()
     set_mask(method, mask)
-    end_phase(context, found)
+    end_phase(context, phase)
     begin_phase(context, 1)
     ones = {name: torch.ones_like(dict(context.backbone.named_parameters())[name]) for name in ones}
     method.penalty(None, None)  # type: ignore[arg-type]

@@ -28,9 +28,9 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 def attention(values: list[float], scale: float = 2.0, max_scale: float = 400.0) -> HardAttention:
-    found = HardAttention({("a", "units"): len(values)}, max_scale, torch.device("cpu"), lambda: scale)
-    found.embedding = torch.nn.Parameter(torch.tensor(values))
-    return found
+    hard_attention = HardAttention({("a", "units"): len(values)}, max_scale, torch.device("cpu"), lambda: scale)
+    hard_attention.embedding = torch.nn.Parameter(torch.tensor(values))
+    return hard_attention
 
 
 def started(lab: Lab, kind: str = "bert", **settings: Any) -> tuple[HatAdapter, TrainingContext]:
@@ -64,8 +64,8 @@ def test_the_compensated_gradient_is_that_of_the_steepest_sigmoid_at_e() -> None
     masks = attention([0.3, -1.2, 2.0], scale=3.0, max_scale=7.0)
     masks.sparsity()
     (gradient,) = torch.autograd.grad(masks().sum(), masks.embedding)
-    one = torch.sigmoid(masks.embedding.detach())
-    torch.testing.assert_close(masks.compensated(gradient), 7.0 * one * (1 - one), rtol=1e-3, atol=1e-4)
+    item = torch.sigmoid(masks.embedding.detach())
+    torch.testing.assert_close(masks.compensated(gradient), 7.0 * item * (1 - item), rtol=1e-3, atol=1e-4)
     extreme = attention([6.0, -6.0], scale=400.0)
     extreme.sparsity()
     assert extreme.compensated(torch.ones(2)).isfinite().all(), "cosh(2400) would not be"
@@ -103,7 +103,7 @@ def test_a_weight_is_held_as_far_as_both_its_units_are_in_use() -> None:
 @pytest.mark.parametrize("outputs", [True, False])
 def test_what_is_published_computes_what_was_trained(lab: Lab, outputs: bool) -> None:
     method, context = started(lab, mask_outputs=outputs)
-    found = begin_phase(context)
+    phase = begin_phase(context)
     assert "unit_masks.embedding" in trained_names(context.backbone)
     for layer in method.stack.layers.values():
         torch.nn.init.normal_(layer.lora_B)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_what_is_published_computes_what_was_trained(lab: Lab, outputs: bool) ->
     batch = batch_of(context)
     with activate_batch(method, batch):
         trained = context.backbone.states(batch)
-    learned = end_phase(context, found)
+    learned = end_phase(context, phase)
     assert learned is not None and list(learned.adapters) == ["colour"] and learned.router.kind == "task"
     with activate(method, routed(method, learned, batch, "colour")):
         torch.testing.assert_close(context.backbone.states(batch), trained, atol=1e-5, rtol=1e-4)
@@ -124,11 +124,11 @@ def test_what_is_published_computes_what_was_trained(lab: Lab, outputs: bool) ->
 
 def test_masks_of_training_are_of_the_step(lab: Lab) -> None:
     method, context = started(lab)
-    found = begin_phase(context)
+    phase = begin_phase(context)
     context.backbone.train()
     scales = []
     for step in range(4):
-        found.step = Step(step)
+        phase.step = Step(step)
         scales.append(method._scale())
     assert scales == [annealed(step, 4, 400.0) for step in range(4)], "14 rows in batches of 4"
     context.backbone.eval()
@@ -166,7 +166,7 @@ def _adapter(bank: Bank, snapshot: Any, name: str) -> Any:
 
 def test_gradients_of_a_later_task_are_masked_and_the_first_ones_are_not(lab: Lab) -> None:
     method, context = started(lab)
-    found = begin_phase(context)
+    phase = begin_phase(context)
     names = [name for name in trained_names(context.backbone) if ".lora_" in name]
     own = dict(context.backbone.named_parameters())
     ones = {name: torch.ones_like(own[name]) for name in names}
@@ -179,7 +179,7 @@ def test_gradients_of_a_later_task_are_masked_and_the_first_ones_are_not(lab: La
     assert all(bool((transformed()[name] == 1).all()) for name in names)
     with torch.no_grad():
         method.masks.embedding.copy_(torch.linspace(-0.02, 0.02, len(method.masks.embedding)))
-    end_phase(context, found)
+    end_phase(context, phase)
     begin_phase(context, 1)
     after, mask = transformed(), method.masks.masks["colour"]
     for path in method.stack.layers:
@@ -191,18 +191,18 @@ def test_gradients_of_a_later_task_are_masked_and_the_first_ones_are_not(lab: La
 
 def test_an_earlier_task_that_later_ones_move_is_published_again(lab: Lab) -> None:
     method, context = started(lab)
-    found = begin_phase(context)
+    phase = begin_phase(context)
     with torch.no_grad():
         method.masks.embedding.zero_()  # masks of one half: nothing is held wholly
         for layer in method.stack.layers.values():
             layer.lora_B.fill_(1.0)  # type: ignore[union-attr]
-    end_phase(context, found)
-    found = begin_phase(context, 1)
+    end_phase(context, phase)
+    phase = begin_phase(context, 1)
     layer = next(iter(method.stack.layers.values()))
     assert layer.lora_B is not None and bool((layer.lora_B == 1).all()), "the shared weights go on"
     with torch.no_grad():
         layer.lora_B.fill_(3.0)
-    learned = end_phase(context, found)
+    learned = end_phase(context, phase)
     assert learned is not None and list(learned.adapters) == ["colour", "animal"]
     assert learned.owners == {"colour": ["colour"], "animal": ["animal"]}
     (_, high), *_ = learned.adapters["colour"].linears.values()
@@ -214,11 +214,11 @@ def test_an_earlier_task_that_later_ones_move_is_published_again(lab: Lab) -> No
 def test_tasks_trained_alone_share_nothing(lab: Lab) -> None:
     method, context = started(lab)
     method.task_id_given = True
-    found = begin_phase(context)
+    phase = begin_phase(context)
     with torch.no_grad():
         for layer in method.stack.layers.values():
             layer.lora_B.fill_(1.0)  # type: ignore[union-attr]
-    end_phase(context, found)
+    end_phase(context, phase)
     begin_phase(context, 1)
     assert not method.masks.used.any()
     assert not any(layer.lora_B.any() for layer in method.stack.layers.values())  # type: ignore[union-attr]

@@ -76,18 +76,18 @@ def by_hand(method: Idbr, context: TrainingContext, batch: Batch, replays: bool)
     """The paper's sum of means over the joined batch of a step."""
     head, task_head = method.head, method.task_head
     pooled = context.backbone.pooled(batch)
-    g, s = (linear(pooled, one.weight, one.bias).tanh() for one in (head.generic, head.specific))
+    g, s = (linear(pooled, item.weight, item.bias).tanh() for item in (head.generic, head.specific))
     scores = linear(torch.cat([g, s], 1), head.weight, head.bias)
     real, halves = is_real(batch), is_halves(batch)
-    found = cross_entropy(scores, batch.label_ids, ignore_index=IGNORE)
-    found += 0.7 * cross_entropy(linear(g[halves], head.order.weight, head.order.bias), orders(batch))
+    entropy = cross_entropy(scores, batch.label_ids, ignore_index=IGNORE)
+    entropy += 0.7 * cross_entropy(linear(g[halves], head.order.weight, head.order.bias), orders(batch))
     if replays:
         tasks = (batch.rows[real] >= 0).long().repeat(2)
-        found += 1.3 * cross_entropy(linear(torch.cat([s[real], s[halves]]), task_head.weight, task_head.bias), tasks)
+        entropy += 1.3 * cross_entropy(linear(torch.cat([s[real], s[halves]]), task_head.weight, task_head.bias), tasks)
     rows = [method.before["new"][n] if n >= 0 else method.before["stored"][-2 - n] for n in batch.rows[real].tolist()]
     before = torch.stack(rows)
     held = 0.4 * mse_loss(g[real], before[:, :6]) + 0.5 * mse_loss(s[real], before[:, 6:])
-    return float(found + (5.0 if replays else 0.5) * held)
+    return float(entropy + (5.0 if replays else 0.5) * held)
 
 
 @pytest.mark.parametrize(("index", "replays"), [(0, False), (1, True)])
@@ -160,11 +160,11 @@ def test_halves_in_their_own_order_or_swapped() -> None:
 
 
 def test_halves_depend_on_the_example_alone_and_fit() -> None:
-    one, other = [101, 1, 2, 3, 4, 102], [101, 5, 6, 7, 102]
-    both = halves_of(texts(one, other, positions=(3, 8)), 7, SPECIAL, 24, 0)
+    item, other = [101, 1, 2, 3, 4, 102], [101, 5, 6, 7, 102]
+    both = halves_of(texts(item, other, positions=(3, 8)), 7, SPECIAL, 24, 0)
     (alone,) = halves_of(texts(other, positions=(8,)), 7, SPECIAL, 24, 0).source_ids.tolist()
     assert both.source_ids[1].tolist()[:6] == alone
-    cut = halves_of(texts(one, positions=(3,)), 7, SPECIAL, 6, 0).source_ids[0].tolist()
+    cut = halves_of(texts(item, positions=(3,)), 7, SPECIAL, 6, 0).source_ids[0].tolist()
     assert len(cut) == 6 and sorted(cut) == [1, 2, 3, 101, 102, 102]
 
 
@@ -205,10 +205,10 @@ def test_the_task_head_has_a_rate_of_its_own(lab: Lab) -> None:
     engine = open_engine(1, 4)
     assert isinstance(engine, TorchEngine)
     trained, groups = engine.trained, engine.optimizer.param_groups
-    found = {id(p): group["lr"] for group in groups for p in group["params"]}
-    own = {name: found[id(p)] for name, p in trained.items()}
+    result = {id(p): group["lr"] for group in groups for p in group["params"]}
+    own = {name: result[id(p)] for name, p in trained.items()}
     assert {name for name, rate in own.items() if rate == 5e-4} == {"task_head.weight", "task_head.bias"}
-    assert len(found) == len(trained) and set(own.values()) == {3e-5, 5e-4}
+    assert len(result) == len(trained) and set(own.values()) == {3e-5, 5e-4}
 
 
 # ---- what it cannot do ---------------------------------------------------------------------------------------------
@@ -230,6 +230,6 @@ def test_serving_is_refused_in_one_sentence(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_the_first_phase_does_not_depend_on_replay() -> None:
-    one, other = IdbrConfig(every=3, hold=1), IdbrConfig(hold_replayed=0, task_weight=2)
-    assert one.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b")) != {}
-    assert one.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
+    idbr_config, other = IdbrConfig(every=3, hold=1), IdbrConfig(hold_replayed=0, task_weight=2)
+    assert idbr_config.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b")) != {}
+    assert idbr_config.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))

@@ -47,11 +47,11 @@ def trained(context: TrainingContext, index: int) -> None:
 def covariances(count: int, inputs: int = 12, rank: int = 5) -> list[Array]:
     """Of tasks whose inputs lie in a few directions each, of falling strength."""
     draw = np.random.default_rng(3)
-    found = []
+    collected = []
     for _ in range(count):
         tokens = draw.normal(size=(40, rank)) * 0.6 ** np.arange(rank) @ draw.normal(size=(rank, inputs))
-        found.append(tokens.T @ tokens)
-    return found
+        collected.append(tokens.T @ tokens)
+    return collected
 
 
 def by_definition(before: Array, covariance: Array, threshold: float) -> Array:
@@ -68,40 +68,40 @@ def by_definition(before: Array, covariance: Array, threshold: float) -> Array:
 
 
 def projector(subspace: Subspace) -> Array:
-    found: Array = subspace.basis.numpy() @ subspace.basis.numpy().T
-    return np.eye(len(found)) - found if subspace.complement else found
+    array: Array = subspace.basis.numpy() @ subspace.basis.numpy().T
+    return np.eye(len(array)) - array if subspace.complement else array
 
 
 @pytest.mark.parametrize("threshold", [0.6, 0.9, 0.995])
 def test_the_subspace_grows_by_the_definition(threshold: float) -> None:
-    expected, found = np.zeros((12, 12)), Subspace.empty(12)
+    expected, result = np.zeros((12, 12)), Subspace.empty(12)
     ranks = []
     for covariance in covariances(6):
         expected = by_definition(expected, covariance, threshold)
-        found = found.grown(torch.from_numpy(covariance), threshold)
-        np.testing.assert_allclose(projector(found), expected, atol=1e-7)
-        assert found.basis.shape[1] <= 6, "the smaller of the two bases is stored"
-        torch.testing.assert_close(found.basis.T @ found.basis, torch.eye(found.basis.shape[1], dtype=torch.float64))
+        result = result.grown(torch.from_numpy(covariance), threshold)
+        np.testing.assert_allclose(projector(result), expected, atol=1e-7)
+        assert result.basis.shape[1] <= 6, "the smaller of the two bases is stored"
+        torch.testing.assert_close(result.basis.T @ result.basis, torch.eye(result.basis.shape[1], dtype=torch.float64))
         ranks.append(round(float(np.trace(expected))))
     assert ranks == sorted(ranks) and ranks[0] < ranks[-1]
-    assert found.complement is (ranks[-1] > 6)
+    assert result.complement is (ranks[-1] > 6)
 
 
 def test_at_threshold_one_all_inputs_are_in_the_subspace() -> None:
-    found = Subspace.empty(12)
+    result = Subspace.empty(12)
     for covariance in covariances(2):
-        found = found.grown(torch.from_numpy(covariance), 1.0)
-    inside = projector(found)
+        result = result.grown(torch.from_numpy(covariance), 1.0)
+    inside = projector(result)
     assert round(float(np.trace(inside))) == 10, "directions without energy stay free"
     for covariance in covariances(2):
         np.testing.assert_allclose(inside @ covariance, covariance, atol=1e-5 * np.linalg.norm(covariance))
-    full = found.grown(torch.eye(12, dtype=torch.float64), 1.0)
+    full = result.grown(torch.eye(12, dtype=torch.float64), 1.0)
     assert projector(full) == pytest.approx(np.eye(12)) and full.basis.shape[1] == 0
     assert full.directions(torch.eye(12, dtype=torch.float64))[0].shape[1] == 0, "nothing is left for a later task"
 
 
 def test_a_is_the_leading_directions_outside_the_subspace() -> None:
-    first, second = (torch.from_numpy(one) for one in covariances(2))
+    first, second = (torch.from_numpy(covariance) for covariance in covariances(2))
     space = Subspace.empty(12).grown(first, 0.99)
     low = designed(space.directions(second)[0], 3).numpy()
     rest = second.numpy() - projector(space) @ second.numpy()
@@ -130,7 +130,7 @@ def test_inputs_are_those_of_real_tokens_alone(lab: Lab, kind: str) -> None:
     method, context = started(lab, kind)
     trained(context, 0)
     begun = begin_phase(context, 1)
-    found = method._covariances(begun)
+    covariances = method._covariances(begun)
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[1], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
@@ -139,8 +139,8 @@ def test_inputs_are_those_of_real_tokens_alone(lab: Lab, kind: str) -> None:
             inputs.begin_batch(batch)
             with activate_batch(method, batch):
                 context.backbone(batch)
-    assert found.keys() == inputs.totals.keys() == method.stack.layers.keys()
-    for path, total in found.items():
+    assert covariances.keys() == inputs.totals.keys() == method.stack.layers.keys()
+    for path, total in covariances.items():
         assert bool(total.any())
         torch.testing.assert_close(total, inputs.totals[path], rtol=1e-4, atol=1e-4)
     assert not any(layer._forward_pre_hooks for layer in method.stack.layers.values())
@@ -211,8 +211,8 @@ def finished(lab: Lab, folder: Path, method: Any) -> Storage:
 
 def test_single_task_runs_have_no_subspace(lab: Lab, tmp_path: Path) -> None:
     other = finished(lab, tmp_path / "other", ("separate", {"name": "inflora", "threshold": 0.5}))
-    found = finished(lab, tmp_path / "found", ("separate", "inflora"))
-    assert trace(found) == trace(other) and matrix(found) == matrix(other) and exported(found) == exported(other)
+    result = finished(lab, tmp_path / "found", ("separate", "inflora"))
+    assert trace(result) == trace(other) and matrix(result) == matrix(other) and exported(result) == exported(other)
 
 
 # ---- A that is drawn -----------------------------------------------------------------------------------------------
@@ -227,9 +227,9 @@ def test_a_drawn_row_loses_what_lies_in_the_subspace() -> None:
     expected = (expected / expected.norm(dim=1, keepdim=True) / 3**0.5)[:3]
     whole = torch.linalg.qr(torch.cat([basis, torch.randn(6, 4, dtype=torch.float64)], 1))[0]
     for subspace in (Subspace(basis), Subspace(whole[:, 2:], complement=True)):
-        found = outside(drawn, subspace)
-        torch.testing.assert_close(found[:3].double(), expected, atol=1e-6, rtol=1e-5)
-        assert not bool(found[3].any())
+        result = outside(drawn, subspace)
+        torch.testing.assert_close(result[:3].double(), expected, atol=1e-6, rtol=1e-5)
+        assert not bool(result[3].any())
 
 
 def test_a_random_design_reads_no_inputs_of_the_task(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

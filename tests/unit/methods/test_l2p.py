@@ -56,8 +56,8 @@ def test_the_nearest_keys_are_selected_by_cosine() -> None:
 
 def test_queries_are_means_over_real_tokens() -> None:
     states = torch.arange(12.0).view(2, 3, 2)
-    found = mean_pooled(states, torch.tensor([[1, 1, 0], [0, 0, 0]]))
-    assert found.tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    pooled = mean_pooled(states, torch.tensor([[1, 1, 0], [0, 0, 0]]))
+    assert pooled.tolist() == [[1.0, 2.0], [0.0, 0.0]]
 
 
 def test_texts_alone_are_not_routed() -> None:
@@ -136,12 +136,12 @@ def test_pools_that_cannot_be_are_refused(lab: Lab) -> None:
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_the_pull_counts_once_a_step(lab: Lab, tmp_path: Path, kind: str, engine: str, micro: int) -> None:
     """Whatever the accumulation: each example's pull counts by its loss positions."""
-    found = []
+    collected = []
     for name, sections in (("whole", {}), ("parts", {"engine": ENGINES[engine], "train": {"micro_batch_size": micro}})):
         storage = Storage.at(tmp_path / name)
         run(lab.config(kind, "l2p", **sections), storage)
-        found.append((trace(storage), matrix(storage)))
-    for mine, other in zip(*(steps for steps, _ in found), strict=True):
+        collected.append((trace(storage), matrix(storage)))
+    for mine, other in zip(*(steps for steps, _ in collected), strict=True):
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 
@@ -168,11 +168,11 @@ def test_served_texts_get_the_prompts_of_the_run_and_its_answers(
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5, decoding=decoding) as client:
         with client.paused():
-            replies = [client.ask(one.text, sampling=sampling) for one in asked]
-        for one, reply in zip(asked, replies, strict=True):
-            found = {name for name, weight in reply.metadata.weights.items() if weight}
-            assert found - {"head"} == expected[one.text]
-            assert (reply.label if kind == "bert" else reply.text) == one.answer
+            replies = [client.ask(item.text, sampling=sampling) for item in asked]
+        for item, reply in zip(asked, replies, strict=True):
+            result = {name for name, weight in reply.metadata.weights.items() if weight}
+            assert result - {"head"} == expected[item.text]
+            assert (reply.label if kind == "bert" else reply.text) == item.answer
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])

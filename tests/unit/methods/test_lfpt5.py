@@ -66,9 +66,9 @@ def second_phase(context: TrainingContext, change: float = 0.3) -> Batch:
     tables = [context.stream.table(own, "train", codec), *method_of(context)._added]
     sources, targets = [], []
     for table, row in ((tables[0], 0), (tables[1], 0), (tables[0], 3), (tables[1], 1)):
-        found = table.columns([row])
-        sources.append(found.source_ids[0].tolist())
-        targets.append(found.target_ids[0].tolist())
+        columns = table.columns([row])
+        sources.append(columns.source_ids[0].tolist())
+        targets.append(columns.target_ids[0].tolist())
     batch = batch_with([*sources, [codec.pad_id]], [*targets, []], codec.pad_id)
     batch.rows = torch.tensor([0, count, 3, count + 1, -1])
     batch.weight = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
@@ -105,8 +105,8 @@ def by_hand(backbone: Backbone, prompt_PD: Tensor, source: list[int], target: li
     words = backbone.model.get_input_embeddings()
     if backbone.capabilities.separate_encoder:
         read = torch.cat([words(torch.tensor([source])), prompt_PD[None]], 1)
-        found: Tensor = backbone.model(inputs_embeds=read, labels=torch.tensor([target])).logits[0]
-        return found
+        logit: Tensor = backbone.model(inputs_embeds=read, labels=torch.tensor([target])).logits[0]
+        return logit
     parts = [words(torch.tensor([source])), prompt_PD[None], words(torch.tensor([target]))]
     logits = backbone.model(inputs_embeds=torch.cat(parts, 1)).logits[0]
     return logits[-len(target) - 1 : -1]  # type: ignore[no-any-return]
@@ -120,14 +120,14 @@ def test_the_prompt_stands_between_text_and_answer_whatever_the_padding(lab: Lab
     prompt, batch = method_of(context).prompts.trainable, rows_of(context)
     assert prompt is not None and prompt.shape == (1, 3, 32) and len(set(batch.source_mask.sum(1).tolist())) > 1
     with activate_batch(context.method, batch):
-        found = context.backbone.guesses(batch)
+        guesses = context.backbone.guesses(batch)
     for row in range(len(batch)):
         source = batch.source_ids[row][batch.source_mask[row].bool()].tolist()
         target = batch.target_ids[row][batch.target_ids[row] != IGNORE].tolist()
-        mine = found.rows == row
-        assert found.labels[mine].tolist() == target
+        mine = guesses.rows == row
+        assert guesses.labels[mine].tolist() == target
         expected = by_hand(context.backbone, prompt[0], source, target)
-        torch.testing.assert_close(found.logits[mine], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(guesses.logits[mine], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_prompts_may_stand_on_both_sides(lab: Lab) -> None:
@@ -176,7 +176,7 @@ def test_the_divergence_is_of_pseudo_samples_from_the_previous_prompt(lab: Lab, 
         source = batch.source_ids[row][batch.source_mask[row].bool()].tolist()
         target = batch.target_ids[row][batch.target_ids[row] != IGNORE].tolist()
         now, before = (
-            by_hand(context.backbone, one, source, target).log_softmax(-1) for one in (prompt[0], method.previous)
+            by_hand(context.backbone, item, source, target).log_softmax(-1) for item in (prompt[0], method.previous)
         )
         total += float(kl_div(now, before, log_target=True, reduction="sum"))
     assert float(penalty) == pytest.approx(2.0 * total / int((batch.target_ids != IGNORE).sum()), rel=1e-3)
@@ -191,8 +191,8 @@ def test_the_divergence_is_of_pseudo_samples_from_the_previous_prompt(lab: Lab, 
 
 def test_means_are_of_each_example() -> None:
     logits = torch.zeros(4, 2)
-    found = mean_losses(logits, torch.tensor([0, 1, IGNORE, 1]), torch.tensor([0, 0, 1, 2]), 4)
-    assert found.tolist() == pytest.approx([0.6931, 0.0, 0.6931, 0.0], abs=1e-4)
+    losses = mean_losses(logits, torch.tensor([0, 1, IGNORE, 1]), torch.tensor([0, 0, 1, 2]), 4)
+    assert losses.tolist() == pytest.approx([0.6931, 0.0, 0.6931, 0.0], abs=1e-4)
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------
@@ -252,9 +252,9 @@ def test_a_model_that_learned_to_write_writes_samples(lab: Lab) -> None:
     optimizer = torch.optim.AdamW(weights, lr=3e-3)
     for _ in range(120):
         with method._activated(len(learned)):
-            found = backbone.guesses(learned)
+            guesses = backbone.guesses(learned)
         optimizer.zero_grad()
-        cross_entropy(found.logits.float(), found.labels, ignore_index=IGNORE).backward()
+        cross_entropy(guesses.logits.float(), guesses.labels, ignore_index=IGNORE).backward()
         optimizer.step()
     sampler = Sampler(backbone, form, 2, 2.5, method._activated, 24)
     written = sampler.samples(task, 6, seed=0)
@@ -274,16 +274,16 @@ def test_samples_are_drawn_until_there_are_enough(lab: Lab, monkeypatch: pytest.
         return [form.pair(name, "fire is warm", answer)[1][:-1] for answer in answers]
 
     monkeypatch.setattr(Sampler, "_drawn", drawn)
-    for draws, wanted, found, spent in ((1000, 3, 3, 48), (25, 3, 2, 25), (1, 3, 0, 3)):
+    for draws, wanted, result, spent in ((1000, 3, 3, 48), (25, 3, 2, 25), (1, 3, 0, 3)):
         batches.clear()
         sampler = Sampler(context.backbone, form, 2, 2.5, method._activated, draws)
-        assert len(sampler.samples(task, wanted, seed=0)) == found and sum(batches) == spent
+        assert len(sampler.samples(task, wanted, seed=0)) == result and sum(batches) == spent
 
 
 def test_the_penalty_leaves_the_separator_out() -> None:
     before, scores = torch.tensor([[5, 3, 3]]), torch.tensor([[1.0, -1.0, 2.0, 4.0, 1.0, 3.0]])
-    found = RepetitionPenalty(2.0, [3, 3, 4])(before, scores.clone())
-    assert found.tolist() == [[1.0, -1.0, 2.0, 4.0, 1.0, 1.5]]
+    result = RepetitionPenalty(2.0, [3, 3, 4])(before, scores.clone())
+    assert result.tolist() == [[1.0, -1.0, 2.0, 4.0, 1.0, 1.5]]
     alone = RepetitionPenalty(2.0, [3])(before, scores.clone())
     assert alone.tolist() == [[1.0, -1.0, 2.0, 2.0, 1.0, 1.5]], "one token is not due twice"
 
@@ -304,10 +304,10 @@ def test_served_answers_are_those_of_the_run(taught: Taught, tmp_path: Path, kin
     asked = examples(done, bank)
     with serving(bank, max_batch=5, decoding=decoding) as client:
         with client.paused():
-            replies = [client.ask(one.text, sampling=Sampling(12)) for one in asked]
-        assert [reply.text for reply in replies] == [one.answer for one in asked]
+            replies = [client.ask(item.text, sampling=Sampling(12)) for item in asked]
+        assert [reply.text for reply in replies] == [item.answer for item in asked]
         assert client.loaded().prompt_positions() == 3 and client.loaded().prompts_follow
-    assert any(one.answer for one in asked)
+    assert any(item.answer for item in asked)
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,10 @@ def outputs(method: Lwf, context: TrainingContext, batch: Batch) -> tuple[Output
     """Of the present model, and the penalty, as a training step computes them."""
     with activate_batch(method, batch):
         output = context.backbone(batch)
-        found = method.penalty(batch, output)
-        assert found is not None
-        (output.loss_sum + found).backward()
-    return output, found.detach()
+        penalty = method.penalty(batch, output)
+        assert penalty is not None
+        (output.loss_sum + penalty).backward()
+    return output, penalty.detach()
 
 
 @pytest.mark.parametrize("learner", ["lora", "finetune", "olora", {"name": "l2p", "pull": 0.0}], ids=str)
@@ -78,20 +78,20 @@ def test_the_old_model_answers_as_before_the_task(lab: Lab, kind: str, learner: 
     assert nothing.item() == pytest.approx(0, abs=1e-6), "the model is the old one yet"
     move(context)
     values = {name: value.clone() for name, value in context.backbone.named_parameters()}
-    output, found = outputs(method, context, batch)
+    output, result = outputs(method, context, batch)
     old, new = before, output.logits.detach()
     if kind == "bert":
         assert method._known == ["blue", "red"] and old.shape[1] == 4
         old, new = old[:, :2], new[:, :2]
     expected = divergence(old, new, 2.0).mean()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-4) and expected > 1e-6
+    assert result.item() == pytest.approx(expected.item(), rel=1e-4) and expected > 1e-6
     assert all(torch.equal(value, values[name]) for name, value in context.backbone.named_parameters())
 
 
 def test_examples_that_fill_a_batch_up_change_nothing(lab: Lab) -> None:
     method, context, batch = begun(lab, "bert")
     move(context)
-    _, found = outputs(method, context, batch)
+    _, result = outputs(method, context, batch)
     codec, table = (
         context.backbone.codec,
         context.stream.table(context.stream.tasks[1], "train", context.backbone.codec),
@@ -99,7 +99,7 @@ def test_examples_that_fill_a_batch_up_change_nothing(lab: Lab) -> None:
     labels = context.backbone.label_ids()
     filled = Collate([table], labels, codec.pad_id)(batch.rows.numpy(), 8)
     assert len(filled) == 8
-    assert outputs(method, context, filled)[1].item() == pytest.approx(found.item(), rel=1e-5)
+    assert outputs(method, context, filled)[1].item() == pytest.approx(result.item(), rel=1e-5)
     empty = Collate([table], labels, codec.pad_id)(batch.rows.numpy()[:0], 4)
     assert outputs(method, context, empty)[1].item() == 0
 
@@ -118,8 +118,8 @@ def test_without_weight_it_is_the_learner_bit_for_bit(lab: Lab, tmp_path: Path) 
         finished(lab, tmp_path / str(number), method, train={"micro_batch_size": 2})
         for number, method in enumerate((learner, {**lwf, "weight": 0.0}, {**lwf, "weight": 1e-30}))
     )
-    for found in (none, tiny):
-        assert trace(found) == trace(plain) and matrix(found) == matrix(plain) and exported(found) == exported(plain)
+    for result in (none, tiny):
+        assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
 
 
 def test_old_answers_change_less(lab: Lab, tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ def scores(lab: Lab, context: TrainingContext) -> Tensor:
     labels = dict.fromkeys(both.stream.tasks[1].labels or (), 0)
     context.backbone.eval()
     (batch,) = eval_batches(table, labels, 0, 1, 14, codec.pad_id)
-    found, names = context.backbone.score_labels(batch)
-    return found[:, [names.index(label) for label in ("blue", "red")]]
+    result, names = context.backbone.score_labels(batch)
+    return result[:, [names.index(label) for label in ("blue", "red")]]
 
 
 def test_what_it_cannot_work_with_is_refused(lab: Lab) -> None:
@@ -162,6 +162,6 @@ def test_what_it_cannot_work_with_is_refused(lab: Lab) -> None:
 
 
 def test_the_first_phase_is_the_learners() -> None:
-    one, other = LwfConfig(weight=2.0), LwfConfig(temperature=1.0)
-    assert one.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b"))
-    assert one.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
+    lwf_config, other = LwfConfig(weight=2.0), LwfConfig(temperature=1.0)
+    assert lwf_config.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b"))
+    assert lwf_config.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))

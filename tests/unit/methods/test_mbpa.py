@@ -112,8 +112,8 @@ def test_the_memory_holds_rows_of_all_tasks_with_the_encoders_keys(lab: Lab) -> 
     table = context.stream.table(context.stream.tasks[1], "train", context.backbone.codec)
     text = table.texts([5])[0]
     nearest = method.memory.nearest(method.encoder.embed([text])[0], 1, context.backbone)
-    (found,) = method.memory.batch(nearest, context.backbone).source_ids.tolist()
-    assert found == table.columns([5]).source_ids[0].tolist(), "a text is nearest to itself"
+    (result,) = method.memory.batch(nearest, context.backbone).source_ids.tolist()
+    assert result == table.columns([5]).source_ids[0].tolist(), "a text is nearest to itself"
 
 
 # ---- adaptation ----------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_three_steps_by_hand(lab: Lab, kind: str, momentum: float) -> None:
     own = {n: p for n, p in context.backbone.named_parameters() if n in adaptation.parameters and p.numel()}
     base = {name: p.detach().clone() for name, p in own.items()}
     adapt(method, adaptation, example, own, base)
-    found = {name: p.detach().clone() for name, p in own.items()}
+    copied = {name: p.detach().clone() for name, p in own.items()}
     neighbours = adaptation.neighbours(example)
     assert neighbours is not None and len(neighbours) == 3
     with torch.no_grad():
@@ -145,8 +145,8 @@ def test_three_steps_by_hand(lab: Lab, kind: str, momentum: float) -> None:
                 assert p.grad is not None
                 directions[name] = momentum * directions[name] + p.grad
                 p -= 0.2 * directions[name]
-    assert all(torch.allclose(found[name], p, atol=1e-6) for name, p in own.items())
-    assert any(not torch.allclose(found[name], base[name], atol=1e-4) for name in own)
+    assert all(torch.allclose(copied[name], p, atol=1e-6) for name, p in own.items())
+    assert any(not torch.allclose(copied[name], base[name], atol=1e-4) for name in own)
 
 
 @pytest.mark.parametrize(
@@ -208,9 +208,9 @@ def test_the_optimizer_goes_on_as_if_nothing_had_been_answered(lab: Lab, tmp_pat
 
 def test_without_steps_it_is_the_trained_model_alone(lab: Lab, tmp_path: Path) -> None:
     method = {"name": "mbpa++", "every": 0, "adapt": {"steps": 0}}
-    found = finished(lab, tmp_path / "mbpa", method)
+    result = finished(lab, tmp_path / "mbpa", method)
     plain = finished(lab, tmp_path / "lora", "lora")
-    assert trace(found) == trace(plain) and matrix(found) == matrix(plain)
+    assert trace(result) == trace(plain) and matrix(result) == matrix(plain)
 
 
 def test_the_evaluation_of_a_run_adapts(lab: Lab, tmp_path: Path) -> None:
@@ -238,9 +238,9 @@ def test_earlier_examples_join_every_second_step(lab: Lab) -> None:
     first = begin_phase(context, 0)
     assert [joined(first, index) for index in range(2)] == [[], []], "no earlier task"
     second = begin_phase(context, 1)
-    found = [joined(second, index) for index in range(4)]
-    assert found[0] == found[2] == [] and len(found[1]) == len(found[3]) == 4 and found[1] != found[3]
-    assert set(found[1] + found[3]) <= set(range(14)), "of the first task alone"
+    result = [joined(second, index) for index in range(4)]
+    assert result[0] == result[2] == [] and len(result[1]) == len(result[3]) == 4 and result[1] != result[3]
+    assert set(result[1] + result[3]) <= set(range(14)), "of the first task alone"
 
 
 # ---- what it cannot do ---------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_serving_and_snapshots_are_refused_in_one_sentence(lab: Lab, tmp_path: P
 
 
 def test_the_first_phase_does_not_depend_on_the_interval() -> None:
-    one, other = MbpaConfig(every=3), MbpaConfig(every=0)
-    assert one.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b")) != {}
-    assert one.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
-    assert one.keeps_data and not one.rereads_rows
+    mbpa_config, other = MbpaConfig(every=3), MbpaConfig(every=0)
+    assert mbpa_config.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b")) != {}
+    assert mbpa_config.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
+    assert mbpa_config.keeps_data and not mbpa_config.rereads_rows

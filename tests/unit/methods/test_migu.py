@@ -90,11 +90,11 @@ def test_only_real_tokens_of_real_examples_count(lab: Lab, kind: str, path: str,
         lengths = (batch.source_mask.sum(1) + (batch.target_ids != IGNORE).sum(1)).unsqueeze(1)
         real = torch.arange(int(lengths.max())) < lengths
     expected = by_hand(started, path, batch, real & (batch.weight > 0).unsqueeze(1))
-    place = started.migu._layout.units[path, "output"].place
-    found = started.magnitudes(batch)[place]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    alone = sum(started.magnitudes(started.batch([row]))[place] for row in (0, 1, 5))
-    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+    units_slice = started.migu._layout.units[path, "output"].place
+    result = started.magnitudes(batch)[units_slice]
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    alone = sum(started.magnitudes(started.batch([row]))[units_slice] for row in (0, 1, 5))
+    torch.testing.assert_close(result, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "path", "side"), PLACES[:3])
@@ -103,8 +103,8 @@ def test_pads_count_on_demand(lab: Lab, kind: str, path: str, side: str) -> None
     batch = started.batch([0, 1, 5], size=5)
     assert side == "source" and not batch.source_mask.all()
     everywhere = torch.ones_like(batch.source_mask, dtype=torch.bool) & (batch.weight > 0).unsqueeze(1)
-    found = started.magnitudes(batch)[started.migu._layout.units[path, "output"].place]
-    torch.testing.assert_close(found, by_hand(started, path, batch, everywhere), rtol=1e-5, atol=1e-5)
+    result = started.magnitudes(batch)[started.migu._layout.units[path, "output"].place]
+    torch.testing.assert_close(result, by_hand(started, path, batch, everywhere), rtol=1e-5, atol=1e-5)
 
 
 def test_accumulation_and_joined_batches_see_the_same(lab: Lab) -> None:
@@ -144,8 +144,8 @@ def test_evaluation_and_recomputation_do_not_count(lab: Lab) -> None:
     started.parts.backbone(batch)
     assert torch.equal(started.migu._magnitudes.sums, units)
     plain, saving = Started(lab), Started(lab, backbone={"gradient_checkpointing": True})
-    for one in (plain, saving):
-        one.step(one.batch([0, 1, 2]))
+    for item in (plain, saving):
+        item.step(item.batch([0, 1, 2]))
     assert torch.equal(plain.migu._magnitudes.sums, saving.migu._magnitudes.sums)
     assert all(torch.equal(value, saving.values()[name]) for name, value in plain.values().items())
 
@@ -178,10 +178,10 @@ def test_the_head_is_masked_on_demand(lab: Lab, kind: str, name: str) -> None:
     started = Started(lab, kind, include_lm_head=True)
     assert name in started.migu._layout.rows
     batch, backbone = started.batch([0, 1, 5], size=5), started.parts.backbone
-    found = started.magnitudes(batch)[started.migu._layout.units["lm_head", "output"].place]
+    result = started.magnitudes(batch)[started.migu._layout.units["lm_head", "output"].place]
     backbone.every_position = True  # prompts' tokens count too, though their logits carry no loss
     real = backbone.real_tokens(batch)[backbone.side("lm_head")]
-    torch.testing.assert_close(found, by_hand(started, "lm_head", batch, real), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, by_hand(started, "lm_head", batch, real), rtol=1e-5, atol=1e-5)
 
 
 def test_masked_rows_have_no_gradient_and_do_not_move(lab: Lab) -> None:

@@ -76,8 +76,8 @@ def test_the_router_reads_hidden_states_and_forgets_a_task() -> None:
     state = RouterState("task_keys", {"dimensions": 2, "weights": "cosine", "scale": 8.0, "tasks": ["a", "b"]}, tensors)
     router = make_router(state, {"a": ("a",), "b": ("b",)})
     states = torch.tensor([[[2.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
-    found = router.route_embeddings(states, torch.tensor([[1, 0, 0]]))
-    assert found.names == ("a", "b") and found.weights.tolist() == [[1.0, 0.0]]
+    embeddings = router.route_embeddings(states, torch.tensor([[1, 0, 0]]))
+    assert embeddings.names == ("a", "b") and embeddings.weights.tolist() == [[1.0, 0.0]]
     left = make_router(without(state, "a"), {"b": ("b",)})
     assert left.route_embeddings(states, torch.tensor([[0, 1, 0]])).weights.tolist() == [[1.0]]
     with pytest.raises(BankError, match="router is 'task_keys', which reads prompts with the backbone"):
@@ -97,18 +97,18 @@ def test_the_router_of_given_tasks_by_hand(weights: str, middle: list[float]) ->
     router, mask = make_router(state, owners), torch.ones(3, 1)
     assert router.needs == {"hidden_states", "task_id"} and router.chooses
     states = torch.tensor([[[2.0, 0.0]]] * 3)
-    found = router.route_embeddings(states, mask, ["x", "y", "z"])
-    assert found.names == ("x", "y", "z")
-    torch.testing.assert_close(found.weights[:2], torch.tensor([[1.0, 0, 0], middle]))
-    assert found.weights[2].count_nonzero() == 3 - (weights == "cosine")
+    embeddings = router.route_embeddings(states, mask, ["x", "y", "z"])
+    assert embeddings.names == ("x", "y", "z")
+    torch.testing.assert_close(embeddings.weights[:2], torch.tensor([[1.0, 0, 0], middle]))
+    assert embeddings.weights[2].count_nonzero() == 3 - (weights == "cosine")
     with pytest.raises(BankError, match="router is 'task_keys_given', which needs the task of each text: name it"):
         router.route_embeddings(states, mask)
     with pytest.raises(BankError, match="no adapter was trained on w: expected x, y, z"):
         router.route_embeddings(states, mask, ["x", "w", "z"])
     left = make_router(without(state, "y"), {"x": ("x",), "z": ("z",)})
-    found = left.route_embeddings(states, mask, ["x", "z", "z"])
+    embeddings = left.route_embeddings(states, mask, ["x", "z", "z"])
     last = [0.5, 0.5] if weights == "softmax" else [1.0, 1.0]
-    assert found.names == ("x", "z") and found.weights.tolist() == [[1.0, 0.0], last, last]
+    assert embeddings.names == ("x", "z") and embeddings.weights.tolist() == [[1.0, 0.0], last, last]
     with pytest.raises(BankError, match="no adapter was trained on y: expected x, z"):
         left.route_embeddings(states, mask, ["y"] * 3)
 
@@ -148,7 +148,7 @@ def test_only_the_newest_module_and_key_are_trained(lab: Lab, kind: str, value: 
         for name, parameter in context.backbone.named_parameters():
             if name.endswith("lora_B") or name == "head.weight":
                 parameter.normal_()
-    old = {name: one.clone() for name, one in method.stack.states["colour"].tensors().items()}
+    old = {name: tensor.clone() for name, tensor in method.stack.states["colour"].tensors().items()}
     batch = batch_of(context)
     with activate_batch(method, batch):
         mixture = method.route(batch) if method.stack.plan is None else None
@@ -157,7 +157,7 @@ def test_only_the_newest_module_and_key_are_trained(lab: Lab, kind: str, value: 
     gradient = method.keys.key.grad
     assert gradient is not None and gradient.any(), "the task loss reaches the key"
     assert not method.keys.keys["colour"].requires_grad
-    assert all(torch.equal(one, method.stack.states["colour"].tensors()[name]) for name, one in old.items())
+    assert all(torch.equal(tensor, method.stack.states["colour"].tensors()[name]) for name, tensor in old.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,15 +166,15 @@ def test_a_texts_weights_are_the_cosines_of_its_own_mean_state(lab: Lab, kind: s
     method, context = second_task(lab, kind)
     context.backbone.eval()
     batch = batch_of(context)
-    found = method.route(batch)
-    assert found.names == ("colour", "animal")
+    result = method.route(batch)
+    assert result.names == ("colour", "animal")
     keys = torch.stack([method.keys.keys["colour"], method.keys.key.detach()])  # type: ignore[union-attr]
     for row in range(len(batch)):
         length = int(batch.source_mask[row].sum())
         ids, mask = batch.source_ids[row : row + 1, :length], batch.source_mask[row : row + 1, :length]
         query = context.backbone.hidden_states(ids, mask)[0].mean(0)
         expected = (8 * normalize(query, dim=0) @ normalize(keys, dim=1).T).softmax(0)
-        torch.testing.assert_close(found.weights[row].detach(), expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(result.weights[row].detach(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_the_sum_of_prompts_is_weighted(lab: Lab) -> None:
@@ -184,10 +184,10 @@ def test_the_sum_of_prompts_is_weighted(lab: Lab) -> None:
     with activate_batch(method, batch):
         prefix = context.backbone.prefix
         assert prefix is not None
-        found = prefix(len(batch), torch.device("cpu"))
+        result = prefix(len(batch), torch.device("cpu"))
     old, new = method.stack.states["colour"].prompt, dict(context.backbone.named_parameters())["prefix.trainable"][0]
-    assert found is not None and old is not None
-    torch.testing.assert_close(found[0], weights[:, :1, None] * old + weights[:, 1:, None] * new)
+    assert result is not None and old is not None
+    torch.testing.assert_close(result[0], weights[:, :1, None] * old + weights[:, 1:, None] * new)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,12 +220,12 @@ def test_labels_of_all_heads_compete_under_either_weights(lab: Lab) -> None:
 
 @pytest.mark.parametrize(("engine", "micro"), [("torch", 1), ("zero2", 2)])
 def test_the_matching_loss_counts_once_a_step(lab: Lab, tmp_path: Path, engine: str, micro: int) -> None:
-    found = []
+    collected = []
     for name, sections in (("whole", {}), ("parts", {"engine": ENGINES[engine], "train": {"micro_batch_size": micro}})):
         storage = Storage.at(tmp_path / name)
         run(lab.config("t5", "mocl", **sections), storage)
-        found.append((trace(storage), matrix(storage)))
-    for mine, other in zip(*(steps for steps, _ in found), strict=True):
+        collected.append((trace(storage), matrix(storage)))
+    for mine, other in zip(*(steps for steps, _ in collected), strict=True):
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 
@@ -245,13 +245,13 @@ def test_served_texts_get_the_weights_and_answers_of_the_run(
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5) as client:
         with client.paused():  # all in one batch: texts of both tasks beside each other
-            replies = [client.ask(one.text, task=one.task if is_given else None, sampling=sampling) for one in asked]
+            replies = [client.ask(item.text, task=item.task if is_given else None, sampling=sampling) for item in asked]
             without_task = client.ask("fire is", sampling=sampling)
-        for one, reply in zip(asked, replies, strict=True):
-            assert (reply.label if kind == "bert" else reply.text) == one.answer
-            found = [reply.metadata.weights.get(name, 0.0) for name in ("colour", "animal")]
-            assert found == pytest.approx(expected[one.text], abs=1e-4)
-            assert not is_given or one.task == "animal" or found == [1.0, 0.0]
+        for item, reply in zip(asked, replies, strict=True):
+            assert (reply.label if kind == "bert" else reply.text) == item.answer
+            values = [reply.metadata.weights.get(name, 0.0) for name in ("colour", "animal")]
+            assert values == pytest.approx(expected[item.text], abs=1e-4)
+            assert not is_given or item.task == "animal" or values == [1.0, 0.0]
         assert (
             not is_given
             or "router is 'task_keys_given', which needs the task of each text: name it" in without_task.error
@@ -267,8 +267,8 @@ def test_a_snapshot_scores_as_the_run_did_where_tasks_are_given(complete: Comple
     assert newest is not None and newest.router.kind == "task_keys_given"
     scores = {name: score.value for name, score in evaluate(bank, newest).items()}
     assert scores == pytest.approx(dict(zip(("colour", "animal"), matrix(done.storage)[-1], strict=True)))
-    found = forget(bank, newest, "colour", scores=False)
-    left = opened(bank, bank.open(found.new))
+    result = forget(bank, newest, "colour", scores=False)
+    left = opened(bank, bank.open(result.new))
     mask = torch.ones(1, 2, dtype=torch.long)
     states = torch.zeros(1, 2, int(left.model.backbone.model.config.hidden_size))
     mixture = left.loaded.router.route_embeddings(states, mask, ["animal"])

@@ -107,12 +107,12 @@ def test_router_and_every_expert_learn_on_every_task(lab: Lab, kind: str) -> Non
 
 @pytest.mark.parametrize(("experts", "same"), [(1, True), (2, False)])
 def test_one_expert_is_plain_lora(lab: Lab, tmp_path: Path, experts: int, same: bool) -> None:
-    found = []
+    collected = []
     for method in ("lora", {"name": "moelora", "experts": experts}):
-        storage = Storage.at(tmp_path / str(len(found)))
+        storage = Storage.at(tmp_path / str(len(collected)))
         run(lab.config("bert", method), storage)
-        found.append((trace(storage), matrix(storage)))
-    assert (found[0] == found[1]) == same
+        collected.append((trace(storage), matrix(storage)))
+    assert (collected[0] == collected[1]) == same
 
 
 @pytest.mark.parametrize("engine", ["zero3", "fsdp"])
@@ -149,8 +149,8 @@ def test_served_texts_get_the_mixture_of_the_run_and_its_answers(
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank_of(done, tmp_path / "served"), max_batch=5, decoding=decoding) as client:
         with client.paused():
-            replies = [client.ask(one.text, sampling=sampling) for one in asked]
-        for one, reply in zip(asked, replies, strict=True):
-            found = {name: weight for name, weight in reply.metadata.weights.items() if name != "head"}
-            assert found == pytest.approx(expected[one.text], abs=1e-4)
-            assert (reply.label if kind == "bert" else reply.text) == one.answer
+            replies = [client.ask(item.text, sampling=sampling) for item in asked]
+        for item, reply in zip(asked, replies, strict=True):
+            result = {name: weight for name, weight in reply.metadata.weights.items() if name != "head"}
+            assert result == pytest.approx(expected[item.text], abs=1e-4)
+            assert (reply.label if kind == "bert" else reply.text) == item.answer

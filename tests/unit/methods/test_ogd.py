@@ -115,9 +115,9 @@ def finished(lab: Lab, folder: Path, method: Any, **sections: Any) -> Storage:
 
 
 def test_one_task_is_the_learners_own_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
-    one = {"stream": {"tasks": lab.tasks[:1]}}
-    plain, found = (finished(lab, tmp_path / str(n), m, **one) for n, m in enumerate(("lora", OGD)))
-    assert trace(found) == trace(plain) and matrix(found) == matrix(plain) and exported(found) == exported(plain)
+    item = {"stream": {"tasks": lab.tasks[:1]}}
+    plain, result = (finished(lab, tmp_path / str(n), m, **item) for n, m in enumerate(("lora", OGD)))
+    assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
 
 
 @pytest.mark.parametrize("learner", ["lora", "l2p"])

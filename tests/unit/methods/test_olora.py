@@ -61,18 +61,18 @@ def slots(storage: Storage) -> dict[str, AdapterState]:
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None
-    found = {entry.name: bank.fetch(entry, newest.layouts[entry.layout]) for entry in newest.adapters}
-    return {name: found[name] for name in ("colour", "animal")}
+    fetched = {entry.name: bank.fetch(entry, newest.layouts[entry.layout]) for entry in newest.adapters}
+    return {name: fetched[name] for name in ("colour", "animal")}
 
 
 # ---- the penalty ---------------------------------------------------------------------------------------------------
 
 
 def test_the_overlap_counts_entries() -> None:
-    one, other = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
-    assert float(abssum(one, other)) == 0
-    assert float(abssum(one, one)) == float(abssum(one, -one)) == 1
-    assert float(abssum(one.repeat(2, 1), one.repeat(2, 1))) == 4
+    item, other = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    assert float(abssum(item, other)) == 0
+    assert float(abssum(item, item)) == float(abssum(item, -item)) == 1
+    assert float(abssum(item.repeat(2, 1), item.repeat(2, 1))) == 4
 
 
 def test_without_penalty_olora_is_inclora_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_no_penalty_costs_nothing(lab: Lab) -> None:
 def test_the_penalty_turns_the_new_adapter_away(lab: Lab, tmp_path: Path) -> None:
     overlap = {}
     for weight in (0.0, 0.5):
-        found = slots(finished(lab, tmp_path / str(weight), {"name": "olora", "lambda_1": weight}))
-        (old, new) = (state.linears for state in found.values())
+        result = slots(finished(lab, tmp_path / str(weight), {"name": "olora", "lambda_1": weight}))
+        (old, new) = (state.linears for state in result.values())
         overlap[weight] = sum(float(abssum(old[path][0], new[path][0])) for path in old)
     assert overlap[0.5] < 0.8 * overlap[0.0]
 
@@ -190,18 +190,18 @@ def test_gradients_stop_at_earlier_adapters(lab: Lab, name: str) -> None:
 
 
 def test_the_first_task_is_plain_lora(lab: Lab, tmp_path: Path) -> None:
-    plain, found = (trace(finished(lab, tmp_path / name, name)) for name in ("lora", "inclora"))
+    plain, result = (trace(finished(lab, tmp_path / name, name)) for name in ("lora", "inclora"))
     steps = len(plain) // 2
-    for mine, other in zip(found[:steps], plain[:steps], strict=True):
+    for mine, other in zip(result[:steps], plain[:steps], strict=True):
         assert mine == pytest.approx(other, abs=1e-5)
 
 
 def test_separate_adapters_equal_fresh_plain_loras(lab: Lab, tmp_path: Path) -> None:
-    plain, found = (finished(lab, tmp_path / name, ("separate", name)) for name in ("lora", "olora"))
-    for mine, other in zip(trace(found), trace(plain), strict=True):
+    plain, result = (finished(lab, tmp_path / name, ("separate", name)) for name in ("lora", "olora"))
+    for mine, other in zip(trace(result), trace(plain), strict=True):
         assert mine == pytest.approx(other, abs=1e-5)
-    assert matrix(found) == matrix(plain)
-    mine, other = slots(found), slots(plain)
+    assert matrix(result) == matrix(plain)
+    mine, other = slots(result), slots(plain)
     for name, state in mine.items():
         assert state.labels == other[name].labels
         for path, (a, b) in state.linears.items():
@@ -260,11 +260,11 @@ def test_a_merged_model_answers_as_the_snapshot(lab: Lab, tmp_path: Path, kind: 
         head = load_file(folder / "label_head.safetensors")
         assert Storage.at(str(folder)).read_json("labels.json") == ["blue", "red", "cat", "dog"]
         batch.label_ids.fill_(0)
-        found = merged.pooled(batch) @ head["weight"].T + head["bias"]  # type: ignore[operator]
+        pooled = merged.pooled(batch) @ head["weight"].T + head["bias"]  # type: ignore[operator]
     else:
-        found = merged(batch).logits
+        pooled = merged(batch).logits
     with torch.no_grad(), served.model.activate(served.loaded.mixture(["x"] * 4), served.loaded.head_rule):
-        torch.testing.assert_close(found, served.backbone(batch).logits, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(pooled, served.backbone(batch).logits, atol=1e-5, rtol=1e-4)
 
 
 def test_heads_are_summed_only_under_the_logit_rule(lab: Lab) -> None:

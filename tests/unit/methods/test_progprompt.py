@@ -48,9 +48,9 @@ def read(method: ProgPrompt, batch: Batch) -> tuple[Tensor, Tensor]:
     prefix = method.backbone.prefix
     assert isinstance(prefix, MixedPrompts)
     with activate_batch(method, batch):
-        found = prefix(len(batch), torch.device("cpu"))
-    assert found is not None
-    return found
+        result = prefix(len(batch), torch.device("cpu"))
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,8 +116,8 @@ def test_the_task_id_picks_the_prompts_and_the_head_of_its_task(lab: Lab, kind: 
     for number, (mixture, weights) in enumerate(zip(mixtures, ([1.0, 0.0], [1.0, 1.0]), strict=True)):
         assert mixture.weights.tolist() == [weights] * 4
         with activate(method, mixture):
-            found = context.backbone.prefix(4, torch.device("cpu"))  # type: ignore[misc]
-        assert found is not None and found[1].sum(1).tolist() == [LENGTH * (1 + number)] * 4
+            prefix = context.backbone.prefix(4, torch.device("cpu"))  # type: ignore[misc]
+        assert prefix is not None and prefix[1].sum(1).tolist() == [LENGTH * (1 + number)] * 4
     if kind == "bert":
         assert mixtures[0].heads == ("colour",) * 4
         with activate(method, mixtures[1]):
@@ -152,8 +152,8 @@ def test_the_router_by_hand() -> None:
     state = RouterState("progressive", {"prompt_order": {"x": 4, "y": 1, "z": 2, "gone": 3}})
     router = make_router(state, {"x": ("x",), "y": ("y",), "z": ("z1", "z2")})
     assert router.needs == {"task_id"} and router.chooses
-    found = router.route(["text"] * 3, ["z2", "y", "x"])
-    assert found.names == ("y", "z", "x") and found.weights.tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1]]
+    result = router.route(["text"] * 3, ["z2", "y", "x"])
+    assert result.names == ("y", "z", "x") and result.weights.tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1]]
     with pytest.raises(BankError, match="router is 'progressive', which needs the task of each text"):
         router.route(["text"], None)
 
@@ -210,9 +210,9 @@ def test_served_texts_need_their_task_and_get_the_answers_of_the_run(taught: Tau
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5) as client:
         with client.paused():  # all in one batch: texts of both tasks beside each other
-            replies = [client.ask(one.text, task=one.task, sampling=sampling) for one in asked]
-        for one, reply in zip(asked, replies, strict=True):
-            assert (reply.label if kind == "bert" else reply.text) == one.answer
+            replies = [client.ask(item.text, task=item.task, sampling=sampling) for item in asked]
+        for item, reply in zip(asked, replies, strict=True):
+            assert (reply.label if kind == "bert" else reply.text) == item.answer
 
 
 def test_what_cannot_be_is_refused(lab: Lab) -> None:

@@ -26,7 +26,7 @@ WIDE = 8
 def remembered(tasks: int, rows: int = 20, weight: float = 0.5, **settings: Any) -> tuple[Reflection, Attention]:
     """A reflection on so many earlier tasks, and an attention that has a key more."""
     attention = Attention(WIDE, AttentionConfig(width=3), 0)
-    found = Reflection(ReflectionConfig(**settings), weight)
+    reflection = Reflection(ReflectionConfig(**settings), weight)
     draw = torch.Generator().manual_seed(5)
     for number in range(tasks + 1):
         attention.begin(f"t{number}", number)
@@ -34,9 +34,9 @@ def remembered(tasks: int, rows: int = 20, weight: float = 0.5, **settings: Any)
             assert attention.key is not None
             attention.end({**attention.tensors(), "key": attention.key})
             abar = torch.rand(number + 1, generator=draw).softmax(0)
-            found.entries[f"t{number}"] = ReplayEntry(PseudoSamples([[1]] * rows, [], []), abar)
-            found.pooled[f"t{number}"] = torch.randn(rows, WIDE, generator=draw)
-    return found, attention
+            reflection.entries[f"t{number}"] = ReplayEntry(PseudoSamples([[1]] * rows, [], []), abar)
+            reflection.pooled[f"t{number}"] = torch.randn(rows, WIDE, generator=draw)
+    return reflection, attention
 
 
 FIRST = Step()
@@ -92,12 +92,14 @@ def test_the_first_task_has_nothing_to_reflect_on() -> None:
 
 def test_a_draw_depends_on_the_step_alone() -> None:
     reflection, attention = remembered(2, batch=4)
-    found = []
+    collected = []
     for seed, micro_batches in ((1, 1), (2, 1), (1, 4)):
         step = Step(0, seed, micro_batches)
-        found.append((value(reflection, attention, step), value(reflection, attention, step)))
-    assert found[0] == found[2] and found[0][0] == found[0][1], "every micro-batch of every worker adds the same"
-    assert found[0] != found[1], "another step draws others"
+        collected.append((value(reflection, attention, step), value(reflection, attention, step)))
+    assert collected[0] == collected[2] and collected[0][0] == collected[0][1], (
+        "every micro-batch of every worker adds the same"
+    )
+    assert collected[0] != collected[1], "another step draws others"
     drawn = reflection.draw(FIRST)
     assert all(len(places) == len(set(places.tolist())) == 4 for places in drawn.values())
     assert drawn["t0"].tolist() != drawn["t1"].tolist()
@@ -150,9 +152,9 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     rows = rows_of(lab)
     file = tmp_path / "colour.jsonl"
     file.write_text("\n".join(json.dumps({"text": text}) for text in ("fire is warm", "the sea", "cold sky")))
-    found, given = read_file(rows, str(tmp_path), Volume(0.15))
+    result, given = read_file(rows, str(tmp_path), Volume(0.15))
     codec = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))[0].backbone.codec
-    assert found.sources == codec.encode_source(["fire is warm", "the sea"]), "as many as 15 % of 14 rows"
+    assert result.sources == codec.encode_source(["fire is warm", "the sea"]), "as many as 15 % of 14 rows"
     assert given == ["", ""]
     file.write_text('{"text": "the\u2028sea"}\r\n\r\n{"text": "cold sky"}\n', encoding="utf-8")
     (colour,) = rows.phase.tasks
@@ -180,9 +182,9 @@ def test_inputs_from_the_files_of_sapts_authors(lab: Lab, tmp_path: Path) -> Non
     file.parent.mkdir()
     instances = [{"input": text, "output": "red"} for text in ("fire is warm", "the sea", "cold sky")]
     file.write_text(json.dumps({"Definition": ["of no use"], "Positive Examples": [], "Instances": instances}))
-    found, given = read_file(rows, str(tmp_path), Volume(0.15))
+    result, given = read_file(rows, str(tmp_path), Volume(0.15))
     codec = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))[0].backbone.codec
-    assert found.sources == codec.encode_source(["fire is warm", "the sea"]) and not found.targets
+    assert result.sources == codec.encode_source(["fire is warm", "the sea"]) and not result.targets
     assert given == ["red", "red"]
     for content, said in (
         (b'[{"input": "x"}]', "holds no pseudo-samples: expected"),

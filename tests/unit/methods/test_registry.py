@@ -15,9 +15,9 @@ from raycl.run.config import RunConfig, fingerprint, load_config
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -> None:
-    found = method_class(name)
-    assert found.Config().name == name
-    assert load_config(None, [f"method={name}"]).method == found.Config()
+    result = method_class(name)
+    assert result.Config().name == name
+    assert load_config(None, [f"method={name}"]).method == result.Config()
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_errors_of_choices_use_the_users_names(overrides: list[str], words: str)
 
 
 def test_a_wrapper_takes_its_learners_settings() -> None:
-    found = load_config(None, ["method=replay", "method.learner.rank=4"]).method
-    assert isinstance(found, ReplayConfig) and found.learner == LoraConfig(rank=4)
+    method = load_config(None, ["method=replay", "method.learner.rank=4"]).method
+    assert isinstance(method, ReplayConfig) and method.learner == LoraConfig(rank=4)
 
 
 def test_schedules_without_earlier_tasks_refuse_replay() -> None:

@@ -45,9 +45,9 @@ def flat(steps: list[list[bytes]]) -> list[bytes]:
 def test_two_percent_and_one_at_least(rows: int, stored: int) -> None:
     """SAPT's counts (appendix C), rounded as in the files released with its code."""
     stream = open_stream(StreamConfig(tasks=("topic",), train_rows=rows, test_rows=4, dev_fraction=0), 3)
-    found = stream.stored(stream.tasks[0], 0.02)
-    assert len(found) == stored and found.max() < rows
-    assert np.array_equal(found, stream.stored(stream.tasks[0], 0.02)), "drawn once per task"
+    result = stream.stored(stream.tasks[0], 0.02)
+    assert len(result) == stored and result.max() < rows
+    assert np.array_equal(result, stream.stored(stream.tasks[0], 0.02)), "drawn once per task"
 
 
 def test_old_samples_come_with_every_later_task_in_every_epoch(lab: Lab, tmp_path: Path) -> None:
@@ -75,15 +75,15 @@ def test_full_replay_equals_multi_task_training(lab: Lab, tmp_path: Path) -> Non
 
 
 def test_the_first_task_is_the_learners_own_and_the_second_forgets_less(lab: Lab, tmp_path: Path) -> None:
-    found = {}
+    collected = {}
     for name, method in (("lora", "lora"), ("replay", {"name": "replay", "share": 0.5})):
         storage = Storage.at(tmp_path / name)
         run(lab.config("bert", method, train={"epochs": 4, "learning_rate": 0.03}), storage)
-        found[name] = (trace(storage), matrix(storage))
-    assert found["replay"][0][:16] == found["lora"][0][:16]
-    assert found["replay"][1][0] == found["lora"][1][0]
-    assert found["replay"][1][1][0] > found["lora"][1][1][0]
-    assert len(found["replay"][0]) == 16 + 4 * 6, "14 rows, then 14 and 7"
+        collected[name] = (trace(storage), matrix(storage))
+    assert collected["replay"][0][:16] == collected["lora"][0][:16]
+    assert collected["replay"][1][0] == collected["lora"][1][0]
+    assert collected["replay"][1][1][0] > collected["lora"][1][1][0]
+    assert len(collected["replay"][0]) == 16 + 4 * 6, "14 rows, then 14 and 7"
 
 
 def test_adapters_record_the_tasks_of_replayed_samples(lab: Lab, tmp_path: Path) -> None:

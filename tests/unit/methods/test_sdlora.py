@@ -59,8 +59,8 @@ def batch_of(context: TrainingContext) -> Batch:
 def outputs(context: TrainingContext, batch: Batch) -> Tensor:
     context.backbone.eval()
     with torch.no_grad(), activate_batch(context.method, batch):
-        found: Tensor = context.backbone(batch).logits
-    return found
+        logits: Tensor = context.backbone(batch).logits
+    return logits
 
 
 def pair(low: list[list[float]], high: list[list[float]]) -> AdapterState:
@@ -81,12 +81,12 @@ def test_the_norm_of_a_direction_by_hand(kind: str, norm: float) -> None:
 
 def test_products_of_factors_are_those_of_whole_updates() -> None:
     torch.manual_seed(0)
-    one, other = (
+    first, other = (
         AdapterState({path: (torch.randn(rank, 5), torch.randn(7, rank)) for path in ("x", "y")}) for rank in (2, 3)
     )
-    whole = [[high @ low for low, high in state.linears.values()] for state in (one, other)]
+    whole = [[high @ low for low, high in state.linears.values()] for state in (first, other)]
     expected = sum(float((a * b).sum()) for a, b in zip(*whole, strict=True)) / 2
-    assert product(one, other) == pytest.approx(expected, rel=1e-5)
+    assert product(first, other) == pytest.approx(expected, rel=1e-5)
 
 
 def test_least_squares_by_hand() -> None:
@@ -177,8 +177,8 @@ def test_a_direction_that_is_there_already_is_dropped(
 def test_magnitudes_learn_under_every_engine(lab: Lab, tmp_path: Path, engine: str) -> None:
     storage = Storage.at(tmp_path)
     run(lab.config("bert", {"name": "sdlora", "drop_below": 9e-4}, ENGINES[engine]), storage)
-    found = storage.read_json("results.json")["phase_summaries"]
-    first, second = (one["magnitudes"] for one in found)
+    phase_summaries = storage.read_json("results.json")["phase_summaries"]
+    first, second = (item["magnitudes"] for item in phase_summaries)
     assert set(first) == {"colour"} and set(second) == {"colour", "animal"}
     assert second["colour"] != first["colour"]
 
@@ -189,8 +189,8 @@ def test_the_snapshot_holds_the_magnitudes(complete: Complete, tmp_path: Path) -
     snapshot = bank.newest()
     assert snapshot is not None and snapshot.router.kind == "weighted_sum" and isinstance(done.context.method, SdLora)
     mixture = opened(bank, snapshot).router.route(["x", "y"], None)
-    found = dict(zip(mixture.names, mixture.weights[1].tolist(), strict=True))
-    assert found == done.context.method.magnitudes.frozen
+    result = dict(zip(mixture.names, mixture.weights[1].tolist(), strict=True))
+    assert result == done.context.method.magnitudes.frozen
     new = bank.open(forget(bank, snapshot, "colour", scores=False).new)
     assert opened(bank, new).router.route(["x"], None).names == ("animal",)
 

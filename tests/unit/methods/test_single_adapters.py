@@ -54,10 +54,10 @@ def test_the_prompt_stands_in_front_of_every_text(lab: Lab, kind: str) -> None:
     batch, prefix = batch_of(context), context.backbone.prefix
     assert isinstance(prefix, MixedPrompts) and prefix.trainable is not None
     with activate_batch(method, batch):
-        found = prefix(len(batch), torch.device("cpu"))
-    assert found is not None
-    torch.testing.assert_close(found[0], prefix.trainable.expand(len(batch), -1, -1))
-    assert found[1].shape == (len(batch), 3) and found[1].all()
+        result = prefix(len(batch), torch.device("cpu"))
+    assert result is not None
+    torch.testing.assert_close(result[0], prefix.trainable.expand(len(batch), -1, -1))
+    assert result[1].shape == (len(batch), 3) and result[1].all()
 
 
 @pytest.mark.parametrize(("kind", "linears"), [("bert", 4), ("t5", 10), ("llama", 4)])
@@ -96,9 +96,9 @@ def test_served_answers_are_those_of_the_run(taught: Taught, tmp_path: Path, kin
     asked = examples(done, bank)
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5) as client:
-        replies = [client.ask(one.text, sampling=sampling) for one in asked]
-        for one, reply in zip(asked, replies, strict=True):
-            assert (reply.label if kind == "bert" else reply.text) == one.answer
+        replies = [client.ask(item.text, sampling=sampling) for item in asked]
+        for item, reply in zip(asked, replies, strict=True):
+            assert (reply.label if kind == "bert" else reply.text) == item.answer
 
 
 def test_the_snapshot_holds_one_adapter_of_all_tasks(taught: Taught, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ def matrix(*last: Score | None) -> AccuracyMatrix:
 @pytest.mark.parametrize("metric", ["macro_f1", "micro_f1"])
 def test_accuracy_stands_beside_f1(metric: str) -> None:
     """DAS reports both; here three of four answers are right and one class is never answered."""
-    found = score(metric, ["a", "a", "a", "a"], [["a"], ["a"], ["a"], ["b"]], labels=["a", "b"])
-    assert found.extra["accuracy"] == 75
-    assert found.value == pytest.approx(100 * (6 / 7) / 2 if metric == "macro_f1" else 75)
+    result = score(metric, ["a", "a", "a", "a"], [["a"], ["a"], ["a"], ["b"]], labels=["a", "b"])
+    assert result.extra["accuracy"] == 75
+    assert result.value == pytest.approx(100 * (6 / 7) / 2 if metric == "macro_f1" else 75)
 
 
 def test_off_task_answers_are_no_right_ones() -> None:

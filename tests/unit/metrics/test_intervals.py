@@ -33,8 +33,8 @@ def test_such_metrics_are_means_over_rows(metric: str) -> None:
         return
     given, accepted = ["red", "the blue", "", "cat"], [["red"], ["blue", "a"], ["cat"], ["dog"]]
     labels = ["red", "blue", "cat", "dog"]
-    rows = [score(metric, [one], [many], labels, ["cat"]).value for one, many in zip(given, accepted, strict=True)]
-    found = score(metric, given, accepted, labels, with_interval=True)
-    assert found.value == pytest.approx(sum(rows) / 4)
-    assert found.extra["low"] < found.value < found.extra["high"]
+    rows = [score(metric, [item], [many], labels, ["cat"]).value for item, many in zip(given, accepted, strict=True)]
+    result = score(metric, given, accepted, labels, with_interval=True)
+    assert result.value == pytest.approx(sum(rows) / 4)
+    assert result.extra["low"] < result.value < result.extra["high"]
     assert "low" not in score("macro_f1", given, accepted, labels, with_interval=True).extra

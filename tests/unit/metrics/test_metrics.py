@@ -156,8 +156,8 @@ def test_labels_of_published_tasks_are_scored_as_published() -> None:
 
 def test_a_label_of_another_task_is_wrong_where_it_differs_by_its_sign() -> None:
     given = (["1", "Zero", "1"], [["-1"], ["zero"], ["1"]], ["-1", "zero"])
-    found = score("exact_match", *given, other_labels=["1", "Zero"])
-    assert (found.value, found.extra["off_task"]) == (pytest.approx(200 / 3), 1)
+    result = score("exact_match", *given, other_labels=["1", "Zero"])
+    assert (result.value, result.extra["off_task"]) == (pytest.approx(200 / 3), 1)
 
 
 def test_macro_f1_averages_over_classes_that_occur() -> None:

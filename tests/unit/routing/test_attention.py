@@ -19,13 +19,13 @@ WIDE = 8
 
 def attention(tasks: int, trainable: bool = True, seed: int = 0, **settings: Any) -> Attention:
     """Keys of so many tasks; the last one in training."""
-    found = Attention(WIDE, AttentionConfig(width=3, **settings), seed)
+    result = Attention(WIDE, AttentionConfig(width=3, **settings), seed)
     for number in range(tasks):
-        found.begin(f"t{number}", seed + number)
+        result.begin(f"t{number}", seed + number)
         if number < tasks - 1 or not trainable:
-            assert found.key is not None
-            found.end({**found.tensors(), "key": found.key})
-    return found
+            assert result.key is not None
+            result.end({**result.tensors(), "key": result.key})
+    return result
 
 
 def texts(examples: int, seed: int = 1) -> Tensor:
@@ -34,26 +34,26 @@ def texts(examples: int, seed: int = 1) -> Tensor:
 
 def with_scores(scores: list[float]) -> Attention:
     """An attention that gives these scores to every text: the query is the norm's bias, the first unit vector."""
-    found = attention(len(scores), trainable=False)
+    result = attention(len(scores), trainable=False)
     with torch.no_grad():
-        found.norm_weight.zero_()
-        found.norm_bias.copy_(torch.eye(WIDE)[0])
-    found.take(
-        found.settings(),
-        {**found.tensors(), **{f"key/t{n}": torch.eye(WIDE)[0] * z * found.tau for n, z in enumerate(scores)}},
+        result.norm_weight.zero_()
+        result.norm_bias.copy_(torch.eye(WIDE)[0])
+    result.take(
+        result.settings(),
+        {**result.tensors(), **{f"key/t{n}": torch.eye(WIDE)[0] * z * result.tau for n, z in enumerate(scores)}},
     )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("proj_act", ["after_up", "between"])
 def test_one_task_takes_all_and_gets_no_gradient(proj_act: str) -> None:
     """Softmax over one key is 1 whatever the text (SAPT, eq. 2)."""
-    one = attention(1, proj_act=proj_act)
-    alpha = one(texts(5)).exp()
+    item = attention(1, proj_act=proj_act)
+    alpha = item(texts(5)).exp()
     assert torch.equal(alpha, torch.ones(5, 1))
     (alpha * torch.randn(5, 1)).sum().backward()
-    assert all(not parameter.grad.any() for parameter in one.parameters() if parameter.grad is not None)
-    assert one.key is not None and one.key.grad is not None
+    assert all(not parameter.grad.any() for parameter in item.parameters() if parameter.grad is not None)
+    assert item.key is not None and item.key.grad is not None
 
 
 def test_weights_and_divergence_by_hand() -> None:
@@ -116,13 +116,13 @@ def test_pads_and_neighbours_do_not_count(proj_act: str) -> None:
 def test_silu_is_applied_where_configured() -> None:
     """After both projections as in SAPT's code, or between them as in ATTEMPT, by the formula."""
     for proj_act in ("after_up", "between"):
-        one = attention(2, proj_act=proj_act)
+        item = attention(2, proj_act=proj_act)
         x, silu = texts(3), torch.nn.functional.silu
-        low = x @ one.down.T
-        inner = silu(low @ one.up.T) if proj_act == "after_up" else silu(low) @ one.up.T
+        low = x @ item.down.T
+        inner = silu(low @ item.up.T) if proj_act == "after_up" else silu(low) @ item.up.T
         query = torch.nn.functional.layer_norm(inner, (WIDE,))
-        keys = torch.stack([one.keys["t0"], one.key])  # type: ignore[list-item]
-        torch.testing.assert_close(one(x), (query @ keys.T / WIDE**0.5).log_softmax(-1))
+        keys = torch.stack([item.keys["t0"], item.key])  # type: ignore[list-item]
+        torch.testing.assert_close(item(x), (query @ keys.T / WIDE**0.5).log_softmax(-1))
 
 
 def test_the_temperature_divides_the_scores() -> None:
@@ -143,8 +143,8 @@ def test_weights_below_the_pruning_threshold_are_dropped_per_text() -> None:
     alpha = torch.tensor([[0.5, 0.4999, 0.0001], [0.9, 0.0002, 0.0998], [0.9999, 0.0, 0.0001]])
     sparse = mixture_of(("a", "b", "c"), alpha, pruning_threshold=1e-3)
     assert torch.equal(sparse.weights, torch.tensor([[0.5, 0.4999, 0.0], [0.9, 0.0, 0.0998], [0.9999, 0.0, 0.0]]))
-    one = mixture_of(("a", "b", "c"), alpha[2:], pruning_threshold=1e-3)
-    assert one.names == ("a",), "an adapter without weight is not evaluated"
+    mixture = mixture_of(("a", "b", "c"), alpha[2:], pruning_threshold=1e-3)
+    assert mixture.names == ("a",), "an adapter without weight is not evaluated"
     trainable = mixture_of(("a", "b", "c"), alpha[2:], pruning_threshold=1e-3, always="c")
     assert trainable.names == ("a", "c") and torch.equal(trainable.weights, alpha[2:, [0, 2]]), (
         "the adapter in training is active"
@@ -180,9 +180,9 @@ def test_a_snapshot_gives_the_same_weights() -> None:
     router = make_router(state(source), {})
     assert isinstance(router, AttentionRouter) and router.needs == {"embeddings"}
     embedded, mask = texts(8).view(2, 4, WIDE), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    found = router.route_embeddings(embedded, mask)
-    assert found.names == ("t0", "t1", "t2") and not found.weights.requires_grad
-    assert torch.equal(found.weights, source(max_pooled(embedded, mask)).exp().detach())
+    embeddings = router.route_embeddings(embedded, mask)
+    assert embeddings.names == ("t0", "t1", "t2") and not embeddings.weights.requires_grad
+    assert torch.equal(embeddings.weights, source(max_pooled(embedded, mask)).exp().detach())
     hard = make_router(state(source, hard=True), {})
     assert isinstance(hard, AttentionRouter)
     assert hard.route_embeddings(embedded, mask).weights.sum(1).tolist() == [1.0, 1.0]
@@ -234,20 +234,20 @@ def test_a_task_taken_out_leaves_the_others_weights_among_themselves() -> None:
     assert isinstance(left, AttentionRouter)
     embedded, mask = texts(6).view(2, 3, WIDE), torch.ones(2, 3)
     whole = source(max_pooled(embedded, mask)).exp().detach()[:, [0, 2]]
-    found = left.route_embeddings(embedded, mask)
-    assert found.names == ("t0", "t2")
-    torch.testing.assert_close(found.weights, whole / whole.sum(1, keepdim=True))
+    embeddings = left.route_embeddings(embedded, mask)
+    assert embeddings.names == ("t0", "t2")
+    torch.testing.assert_close(embeddings.weights, whole / whole.sum(1, keepdim=True))
 
 
 def test_names_with_dots_are_names() -> None:
     """Not slots: who forgets one task keeps the key of the other."""
-    found = Attention(WIDE, AttentionConfig(width=3), 0)
+    attention = Attention(WIDE, AttentionConfig(width=3), 0)
     for name in ("shop", "shop.v2"):
-        found.begin(name, 0)
-        assert found.key is not None
-        found.end({**found.tensors(), "key": found.key})
+        attention.begin(name, 0)
+        assert attention.key is not None
+        attention.end({**attention.tensors(), "key": attention.key})
     for gone, left in (("shop", "shop.v2"), ("shop.v2", "shop")):
-        router = make_router(without(state(found), gone), {})
+        router = make_router(without(state(attention), gone), {})
         assert isinstance(router, AttentionRouter) and router.attention.names == (left,)
 
 
@@ -255,12 +255,12 @@ def test_dimensions_that_hardly_any_text_varies_do_not_drown_the_others() -> Non
     """Of few short texts under one instruction most dimensions are the same in all: they count as the others do."""
     first = texts(4)
     first[:, :6] = 0.5
-    found = attention(1, trainable=False, standardize=True)
-    found.look_at(first)
-    assert found.spread is not None and found.spread.min() > 0.1
-    found = attention(1, trainable=False, standardize=True)
-    found.look_at(torch.ones(3, WIDE))
-    assert found.spread is not None and torch.equal(found.spread, torch.ones(WIDE))
+    result = attention(1, trainable=False, standardize=True)
+    result.look_at(first)
+    assert result.spread is not None and result.spread.min() > 0.1
+    result = attention(1, trainable=False, standardize=True)
+    result.look_at(torch.ones(3, WIDE))
+    assert result.spread is not None and torch.equal(result.spread, torch.ones(WIDE))
 
 
 def test_scores_are_mixed_without_a_pruning_threshold() -> None:

@@ -25,10 +25,10 @@ def texts(rows: int = 60, width: int = 5) -> tuple[Tensor, Tensor]:
 
 def gaussians(ridge: float = 0.0) -> ClassGaussians:
     """Two tasks whose classes differ along a direction of large variance (0) and one of small variance (1)."""
-    found = ClassGaussians(ridge)
-    found.add("a", torch.tensor([[0.0, 0.0], [8.0, 8.0]]), torch.diag(torch.tensor([6.0, 0.2])))
-    found.add("b", torch.tensor([[0.0, 1.0]]), torch.diag(torch.tensor([2.0, 0.0])))
-    return found
+    class_gaussians = ClassGaussians(ridge)
+    class_gaussians.add("a", torch.tensor([[0.0, 0.0], [8.0, 8.0]]), torch.diag(torch.tensor([6.0, 0.2])))
+    class_gaussians.add("b", torch.tensor([[0.0, 1.0]]), torch.diag(torch.tensor([2.0, 0.0])))
+    return class_gaussians
 
 
 def test_means_and_the_mean_of_the_classes_covariances() -> None:
@@ -46,16 +46,16 @@ def test_means_and_the_mean_of_the_classes_covariances() -> None:
 
 
 def test_a_text_on_a_class_mean_goes_to_that_classs_task() -> None:
-    found = gaussians()
-    assert found.nearest(torch.tensor([[0.0, 0.0], [8.0, 8.0], [0.0, 1.0]])).tolist() == [0, 0, 1]
+    result = gaussians()
+    assert result.nearest(torch.tensor([[0.0, 0.0], [8.0, 8.0], [0.0, 1.0]])).tolist() == [0, 0, 1]
 
 
 def test_the_ood_score_is_the_share_of_dev_texts_that_are_nearer_to_a_class() -> None:
-    found = gaussians()
+    result = gaussians()
     queries = torch.tensor([[4.0, 1.0], [8.0, 8.0], [30.0, 9.0]])
-    assert found.ood_scores(queries) is None, "no dev text was kept"
+    assert result.ood_scores(queries) is None, "no dev text was kept"
     dev = torch.tensor([[1.0, 0.0], [8.0, 7.0], [0.0, 1.5], [2.0, 0.4]])
-    found.add("b", found.means["b"], found.covariances["b"], dev)
+    result.add("b", result.means["b"], result.covariances["b"], dev)
     shared = torch.linalg.inv(torch.diag(torch.tensor([4.0, 0.1], dtype=torch.float64)))
     means = torch.tensor([[0.0, 0.0], [8.0, 8.0], [0.0, 1.0]], dtype=torch.float64)
 
@@ -63,37 +63,37 @@ def test_the_ood_score_is_the_share_of_dev_texts_that_are_nearer_to_a_class() ->
         apart = rows.double()[:, None] - means
         return torch.einsum("bkd,de,bke->bk", apart, shared, apart).min(1).values
 
-    torch.testing.assert_close(found.distances(queries), squared(queries))
-    expected = [float((squared(dev) < one).float().mean()) for one in squared(queries)]
-    scores = found.ood_scores(queries)
+    torch.testing.assert_close(result.distances(queries), squared(queries))
+    expected = [float((squared(dev) < item).float().mean()) for item in squared(queries)]
+    scores = result.ood_scores(queries)
     assert scores is not None and scores.tolist() == expected and expected[1] == 0 and expected[2] == 1
-    whole = RouterState("class_gaussians", found.settings(), found.tensors())
+    whole = RouterState("class_gaussians", result.settings(), result.tensors())
     routed = make_router(whole, OWNERS).route_embeddings(queries[:, None], torch.ones(3, 1))
     assert routed.ood_scores is not None and routed.ood_scores.tolist() == expected
-    assert set(found.tensors()) == {"means/a", "covariance/a", "means/b", "covariance/b", "sample/b"}
+    assert set(result.tensors()) == {"means/a", "covariance/a", "means/b", "covariance/b", "sample/b"}
     alone = without(whole, "b")
     assert make_router(alone, OWNERS).route_embeddings(queries[:, None], torch.ones(3, 1)).ood_scores is None
 
 
 def test_distances_are_by_the_shared_covariance() -> None:
-    found = gaussians()
+    result = gaussians()
     shared = torch.diag(torch.tensor([4.0, 0.1]))
     queries = torch.tensor([[4.0, 1.0], [3.0, 0.6], [6.0, 0.45], [5.0, 4.3]])
     means = torch.tensor([[0.0, 0.0], [8.0, 8.0], [0.0, 1.0]])
     apart = queries[:, None] - means
     squared = torch.einsum("bkd,de,bke->bk", apart, torch.linalg.inv(shared), apart)
-    assert found.nearest(queries).tolist() == torch.tensor([0, 0, 1])[squared.argmin(1)].tolist() == [1, 1, 0, 1]
+    assert result.nearest(queries).tolist() == torch.tensor([0, 0, 1])[squared.argmin(1)].tolist() == [1, 1, 0, 1]
     assert torch.tensor([0, 0, 1])[apart.square().sum(2).argmin(1)].tolist()[3] == 0, "Euclid would choose another"
 
 
 @pytest.mark.parametrize("ridge", [0.0, 0.1])
 def test_scaling_the_covariance_changes_no_choice(ridge: float) -> None:
     queries = torch.randn(200, 2, generator=torch.Generator().manual_seed(1)) * 4
-    found, scaled = gaussians(ridge), ClassGaussians(ridge)
-    for name in found.names:
-        scaled.add(name, found.means[name], found.covariances[name] * 1e4)
-    assert len(set(found.nearest(queries).tolist())) == 2
-    assert torch.equal(found.nearest(queries), scaled.nearest(queries))
+    result, scaled = gaussians(ridge), ClassGaussians(ridge)
+    for name in result.names:
+        scaled.add(name, result.means[name], result.covariances[name] * 1e4)
+    assert len(set(result.nearest(queries).tolist())) == 2
+    assert torch.equal(result.nearest(queries), scaled.nearest(queries))
 
 
 def test_directions_that_are_rounding_errors_do_not_count() -> None:

@@ -91,10 +91,10 @@ def test_official_keys_are_those_of_the_published_loop() -> None:
             torch.nn.utils.clip_grad_norm_([keys], 0.1)
             optimizer.step()
         schedule.step()
-    found = learn_keys(queries, config, top_k=2, seed=7)
-    assert torch.allclose(found, keys.detach(), atol=1e-4)
+    result = learn_keys(queries, config, top_k=2, seed=7)
+    assert torch.allclose(result, keys.detach(), atol=1e-4)
     by_steps = config.model_copy(update={"epochs": None, "steps": 25})
-    assert not torch.allclose(learn_keys(queries, by_steps, top_k=2, seed=7), found, atol=1e-3), "its rate is constant"
+    assert not torch.allclose(learn_keys(queries, by_steps, top_k=2, seed=7), result, atol=1e-3), "its rate is constant"
 
 
 def test_keys_without_a_hit_are_left_alone_unless_official() -> None:
@@ -137,16 +137,16 @@ def test_keys_of_a_second_task_keep_away_from_the_first_ones() -> None:
     """In the router, whose keys of earlier tasks stay as they are."""
     first = drawn(1, 24, seed=5) + drawn(60, 24, seed=1)
     second = drawn(1, 24, seed=5) + drawn(60, 24, seed=2)
-    found = {}
+    collected = {}
     for weight in (0.0, 0.5):
         config = KeyConfig(groups=3, slots=4, update="official", rate=5e-2, steps=60, centrifugal=weight)
         router = SlotRouter("keys", 3, RetrievalConfig(top_k=2))
         router.fit("one", first, config, 0)
         router.fit("two", second, config, 1)
         keys = router.keys()
-        one, two = (torch.nn.functional.normalize(keys[task], dim=-1) for task in ("one", "two"))
-        found[weight] = keys["one"], float(torch.einsum("xgh,ygh->xyg", one, two).mean())
-    assert torch.equal(found[0.0][0], found[0.5][0]) and found[0.5][1] < found[0.0][1] - 0.1
+        item, two = (torch.nn.functional.normalize(keys[task], dim=-1) for task in ("one", "two"))
+        collected[weight] = keys["one"], float(torch.einsum("xgh,ygh->xyg", item, two).mean())
+    assert torch.equal(collected[0.0][0], collected[0.5][0]) and collected[0.5][1] < collected[0.0][1] - 0.1
     chosen = SlmConfig(keys=KeyConfig(centrifugal=0.5))
     assert SlmConfig().independent_tasks and not chosen.independent_tasks
     keys = [[config.cache_key(index, ["a", "b"]) for config in (SlmConfig(), chosen)] for index in (0, 1)]
@@ -174,8 +174,8 @@ def test_softmax_weighs_by_shares_of_all_slots() -> None:
         for group in range(3):
             for slot in similar[row, group].topk(2).indices.tolist():
                 wanted[row, slot] += chances[row, group, slot]
-    found = slot_weights(similar, config)
-    assert torch.allclose(found, wanted / wanted.sum(1, keepdim=True), atol=1e-6)
+    weights = slot_weights(similar, config)
+    assert torch.allclose(weights, wanted / wanted.sum(1, keepdim=True), atol=1e-6)
     mean = slot_weights(similar, RetrievalConfig(top_k=6, rule="group_mean", similarity="softmax"))
     assert torch.allclose(mean, chances.mean(1), atol=1e-6)
     mine = torch.tensor([[True, True, False, False, False, False]]).expand(5, 6)
@@ -199,8 +199,8 @@ UNION, MEAN = RetrievalConfig(top_k=1), RetrievalConfig(top_k=1, rule="group_mea
 )
 def test_weights_by_hand(groups: list[list[float]], top_k: int, rule: str, expected: list[float]) -> None:
     """Choice by group or by the mean over groups, clamping and the even fallback."""
-    found = slot_weights(torch.tensor([groups]).float(), RetrievalConfig(top_k=top_k, rule=rule))  # type: ignore[arg-type]
-    torch.testing.assert_close(found[0], torch.tensor(expected).float(), atol=1e-4, rtol=0)
+    weights = slot_weights(torch.tensor([groups]).float(), RetrievalConfig(top_k=top_k, rule=rule))  # type: ignore[arg-type]
+    torch.testing.assert_close(weights[0], torch.tensor(expected).float(), atol=1e-4, rtol=0)
 
 
 def test_negative_weights_only_if_configured() -> None:
@@ -218,13 +218,15 @@ def test_weights_sum_to_one_and_rows_are_independent(
     """K is capped at the candidates; a batch equals its rows; permuting slots permutes weights."""
     similar = torch.rand(batch, groups, slots, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     config = RetrievalConfig(top_k=top_k, rule=rule)  # type: ignore[arg-type]
-    found = slot_weights(similar, config)
-    torch.testing.assert_close(found.sum(1), torch.ones(batch))
-    assert bool((found >= 0).all()) and int((found > 0).sum(1).max()) <= groups * min(top_k, slots)
-    torch.testing.assert_close(torch.cat([slot_weights(similar[row : row + 1], config) for row in range(batch)]), found)
+    weights = slot_weights(similar, config)
+    torch.testing.assert_close(weights.sum(1), torch.ones(batch))
+    assert bool((weights >= 0).all()) and int((weights > 0).sum(1).max()) <= groups * min(top_k, slots)
+    torch.testing.assert_close(
+        torch.cat([slot_weights(similar[row : row + 1], config) for row in range(batch)]), weights
+    )
     if rule != "vote":  # ties have no order
         order = torch.randperm(slots, generator=torch.Generator().manual_seed(seed))
-        torch.testing.assert_close(slot_weights(similar[:, :, order], config), found[:, order])
+        torch.testing.assert_close(slot_weights(similar[:, :, order], config), weights[:, order])
 
 
 def test_selection_per_batch_differs_from_per_text() -> None:
@@ -239,15 +241,15 @@ def test_selection_per_batch_differs_from_per_text() -> None:
 def test_candidates_cap_k_and_others_get_nothing() -> None:
     similar = torch.rand(2, 3, 5)
     mine = torch.tensor([[False, True, False, False, False], [False, False, False, True, True]])
-    found = slot_weights(similar, RetrievalConfig(top_k=4), mine)
-    assert found[0].tolist() == [0, 1, 0, 0, 0]
-    assert bool((found[1][:3] == 0).all()) and float(found[1].sum()) == pytest.approx(1)
+    weights = slot_weights(similar, RetrievalConfig(top_k=4), mine)
+    assert weights[0].tolist() == [0, 1, 0, 0, 0]
+    assert bool((weights[1][:3] == 0).all()) and float(weights[1].sum()) == pytest.approx(1)
 
 
 def test_a_value_for_every_group() -> None:
     similar = torch.tensor([[[0.6, 0.2], [0.1, 0.2]]])
-    found = slot_weights(similar, RetrievalConfig(top_k=1), per_group=True)
-    torch.testing.assert_close(found, torch.tensor([[0.75, 0.0, 0.0, 0.25]]))
+    weights = slot_weights(similar, RetrievalConfig(top_k=1), per_group=True)
+    torch.testing.assert_close(weights, torch.tensor([[0.75, 0.0, 0.0, 0.25]]))
 
 
 def test_far_tasks_change_nothing_under_clamping() -> None:

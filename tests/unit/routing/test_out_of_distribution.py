@@ -85,7 +85,7 @@ def test_distances_common_to_all_tasks_count_less() -> None:
     expected = (router.distances(queries) - 0.9 * background).float()
     torch.testing.assert_close(router.relative_distances(queries), expected, atol=1e-3, rtol=1e-4)
     alone = Discriminant({"one": Statistics.of(texts["one"])})
-    order = [found.argsort().tolist() for found in (alone.distances(queries), alone.relative_distances(queries))]
+    order = [result.argsort().tolist() for result in (alone.distances(queries), alone.relative_distances(queries))]
     assert order[0] == order[1], "one task alone is its own background"
 
 
@@ -151,8 +151,8 @@ def test_novelty_is_the_area_under_the_roc_curve_before_the_task_was_learned() -
     router = studied("one", "two", "three")
     before = Discriminant({task: Statistics.of(texts_of(task, 200, seed=1)) for task in ("one", "two")})
     known = torch.cat([texts_of(task, 200, seed=2)[sample_rows(200)] for task in ("one", "two")])
-    found = torch.cat([before.relative_distances(known), before.relative_distances(texts_of("three", 200, seed=2))])
-    expected = 100 * roc_auc_score([0] * len(known) + [1] * 200, found.numpy())
+    result = torch.cat([before.relative_distances(known), before.relative_distances(texts_of("three", 200, seed=2))])
+    expected = 100 * roc_auc_score([0] * len(known) + [1] * 200, result.numpy())
     assert router.novelty() == {"three": pytest.approx(expected, abs=1e-3)} and expected > 90
     assert studied("one").novelty() == {} == studied("one", "two", dev=0).novelty()
 

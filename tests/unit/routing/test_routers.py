@@ -93,9 +93,9 @@ def test_discriminant_is_linear_discriminant_analysis() -> None:
     mine = Discriminant({task: Statistics.of(texts_of(task)) for task in TASKS})
     theirs = LinearDiscriminantAnalysis(solver="lsqr", priors=[1 / 3] * 3).fit(queries.numpy(), labels)
     fresh = torch.cat([texts_of(task, 40, seed=7) for task in TASKS])
-    found = mine.scores(fresh).argmax(1)
+    best = mine.scores(fresh).argmax(1)
     expected = torch.from_numpy(theirs.predict(torch.nn.functional.normalize(fresh, dim=1).numpy()))
-    assert float((found == expected).float().mean()) > 0.98, "but for the ridge"
+    assert float((best == expected).float().mean()) > 0.98, "but for the ridge"
 
 
 @pytest.mark.parametrize("width", [16, DIRECTIONS + 8, WIDEST + 200])
@@ -116,13 +116,13 @@ def test_outlines_of_bare_texts_find_the_task(width: int) -> None:
     means = learned.mean(1)
     nearest = torch.cdist(fresh.flatten(0, 1), means).argmin(1) == torch.arange(3).repeat_interleave(90)
     assert float(right.float().mean()) > 0.9 > 0.7 > float(nearest.float().mean())
-    one = bare.weights(names, fresh[1, :1])
-    assert one is not None
-    torch.testing.assert_close(one.weights, mixture.weights[90:91])
+    item = bare.weights(names, fresh[1, :1])
+    assert item is not None
+    torch.testing.assert_close(item.weights, mixture.weights[90:91])
     again = BareTexts()
     again.take((*names, "four"), bare.tensors())
-    found = again.weights(names, fresh.flatten(0, 1))
-    assert found is not None and torch.equal(found.weights, mixture.weights)
+    weights = again.weights(names, fresh.flatten(0, 1))
+    assert weights is not None and torch.equal(weights.weights, mixture.weights)
     assert again.weights((*names, "four"), fresh[0]) is None, "of a task without an outline nothing is known"
     left = without(RouterState("attention", {}, bare.tensors()), "two").tensors
     assert left.keys() == {name for name in bare.tensors() if not name.endswith("/two")}
@@ -181,8 +181,8 @@ def test_many_texts_are_encoded_once_by_all_and_kept(tmp_path: Path, monkeypatch
         assert encoder.truncated == 2, "every worker's count, once"
     again = SentenceEncoder(EncoderConfig(), tmp_path)
     monkeypatch.setattr(again, "_computed", lambda texts: pytest.fail(f"{texts} were encoded again"))
-    found = again.embed_all(texts, (0, 2), lambda part: [(held, 0) for held in parts])
-    torch.testing.assert_close(found, SentenceEncoder(EncoderConfig()).embed(texts), atol=1e-5, rtol=1e-4)
+    queries = again.embed_all(texts, (0, 2), lambda part: [(held, 0) for held in parts])
+    torch.testing.assert_close(queries, SentenceEncoder(EncoderConfig()).embed(texts), atol=1e-5, rtol=1e-4)
 
 
 def test_an_encoder_that_breaks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +244,8 @@ def test_the_approximate_index_finds_what_it_promises() -> None:
     index = KeyIndex(router._joined, 2, exact_up_to=100)
     assert exact.exact and exact.recall == 1 and not index.exact and index.recall >= 0.99
     cosines, slots = index.search(parts, 2)
-    found = (slots[..., :, None] == exact.search(parts, 2)[1][..., None, :]).any(-1).float().mean()
-    assert float(found) > 0.98
+    mean = (slots[..., :, None] == exact.search(parts, 2)[1][..., None, :]).any(-1).float().mean()
+    assert float(mean) > 0.98
     unit = torch.nn.functional.normalize(parts, dim=-1)
     near = torch.nn.functional.normalize(router._joined, dim=-1)[slots[:, 0, 0], 0]
     torch.testing.assert_close(cosines[:, 0, 0], (unit[:, 0] * near).sum(-1))  # scored exactly

@@ -79,9 +79,9 @@ def test_bfloat16_on_a_cpu_without_its_instructions(
 
 
 def test_linears_that_roles_leave_out(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
-    one = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    item = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **one, num_attention_heads=2))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **item, num_attention_heads=2))
     backbone = wrap_model(model, tokenizer("llama"), 8, 8)
     with caplog.at_level(logging.WARNING, logger="raycl"):
         check_roles(lab.config("llama", {"name": "lora", "targets": ["q_proj"]}), backbone)

@@ -123,7 +123,7 @@ def test_activations_are_those_that_autograd_keeps(lab: Lab, kind: str, method: 
         return tensor
 
     batch = batches[0]
-    with activate_batch(context.method, batch), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+    with activate_batch(context.method, batch), torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item):
         output = context.backbone(batch)
     real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     model, step = sized(config)
@@ -149,11 +149,11 @@ def test_two_workers_sum_the_bytes_that_the_plan_says(lab: Lab, monkeypatch: pyt
 
     monkeypatch.setattr(dist, "all_reduce", counted)
     train_step(engine, context.method, batches[:1], world, 0)
-    found = plan(config, Cluster(GPUS["l4-24"], gpus=2))
-    trained = 4 * found.model.trained[0]
-    assert found.traffic.gradients == trained == engine.step_bytes and found.traffic.parameters == 0
+    result = plan(config, Cluster(GPUS["l4-24"], gpus=2))
+    trained = 4 * result.model.trained[0]
+    assert result.traffic.gradients == trained == engine.step_bytes and result.traffic.parameters == 0
     assert sum(summed) == trained + 24  # and the counts of tokens and the loss, in float64
-    assert found.traffic.sent == 2 * (1 / 2) * trained
+    assert result.traffic.sent == 2 * (1 / 2) * trained
     assert plan(config, Cluster(GPUS["l4-24"])).traffic.sent == 0
 
 
@@ -164,8 +164,8 @@ def test_two_workers_sum_the_bytes_that_the_plan_says(lab: Lab, monkeypatch: pyt
 def test_what_a_method_keeps_beside_training_is_planned(lab: Lab, method: Any, values: int) -> None:
     """Of two tasks, for each trained parameter; EWC and OGD are asked after both, OGD with the last rows twice."""
     config = lab.config("bert", method)
-    found = plan(config, Cluster(GPUS["l4-24"]))
-    assert found.gpu["kept_by_method"] == 4 * values * found.model.most_trained
+    result = plan(config, Cluster(GPUS["l4-24"]))
+    assert result.gpu["kept_by_method"] == 4 * values * result.model.most_trained
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_what_a_method_keeps_beside_training_is_planned(lab: Lab, method: Any, v
     ],
 )
 def test_a_methods_passes_beside_its_steps_are_in_the_time(lab: Lab, method: Any, extra: float) -> None:
-    found = plan(lab.config("bert", method, train={"epochs": 2}), Cluster(GPUS["a100-80"]))
-    assert found.run.extra == extra
-    assert found.seconds.training == pytest.approx(found.seconds.step * sum(found.run.steps) * (1 + extra))
+    result = plan(lab.config("bert", method, train={"epochs": 2}), Cluster(GPUS["a100-80"]))
+    assert result.run.extra == extra
+    assert result.seconds.training == pytest.approx(result.seconds.step * sum(result.run.steps) * (1 + extra))
 
 
 def test_quantized_weights_have_the_real_size(lab: Lab) -> None:
@@ -209,15 +209,15 @@ def seven(**sections: Any) -> RunConfig:
 
 
 def test_a_frozen_llama_of_7b_on_one_gpu() -> None:
-    found = plan(seven(), Cluster(GPUS["a100-80"]))
-    assert found.model.parameters == PARAMETERS == 6_738_415_616
-    assert found.model.trained[0] == found.model.adapters == LORA
-    gpu = found.gpu
+    result = plan(seven(), Cluster(GPUS["a100-80"]))
+    assert result.model.parameters == PARAMETERS == 6_738_415_616
+    assert result.model.trained[0] == result.model.adapters == LORA
+    gpu = result.gpu
     assert gpu["weights"] == 2 * PARAMETERS
     assert (gpu["adapters"], gpu["gradients"], gpu["optimizer"]) == (4 * LORA, 4 * LORA, 8 * LORA)
     per_token = 32 * (8 * 4096 + 4 * 2 * 4096 + 3 * 2 * 11_008 + 2 * 4096) + 4 * 4096
-    assert gpu["activations"] == found.activations["kept"] == 512 * per_token
-    assert found.activations["recomputed"] == 512 * (32 * 2 * 4096 + per_token / 32)
+    assert gpu["activations"] == result.activations["kept"] == 512 * per_token
+    assert result.activations["recomputed"] == 512 * (32 * 2 * 4096 + per_token / 32)
     eager = plan(seven(backbone={"attention": "eager"}), Cluster(GPUS["a100-80"])).gpu["activations"]
     assert eager - gpu["activations"] == 32 * 32 * 512**2 * (2 + 4)
     assert gpu["logits"] == 64 * 32_000 * 10
@@ -225,27 +225,27 @@ def test_a_frozen_llama_of_7b_on_one_gpu() -> None:
     head = 32_000 * 4096 * 64
     scores = 32 * 3 * 4 * 512**2 * 4096
     adapters = 3 * 2 * LORA * 512
-    assert found.operations == pytest.approx(8 * (4 * (weights * 512 + head) + scores + adapters), rel=2e-3)
-    assert found.seconds.compute == pytest.approx(found.operations / (0.4 * 312e12))
-    assert found.fits and found.bottleneck == "compute"
-    assert found.host["loading"] == pytest.approx(3e9 + 2 * PARAMETERS)
+    assert result.operations == pytest.approx(8 * (4 * (weights * 512 + head) + scores + adapters), rel=2e-3)
+    assert result.seconds.compute == pytest.approx(result.operations / (0.4 * 312e12))
+    assert result.fits and result.bottleneck == "compute"
+    assert result.host["loading"] == pytest.approx(3e9 + 2 * PARAMETERS)
 
 
 def test_full_fine_tuning_of_7b_needs_16_bytes_a_parameter_and_zero_3() -> None:
     alone = plan(seven(method={"name": "finetune"}), Cluster(GPUS["a100-80"]))
     assert (alone.fits, alone.bottleneck) == (False, "memory")
     zero = seven(method={"name": "finetune"}, engine={"name": "deepspeed", "zero_stage": 3})
-    found = plan(zero, Cluster(GPUS["a100-80"], gpus=8))
-    states = sum(found.gpu[name] for name in ("weights", "masters", "gradients", "optimizer"))
+    result = plan(zero, Cluster(GPUS["a100-80"], gpus=8))
+    states = sum(result.gpu[name] for name in ("weights", "masters", "gradients", "optimizer"))
     assert states == pytest.approx(16 * PARAMETERS / 8)
     largest = 2 * 32_000 * 4096 + 4096  # embeddings, output words and the last norm, taken as one
-    assert found.host["checkpoint"] == 4 * largest < 0.05 * 4 * PARAMETERS  # masters are written where they lie
-    assert found.fits and found.host["training"] == 8 * 3e9 + found.host["checkpoint"]
-    assert found.gpu["gathered_weights"] == 2 * 2 * found.model.largest_layer == 2 * 2 * (PARAMETERS - largest) / 32
+    assert result.host["checkpoint"] == 4 * largest < 0.05 * 4 * PARAMETERS  # masters are written where they lie
+    assert result.fits and result.host["training"] == 8 * 3e9 + result.host["checkpoint"]
+    assert result.gpu["gathered_weights"] == 2 * 2 * result.model.largest_layer == 2 * 2 * (PARAMETERS - largest) / 32
     parts = plan(seven(method={"name": "finetune"}, engine={"name": "fsdp"}), Cluster(GPUS["a100-80"], gpus=8))
     assert parts.host["checkpoint"] == 4 * largest
-    assert found.traffic.parameters == 2 * 2 * PARAMETERS  # forward and backward, in bfloat16
-    assert found.traffic.sent == pytest.approx(7 / 8 * 2 * PARAMETERS * 3)
+    assert result.traffic.parameters == 2 * 2 * PARAMETERS  # forward and backward, in bfloat16
+    assert result.traffic.sent == pytest.approx(7 / 8 * 2 * PARAMETERS * 3)
     again = plan(
         seven(method={"name": "finetune"}, backbone={"gradient_checkpointing": True}), Cluster(GPUS["h200-141"])
     )
@@ -255,14 +255,14 @@ def test_full_fine_tuning_of_7b_needs_16_bytes_a_parameter_and_zero_3() -> None:
 
 def test_layers_that_fsdp_shares_out_are_held_in_parts_and_gathered() -> None:
     """7B on 8 GPUs: embeddings, output words, the last norm and LoRA are whole on every worker."""
-    found = plan(seven(engine={"name": "fsdp"}), Cluster(GPUS["a100-80"], gpus=8))
+    result = plan(seven(engine={"name": "fsdp"}), Cluster(GPUS["a100-80"], gpus=8))
     outside = 2 * 32_000 * 4096 + 4096
     layers = PARAMETERS - outside
-    assert (found.model.in_layers, found.model.largest_layer) == (layers, layers / 32)
-    assert found.gpu["weights"] == pytest.approx(2 * layers / 8 + 2 * outside)
-    assert found.gpu["adapters"] == found.gpu["gradients"] == found.gpu["optimizer"] / 2 == 4 * LORA
-    assert found.gpu["gathered_weights"] == 2 * 2 * layers / 32
-    assert found.traffic.parameters == 2 * 2 * layers and found.traffic.gradients == 4 * LORA
+    assert (result.model.in_layers, result.model.largest_layer) == (layers, layers / 32)
+    assert result.gpu["weights"] == pytest.approx(2 * layers / 8 + 2 * outside)
+    assert result.gpu["adapters"] == result.gpu["gradients"] == result.gpu["optimizer"] / 2 == 4 * LORA
+    assert result.gpu["gathered_weights"] == 2 * 2 * layers / 32
+    assert result.traffic.parameters == 2 * 2 * layers and result.traffic.gradients == 4 * LORA
     whole = plan(seven(engine={"name": "fsdp"}, method={"name": "finetune"}), Cluster(GPUS["a100-80"], gpus=8))
     assert whole.traffic.parameters == 2 * 4 * layers and whole.traffic.gradients == 4 * PARAMETERS
     assert whole.gpu["optimizer"] == pytest.approx(8 * (layers / 8 + outside))
@@ -272,11 +272,11 @@ def test_a_13b_in_four_bits_fits_24_gb() -> None:
     config = seven(
         backbone={"name": "meta-llama/Llama-2-13b-hf", "quantization": "nf4", "gradient_checkpointing": True}
     )
-    found = plan(config, Cluster(GPUS["l4-24"]))
+    result = plan(config, Cluster(GPUS["l4-24"]))
     linears = 40 * (4 * 5120**2 + 3 * 5120 * 13_824)
     rest = 2 * 32_000 * 5120 + 81 * 5120
-    assert found.gpu["weights"] == pytest.approx(linears * (0.5 + 1 / 64 + 4 / 16_384) + 2 * rest)
-    assert found.fits
+    assert result.gpu["weights"] == pytest.approx(linears * (0.5 + 1 / 64 + 4 / 16_384) + 2 * rest)
+    assert result.fits
 
 
 def test_slow_networks_and_short_runs_have_other_bottlenecks() -> None:
@@ -300,9 +300,9 @@ def test_the_command_prints_text_and_json(lab: Lab, capsys: pytest.CaptureFixtur
         train.run(train.arguments(words))
     words.append("stream.max_source_tokens=96")
     assert train.run(train.arguments([*words, "--json"])) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"] and found["cluster"]["gpu"]["ray"] == "H100" and not found["model"]["mapped"]
-    assert found["model"]["trained"] == [2048] * 15 and found["steps"] == []
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["fits"] and tree["cluster"]["gpu"]["ray"] == "H100" and not tree["model"]["mapped"]
+    assert tree["model"]["trained"] == [2048] * 15 and tree["steps"] == []
     assert train.run(train.arguments(words)) == 0
     assert "trained per task" in capsys.readouterr().out
     assert set(train.GPU_NAMES) == set(GPUS)

@@ -55,5 +55,5 @@ def test_without_keys_others_on_the_network_are_refused(path: str, peer: str | N
         await gate({**scope, "client": peer and (peer, 50_000)}, receive, send)
 
     gate = AccessMiddleware(PlainTextResponse("in"), Keys(AuthConfig()), LimitsConfig())
-    found = TestClient(app, base_url="http://localhost").post(path)
-    assert found.status_code == status and (status == 200 or "only requests from this machine" in found.text)
+    response = TestClient(app, base_url="http://localhost").post(path)
+    assert response.status_code == status and (status == 200 or "only requests from this machine" in response.text)

@@ -56,8 +56,8 @@ def client() -> Iterator[TestClient]:
     @app.post("/prompts")
     async def prompts(request: PromptTexts) -> None: ...
 
-    with TestClient(app, raise_server_exceptions=False) as found:
-        yield found
+    with TestClient(app, raise_server_exceptions=False) as client:
+        yield client
 
 
 @pytest.mark.parametrize("name", BODIES)

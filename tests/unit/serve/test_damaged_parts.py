@@ -98,9 +98,9 @@ def test_parts_that_changed_places_are_answered_again(answer: Answer, to: Storag
     answer()
     whole = parts(to)
     for suffix in ("jsonl", "json"):
-        one, two = (Path(to.path(f"part-00000{number}.{suffix}")) for number in (1, 2))
-        one.write_bytes(whole[two])
-        two.write_bytes(whole[one])
+        first, two = (Path(to.path(f"part-00000{number}.{suffix}")) for number in (1, 2))
+        first.write_bytes(whole[two])
+        two.write_bytes(whole[first])
     assert answer()["answered_now"] == 2 * PART_ROWS and parts(to) == whole
 
 
@@ -131,9 +131,9 @@ def test_strays_are_no_parts(answer: Answer, to: Storage, caplog: pytest.LogCapt
     to.write("part-000005.jsonl", to.read(part_name(4)))
     assert answer()["rows"] == ROWS, "without a record it is none"
     to.write("part-000005.json", to.read("part-000004.json"))
-    found = answer()
-    assert (found["rows"], found["parts"], found["answered_now"]) == (ROWS, 5, 0)
-    assert len(list(records_of(to, found["key"], found["parts"]))) == ROWS
+    result = answer()
+    assert (result["rows"], result["parts"], result["answered_now"]) == (ROWS, 5, 0)
+    assert len(list(records_of(to, result["key"], result["parts"]))) == ROWS
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,8 +40,8 @@ def test_no_message_is_lost_under_concurrency() -> None:
         for thread in threads:
             thread.start()
         for queue in queues:
-            found = [await asyncio.wait_for(queue.get(), 30) for _ in range(500)]
-            assert found == [TextDelta("", number) for number in range(500)]
+            result = [await asyncio.wait_for(queue.get(), 30) for _ in range(500)]
+            assert result == [TextDelta("", number) for number in range(500)]
 
     asyncio.run(main())
 

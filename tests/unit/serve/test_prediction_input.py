@@ -29,5 +29,5 @@ def test_a_file_has_the_rows_that_training_reads(tmp_path: Path, name: str, capl
     with caplog.at_level(logging.INFO, "raycl"):
         given = Input(files_at([path]), Columns(label=()))
         assert [(row.number, row.text) for _, row in given.rows()] == trained
-        assert [(one.row.number, one.row.text) for one in given.all_rows()] == trained
+        assert [(item.row.number, item.row.text) for item in given.all_rows()] == trained
     assert note in caplog.text

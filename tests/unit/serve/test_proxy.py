@@ -22,9 +22,9 @@ def test_a_request_without_an_answer_may_be_sent_again(monkeypatch: pytest.Monke
     async def ended(scope: Any, receive: Any, send: Any) -> None:
         pass
 
-    found = TestClient(middleware.cls(ended, *middleware.args, **middleware.kwargs)).post("/v1/classify")
-    assert found.status_code == 503 and found.headers["retry-after"] == "1"
-    assert found.json()["error"]["type"] == "server_error" and "send the request again" in found.text
+    response = TestClient(middleware.cls(ended, *middleware.args, **middleware.kwargs)).post("/v1/classify")
+    assert response.status_code == 503 and response.headers["retry-after"] == "1"
+    assert response.json()["error"]["type"] == "server_error" and "send the request again" in response.text
 
     async def reads(scope: Any, receive: Any, send: Any) -> None:
         b"\xff".decode()

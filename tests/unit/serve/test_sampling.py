@@ -38,7 +38,7 @@ def test_temperature_zero_takes_the_first_most_likely_token(logits: list[float],
 @given(LOGITS, st.floats(0, 1e-6, exclude_min=True), st.integers(0, 100))
 def test_tiny_temperatures_do_not_overflow(logits: list[float], heat: float, seed: int) -> None:
     best = max(logits)
-    likely = {place for place, value in enumerate(logits) if best - value < 0.01}
+    likely = {index for index, value in enumerate(logits) if best - value < 0.01}
     assert drawn(logits, seed, temperature=heat) in likely
 
 
@@ -46,7 +46,7 @@ def test_tiny_temperatures_do_not_overflow(logits: list[float], heat: float, see
 def test_only_the_nucleus_is_drawn_from(logits: list[float], heat: float, top_p: float, seed: int) -> None:
     chances = (torch.tensor(logits, dtype=torch.float64) / heat).softmax(0).tolist()
     order = sorted(range(len(logits)), key=lambda token: (-chances[token], token))
-    before = [math.fsum(chances[token] for token in order[:place]) for place in range(len(order))]
+    before = [math.fsum(chances[token] for token in order[:index]) for index in range(len(order))]
     allowed = {token for token, sum_before in zip(order, before, strict=True) if sum_before < top_p + 1e-9}
     assert drawn(logits, seed, temperature=heat, top_p=top_p) in allowed
 
@@ -66,7 +66,7 @@ def test_whatever_a_row_asks_for_every_row_gets_the_token_that_it_gets_alone(
     width = max(len(logits) for logits, *_ in rows)
     batch = torch.tensor([[*logits, *[-math.inf] * (width - len(logits))] for logits, *_ in rows])
     settings = [Sampling(1, temperature, top_p, seed) for _, temperature, top_p, seed in rows]
-    tokens = pick(batch, settings, [torch.Generator().manual_seed(one.seed) for one in settings])
+    tokens = pick(batch, settings, [torch.Generator().manual_seed(setting.seed) for setting in settings])
     for row, (logits, temperature, top_p, seed) in enumerate(rows):
         assert tokens[row] == drawn(logits, seed, temperature=temperature, top_p=top_p) < len(logits)
 
@@ -79,11 +79,11 @@ def test_tokens_come_as_often_as_they_should(top_p: float) -> None:
     kept = order[chances[order].cumsum(0) - chances[order] < top_p]
     expected = torch.zeros(5).index_put((kept,), chances[kept] / chances[kept].sum())
     draw = torch.Generator().manual_seed(7)
-    one, rows = Sampling(1, temperature=heat, top_p=top_p), 50
+    sampling, rows = Sampling(1, temperature=heat, top_p=top_p), 50
     seen = Counter(
         token
         for _ in range(count // rows)
-        for token in pick(torch.tensor([logits] * rows), [one] * rows, [draw] * rows)
+        for token in pick(torch.tensor([logits] * rows), [sampling] * rows, [draw] * rows)
     )
     for token in range(5):
         assert abs(seen[token] / count - float(expected[token])) < 4 * 0.5 / math.sqrt(count), (token, seen)
@@ -103,7 +103,7 @@ def test_a_row_draws_the_same_in_any_batch(others: list[tuple[list[float], float
         alone = [drawn(logits, mine.seed, temperature=mine.temperature, top_p=mine.top_p)]
         rows = [*(row for row, _, _ in others), logits]
         settings = [*(Sampling(1, heat, top_p) for _, heat, top_p in others), mine]
-        draws = [torch.Generator().manual_seed(one.seed) for one in settings]
+        draws = [torch.Generator().manual_seed(setting.seed) for setting in settings]
         assert pick(torch.tensor(rows), settings, draws)[-1:] == alone
 
 
@@ -143,24 +143,24 @@ def decoded(
     pieces: list[str], tidies: bool = False, eos: bool = True, **settings: Any
 ) -> tuple[list[str], DecodedText]:
     """What is sent for each token, one a piece, up to the end."""
-    one = DecodedText(Words(pieces, tidies), EOS, Sampling(**{"max_tokens": 100, **settings}))
+    decoded_text = DecodedText(Words(pieces, tidies), EOS, Sampling(**{"max_tokens": 100, **settings}))
     sent = []
     for token in [*range(1, len(pieces) + 1), *([EOS] if eos else [])]:
-        sent.append(one.push(token))
-        if one.finish:
+        sent.append(decoded_text.push(token))
+        if decoded_text.finish:
             break
-    return sent, one
+    return sent, decoded_text
 
 
 def test_white_space_around_the_answer_is_not_sent() -> None:
-    sent, one = decoded([" ", "\n", " Hel", "lo ", "  ", "world", " \n"])
+    sent, first = decoded([" ", "\n", " Hel", "lo ", "  ", "world", " \n"])
     assert sent == ["", "", "Hel", "lo", "", "   world", "", ""]
-    assert one.finish == "stop" and len(one.ids) == 7, "the end token is none of the answer's"
+    assert first.finish == "stop" and len(first.ids) == 7, "the end token is none of the answer's"
 
 
 def test_the_limit_ends_the_answer() -> None:
-    sent, one = decoded(["a", "b ", "c"], max_tokens=2)
-    assert sent == ["a", "b"] and one.finish == "length" and len(one.ids) == 2
+    sent, first = decoded(["a", "b ", "c"], max_tokens=2)
+    assert sent == ["a", "b"] and first.finish == "length" and len(first.ids) == 2
     assert decoded(["a"], max_tokens=1)[1].finish == "length"
     assert decoded(["END"], max_tokens=1, stop=("END",))[1].finish == "stop", "a stop at the limit is a stop"
 
@@ -180,8 +180,8 @@ def test_the_limit_ends_the_answer() -> None:
 def test_a_stop_is_found_across_tokens_and_never_sent(
     pieces: list[str], stop: tuple[str, ...], sent: list[str]
 ) -> None:
-    found, one = decoded(pieces, stop=stop)
-    assert found == sent and one.finish == "stop"
+    result, first = decoded(pieces, stop=stop)
+    assert result == sent and first.finish == "stop"
 
 
 @given(
@@ -190,20 +190,20 @@ def test_a_stop_is_found_across_tokens_and_never_sent(
     st.booleans(),
 )
 def test_deltas_join_to_the_answer_at_any_token_borders(pieces: list[str], stop: list[str], eos: bool) -> None:
-    sent, one = decoded(pieces, stop=tuple(stop), eos=eos, max_tokens=max(1, len(pieces)))
+    sent, first = decoded(pieces, stop=tuple(stop), eos=eos, max_tokens=max(1, len(pieces)))
     whole = "".join(pieces).lstrip()
-    ends = [whole.find(one) for one in stop if one in whole]
+    ends = [whole.find(first) for first in stop if first in whole]
     told = "".join(sent)
-    if one.finish:
+    if first.finish:
         assert told == whole[: min(ends, default=len(whole))].rstrip()
     else:
         assert not pieces, "max_tokens ends it"
-    assert not any(one in told for one in stop)
+    assert not any(first in told for first in stop)
 
 
 def test_what_a_tokenizer_tidies_up_is_not_sent_before() -> None:
-    sent, one = decoded(["it", " '", "s", " fine", " ."], tidies=True)
-    assert "".join(sent) == "it's fine." and one.finish == "stop"
+    sent, first = decoded(["it", " '", "s", " fine", " ."], tidies=True)
+    assert "".join(sent) == "it's fine." and first.finish == "stop"
     assert sent[0] == "", "the last word may still change"
 
 
@@ -211,8 +211,8 @@ def test_what_a_tokenizer_tidies_up_is_not_sent_before() -> None:
 def test_no_part_of_a_character_is_sent(kind: str) -> None:
     text = "a😀é😀b"
     tokenizer, ids = _bytes(kind, text)
-    one = DecodedText(tokenizer, EOS, Sampling(100, stop=("é😀b!",)))
-    sent = [one.push(token) for token in [*ids, EOS]]
+    decoded_text = DecodedText(tokenizer, EOS, Sampling(100, stop=("é😀b!",)))
+    sent = [decoded_text.push(token) for token in [*ids, EOS]]
     assert "".join(sent) == text and not any("�" in piece for piece in sent)
     assert sent[:5] == ["a", "", "", "", "😀"]
     stopped = DecodedText(tokenizer, EOS, Sampling(100, stop=("é😀",)))

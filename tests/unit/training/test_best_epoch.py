@@ -26,14 +26,14 @@ SCORES = (10.0, 40.0, 40.0, 30.0)
 @pytest.fixture
 def scored(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Dev rows are scored for real, and then count as `SCORES`, so that the best epoch is known."""
-    real, found, left = selection.dev_score, [], [*SCORES, *SCORES]
+    real, collected, left = selection.dev_score, [], [*SCORES, *SCORES]
 
     def score(*given: Any) -> float:
-        found.append(real(*given))
+        collected.append(real(*given))
         return left.pop(0)
 
     monkeypatch.setattr(selection, "dev_score", score)
-    return found
+    return collected
 
 
 def config(lab: Lab, kind: str, method: str, engine: str = "torch", **sections: Any) -> RunConfig:

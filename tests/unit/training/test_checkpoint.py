@@ -44,26 +44,26 @@ def made(step: int = 3) -> Checkpoint:
 def test_a_round_trip_changes_nothing(tmp_path: Path) -> None:
     storage, checkpoint = Storage.at(tmp_path), made()
     write_checkpoint(storage, checkpoint.name(2), checkpoint, TensorObjects(storage))
-    found = read_checkpoint(storage, "phase001-step0000003-attempt0002")
-    for mine, other in ((found.parameters, checkpoint.parameters), (found.optimizer, checkpoint.optimizer)):
+    result = read_checkpoint(storage, "phase001-step0000003-attempt0002")
+    for mine, other in ((result.parameters, checkpoint.parameters), (result.optimizer, checkpoint.optimizer)):
         assert mine.keys() == other.keys()
         assert all(torch.equal(mine[key], other[key]) and mine[key].dtype == other[key].dtype for key in mine)
-    assert (found.phase, found.step, found.steps, found.method, found.spent) == (
+    assert (result.phase, result.step, result.steps, result.method, result.spent) == (
         1,
         3,
         9,
         {"labels": ["ä", "b"]},
         checkpoint.spent,
     )
-    assert not found.is_phase_end
+    assert not result.is_phase_end
 
 
 def test_the_end_of_a_phase_has_no_optimizer(tmp_path: Path) -> None:
     storage, checkpoint = Storage.at(tmp_path), made(step=9)
     checkpoint.optimizer = {}
     write_checkpoint(storage, "end", checkpoint, TensorObjects(storage))
-    found = read_checkpoint(storage, "end")
-    assert found.is_phase_end and found.optimizer == {}
+    result = read_checkpoint(storage, "end")
+    assert result.is_phase_end and result.optimizer == {}
 
 
 def shares(storage: Storage, flat: bool = False) -> Checkpoint:
@@ -85,8 +85,8 @@ def shares(storage: Storage, flat: bool = False) -> Checkpoint:
 @pytest.mark.parametrize("flat", [False, True])
 def test_shares_of_several_workers_are_joined(tmp_path: Path, flat: bool) -> None:
     whole = shares(Storage.at(tmp_path), flat)
-    found = read_checkpoint(Storage.at(tmp_path), "c")
-    for mine, other in ((found.parameters, whole.parameters), (found.optimizer, whole.optimizer)):
+    checkpoint = read_checkpoint(Storage.at(tmp_path), "c")
+    for mine, other in ((checkpoint.parameters, whole.parameters), (checkpoint.optimizer, whole.optimizer)):
         assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
 
 
@@ -95,7 +95,7 @@ def test_one_tensor_at_a_time_is_in_memory_while_a_file_is_written(tmp_path: Pat
     alive: list[weakref.ref[Any]] = []
 
     def fetch(name: str) -> torch.Tensor:
-        assert not any(one() is not None for one in alive), "the tensor before it is still held"
+        assert not any(item() is not None for item in alive), "the tensor before it is still held"
         value = tensors[name]
         memory = value.reshape(-1).view(torch.uint8).numpy().copy()
         alive.append(weakref.ref(memory))
@@ -146,9 +146,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     state = read_state(mine)
     with pytest.raises(CheckpointError, match=r"newer/manifest.json' is of another checkpoint than the run wrote"):
         read_checkpoint(mine, "newer", sha256=state.manifests["newer"])
-    found = newest_resume_point(mine, state, DistributedContext.alone(torch.device("cpu")))
-    assert found.checkpoints == ["older"] and "is of another checkpoint" in found.explanation
-    assert found.checkpoint is not None and torch.equal(found.checkpoint.parameters["a"], made().parameters["a"])
+    point = newest_resume_point(mine, state, DistributedContext.alone(torch.device("cpu")))
+    assert point.checkpoints == ["older"] and "is of another checkpoint" in point.explanation
+    assert point.checkpoint is not None and torch.equal(point.checkpoint.parameters["a"], made().parameters["a"])
     with pytest.raises(CheckpointError, match="is of another checkpoint"):
         copy_checkpoint(mine, "checkpoints/newer", theirs, "copy", state.manifests["newer"])
     with pytest.raises(CheckpointError, match="is of another checkpoint"):
@@ -185,9 +185,9 @@ def test_what_is_frozen_is_stored_once_and_named(tmp_path: Path) -> None:
         manifest = write_checkpoint(storage, name, checkpoint, objects)
     assert len(storage.files("objects")) == len(TensorGroups.of(state).groups) + 1
     assert TensorGroups.of(state).keys() == state.keys()
-    found = read_checkpoint(storage, "b").frozen_state
-    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
-    assert all(found[name].dtype == state[name].dtype for name in state)
+    frozen_state = read_checkpoint(storage, "b").frozen_state
+    assert frozen_state.keys() == state.keys() and all(torch.equal(frozen_state[name], state[name]) for name in state)
+    assert all(frozen_state[name].dtype == state[name].dtype for name in state)
     delete_checkpoints(storage, ["a", "b"], {"c": manifest}, objects)
     assert storage.list("checkpoints") == ["c"] and len(storage.files("objects")) == len(TensorGroups.of(state).groups)
     assert read_checkpoint(storage, "c").frozen_state.keys() == state.keys()
@@ -217,16 +217,16 @@ def test_a_damaged_object_is_read_from_the_bank_or_refused(tmp_path: Path, harm:
         path.write_bytes(changed[harm])
     with pytest.raises(CheckpointError, match=rf"{first}' .* is missing or damaged"):
         read_checkpoint(storage, "a")
-    found = read_checkpoint(storage, "a", TensorObjects(storage, bank)).frozen_state
-    assert found.keys() == checkpoint.frozen_state.keys()
+    frozen_state = read_checkpoint(storage, "a", TensorObjects(storage, bank)).frozen_state
+    assert frozen_state.keys() == checkpoint.frozen_state.keys()
     if harm == "gone":
         assert not storage.exists(first), "what only the bank has is not copied"
     else:
         assert storage.read(first) == data, "it is written again"
-    shared = TensorObjects(storage, bank, lambda one: Bank(one))
+    shared = TensorObjects(storage, bank, lambda item: Bank(item))
     path.unlink(missing_ok=True)
-    found = read_checkpoint(storage, "a", shared).frozen_state
-    assert all(torch.equal(found[name], tensor) for name, tensor in checkpoint.frozen_state.items())
+    frozen_state = read_checkpoint(storage, "a", shared).frozen_state
+    assert all(torch.equal(frozen_state[name], tensor) for name, tensor in checkpoint.frozen_state.items())
     Path(bank.path(first)).write_bytes(changed.get(harm, b""))
     with pytest.raises(CheckpointError, match=rf"{first}' .* is missing or damaged"):
         read_checkpoint(storage, "a", shared)

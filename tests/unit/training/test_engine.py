@@ -57,8 +57,8 @@ def test_label_head_and_projection_learn_at_rates_of_their_own(
     begin_phase(context)
     engine = open_engine(1, 4)
     assert isinstance(engine, TorchEngine) and engine.learning_rate == 0.1
-    found = {id(parameter): group["lr"] for group in engine.optimizer.param_groups for parameter in group["params"]}
-    own = {name: found[id(parameter)] for name, parameter in engine.trained.items()}
+    result = {id(parameter): group["lr"] for group in engine.optimizer.param_groups for parameter in group["params"]}
+    own = {name: result[id(parameter)] for name, parameter in engine.trained.items()}
     assert {"attention.key", "attention.norm_weight", *rates} < own.keys()
     assert {name: rate for name, rate in own.items() if rate != 0.1} == rates
 
@@ -76,8 +76,8 @@ def test_a_label_head_without_a_rate_of_its_own_follows_that_of_the_task(head: f
     trained = {name: nn.Parameter(torch.zeros(2)) for name in ("body", "head.bias")}
     for task, rates in (("sky", [0.3, expected]), ("sea", [0.1, head or 0.1])):
         groups = built(trained, train.of_task(task), {"head.bias": head})[1].param_groups
-        found = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
-        assert [found[id(parameter)] for parameter in trained.values()] == rates
+        result = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+        assert [result[id(parameter)] for parameter in trained.values()] == rates
     with pytest.raises(ValueError, match="greater than 0"):
         TrainConfig(learning_rate_by_task={"sky": 0.0})
 
@@ -127,9 +127,9 @@ def test_state_comes_back_as_it_was(lab: Lab, engine: str, method: str) -> None:
         for moment in ("exp_avg", "exp_avg_sq")
     }
     opened.restore(parameters, optimizer, 2)
-    for found, expected in ((opened.parameters(names), parameters), (opened.optimizer_state(), optimizer)):
-        assert found.keys() == expected.keys()
-        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    for result, expected in ((opened.parameters(names), parameters), (opened.optimizer_state(), optimizer)):
+        assert result.keys() == expected.keys()
+        assert [name for name in result if not torch.equal(result[name], expected[name])] == []
     opened.close()
     left = dict(context.backbone.named_parameters())
     assert [name for name in parameters if not torch.equal(whole(left[name]), parameters[name])] == []
@@ -141,11 +141,11 @@ KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 def outside(backbone: Backbone) -> dict[str, Any]:
     """What libraries could leave on the modules: hooks, attributes, the kind of dict that holds the parameters."""
-    found = {}
+    collected = {}
     for name, module in backbone.named_modules():
         hooks = {kind: len(getattr(module, kind)) for kind in KINDS}
-        found[name] = (hooks, set(vars(module)), type(module._parameters), set(module._parameters))
-    return found
+        collected[name] = (hooks, set(vars(module)), type(module._parameters), set(module._parameters))
+    return collected
 
 
 def living() -> dict[str, int]:
@@ -213,5 +213,5 @@ def test_frozen_and_trainable_adapters_mix_in_every_engine(lab: Lab, kind: str) 
         left = [block for blocks in (stack.pool.a, stack.pool.b) for block in blocks.values()]
         assert all(torch.equal(old, new) for old, new in zip(frozen, left, strict=True))
     assert losses["torch"][2] < losses["torch"][0]
-    for engine, found in losses.items():
-        assert found == pytest.approx(losses["torch"], abs=1e-5), engine
+    for engine, loss in losses.items():
+        assert loss == pytest.approx(losses["torch"], abs=1e-5), engine

@@ -139,9 +139,9 @@ def by_hand(context: TrainingContext, steps: Sequence[list[Batch]]) -> list[floa
 def test_the_torch_engine_equals_a_loop_by_hand_bit_for_bit(lab: Lab, kind: str, method: str) -> None:
     context, engine, loader = started(lab, kind, method, micro_batch_size=2, weight_decay=0.1)
     steps = [loader.micro_batches(step) for step in range(STEPS)]
-    found = [train_step(engine, context.method, batches, WORLD, 0).loss for batches in steps]
+    loss = [train_step(engine, context.method, batches, WORLD, 0).loss for batches in steps]
     other, _, _ = started(lab, kind, method, micro_batch_size=2, weight_decay=0.1)
-    assert found == by_hand(other, steps)
+    assert loss == by_hand(other, steps)
     mine, theirs = (dict(p.backbone.named_parameters()) for p in (context, other))
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
@@ -218,7 +218,7 @@ def test_gradients_on_chosen_rows_are_those_of_their_mean_loss(lab: Lab, kind: s
     trained = {name: p for name, p in backbone.named_parameters() if p.numel()}
     for parameter in trained.values():
         parameter.grad = torch.ones_like(parameter)
-    found = asked.gradients([(tasks[0], np.array([0, 5, 7])), (tasks[1], np.array([2, 3]))])
+    gradients = asked.gradients([(tasks[0], np.array([0, 5, 7])), (tasks[1], np.array([2, 3]))])
     assert all(bool((p.grad == 1).all()) for p in trained.values() if p.grad is not None)
     tables = [context.stream.table(tasks[0], "train", backbone.codec).part(np.array([0, 5, 7]))]
     tables += [context.stream.table(tasks[1], "train", backbone.codec).part(np.array([2, 3]))]
@@ -227,9 +227,9 @@ def test_gradients_on_chosen_rows_are_those_of_their_mean_loss(lab: Lab, kind: s
     batch = Collate(tables, labels, backbone.codec.pad_id, text_objective=hidden)(np.arange(5), 5)
     loss = backbone(batch).loss_sum / loss_count(batch)
     expected = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    assert found.keys() == trained.keys() and float(loss.detach()) > 0
+    assert gradients.keys() == trained.keys() and float(loss.detach()) > 0
     for name, gradient in zip(trained, expected, strict=True):
-        assert found[name].dtype == torch.float32
+        assert gradients[name].dtype == torch.float32
         whole = torch.zeros_like(trained[name]) if gradient is None else gradient
-        torch.testing.assert_close(found[name], whole, atol=1e-6, rtol=1e-4)
-    assert any(bool(gradient.any()) for gradient in found.values())
+        torch.testing.assert_close(gradients[name], whole, atol=1e-6, rtol=1e-4)
+    assert any(bool(gradient.any()) for gradient in gradients.values())

@@ -56,10 +56,10 @@ def method() -> IncLora:
 @pytest.fixture
 def created(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each tensor that is made from stored bytes."""
-    found: list[int] = []
+    collected: list[int] = []
     make = stored._flat
-    monkeypatch.setattr(stored, "_flat", lambda memory: found.append(len(memory)) or make(memory))
-    return found
+    monkeypatch.setattr(stored, "_flat", lambda memory: collected.append(len(memory)) or make(memory))
+    return collected
 
 
 @shared_or_own
@@ -69,9 +69,9 @@ def test_a_restored_adapter_is_created_when_a_mixture_names_it(
     run = Storage.at(tmp_path)
     write_checkpoint(run, "a", Checkpoint(0, 1, 1, VALUES, {}, frozen_state=packed(STATES)), TensorObjects(run))
     objects = TensorObjects(run, shared=shared)
-    found = read_checkpoint(run, "a", objects)
+    checkpoint = read_checkpoint(run, "a", objects)
     restored = method()
-    restored.load_state_dict(found.method, found.frozen_state)
+    restored.load_state_dict(checkpoint.method, checkpoint.frozen_state)
     monkeypatch.setattr(tensor_objects, "info_of", lambda tensors: pytest.fail("hashed again"))
     values, tensors = restored.state_dict()
     write_checkpoint(run, "b", Checkpoint(0, 1, 1, values, {}, frozen_state=tensors), objects)
@@ -84,7 +84,7 @@ def test_a_restored_adapter_is_created_when_a_mixture_names_it(
     for path, (low, high) in STATES["two"].linears.items():
         a, b = restored.stack.pool.layer(path)
         assert torch.equal(a[rows], low) and torch.equal(b[rows], high.T)
-    assert created and restored.state_dict()[1].groups["slot/two/"] is found.frozen_state.groups["slot/two/"]  # type: ignore[attr-defined]
+    assert created and restored.state_dict()[1].groups["slot/two/"] is checkpoint.frozen_state.groups["slot/two/"]  # type: ignore[attr-defined]
 
 
 @shared_or_own
@@ -137,12 +137,20 @@ def test_stored_tensors_are_those_that_were_packed(created: list[int]) -> None:
         "one": torch.tensor(7), "yes": torch.tensor([True]),
     }  # fmt: skip
     data = b"".join(bytes(part) for part in pack(tensors))
-    found = StoredTensors(data, "it", info_of(tensors))
-    assert found.keys() == tensors.keys() and len(found) == 5 and "a" in found and "x" not in found
-    assert found.shape("a") == (2, 3) and created == []
-    assert all(torch.equal(found[name], one) and found[name].dtype == one.dtype for name, one in tensors.items())
-    assert b"".join(bytes(part) for part in pack(found)) == data
-    assert found["a"] is not found["a"], "nothing is kept"
+    stored_tensors = StoredTensors(data, "it", info_of(tensors))
+    assert (
+        stored_tensors.keys() == tensors.keys()
+        and len(stored_tensors) == 5
+        and "a" in stored_tensors
+        and "x" not in stored_tensors
+    )
+    assert stored_tensors.shape("a") == (2, 3) and created == []
+    assert all(
+        torch.equal(stored_tensors[name], tensor) and stored_tensors[name].dtype == tensor.dtype
+        for name, tensor in tensors.items()
+    )
+    assert b"".join(bytes(part) for part in pack(stored_tensors)) == data
+    assert stored_tensors["a"] is not stored_tensors["a"], "nothing is kept"
 
 
 def test_groups_look_like_one_dict() -> None:
@@ -162,5 +170,5 @@ def test_groups_look_like_one_dict() -> None:
     assert dict(groups | more) == state | more and (groups | more).groups["slot/b/"] is groups.groups["slot/b/"]
     assert dict(groups | TensorGroups.of(more)) == state | more
     left = groups.select(lambda name: name not in ("slot/a/x", "abar/a"))
-    assert dict(left) == {name: one for name, one in state.items() if name not in ("slot/a/x", "abar/a")}
+    assert dict(left) == {name: item for name, item in state.items() if name not in ("slot/a/x", "abar/a")}
     assert left.groups["slot/b/"] is groups.groups["slot/b/"] and "abar/a" not in left.groups

@@ -74,9 +74,9 @@ def test_two_layers_are_whole_at_a_time(lab: Lab) -> None:
     begin_phase(context)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in context.backbone.model.model.layers]
     opened = open_engine(1, 1)
-    found = opened.engine.zero_max_live_parameters(), opened.engine.zero_max_reuse_distance()  # type: ignore[attr-defined]
+    result = opened.engine.zero_max_live_parameters(), opened.engine.zero_max_reuse_distance()  # type: ignore[attr-defined]
     opened.close()
-    assert found == (2 * max(layers),) * 2 and gathered_elements(context.backbone) == 2 * max(layers)
+    assert result == (2 * max(layers),) * 2 and gathered_elements(context.backbone) == 2 * max(layers)
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
@@ -87,11 +87,11 @@ def test_masters_are_written_and_exported_from_where_they_lie(
     alive: list[weakref.ref[Any]] = []
     real = Scattered.joined
 
-    def joined(one: Scattered) -> Tensor:
+    def joined(item: Scattered) -> Tensor:
         assert not any(other() is not None for other in alive), "the one before it is still held"
-        found = real(one)
-        alive.append(weakref.ref(found))
-        return found
+        result = real(item)
+        alive.append(weakref.ref(result))
+        return result
 
     monkeypatch.setattr(Scattered, "joined", joined)
     monkeypatch.setattr(DeepSpeedEngine, "parameters", None)
@@ -154,19 +154,19 @@ def test_each_worker_keeps_its_part_of_the_best_weights(lab: Lab, monkeypatch: p
     weights = nn.ParameterDict({"a": torch.rand(2, 3), "b": torch.rand(2)})
     monkeypatch.setattr(selection, "trained_names", lambda backbone: ["a", "b"])
     phase, engine = context.phases[0], Half(weights)
-    found = selection.Selection(context, phase, WORLD, 1, engine, None)  # type: ignore[arg-type]
+    result = selection.Selection(context, phase, WORLD, 1, engine, None)  # type: ignore[arg-type]
     for step in (1, 2, 3):
         with torch.no_grad():
             weights["a"].fill_(step)
-        found.after_step(step, 3)
-    assert found.spent == {"selected_score": 20.0, "selected_step": 2.0}
-    assert found.best is not None and found.best.places == {"a": (1, 2), "b": (1, 2)}
-    assert sum(part.numel() for part in found.best.parameters.values()) == 3 + 1
-    assert torch.equal(found.best.parameters["a"], torch.full((1, 3), 2.0)), "a copy, not the weights in training"
+        result.after_step(step, 3)
+    assert result.spent == {"selected_score": 20.0, "selected_step": 2.0}
+    assert result.best is not None and result.best.places == {"a": (1, 2), "b": (1, 2)}
+    assert sum(part.numel() for part in result.best.parameters.values()) == 3 + 1
+    assert torch.equal(result.best.parameters["a"], torch.full((1, 3), 2.0)), "a copy, not the weights in training"
     kept = {
-        f"{name}/selected": torch.cat([torch.rand_like(part), part]) for name, part in found.best.parameters.items()
+        f"{name}/selected": torch.cat([torch.rand_like(part), part]) for name, part in result.best.parameters.items()
     }
-    resumed = Checkpoint(0, 2, 3, {}, {"a": torch.zeros(2, 3), "b": torch.zeros(2)}, kept, found.spent)
+    resumed = Checkpoint(0, 2, 3, {}, {"a": torch.zeros(2, 3), "b": torch.zeros(2)}, kept, result.spent)
     again = selection.Selection(context, phase, WORLD, 1, engine, resumed)  # type: ignore[arg-type]
     assert again.best is not None and again.tensors().keys() == kept.keys()
-    assert all(torch.equal(part, found.best.parameters[name]) for name, part in again.best.parameters.items())
+    assert all(torch.equal(part, result.best.parameters[name]) for name, part in again.best.parameters.items())

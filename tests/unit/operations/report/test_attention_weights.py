@@ -27,10 +27,10 @@ def attended(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_maps_cover_all_adapters(make_result: Make) -> None:
-    found = AttentionWeights.of(attended(make_result("sapt")))
-    assert found.keys == list(TRAIN)
-    assert found.train["agnews"] == [1.0, 0.0, 0.0] and found.test == TEST
-    assert found.moved() == {"agnews": 12.5, "dbpedia": 0.0, "yahoo": 0.0}
+    result = AttentionWeights.of(attended(make_result("sapt")))
+    assert result.keys == list(TRAIN)
+    assert result.train["agnews"] == [1.0, 0.0, 0.0] and result.test == TEST
+    assert result.moved() == {"agnews": 12.5, "dbpedia": 0.0, "yahoo": 0.0}
 
 
 def test_both_maps_stand_below_each_other(make_result: Make) -> None:

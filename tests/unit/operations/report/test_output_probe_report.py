@@ -43,9 +43,9 @@ def with_migu(result: dict[str, Any]) -> dict[str, Any]:
 
 def test_shares_are_counted_by_pairs_and_averaged_over_layers_of_a_kind_and_seeds(make_result: Make) -> None:
     results = [make_result("finetune"), with_migu(make_result("finetune")), with_migu(make_result("finetune", seed=1))]
-    found = [measured({WI[0]: SAME, WI[1]: APART, Q: SAME})]  # kinds: wi 100 and 33.3, q 100
-    found += [measured(dict.fromkeys([*WI, Q], APART)), measured({WI[0]: SAME, WI[1]: SAME, Q: APART})]
-    (probes,) = probes_of(results, found)
+    result = [measured({WI[0]: SAME, WI[1]: APART, Q: SAME})]  # kinds: wi 100 and 33.3, q 100
+    result += [measured(dict.fromkeys([*WI, Q], APART)), measured({WI[0]: SAME, WI[1]: SAME, Q: APART})]
+    (probes,) = probes_of(results, result)
     assert probes.chance == pytest.approx(20)
     assert {kind: len(paths) for kind, paths in probes.kinds.items()} == {
         "encoder.block.*.layer.*.wi": 2,
@@ -70,17 +70,17 @@ def test_shares_are_counted_by_pairs_and_averaged_over_layers_of_a_kind_and_seed
 
 
 def test_layers_are_chosen_by_the_end_of_their_path(make_result: Make) -> None:
-    found = [measured({WI[0]: SAME, WI[1]: APART, Q: SAME})]
-    (probes,) = probes_of([make_result("lora")], found, "block.1.*wi")
+    result = [measured({WI[0]: SAME, WI[1]: APART, Q: SAME})]
+    (probes,) = probes_of([make_result("lora")], result, "block.1.*wi")
     assert probes.kinds[ALL] == [WI[1]]
     with pytest.raises(RunError, match="no measured layer ends with 'w'"):
-        probes_of([make_result("lora")], found, "w")
+        probes_of([make_result("lora")], result, "w")
 
 
 def test_runs_that_were_measured_otherwise_stand_apart(make_result: Make) -> None:
-    one, other = measured({Q: SAME}), measured({Q: APART})
+    item, other = measured({Q: SAME}), measured({Q: APART})
     other["settings"]["rows"] = 9
-    assert [probes.rows for probes in probes_of([make_result("lora"), make_result("sapt")], [one, other])] == [5, 9]
+    assert [probes.rows for probes in probes_of([make_result("lora"), make_result("sapt")], [item, other])] == [5, 9]
 
 
 def test_settings_in_which_columns_differ_are_named_by_the_last_part_of_their_keys(make_result: Make) -> None:

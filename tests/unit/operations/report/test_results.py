@@ -32,12 +32,12 @@ def test_a_run_is_read_by_folder_or_by_file(tmp_path: Path, make_result: Make) -
 def test_results_that_were_changed_are_not_believed(tmp_path: Path, make_result: Make) -> None:
     file = put(tmp_path / "run", make_result()) / "results.json"
     whole = file.read_text()
-    for found, problem in (
+    for result, problem in (
         (whole.replace("81.667", "91.667"), "was changed after it was written"),
         (json.dumps({name: value for name, value in json.loads(whole).items() if name != "sha256"}), "has no hash"),
         (json.dumps({**json.loads(whole), "more": 1}), "was changed after it was written"),
     ):
-        file.write_text(found)
+        file.write_text(result)
         with pytest.raises(RunError, match=rf"results\.json' {problem}.*`raycl train --resume .*/run` write it again"):
             read_results(file)
     file.write_text('{"config": ' + "[" * 100_000)

@@ -109,19 +109,19 @@ def test_a_missing_projection_is_noted(tmp_path: Path, make_routed: Make, drawn:
 
 def test_bars_are_the_shares_of_each_task(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
     result = make_routed(TASKS, router="keys")
-    found = result["phase_summaries"][-1]["found"]
-    del found["eq13"]["dbpedia"]
+    outcome = result["phase_summaries"][-1]["found"]
+    del outcome["eq13"]["dbpedia"]
     router_maps([result], tmp_path / "router.png")
     _, _, axes = panels(drawn[0])
     shares = [[bar.get_width() for bar in bars] for bars in axes.containers]
-    assert shares[:2] == [list(found["keys"].values()), list(found["discriminant"].values())]
-    assert shares[2] == pytest.approx([found["eq13"]["agnews"], np.nan, found["eq13"]["yahoo"]], nan_ok=True)
+    assert shares[:2] == [list(outcome["keys"].values()), list(outcome["discriminant"].values())]
+    assert shares[2] == pytest.approx([outcome["eq13"]["agnews"], np.nan, outcome["eq13"]["yahoo"]], nan_ok=True)
     tops = [bars[0].get_y() for bars in axes.containers]
     assert names(axes) == TASKS and tops == sorted(tops) and axes.yaxis_inverted()
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text().partition(":")[0] for text in legend.texts] == ["keys (in use)", "discriminant", "eq. 13"]
-    assert f"{found['keys']['agnews']:.1f}" in [text.get_text() for text in axes.texts]
+    assert f"{outcome['keys']['agnews']:.1f}" in [text.get_text() for text in axes.texts]
 
 
 @pytest.mark.parametrize("count", [3, 27])
@@ -129,8 +129,8 @@ def test_a_task_without_dev_texts_is_noted(tmp_path: Path, make_routed: Make, dr
     """A blank row may as well mean that no text found its task: that row has the number, however thin."""
     tasks = [f"t{number}" for number in range(count)]
     result = make_routed(tasks)
-    found = result["phase_summaries"][-1]["found"]
-    for shares in found.values():
+    outcome = result["phase_summaries"][-1]["found"]
+    for shares in outcome.values():
         del shares["t1"]
         shares["t2"] = 0.0
     router_maps([result], tmp_path / "router.png")
@@ -150,9 +150,9 @@ def test_panels_keep_apart_for_few_tasks_and_for_many(
     figure.canvas.draw()
     for axes in figure.axes:
         boxes = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
-        assert not any(one.overlaps(other) for one, other in pairwise(boxes))
+        assert not any(item.overlaps(other) for item, other in pairwise(boxes))
     tight = [axes.get_tightbbox() for axes in figure.axes]
-    apart = [one.overlaps(other) for i, one in enumerate(tight) for other in tight[i + 1 :] if one and other]
+    apart = [item.overlaps(other) for i, item in enumerate(tight) for other in tight[i + 1 :] if item and other]
     assert not any(apart)
 
 

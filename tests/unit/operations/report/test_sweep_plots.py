@@ -43,14 +43,14 @@ def summary_of(*trials: tuple[Settings, list[float]]) -> dict[str, Any]:
 
 def offsets(axes: Axes) -> list[tuple[float, float]]:
     """Every point of a panel."""
-    return [tuple(point) for one in axes.collections for point in np.asarray(one.get_offsets()).tolist()]
+    return [tuple(point) for collection in axes.collections for point in np.asarray(collection.get_offsets()).tolist()]
 
 
 def test_categories_have_means_but_no_line(tmp_path: Path, drawn: list[Figure]) -> None:
     """Between `lora` and `olora` lies nothing, nor between two seeds."""
     trials = [
-        ({"method": name, "seed": seed, "train.learning_rate": rate}, [10.0 * place + seed + rate])
-        for place, name in enumerate(("lora", "olora"))
+        ({"method": name, "seed": seed, "train.learning_rate": rate}, [10.0 * index + seed + rate])
+        for index, name in enumerate(("lora", "olora"))
         for seed in (0, 1)
         for rate in (0.1, 0.2)
     ]
@@ -58,7 +58,7 @@ def test_categories_have_means_but_no_line(tmp_path: Path, drawn: list[Figure]) 
     method, seed, rate = drawn[0].axes
     assert not method.lines and not seed.lines and len(rate.lines) == 2, "a line for each method over the rates"
     assert [label.get_text() for label in seed.get_xticklabels()] == ["0", "1"]
-    (marks,) = [one for one in method.collections if one.get_label() == "mean"]
+    (marks,) = [collection for collection in method.collections if collection.get_label() == "mean"]
     assert np.asarray(marks.get_offsets()).tolist() == [[0, pytest.approx(0.65)], [1, pytest.approx(10.65)]]
 
 
@@ -92,8 +92,8 @@ def test_no_line_of_the_parallel_coordinates_covers_another(tmp_path: Path, draw
     trials = [({"method.rank": rank, "method": name}, [50.0]) for rank in (4, 8) for name in ("lora", "olora") * 2]
     parallel_coordinates(summary_of(*trials), tmp_path / "p.png")
     lines = [line for line in drawn[0].axes[0].lines if len(line.get_ydata()) == 3]
-    for place in range(3):
-        heights = [float(line.get_ydata()[place]) for line in lines]
+    for index in range(3):
+        heights = [float(line.get_ydata()[index]) for line in lines]
         assert len(lines) == len(trials) == len(set(heights))
     ranks = sorted(float(line.get_ydata()[0]) for line in lines)
     assert ranks[3] < 0.1 and ranks[4] > 0.9, "trials of one rank stay together"

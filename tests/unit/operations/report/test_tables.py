@@ -130,10 +130,10 @@ def test_csv_keeps_full_precision(make_result: Make) -> None:
 def test_each_run_has_a_line_of_its_own(make_result: Make) -> None:
     first = make_result("lora", 0) | {"trained_parameters": 147456, "peak_memory_mb": 812.5, "train_s": 60.0}
     first["config"]["output"] = {"name": "lora-s0"}
-    one, other = csv.DictReader(io.StringIO(runs_to_csv([first, make_result("sapt", 1)])))
-    assert (one["run"], one["seed"], one["method"], one["f_ra"], one["fwt"]) == ("lora-s0", "0", "lora", "12.5", "")
-    assert [float(one[name]) for name in ("trained_parameters", "peak_memory_mb", "train_s")] == [147456, 812.5, 60]
-    assert [float(one[f"score_{task}"]) for task in ("agnews", "dbpedia", "yahoo")] == [70.0, 80.0, 95.0]
+    row, other = csv.DictReader(io.StringIO(runs_to_csv([first, make_result("sapt", 1)])))
+    assert (row["run"], row["seed"], row["method"], row["f_ra"], row["fwt"]) == ("lora-s0", "0", "lora", "12.5", "")
+    assert [float(row[name]) for name in ("trained_parameters", "peak_memory_mb", "train_s")] == [147456, 812.5, 60]
+    assert [float(row[f"score_{task}"]) for task in ("agnews", "dbpedia", "yahoo")] == [70.0, 80.0, 95.0]
     assert (other["run"], other["seed"], other["trained_parameters"]) == ("", "1", "")
 
 
@@ -186,37 +186,37 @@ def test_a_comparison_has_accuracies_where_a_run_has_them(make_result: Make) -> 
 
 
 def test_the_other_last_row_has_a_column_where_a_run_has_it(make_result: Make) -> None:
-    found, blank = make_result(), {"count": 10, "extra": {}}
-    values = zip(found["stream"]["tasks"], (5.0, 6.0, 7.0), strict=True)
+    result, blank = make_result(), {"count": 10, "extra": {}}
+    values = zip(result["stream"]["tasks"], (5.0, 6.0, 7.0), strict=True)
     scored = {task: {"value": value, **blank} for task, value in values}
-    found["other_row"] = {"instruction": "chosen", "cells": scored, "mean": 6.0}
-    table = comparison_table([found, make_result("slm")])
+    result["other_row"] = {"instruction": "chosen", "cells": scored, "mean": 6.0}
+    table = comparison_table([result, make_result("slm")])
     assert "AP, text alone" in table and "AP, with instruction" not in table
     assert "AP, text alone" not in comparison_table([make_result()])
     assert ["by", "the", "text", "alone", "5.0", "6.0", "7.0"] in [
-        cells(line) for line in matrix_table(found).splitlines()
+        cells(line) for line in matrix_table(result).splitlines()
     ]
 
 
 def test_routers_stand_below_the_matrix(make_result: Make) -> None:
     result = make_result()
     assert "routed by" not in matrix_table(result)
-    found = {"keys": {"a": 80.0, "b": 90.0}, "discriminant": {"a": 95.0, "b": 97.0}, "eq13": {"a": 70.0, "b": 72.0}}
-    result["phase_summaries"] = [{}, {"router": "discriminant", "found": found}]
+    outcome = {"keys": {"a": 80.0, "b": 90.0}, "discriminant": {"a": 95.0, "b": 97.0}, "eq13": {"a": 70.0, "b": 72.0}}
+    result["phase_summaries"] = [{}, {"router": "discriminant", "found": outcome}]
     line = "routed by discriminant\ndev texts that find their task: keys 85.0, discriminant 96.0; eq. 13 71.0"
     assert line in matrix_table(result)
 
 
 def test_routing_by_task_marks_the_router_in_use(make_routed: Make) -> None:
     result = make_routed(["agnews", "dbpedia", "yahoo"])
-    found = result["phase_summaries"][-1]["found"]
-    del found["keys"]["yahoo"]
+    outcome = result["phase_summaries"][-1]["found"]
+    del outcome["keys"]["yahoo"]
     lines = routing_table(result).splitlines()
     assert cells(lines[2]) == ["keys", "discriminant", "*", "eq.", "13", "novelty"]
     for line, task, novelty in zip(lines[4:7], result["phases"], ["–", "93.8", "93.8"], strict=True):
-        shares = [f"{found[kind][task]:.1f}" if task in found[kind] else "–" for kind in found]
+        shares = [f"{outcome[kind][task]:.1f}" if task in outcome[kind] else "–" for kind in outcome]
         assert cells(line) == [task, *shares, novelty]
-    mean = (found["keys"]["agnews"] + found["keys"]["dbpedia"]) / 2
+    mean = (outcome["keys"]["agnews"] + outcome["keys"]["dbpedia"]) / 2
     assert cells(lines[8])[:2] == ["mean", f"{mean:.1f}"]
     assert lines[-1].startswith("*: chose the adapters; novelty:")
 

@@ -131,9 +131,9 @@ def test_less_can_be_better(tmp_path: Path) -> None:
 
 
 def test_the_best_config_is_the_trials_own_without_its_place(four: Written) -> None:
-    found = four.outcome().best_yaml()
-    assert found is not None
-    config = configs.validate(RunConfig, configs.from_yaml(found, "best"))
+    best_yaml = four.outcome().best_yaml()
+    assert best_yaml is not None
+    config = configs.validate(RunConfig, configs.from_yaml(best_yaml, "best"))
     trial = four.folder.config(four.sweep, 1, at(1e-2, 0))
     assert config.train.learning_rate == 1e-2 and config.launch == trial.launch
     assert config.output.name is None and config.bank.dir is None and config.tracking.group is None

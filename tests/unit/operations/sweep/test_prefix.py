@@ -20,9 +20,9 @@ def keys(tasks: list[str] = TASKS, **sections: Any) -> list[str]:
     return prefix_keys(configs.validate(RunConfig, tree), tasks)
 
 
-def agree(one: list[str], other: list[str]) -> int:
+def agree(item: list[str], other: list[str]) -> int:
     """Phases that two runs have in common; keys never agree again behind the first difference."""
-    same = [a == b for a, b in zip(one, other, strict=True)]
+    same = [a == b for a, b in zip(item, other, strict=True)]
     assert same == sorted(same, reverse=True)
     return sum(same)
 

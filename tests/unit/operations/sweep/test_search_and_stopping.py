@@ -46,14 +46,14 @@ def score(settings: dict[str, Any]) -> float:
 
 def go(searcher: Any, count: int) -> list[dict[str, Any]]:
     """So many trials, one after another."""
-    found = []
+    collected = []
     for number in range(count):
         proposed = searcher.suggest(f"id{number}")
-        found.append(proposed["settings"])
+        collected.append(proposed["settings"])
         result = {TASKS: 1, f"{SCORES}0": score(proposed["settings"])}
         searcher.on_trial_result(f"id{number}", result)
         searcher.on_trial_complete(f"id{number}", result)
-    return found
+    return collected
 
 
 def test_planned_trials_are_handed_out_once_and_written_down(tmp_path: Path) -> None:
@@ -61,9 +61,9 @@ def test_planned_trials_are_handed_out_once_and_written_down(tmp_path: Path) -> 
     folder.write_failure(3, "before")
     searcher = Planned(sweep(), folder, {1: {"seed": 5}, 3: {"seed": 6}})
     for number, seed in ((1, 5), (3, 6)):
-        found = searcher.suggest(f"id{number}")
-        assert isinstance(found, dict) and (found["number"], found["settings"]) == (number, {"seed": seed})
-        run = configs.validate(RunConfig, json.loads(found["run"]))
+        result = searcher.suggest(f"id{number}")
+        assert isinstance(result, dict) and (result["number"], result["settings"]) == (number, {"seed": seed})
+        run = configs.validate(RunConfig, json.loads(result["run"]))
         assert (
             run.seed == seed and run.output.name == f"s-000{number}" and str(run.output.dir).startswith(str(tmp_path))
         )
@@ -73,12 +73,12 @@ def test_planned_trials_are_handed_out_once_and_written_down(tmp_path: Path) -> 
 
 def test_a_sweep_continues_with_settings_that_an_older_version_did_not_write(tmp_path: Path) -> None:
     """They have their defaults; a value that was written counts as before."""
-    found = sweep()
+    result = sweep()
     folder = SweepFolder(Storage.at(tmp_path), "s")
-    written = plain(configs.as_tree(found))
+    written = plain(configs.as_tree(result))
     del written["retries"], written["share"]
     folder.storage.write(SWEEP, configs.tree_to_yaml(written).encode())
-    _claim(found, folder, resume=True)
+    _claim(result, folder, resume=True)
     with pytest.raises(ResumeError, match="share was True, now False"):
         _claim(sweep(share=False), folder, resume=True)
 
@@ -94,13 +94,13 @@ def test_nothing_is_proposed_after_a_request_to_stop(tmp_path: Path) -> None:
 
 
 def test_tpe_keeps_to_the_space_repeats_itself_and_learns(tmp_path: Path) -> None:
-    found = go(TpeSearcher(sweep(), SweepFolder.of(sweep(), str(tmp_path / "a")), {}), 12)
-    assert found == go(TpeSearcher(sweep(), SweepFolder.of(sweep(), str(tmp_path / "b")), {}), 12)
-    for settings in found:
+    result = go(TpeSearcher(sweep(), SweepFolder.of(sweep(), str(tmp_path / "a")), {}), 12)
+    assert result == go(TpeSearcher(sweep(), SweepFolder.of(sweep(), str(tmp_path / "b")), {}), 12)
+    for settings in result:
         assert settings["method.alpha"] == 2 * settings["method.rank"]
         assert settings["train.weight_decay"] in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
         sweep().config(settings)
-    scores = [score(settings) for settings in found]
+    scores = [score(settings) for settings in result]
     assert sum(scores[-4:]) > sum(scores[:4])
 
 
@@ -140,9 +140,9 @@ def test_tpe_with_two_metrics(tmp_path: Path) -> None:
     two = sweep(metric=["ap", "f_ra"], mode=["max", "min"])
     searcher = TpeSearcher(two, SweepFolder.of(two, str(tmp_path)), {})
     for number in range(8):
-        found = searcher.suggest(str(number))
-        assert isinstance(found, dict)
-        result = {TASKS: 1, f"{SCORES}0": score(found["settings"]), f"{SCORES}1": float(number)}
+        outcome = searcher.suggest(str(number))
+        assert isinstance(outcome, dict)
+        result = {TASKS: 1, f"{SCORES}0": score(outcome["settings"]), f"{SCORES}1": float(number)}
         searcher.on_trial_complete(str(number), result)
     assert 0 in {trial.number for trial in searcher.study.best_trials}
 
@@ -162,29 +162,29 @@ def finish(searcher: TpeSearcher, name: str, value: float) -> None:
 
 def open_trials(searcher: TpeSearcher) -> dict[str, dict[str, Any]]:
     """All trials, none of which ends: by Tune's id."""
-    found: dict[str, dict[str, Any]] = {}
-    while (proposed := searcher.suggest(f"id{len(found)}")) != "FINISHED":
+    trials: dict[str, dict[str, Any]] = {}
+    while (proposed := searcher.suggest(f"id{len(trials)}")) != "FINISHED":
         assert isinstance(proposed, dict)
-        found[f"id{len(found)}"] = proposed
-    return found
+        trials[f"id{len(trials)}"] = proposed
+    return trials
 
 
 def test_tpe_runs_trials_that_differ_in_unused_settings_once(tmp_path: Path) -> None:
     folder = SweepFolder.of(conditional(), str(tmp_path))
     searcher = TpeSearcher(conditional(), folder, {})
-    found: dict[int, dict[str, Any]] = {}
-    while (proposed := searcher.suggest(f"id{len(found)}")) != "FINISHED":
+    collected: dict[int, dict[str, Any]] = {}
+    while (proposed := searcher.suggest(f"id{len(collected)}")) != "FINISHED":
         assert isinstance(proposed, dict)
-        settings, name = proposed["settings"], f"id{len(found)}"
-        found[proposed["number"]] = settings
+        settings, name = proposed["settings"], f"id{len(collected)}"
+        collected[proposed["number"]] = settings
         assert ("method.arm.weight" in settings) == (settings["method.ablation"] == "none")
         finish(searcher, name, 5.0 if settings["method.ablation"] == "arm" else settings["method.arm.weight"])
-    assert list(found.values()).count({"method.ablation": "arm"}) == 1 and 2 < len(found) < 10
-    assert folder.settings() == found
+    assert list(collected.values()).count({"method.ablation": "arm"}) == 1 and 2 < len(collected) < 10
+    assert folder.settings() == collected
     trials = searcher.study.trials
     assert len(trials) == 10 and {trial.state.name for trial in trials} == {"COMPLETE"}
     without = [trial for trial in trials if trial.params["method.ablation"] == 1]
-    assert len(without) == 11 - len(found)
+    assert len(without) == 11 - len(collected)
     assert [trial.value for trial in without] == [5.0] * len(without), "each has the result of the one that ran"
     assert [trial.intermediate_values for trial in without] == [{1: 5.0}] * len(without)
 
@@ -194,7 +194,7 @@ def test_tpe_shares_the_result_of_an_equal_trial_when_it_ends(tmp_path: Path) ->
     running = open_trials(searcher)
     alike = [trial for trial in searcher.study.trials if trial.params["method.ablation"] == 1]
     assert len(running) == 11 - len(alike) and {trial.state.name for trial in alike} == {"RUNNING"}
-    name = next(key for key, one in running.items() if one["settings"] == {"method.ablation": "arm"})
+    name = next(key for key, item in running.items() if item["settings"] == {"method.ablation": "arm"})
     searcher.on_trial_complete(name, {FAILED: "no"})
     numbers = [trial.number for trial in alike]
     assert [searcher.study.trials[number].state.name for number in numbers] == ["FAIL"] * len(numbers)
@@ -204,11 +204,11 @@ def test_a_resumed_tpe_sweep_keeps_equal_trials(tmp_path: Path) -> None:
     """Whether the one that ran is over, or has to be run again; and nothing is proposed beyond the samples."""
     folder = SweepFolder.of(conditional(), str(tmp_path))
     running = open_trials(TpeSearcher(conditional(), folder, {}))
-    settings = {one["number"]: one["settings"] for one in running.values()}
-    alike = next(number for number, one in settings.items() if one == {"method.ablation": "arm"})
+    settings = {setting["number"]: setting["settings"] for setting in running.values()}
+    alike = next(number for number, setting in settings.items() if setting == {"method.ablation": "arm"})
     finished = TpeSearcher(conditional(), folder, {})
-    for one in settings.values():
-        finished.tell_finished(one, [[3.0]], stopped=False)
+    for setting in settings.values():
+        finished.tell_finished(setting, [[3.0]], stopped=False)
     assert finished.suggest("more") == "FINISHED"
     assert [trial.value for trial in finished.study.trials] == [3.0] * 10
     again = TpeSearcher(conditional(), folder, {alike: settings[alike]})

@@ -26,9 +26,9 @@ def sweep(**changes: Any) -> SweepConfig:
         "space": {"modifiers.migu.threshold": {"grid": [0.0, 0.5]}},
         "search": "grid",
     }
-    found = configs.validate(SweepConfig, {**tree, **changes})
-    check_space(found)
-    return found
+    result = configs.validate(SweepConfig, {**tree, **changes})
+    check_space(result)
+    return result
 
 
 def space(**draws: Any) -> dict[str, Any]:
@@ -71,17 +71,17 @@ def test_errors_are_reported_before_anything_starts(changes: dict[str, Any], mes
 
 
 def test_a_grid_is_every_combination_and_settings_follow() -> None:
-    found = sweep(
+    result = sweep(
         **space(
             method={"grid": ["finetune", {"name": "lora", "rank": 4}]},
             seed={"grid": [1, 2]},
             train__learning_rate={"expr": "1e-4 if method == 'finetune' else 1e-3"},
         )
     )
-    trials = found.trials()
+    trials = result.trials()
     assert [trial["seed"] for trial in trials] == [1, 2, 1, 2]
     assert [trial["train.learning_rate"] for trial in trials] == [1e-4, 1e-4, 1e-3, 1e-3]
-    config = found.config(trials[2])
+    config = result.config(trials[2])
     assert config.method.name == "lora" and config.method.rank == 4 and config.train.learning_rate == 1e-3
     assert config.launch.workers == 1 and config.launch.cpus_per_worker == 1
 
@@ -94,39 +94,39 @@ def test_random_trials_repeat_the_grid_and_are_functions_of_the_file() -> None:
         method__rank={"randint": [1, 3]},
         train__epochs={"choice": [1, 5]},
     )
-    found = sweep(**changes, search="random", samples=40).trials()
-    assert len(found) == 80 and [trial["seed"] for trial in found[:4]] == [0, 1, 0, 1]
-    assert found[:20] == sweep(**changes, search="random", samples=10).trials()
-    assert found != sweep(**changes, search={"name": "random", "seed": 1}, samples=40).trials()
-    logs = [math.log10(trial["train.learning_rate"]) for trial in found]
+    trials = sweep(**changes, search="random", samples=40).trials()
+    assert len(trials) == 80 and [trial["seed"] for trial in trials[:4]] == [0, 1, 0, 1]
+    assert trials[:20] == sweep(**changes, search="random", samples=10).trials()
+    assert trials != sweep(**changes, search={"name": "random", "seed": 1}, samples=40).trials()
+    logs = [math.log10(trial["train.learning_rate"]) for trial in trials]
     assert min(logs) >= -5 and max(logs) <= -1 and sum(value < -3 for value in logs) in range(25, 56)
-    assert {trial["train.weight_decay"] for trial in found} == {0.0, 0.1, 0.2, 0.3, 0.4, 0.5}
-    assert {trial["method.rank"] for trial in found} == {1, 2, 3}
-    assert {trial["train.epochs"] for trial in found} == {1, 5}
+    assert {trial["train.weight_decay"] for trial in trials} == {0.0, 0.1, 0.2, 0.3, 0.4, 0.5}
+    assert {trial["method.rank"] for trial in trials} == {1, 2, 3}
+    assert {trial["train.epochs"] for trial in trials} == {1, 5}
 
 
 def test_a_scheduler_gets_a_shuffled_grid() -> None:
     """ASHA over trials that only get better would stop none."""
     values = [round(0.05 * number, 2) for number in range(20)]
     changes = space(modifiers__migu__threshold={"grid": values})
-    found = [trial["modifiers.migu.threshold"] for trial in sweep(**changes, scheduler="asha").trials()]
-    assert sorted(found) == values != found
+    result = [trial["modifiers.migu.threshold"] for trial in sweep(**changes, scheduler="asha").trials()]
+    assert sorted(result) == values != result
     assert [trial["modifiers.migu.threshold"] for trial in sweep(**changes).trials()] == values
     assert sweep(**changes, scheduler="asha").trials() == sweep(**changes, scheduler="median").trials()
 
 
 def test_a_node_is_set_before_what_is_in_it() -> None:
-    found = sweep(**space(method__rank={"grid": [3]}, method={"grid": ["inclora"]}))
-    assert found.config(found.trials()[0]).method.model_dump()["rank"] == 3
+    result = sweep(**space(method__rank={"grid": [3]}, method={"grid": ["inclora"]}))
+    assert result.config(result.trials()[0]).method.model_dump()["rank"] == 3
 
 
 def test_overrides_reach_into_the_space(tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     file.write_text("name: s\nspace:\n  train.epochs: {grid: [1]}\nsearch: grid\n")
-    found = load_sweep(
+    sweep = load_sweep(
         str(file), ["space.train.epochs={grid: [2, 3]}", "space.seed={grid: [7]}", "base.train.epochs=9"]
     )
-    assert found.trials() == [{"train.epochs": 2, "seed": 7}, {"train.epochs": 3, "seed": 7}]
+    assert sweep.trials() == [{"train.epochs": 2, "seed": 7}, {"train.epochs": 3, "seed": 7}]
     assert load_sweep(str(file), ["space.seed={grid: [7]}", "space.train.epochs=null"]).trials() == [{"seed": 7}]
     assert load_sweep(str(file), ["space.train.epochs.grid=[4]"]).trials() == [{"train.epochs": 4}]
 
@@ -140,11 +140,11 @@ def test_the_kind_of_a_draw_follows_from_its_keys(draw: Draw) -> None:
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.name)
 def test_ready_sweeps_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYCL_DATA", "/data")
-    found = load_sweep(str(path))
-    assert found.name == path.stem.replace("_", "-")
+    sweep = load_sweep(str(path))
+    assert sweep.name == path.stem.replace("_", "-")
     assert path.read_text().startswith("# "), "begins with its purpose"
-    if found.plans:
-        assert len({str(trial) for trial in found.trials()}) == len(found.trials()) > 1
+    if sweep.plans:
+        assert len({str(trial) for trial in sweep.trials()}) == len(sweep.trials()) > 1
 
 
 def test_there_are_ready_sweeps() -> None:
@@ -161,10 +161,10 @@ def test_there_are_ready_sweeps() -> None:
 
 
 def test_trials_of_a_sweep_are_one_group_in_the_tracker(tmp_path: Path) -> None:
-    found = sweep(**space(seed={"grid": [0, 1]}))
-    folder = SweepFolder.of(found, str(tmp_path))
-    trackings = [folder.config(found, number, settings).tracking for number, settings in enumerate(found.trials())]
-    assert [tracking.group for tracking in trackings] == [found.name, found.name]
+    result = sweep(**space(seed={"grid": [0, 1]}))
+    folder = SweepFolder.of(result, str(tmp_path))
+    trackings = [folder.config(result, number, settings).tracking for number, settings in enumerate(result.trials())]
+    assert [tracking.group for tracking in trackings] == [result.name, result.name]
     own = sweep(**space(seed={"grid": [0]}), base={"tracking": {"group": "mine"}})
     assert folder.config(own, 0, {"seed": 0}).tracking.group == "mine"
 

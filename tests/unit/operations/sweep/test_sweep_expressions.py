@@ -74,8 +74,8 @@ def test_an_unknown_name() -> None:
 
 
 def test_names_and_calls_are_known_before_anything_is_computed() -> None:
-    found = parse("ap - max(f_ra, task('news'))", functions=("task",))
-    assert found.names == ("ap", "f_ra") and found.calls == (("task", "news"),)
+    result = parse("ap - max(f_ra, task('news'))", functions=("task",))
+    assert result.names == ("ap", "f_ra") and result.calls == (("task", "news"),)
 
 
 @given(
