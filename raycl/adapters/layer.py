@@ -66,7 +66,7 @@ class StackedLora(nn.Module):
         self.lora_A: nn.Parameter | None
         self.lora_B: nn.Parameter | None
         self.queries: AttentionQueries | None = None
-        self.unit_masks: Callable[[], tuple[Tensor, Tensor | None]] | None = None
+        self.unit_masks: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.low_observer: Callable[[Tensor, Tensor], None] | None = None
         self._stack = stack
 
@@ -175,7 +175,7 @@ class StackedLora(nn.Module):
             return y + linear(h, self.lora_B)
         units_R, outputs_O = self.unit_masks()
         added = linear(h * units_R.to(h.dtype), self.lora_B)
-        return y + (added if outputs_O is None else added * outputs_O.to(added.dtype))
+        return y + added * outputs_O.to(added.dtype)
 
 
 def linear_shape(base: nn.Module) -> tuple[int, int]:

@@ -138,7 +138,6 @@ def job_of(prepared: Prepared, options: RunOptions, threads: int = 1) -> Trainin
         name=prepared.name,
         driver=uuid.uuid4().hex[:12],
         phases=len(prepared.phases),
-        stop_after=1 if prepared.config.launch.fresh_workers_per_task and options.in_process is None else None,
         threads=threads,
         singles=prepared.singles,
         replaces=prepared.replaces,

@@ -58,7 +58,7 @@ class Worker:
 
 
 def work(job: TrainingJob, worker: Worker) -> None:
-    """Begin or continue the run, to its end, to `job.stop_after`, or to where it is stopped. Collective.
+    """Begin or continue the run, to its end, or to where it is stopped. Collective.
 
     An error of ours, or an exception that repeats itself (`crashes`), would only come back in a worker that is started
     again. It is written to the run's folder, for its driver and its status, and a new worker ends at once.
@@ -90,7 +90,7 @@ def work(job: TrainingJob, worker: Worker) -> None:
             if loop.journal is not None:
                 stack.enter_context(run_log(storage, loop.journal.attempt))
                 _log_earlier(storage, loop, job.driver)
-            loop.run(job.stop_after)
+            loop.run()
     except UnreachableError:
         raise  # there is no place to write it to, and a worker that is started again may find the store back
     except RayclError as error:

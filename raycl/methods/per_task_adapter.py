@@ -36,10 +36,6 @@ PromptFormSetting = Annotated[
     ),
 ]
 
-MlpWidthSetting = Annotated[
-    int, Field(ge=1, description="prompt_form=mlp: hidden units of the MLP (as in the code of Progressive Prompts)")
-]
-
 
 @dataclass(frozen=True)
 class AdapterForm:

@@ -42,7 +42,6 @@ class LaunchConfig(Section):
         description="a worker that makes no progress for so many seconds is ended, and the group starts again; null: "
         "never. Longer than its longest step: an optimizer step, the evaluation of one task, preparing one",
     )
-    fresh_workers_per_task: bool = Field(False, description="new worker processes for every task")
 
     @model_validator(mode="after")
     def _one_worker_in_this_process(self) -> Self:
@@ -56,7 +55,7 @@ class LaunchConfig(Section):
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield what is about Ray, and about other processes, in a run of this process alone."""
         if self.mode == "local":
-            names = ("address", "max_failures", "wait_for_nodes", "hang_s", "fresh_workers_per_task")
+            names = ("address", "max_failures", "wait_for_nodes", "hang_s")
             yield from ((name, "mode=local") for name in names)
 
 

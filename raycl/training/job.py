@@ -34,7 +34,7 @@ class TrainingJob:
     Attributes:
         config: tree of its config. folder: address of its folder. name: name of the folder.
         driver: the process that starts the workers, for the journal and requests to stop.
-        phases: number of phases of the run. stop_after: phases after which workers end; None: at the last one.
+        phases: number of phases of the run.
         threads: torch threads of each worker.
         singles, replaces: see `RunInfo`.
         commit: commit of the backbone on the hub; None: it is in a folder.
@@ -50,7 +50,6 @@ class TrainingJob:
     name: str
     driver: str
     phases: int
-    stop_after: int | None = None
     threads: int = 1
     singles: dict[str, float] | None = None
     replaces: str = ""

@@ -64,7 +64,6 @@ DAS_ROWS: dict[str, Row] = {
                     "method.targets": ["ffn.out"],
                     "method.max_scale": 400,
                     "method.sparsity": 0.75,
-                    "method.mask_outputs": True,
                 },
             ),
         ),

@@ -120,7 +120,6 @@ VARIANTS: dict[str, Any] = {
         "prompt_length": 2,
         "retrieval": {"rule": "vote"},
         "prompt_form": "mlp",
-        "prompt_mlp_width": 5,
         "prompt_length_by_task": {"colour": 4},
     },
     "sapt-prompt-gate": {

@@ -242,9 +242,9 @@ def test_a_raycl_error_is_logged_once_and_ends_the_run(small: Path, tmp_path: Pa
 def test_a_newer_driver_takes_over_and_the_older_stops(
     small: Path, own_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """On one worker, which is another one for the second task: as it is learned in this process, without Ray."""
+    """On one worker: as it is learned in this process, without Ray."""
     folder, alone = tmp_path / "runs" / "mine", Storage.at(tmp_path / "alone")
-    launched = ["launch.workers=1", "launch.cpus_per_worker=1", "launch.fresh_workers_per_task=true"]
+    launched = ["launch.workers=1", "launch.cpus_per_worker=1"]
     overrides = [*launched, 'train.epochs_by_task={"colour":100,"animal":2}']
     old = own_driver(str(small), *overrides, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
     storage = Storage.at(folder)
@@ -257,7 +257,7 @@ def test_a_newer_driver_takes_over_and_the_older_stops(
         assert new.result(timeout=280)["finished"]
     _, said_by_old = old.communicate(timeout=200)
     assert old.returncode == 1 and "was replaced by attempt" in said_by_old, said_by_old
-    assert len({attempt["pid"] for attempt in read_state(storage).attempts}) == 3
+    assert len({attempt["pid"] for attempt in read_state(storage).attempts}) == 2
     tiny.run(run_config.load_config(str(small), overrides), alone)
     assert losses(storage) == losses(alone)
 

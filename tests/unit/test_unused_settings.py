@@ -37,7 +37,7 @@ CASES = {
     "method.lambda_1=0.3": ("method.base=inflora", ["method=gainlora"]),
     "method.threshold=0.9": ("method.base=olora", ["method=gainlora", "method.base=olora"]),
     "method.arm.batch=2": ("stream.schedule=separate", ["stream.schedule=separate", "method=sapt"]),
-    "modifiers.migu.cluster_samples=9": ("modifiers.migu.clusters=null", ["modifiers=[migu]"]),
+    "modifiers.migu.cluster_by=sequential": ("modifiers.migu.clusters=null", ["modifiers=[migu]"]),
     "method.attention_learning_rate=0.001": (
         "stream.schedule=separate",
         ["stream.schedule=separate", "method=sapt"],

@@ -11,7 +11,7 @@ HAT: Serra et al. 2018, section 2. In adapters: AdapterHAT of ContinualLM (Ke et
 a GELU and a mask behind every one, and a ReLU between the halves (networks/adapters/modeling.py,
 networks/plugin/plugin.py): 8.0M weights in all, 0.9M here. It also trains the language head's dense layer, norm and
 bias, with no mask. Here adapters are those of raycl: in parallel to their linear, without biases, with one mask inside
-and one on the outputs (`mask_outputs`), and the language head is frozen. Label heads of encoder-only backbones belong
+and one on the outputs, and the language head is frozen. Label heads of encoder-only backbones belong
 to their tasks, as in HAT.
 """
 
@@ -51,7 +51,6 @@ class HatAdapterConfig(HatSettings):
     targets: tuple[str, ...] = Field(
         ("ffn.out",), min_length=1, description="roles or regular expressions of linear paths"
     )
-    mask_outputs: bool = Field(True, description="the adapters' outputs have masks too")
 
 
 class HatAdapter(ChosenByTask):
@@ -67,8 +66,7 @@ class HatAdapter(ChosenByTask):
         sizes: dict[Key, int] = {}
         for path, layer in self.stack.layers.items():
             sizes[path, "units"] = config.rank
-            if config.mask_outputs:
-                sizes[path, "outputs"] = layer.outputs
+            sizes[path, "outputs"] = layer.outputs
         self.masks = HardAttention(sizes, config.max_scale, backbone.device, self._scale)
         backbone.add_module(MODULE, self.masks)
         self.constraint = Bounds()
@@ -77,9 +75,8 @@ class HatAdapter(ChosenByTask):
         self._shared: dict[str, Tensor] = {}
         self._context: TaskContext | None = None
 
-    def _factors(self, path: str) -> tuple[Tensor, Tensor | None]:
-        outputs = self.masks((path, "outputs")) if self.config.mask_outputs else None
-        return self.masks((path, "units")), outputs
+    def _factors(self, path: str) -> tuple[Tensor, Tensor]:
+        return self.masks((path, "units")), self.masks((path, "outputs"))
 
     def _scale(self) -> float:
         """s of now."""
@@ -111,7 +108,7 @@ class HatAdapter(ChosenByTask):
         found = dict(gradients)
         for path in self.stack.layers:
             used_r = self.masks.in_use((path, "units"))
-            used_O = self.masks.in_use((path, "outputs")) if self.config.mask_outputs else None
+            used_O = self.masks.in_use((path, "outputs"))
             for part, free in (("lora_A", freedom(used_r, None)), ("lora_B", freedom(used_O, used_r))):
                 name = f"model.{path}.{part}"
                 found[name] = found[name] * free.to(found[name])
@@ -143,9 +140,7 @@ class HatAdapter(ChosenByTask):
         linears = {}
         for path, (low_rD, high_Or) in shared.linears.items():
             units_r = self.masks.learned(task, (path, "units"))
-            high_Or = high_Or * units_r
-            if self.config.mask_outputs:
-                high_Or = high_Or * self.masks.learned(task, (path, "outputs"))[:, None]
+            high_Or = high_Or * units_r * self.masks.learned(task, (path, "outputs"))[:, None]
             linears[path] = (low_rD * (units_r > 0)[:, None], high_Or)
         return AdapterState(
             linears, 1.0, None, head.labels, head.head_weight, head.head_bias, activation=shared.activation

@@ -39,6 +39,10 @@ first ones of a task; a new label head is zero in the very first, and so are the
 T = TypeVar("T")
 
 
+CLUSTER_EXAMPLES = 500
+"""Training examples of a task that are measured for clusters of rows that are large together."""
+
+
 class MiguConfig(ModifierConfig):
     """MIGU: only the weight rows with the largest outputs are updated (section 5.1, figure 4; authors' T5 scripts)."""
 
@@ -81,10 +85,7 @@ class MiguConfig(ModifierConfig):
         "weight",
         description="weight: rows with similar weights; lora_b: similar rows of a LoRA's B alone (those of a new one "
         "are all zero, and stand in their order); co_magnitude: rows that are large together (over the "
-        "task's first cluster_samples examples); sequential: neighbouring rows",
-    )
-    cluster_samples: int = Field(
-        500, ge=1, description="cluster_by=co_magnitude: training examples of a task that are measured"
+        "task's first 500 examples); sequential: neighbouring rows",
     )
     row_sparse: bool = Field(
         True,
@@ -96,9 +97,7 @@ class MiguConfig(ModifierConfig):
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield how clusters are made, where there are none."""
         if self.clusters is None:
-            yield from ((name, "clusters=null") for name in ("cluster_by", "cluster_samples"))
-        elif self.cluster_by != "co_magnitude":
-            yield "cluster_samples", f"cluster_by={self.cluster_by}"
+            yield "cluster_by", "clusters=null"
 
     def masks(self, index: int, only: bool, learns_texts: bool) -> bool:
         """Return whether a phase is masked at all.
@@ -183,7 +182,7 @@ class Migu(GradientModifier):
     def _first_clusters(self, phase: Phase, layers: Mapping[str, nn.Module]) -> Tensor | None:
         """Return those that need no data; they stay for the whole task."""
         count, how = self.config.clusters, self.config.cluster_by
-        self.examples = self.config.cluster_samples if count is not None and how == "co_magnitude" else 0
+        self.examples = CLUSTER_EXAMPLES if count is not None and how == "co_magnitude" else 0
         if count is None or how == "co_magnitude":
             return None
         if how == "sequential":

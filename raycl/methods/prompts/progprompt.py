@@ -17,7 +17,7 @@ to task; here `stream.max_source_tokens` is the text's alone. Its early stopping
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -25,10 +25,10 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.soft_prompts import PLAIN, PromptForm, PromptUse
+from raycl.adapters.soft_prompts import PromptForm, PromptUse
 from raycl.backbone import Backbone
 from raycl.methods.base import MethodConfig, State
-from raycl.methods.per_task_adapter import AdapterForm, MlpWidthSetting, PerTaskAdapter
+from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.types import Batch, Mixture, RouterState
 
 
@@ -40,7 +40,6 @@ class ProgPromptConfig(MethodConfig):
     prompt_form: Literal["plain", "mlp"] = Field(
         "plain", description="what a task trains. plain: the prompt P; mlp: also a residual MLP, P' = MLP(P) + P"
     )
-    prompt_mlp_width: MlpWidthSetting = PLAIN.width
     task_id: bool = Field(
         True,
         description="the task id of a test text is given, and picks the prompts of its task and of all earlier ones "
@@ -63,11 +62,6 @@ class ProgPromptConfig(MethodConfig):
         """Return the positions of a prompt of each task."""
         return tasks * self.prompt_length
 
-    def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Yield the width of an MLP that does not exist."""
-        if self.prompt_form != "mlp":
-            yield "prompt_mlp_width", f"prompt_form={self.prompt_form}"
-
 
 class ProgPrompt(PerTaskAdapter):
     """A growing row of prompts, of which only the newest is trained.
@@ -88,7 +82,7 @@ class ProgPrompt(PerTaskAdapter):
 
     def _create(self, task: str) -> None:
         self.stack.begin_training({task: 0}, self.scale, _nothing)
-        form = PromptForm(self.config.prompt_form, self.config.prompt_mlp_width)
+        form = PromptForm(self.config.prompt_form)
         self._begin_prompts(1, self.config.prompt_length, form)
         self._places[task] = 1 + max(self._places.values(), default=0)
 

@@ -11,7 +11,7 @@ of the answer (or hidden word), since those of a whole vocabulary would take mor
 Where it differs from the sources:
 - A share of each task's rows is stored, with their outputs at the task's end (ContinualLM's moment too). The paper
   fills a buffer by reservoir sampling with the outputs at the time when a row was seen.
-- Both terms are of the same rows: each new row brings `rows_per_row` of them along, every stored row equally often in
+- Both terms are of the same rows: each new row brings one of them along, every stored row equally often in
   an epoch. mammoth draws one batch for each term; ContinualLM one for both, in every n-th step.
 - ContinualLM stores all last hidden states, whose size grows with the width and the length of the text.
 """
@@ -49,7 +49,6 @@ class DerConfig(WrapperConfig):
     )
     alpha: float = Field(0.1, ge=0, description="weight of the mean squared difference to stored outputs")
     beta: float = Field(0.5, ge=0, description="weight of the task loss on stored rows")
-    rows_per_row: int = Field(1, ge=1, description="stored rows that each row of a batch brings along")
     outputs: int = Field(
         32, ge=1, description="largest logits that are stored of each token of an answer; of label heads all are"
     )
@@ -75,7 +74,7 @@ class DerConfig(WrapperConfig):
         settings = super().cache_key(index, tasks, learns_texts)
         settings["learner"] = self.learner.cache_key(index, tasks, learns_texts)
         if index == 0:
-            del settings["alpha"], settings["beta"], settings["rows_per_row"]
+            del settings["alpha"], settings["beta"]
         return settings
 
 
@@ -136,12 +135,11 @@ class Der(Wrapper):
         """Return numbers of stored rows: an epoch's order of all of them, dealt to the phase's rows."""
         if not self._rows or self._context is None:
             return []
-        context, each = self._context, self.config.rows_per_row
+        context = self._context
         epoch = context.step.index // -(-context.count("train") // context.batch_size)
         draw = torch.Generator().manual_seed(self.seed + 1000 * context.phase.index + epoch)
         order = torch.randperm(len(self._rows), generator=draw).tolist()
-        places = (row * each + k for row in batch.rows.tolist() if row >= 0 for k in range(each))
-        return [order[place % len(order)] for place in places]
+        return [order[row % len(order)] for row in batch.rows.tolist() if row >= 0]
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Return what makes the step's mean loss over all rows the loss of DER++, beside the learner's own."""

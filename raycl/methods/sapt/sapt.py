@@ -137,7 +137,7 @@ class Sapt(PerTaskAdapter):
         self.stack.begin_training({task: rank}, config.alpha / rank, as_peft_draws, config.dropout)
         if config.value == "prompt":
             length = config.prompt_length_by_task.get(task, config.prompt_length)
-            self._begin_prompts(1, length, PromptForm(config.prompt_form, config.prompt_mlp_width))
+            self._begin_prompts(1, length, PromptForm(config.prompt_form))
         self.attention.begin(task, self.seed + 1 + len(self._learned))
 
     def _is_trained(self, name: str, parameter: Tensor) -> bool:

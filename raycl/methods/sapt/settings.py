@@ -7,10 +7,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from raycl.adapters.soft_prompts import PLAIN
 from raycl.config import Size, Tree
 from raycl.methods.base import MethodConfig
-from raycl.methods.per_task_adapter import MlpWidthSetting, PromptFormSetting
+from raycl.methods.per_task_adapter import PromptFormSetting
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
 from raycl.methods.sapt.ablations import ABLATIONS, Name
 from raycl.methods.sapt.reflection import ReflectionConfig
@@ -36,7 +35,6 @@ class SaptConfig(MethodConfig):
         description="task name -> prompt_length, where it differs; in the weighted sum shorter ones are zero in front",
     )
     prompt_form: PromptFormSetting = "plain"
-    prompt_mlp_width: MlpWidthSetting = PLAIN.width
     attention: AttentionConfig = AttentionConfig()
     attention_learning_rate: float | None = Field(
         None, gt=0, description="learning rate of the projection D and U (attn_lr); null: train.learning_rate"
@@ -130,11 +128,9 @@ class SaptConfig(MethodConfig):
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of the other kind of adapter, of a component that is left out, or of a source that is not
         used."""
-        prompt = ("prompt_length", "prompt_length_by_task", "prompt_form", "prompt_mlp_width")
+        prompt = ("prompt_length", "prompt_length_by_task", "prompt_form")
         others = ("rank", "rank_by_task", "alpha", "dropout", "targets") if self.value == "prompt" else prompt
         yield from ((name, f"value={self.value}") for name in others)
-        if self.value == "prompt" and self.prompt_form != "mlp":
-            yield "prompt_mlp_width", f"prompt_form={self.prompt_form}"
         if self.value == "prompt" or not ABLATIONS[self.ablation].shares:
             alone = "value=prompt" if self.value == "prompt" else f"ablation={self.ablation}"
             yield "stop_grad_old_blocks", alone  # nothing is trained below prompts, or no earlier adapter is active

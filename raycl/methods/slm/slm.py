@@ -20,15 +20,15 @@ from torch import Tensor
 
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.soft_prompts import PLAIN, PromptForm
 from raycl.adapters.soft_prompts import How as PromptMixing
+from raycl.adapters.soft_prompts import PromptForm
 from raycl.backbone import Backbone
 from raycl.config import Size, Tree
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.per_task_adapter import AdapterForm, MlpWidthSetting, PerTaskAdapter, PromptFormSetting
+from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter, PromptFormSetting
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.memory_slots.key_maps import newest_rows, plane, similarity
 from raycl.routing.memory_slots.keys import KeyConfig, check_keys, split_groups
@@ -69,7 +69,6 @@ class SlmConfig(MethodConfig):
         "another, without weights (the paper's DTKR+Prompt); sum: their weighted sum, whose length stays",
     )
     prompt_form: PromptFormSetting = "plain"
-    prompt_mlp_width: MlpWidthSetting = PLAIN.width
     targets: tuple[str, ...] = Field(
         ("attention.out",), min_length=1, description="roles or regular expressions of linear paths"
     )
@@ -122,11 +121,9 @@ class SlmConfig(MethodConfig):
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield what slots of another kind hold."""
         rank, length = ("rank", "rank_by_task"), ("prompt_length", "prompt_length_by_task")
-        prompt = ("prompt_mixing", "prompt_form", "prompt_mlp_width")
+        prompt = ("prompt_mixing", "prompt_form")
         others = {"prompt": (*rank, "a_init_std", "targets"), "prefix": (*rank, *prompt)}.get(self.value)
         yield from ((name, f"value={self.value}") for name in others or (*length, *prompt))
-        if self.value == "prompt" and self.prompt_form != "mlp":
-            yield "prompt_mlp_width", f"prompt_form={self.prompt_form}"
 
     @property
     def needs_task(self) -> bool:
@@ -225,7 +222,7 @@ class Slm(PerTaskAdapter):
         ranks = dict.fromkeys(self.router.adapters(task), rank)
         self.stack.begin_training(ranks, self.scale, partial(_normal, std=self.config.a_init_std))
         if self.config.value == "prompt":
-            form = PromptForm(self.config.prompt_form, self.config.prompt_mlp_width)
+            form = PromptForm(self.config.prompt_form)
             self._begin_prompts(len(ranks), length, form)
 
     def _number(self) -> int:

@@ -78,7 +78,7 @@ def test_one_row_a_cluster_is_no_clustering_and_one_cluster_is_plain_training(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_clusters_stay_for_the_task_and_survive_a_stop(lab: Lab, tmp_path: Any, way: str) -> None:
-    migu = {"name": "migu", "clusters": 4, "cluster_by": way, "cluster_samples": 6, "skip_first_task": False}
+    migu = {"name": "migu", "clusters": 4, "cluster_by": way, "skip_first_task": False}
     config = lab.config("bert", "finetune", modifiers=[migu])
     run(config, Storage.at(tmp_path / "whole"))
     with pytest.raises(Stop):

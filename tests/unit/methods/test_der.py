@@ -104,7 +104,7 @@ def by_hand(context: TrainingContext, batches: list[Batch], mixed: list[Batch]) 
 def test_a_steps_objective_is_the_papers_whatever_the_accumulation(lab: Lab, kind: str) -> None:
     collected = []
     for micro in (None, 1):
-        context, task = second_task(lab, kind, micro, alpha=0.7, beta=0.3, rows_per_row=2)
+        context, task = second_task(lab, kind, micro, alpha=0.7, beta=0.3)
         batches, mixed = prepared(context, task)
         value, gradients = objective(context, mixed)
         assert value == pytest.approx(by_hand(context, batches, mixed), rel=1e-4)
@@ -157,7 +157,7 @@ def test_stored_outputs_of_rows_keep_their_positions() -> None:
 
 
 def test_every_stored_row_is_replayed_equally_often(lab: Lab) -> None:
-    context, task = second_task(lab, "bert", share=0.2, rows_per_row=1)  # 2 stored rows for 14 new ones
+    context, task = second_task(lab, "bert", share=0.2)  # 2 stored rows for 14 new ones
     loader, order = PhaseData(context, context.phases[1], WORLD).loader(task)
     seen: Counter[int] = Counter()
     for index in range(order.steps):
@@ -196,7 +196,7 @@ def test_without_weights_a_step_is_the_learners_own(lab: Lab, tmp_path: Path) ->
 
 
 def test_the_first_phase_does_not_depend_on_the_weights() -> None:
-    der_config, other = DerConfig(alpha=1, beta=0.2), DerConfig(rows_per_row=3)
+    der_config, other = DerConfig(alpha=1, beta=0.2), DerConfig(alpha=2)
     assert der_config.cache_key(0, ("a", "b")) == other.cache_key(0, ("a", "b")) != {}
     assert der_config.cache_key(1, ("a", "b")) != other.cache_key(1, ("a", "b"))
     assert der_config.cache_key(0, ("a",)) != DerConfig(share=0.1).cache_key(0, ("a",)), "outputs are stored in it"

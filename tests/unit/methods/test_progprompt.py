@@ -93,7 +93,7 @@ def test_old_prompts_get_no_gradient(lab: Lab, kind: str) -> None:
 
 
 def test_an_mlp_is_kept_as_what_it_gives(lab: Lab) -> None:
-    method, context = started(lab, "t5", prompt_form="mlp", prompt_mlp_width=5)
+    method, context = started(lab, "t5", prompt_form="mlp")
     learned = end_phase(context, begin_phase(context, 0))
     assert learned is not None
     plain, again = started(lab, "t5")

@@ -142,9 +142,8 @@ class SweepConfig(Section):
         Not under DeepSpeed, whose process group ends with the run and is not made again.
         """
         base = self.tree({})
-        fresh = base["launch"].get("fresh_workers_per_task") or "launch.fresh_workers_per_task" in self.space
         other = "deepspeed" in str(base.get("engine")) or any(path.split(".")[0] == "engine" for path in self.space)
-        return self.resources.workers == 1 and not (self.resources.isolated or fresh or other)
+        return self.resources.workers == 1 and not (self.resources.isolated or other)
 
     @property
     def plans(self) -> bool:

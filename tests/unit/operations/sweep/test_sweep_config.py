@@ -178,7 +178,6 @@ def test_trials_of_a_sweep_are_one_group_in_the_tracker(tmp_path: Path) -> None:
         ({"base": {"engine": "deepspeed"}, **space(seed={"grid": [1]})}, False),
         ({"base": {"engine": {"name": "deepspeed", "zero_stage": 2}}, **space(seed={"grid": [1]})}, False),
         (space(engine={"grid": ["torch", "deepspeed"]}), False),
-        ({"base": {"launch": {"fresh_workers_per_task": True}}, **space(seed={"grid": [1]})}, False),
     ],
 )
 def test_only_runs_without_process_state_share_a_process(changes: dict[str, Any], in_process: bool) -> None:
