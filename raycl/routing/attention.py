@@ -233,15 +233,14 @@ class AttentionRouter(PromptRouter):
     def __init__(self, attention: Attention, hard: bool = False, bare: BareTexts | None = None) -> None:
         self.attention, self.hard, self.bare = attention, hard, bare or BareTexts()
 
-    @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+    @property
+    def dimensions(self) -> int:
+        """Those of the keys."""
+        return self.attention.dimensions
+
+    def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
         """Return the mixture of each prompt, by its token embeddings; weights on the CPU."""
         attention = self.attention
-        if embeddings_BLD.shape[-1] != attention.dimensions:
-            raise RetrievalError(
-                f"the attention was learned on embeddings of {attention.dimensions} dimensions, this backbone's have "
-                f"{embeddings_BLD.shape[-1]}: it is another one"
-            )
         if attention.down.device != embeddings_BLD.device:
             attention.to(embeddings_BLD.device)
         pooled_BD = max_pooled(embeddings_BLD, mask_BL, attention.config.pool_pads)

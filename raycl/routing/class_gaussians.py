@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from raycl.errors import RetrievalError
 from raycl.routing.prompt_pool import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter
 from raycl.routing.sentence_encoder import SentenceEncoder
@@ -102,11 +101,6 @@ class ClassGaussians:
 
     def nearest(self, queries_BD: Tensor) -> Tensor:
         """Return `[B]`, the number of the adapter with the nearest class; of equals the first."""
-        if queries_BD.shape[1] != self.dimensions:
-            raise RetrievalError(
-                f"the classes' means have {self.dimensions} dimensions, the hidden states of this backbone "
-                f"{queries_BD.shape[1]}: use the backbone that the snapshot was trained on"
-            )
         directions_KD, offsets_K, _ = self._prepared(queries_BD.device)
         nearest_B = (queries_BD.double() @ directions_KD.T - offsets_K).argmax(1)
         owners = [number for number, means in enumerate(self.means.values()) for _ in range(len(means))]
@@ -189,8 +183,12 @@ class ClassGaussiansRouter(PromptRouter):
     def __init__(self, gaussians: ClassGaussians) -> None:
         self.gaussians = gaussians
 
-    @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+    @property
+    def dimensions(self) -> int:
+        """Those of the means."""
+        return self.gaussians.dimensions
+
+    def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
         """Return the adapter of the nearest class of each text, by its last hidden states; weights on the CPU."""
         queries_BD = mean_pooled(embeddings_BLD, mask_BL)
         mixture, scores_B = self.gaussians.selected(queries_BD), self.gaussians.ood_scores(queries_BD)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from raycl.errors import RetrievalError
 from raycl.routing.prompt_pool import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter
 from raycl.routing.sentence_encoder import SentenceEncoder
@@ -62,15 +61,14 @@ class ExpertRouter(PromptRouter):
     def __init__(self, gate: ExpertGate, always: Sequence[str] = ()) -> None:
         self.gate, self.always = gate, tuple(always)
 
-    @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+    @property
+    def dimensions(self) -> int:
+        """Those of the gate."""
+        return self.gate.dimensions
+
+    def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
         """Return all experts, by each text's last hidden states; weights on the CPU."""
         gate = self.gate
-        if embeddings_BLD.shape[-1] != gate.dimensions:
-            raise RetrievalError(
-                f"the router of the experts reads {gate.dimensions} dimensions, the hidden states of this backbone "
-                f"have {embeddings_BLD.shape[-1]}: use the backbone that the snapshot was trained on"
-            )
         if gate.weight.device != embeddings_BLD.device:
             gate.to(embeddings_BLD.device)
         weights_BN = gate(mean_pooled(embeddings_BLD, mask_BL)).cpu()

@@ -136,14 +136,13 @@ class GateRouter(PromptRouter):
     def __init__(self, gates: TaskGates) -> None:
         self.gates = gates
 
-    @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+    @property
+    def dimensions(self) -> int:
+        """Those of the gates."""
+        return self.gates.dimensions
+
+    def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
         """Return the gates of each prompt; on the CPU."""
-        if embeddings_BLD.shape[-1] != self.gates.dimensions:
-            raise RetrievalError(
-                f"the gates were learned on embeddings of {self.gates.dimensions} dimensions, this backbone's have "
-                f"{embeddings_BLD.shape[-1]}: it is another one"
-            )
         return Mixture(self.gates.names, self.gates(mean_embedding(embeddings_BLD, mask_BL)).cpu())
 
     @classmethod

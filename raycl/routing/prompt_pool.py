@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from raycl.errors import RetrievalError
 from raycl.routing.router import Need, Owners, PromptRouter
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
@@ -77,15 +76,14 @@ class PromptPoolRouter(PromptRouter):
     def __init__(self, pool: PromptPool, always: Sequence[str] = ()) -> None:
         self.pool, self.always = pool, tuple(always)
 
-    @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+    @property
+    def dimensions(self) -> int:
+        """Those of the keys."""
+        return self.pool.dimensions
+
+    def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
         """Return the nearest prompts of each text, by its last hidden states; weights on the CPU."""
         pool = self.pool
-        if embeddings_BLD.shape[-1] != pool.dimensions:
-            raise RetrievalError(
-                f"the keys of the prompt pool have {pool.dimensions} dimensions, the hidden states of this backbone "
-                f"{embeddings_BLD.shape[-1]}: use the backbone that the snapshot was trained on"
-            )
         if pool.keys.device != embeddings_BLD.device:
             pool.to(embeddings_BLD.device)
         weights_BN = pool.selected(mean_pooled(embeddings_BLD, mask_BL)).cpu()

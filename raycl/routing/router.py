@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from raycl.errors import BankError
+from raycl.errors import BankError, RetrievalError
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
 
@@ -132,6 +132,25 @@ class PromptRouter(Router):
             "(layout=colocated, or the replicas that hold the model)"
         )
 
+    @property
     @abstractmethod
+    def dimensions(self) -> int:
+        """D of the vectors that it has learned on."""
+
+    @abstractmethod
+    def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
+        """Return weights `[B, N]` from vectors of those dimensions; see `route_embeddings`."""
+
+    @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
-        """Return weights `[B, N]` from the backbone's vectors."""
+        """Return weights `[B, N]` from the backbone's vectors.
+
+        Raises:
+            RetrievalError: they have other dimensions. BankError: `needs` names the task id, and it is not given.
+        """
+        if embeddings_BLD.shape[-1] != self.dimensions:
+            raise RetrievalError(
+                f"the router '{self.kind}' was learned on vectors of {self.dimensions} dimensions, this backbone's "
+                f"have {embeddings_BLD.shape[-1]}: use the backbone that the snapshot was trained on"
+            )
+        return self.mixture(embeddings_BLD, mask_BL, tasks)

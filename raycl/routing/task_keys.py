@@ -120,15 +120,14 @@ class TaskKeysRouter(PromptRouter):
         self.keys = keys
         self._columns = {task: column for column, name in enumerate(keys.names) for task in owners.get(name, ())}
 
-    @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+    @property
+    def dimensions(self) -> int:
+        """Those of the keys."""
+        return self.keys.dimensions
+
+    def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
         """Return the weights of all tasks' modules for each text, by its last hidden states; on the CPU."""
         keys, last_B = self.keys, self._last(tasks)
-        if embeddings_BLD.shape[-1] != keys.dimensions:
-            raise RetrievalError(
-                f"the keys of tasks have {keys.dimensions} dimensions, the hidden states of this backbone "
-                f"{embeddings_BLD.shape[-1]}: use the backbone that the snapshot was trained on"
-            )
         return Mixture(keys.names, keys.weights(keys(mean_pooled(embeddings_BLD, mask_BL)), last_B).cpu())
 
     def _last(self, tasks: Sequence[str] | None) -> Tensor | None:

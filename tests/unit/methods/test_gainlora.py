@@ -89,7 +89,7 @@ def test_what_gates_cannot_read_is_refused() -> None:
     router = GateRouter(TaskGates(2, 1))
     with pytest.raises(BankError, match="router is 'gates', which reads prompts with the backbone"):
         router.route(["x"], None)
-    with pytest.raises(RetrievalError, match="on embeddings of 2 dimensions, this backbone's have 3"):
+    with pytest.raises(RetrievalError, match="of 2 dimensions, this backbone's have 3: use the"):
         router.route_embeddings(torch.zeros(1, 4, 3), torch.ones(1, 4))
     with pytest.raises(RetrievalError, match="no task has been learned yet: there are no gates"):
         router.route_embeddings(torch.zeros(1, 4, 2), torch.ones(1, 4))

@@ -82,7 +82,7 @@ def test_the_router_reads_hidden_states_and_forgets_a_task() -> None:
     assert left.route_embeddings(states, torch.tensor([[0, 1, 0]])).weights.tolist() == [[1.0]]
     with pytest.raises(BankError, match="router is 'task_keys', which reads prompts with the backbone"):
         router.route(["text"], None)
-    with pytest.raises(RetrievalError, match="have 2 dimensions, the hidden states of this backbone 3"):
+    with pytest.raises(RetrievalError, match="of 2 dimensions, this backbone's have 3: use the"):
         router.route_embeddings(torch.zeros(1, 1, 3), torch.ones(1, 1))
 
 

@@ -58,7 +58,7 @@ def test_what_the_router_cannot_read_is_refused() -> None:
     router = ExpertRouter(ExpertGate(["a"], 2, 0))
     with pytest.raises(BankError, match="router is 'experts', which reads prompts with the backbone"):
         router.route(["x"], None)
-    with pytest.raises(RetrievalError, match="reads 2 dimensions, the hidden states of this backbone have 3"):
+    with pytest.raises(RetrievalError, match="of 2 dimensions, this backbone's have 3: use the"):
         router.route_embeddings(torch.zeros(1, 4, 3), torch.ones(1, 4))
 
 

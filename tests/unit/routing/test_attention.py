@@ -278,7 +278,7 @@ def test_impossible_routing_is_an_error() -> None:
     router = AttentionRouter(attention(2, trainable=False))
     with pytest.raises(BankError, match="'attention', which reads prompts with the backbone"):
         router.route(["a text"], None)
-    with pytest.raises(RetrievalError, match="of 8 dimensions, this backbone's have 4"):
+    with pytest.raises(RetrievalError, match="of 8 dimensions, this backbone's have 4: use the"):
         router.route_embeddings(torch.zeros(1, 2, 4), torch.ones(1, 2))
     with pytest.raises(RetrievalError, match="no task has been learned yet"):
         attention(0)(texts(1))

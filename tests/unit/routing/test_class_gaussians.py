@@ -120,5 +120,5 @@ def test_texts_alone_and_another_backbone_are_refused() -> None:
     router = ClassGaussiansRouter(gaussians())
     with pytest.raises(BankError, match="router is 'class_gaussians', which reads prompts with the backbone"):
         router.route(["x"], None)
-    with pytest.raises(RetrievalError, match="means have 2 dimensions, the hidden states of this backbone 3: use the"):
+    with pytest.raises(RetrievalError, match="of 2 dimensions, this backbone's have 3: use the"):
         router.route_embeddings(torch.zeros(1, 1, 3), torch.ones(1, 1))
