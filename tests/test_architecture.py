@@ -124,6 +124,8 @@ BROKEN = [
     ("backbone_kinds", "raycl/serve/x.py", "x = kind != 'encoder-decoder'", "names the kind of backbone 'encoder-d"),
     ("backbone_kinds", "raycl/run/x.py", "from raycl.backbone.encoder import EncoderBackbone", "uses EncoderB"),
     ("backbone_kinds", "raycl/training/x.py", "x = isinstance(y, causal.CausalBackbone)", "uses CausalBackbone"),
+    ("method_names", "raycl/run/x.py", "used = 'sapt' in names", "names the method 'sapt'"),
+    ("method_names", "raycl/run/x.py", "from raycl.methods.sapt.sapt import Sapt", "a method's own module"),
     ("router_kinds", "raycl/serve/x.py", "from raycl.routing.routers import TextRouter", "uses TextRouter"),
     ("router_kinds", "raycl/bank/x.py", "x = isinstance(router, attention.AttentionRouter)", "uses AttentionRouter"),
     ("router_kinds", "raycl/serve/x.py", "x = snapshot.router.kind == 'task'", "compares the kind of a router"),

@@ -219,6 +219,7 @@ class Method:
 
     Attributes:
         stack: adapters over the backbone, if there are any.
+        learner: the method that learns: itself, or the one that it is around.
         encoder: the sentence encoder whose embeddings route texts, or None.
         needs_texts: as `MethodConfig.needs_texts`.
         router_module: the trained module that routes, or None.
@@ -238,6 +239,7 @@ class Method:
             cannot give.
         scales_gradients: `transform_gradients` multiplies each value by a factor that depends on no gradient, so that
             what is masked afterwards need not be computed.
+        shared_parameters: names of trained parameters that belong to no single task, where adapters do.
         replaces_parameters: it computes with other values of trained parameters, which these engines cannot either.
         trains_backbone: it trains the backbone's own weights, so they cannot be quantized.
         compiles: steps compute the same in each layer, whatever the batch, so that torch.compile need not start anew.
@@ -249,6 +251,7 @@ class Method:
     computes_gradients: ClassVar[bool] = False
     scales_gradients: ClassVar[bool] = False
     replaces_parameters: ClassVar[bool] = False
+    shared_parameters: ClassVar[tuple[str, ...]] = ()
     trains_backbone: bool = False
     compiles: ClassVar[bool] = False
 
@@ -261,6 +264,7 @@ class Method:
         self.needs_texts: bool = config.needs_texts
         self.router_module: RouterModule | None = None
         self.constraint: Constraint | None = None
+        self.learner: Method = self
         self.task_id_given = False
         self.is_wrapped = False
         self.local_adaptation: LocalAdaptation | None = None

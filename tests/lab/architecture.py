@@ -10,6 +10,7 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 
 LAYERS = (
     ("errors", "types"),
@@ -89,6 +90,13 @@ KINDS_KNOWN_AT = ("raycl/backbone/", "benchmarks/streams/plain.py")
 ROUTER_CLASSES = {"SingleRouter", "SumRouter", "TaskRouter", "TextRouter", "AttentionRouter", "SlotRouter"}
 ROUTERS_KNOWN_AT = ("raycl/routing/", "raycl/methods/", "raycl/run/", "benchmarks/")
 """Only the package itself, methods, the assembly and benchmarks name a concrete router; others read `needs`."""
+
+METHODS_AT = "raycl/methods/registry.py"
+METHODS_KNOWN_AT = ("raycl/methods/", "raycl/data/", "raycl/operations/plan/sizes_table.py")
+"""Only methods and their registry know methods by name; data has papers' orders and layouts, and a page a table."""
+OTHER_MEANINGS = {"adapter", "prompt", "replay", "lora", "olora", "migu"}
+"""Names of methods that are words for other things: adapters of the bank, prompts, PEFT's LoRA, a layout of data files,
+the modifier whose magnitudes a report shows."""
 
 METHOD_AT, HOOKS = "raycl/methods/base.py", 10
 """Where the contract of a method is, and how many public hooks it may have."""
@@ -298,6 +306,33 @@ def hooks(module: Module) -> Iterator[Finding]:
             if len(result) > HOOKS:
                 names = ", ".join(item.name for item in result)
                 yield node.lineno, f"Method has {len(result)} public hooks, at most {HOOKS}: {names}"
+
+
+@cache
+def _tables_of_methods() -> dict[str, str]:
+    """Method name -> module, of the literal tables in the registry."""
+    tree = ast.parse((Path(__file__).resolve().parents[2] / METHODS_AT).read_text(encoding="utf-8"))
+    tables = [node.value for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)]
+    rows = [(key, value) for table in tables for key, value in zip(table.keys, table.values, strict=True) if key]
+    names, targets = (_strings([row[part] for row in rows]) for part in (0, 1))
+    return {name: target.partition(":")[0] for name, target in zip(names, targets, strict=True)}
+
+
+@rule
+def method_names(module: Module) -> Iterator[Finding]:
+    """A string that is a method's name, or an import of a method's own module. Names that mean other things too
+    (`prompt`, `lora`) are no findings."""
+    if not module.path.startswith("raycl/") or module.path.startswith(METHODS_KNOWN_AT):
+        return
+    methods = _tables_of_methods()
+    own = set(methods.values())
+    for node in module.nodes:
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, str) and value in methods and value not in OTHER_MEANINGS:
+            yield node.lineno, f"names the method '{value}': let it declare what is asked for"
+    for line, name in module.imports():
+        if name in own or name.rpartition(".")[0] in own:
+            yield line, f"imports {name}, a method's own module: let it declare what is asked for"
 
 
 @rule

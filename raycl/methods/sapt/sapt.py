@@ -63,6 +63,7 @@ class Sapt(PerTaskAdapter):
     """Task adapters under shared attention."""
 
     Config = SaptConfig
+    shared_parameters = tuple(f"attention.{name}" for name in ("down", "up", "norm_weight", "norm_bias"))
 
     def __init__(self, config: SaptConfig, backbone: Backbone, seed: int) -> None:
         """Attach stack and attention.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from raycl.adapters.layer import linear_shape
+from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone
 from raycl.backbone.architecture import architecture
 from raycl.backbone.pretrained import present_folder
@@ -191,10 +192,6 @@ def numbers(opened: Opened) -> tuple[ModelLoad, StepLoad, EngineLoad, RunLoad]:
 # ---- what is trained ---------------------------------------------------------------------------------------------
 
 
-SHARED = tuple(f"attention.{name}" for name in ("down", "up", "norm_weight", "norm_bias"))
-"""Parameters of the router that all tasks train on (SAPT)."""
-
-
 @dataclass(frozen=True)
 class Trained:
     """Parameters that a phase trains.
@@ -217,7 +214,7 @@ class Trained:
 
 def phases_of(context: TrainingContext) -> Iterator[Trained]:
     """Yield what each phase trains."""
-    method = getattr(context.method, "learner", context.method)
+    method = context.method.learner
     for phase in context.phases:
         context.schedule.begin(context.method)
         _allocate(method, phase, context)
@@ -227,7 +224,7 @@ def phases_of(context: TrainingContext) -> Iterator[Trained]:
             sum(trained.values()),
             base=sum(count for name, count in trained.items() if name.startswith("model.") and ".lora_" not in name),
             linears=sum(count for name, count in trained.items() if ".lora_" in name),
-            shared=sum(count for name, count in trained.items() if name in SHARED),
+            shared=sum(count for name, count in trained.items() if name in method.shared_parameters),
             ranks=sum(stack.trainable.values()) if stack is not None and stack.layers else 0,
             adapters=sum(p.numel() for name, p in context.backbone.named_parameters() if is_adapter(name)),
             state=state_bytes(optimizer_kind(context.train), specs_of(context.backbone, context.train, {}).values()),
@@ -249,7 +246,7 @@ def _allocate(method: Method, phase: Phase, context: TrainingContext) -> None:
 def _model(opened: Opened, phases: list[Trained]) -> ModelLoad:
     context = opened.context
     backbone, config = context.backbone, context.backbone.model.config
-    method = getattr(context.method, "learner", context.method)
+    method = context.method.learner
     own = phases if isinstance(method, PerTaskAdapter) else phases[-1:]
     wanted = opened.config.backbone.dtype
     dtype = torch.float32 if wanted == "float32" else torch.bfloat16  # auto: every GPU of the table has bfloat16
@@ -405,9 +402,9 @@ def longest_of(lengths: Sequence[int], count: int) -> float:
 
 def _prefix(method: Method) -> int:
     """Return positions of the prompts in training."""
-    learner: Any = getattr(method, "learner", method)
-    soft_prompts = [getattr(part, "trainable", None) for part in (learner.backbone.prefix, learner.backbone.suffix)]
-    return sum(int(prompts.shape[1]) for prompts in soft_prompts if prompts is not None)
+    parts = (method.backbone.prefix, method.backbone.suffix)
+    prompts = [part.trainable for part in parts if isinstance(part, MixedPrompts)]
+    return sum(int(trained.shape[1]) for trained in prompts if trained is not None)
 
 
 def engine_of(config: EngineConfig, model: ModelLoad, workers: int) -> EngineLoad:
