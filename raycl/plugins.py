@@ -177,7 +177,9 @@ def require(wanted: Used) -> None:
     """
     for what, source in wanted.items():
         kind, _, name = what.partition(" ")
-        plugin = next((plugin for one in KINDS if one == kind and (plugin := find(one, name))), None)
+        plugin = next(
+            (plugin for known_kind in KINDS if known_kind == kind and (plugin := find(known_kind, name))), None
+        )
         if plugin is None or plugin.source != source:
             package, _, version = source.rpartition(" ")
             there = "does not have it" if plugin is None else f"has {plugin.source}"

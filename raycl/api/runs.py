@@ -128,7 +128,7 @@ class Run:
         Args:
             options: on_phase, quiet: see `train`.
         """
-        added = [json.dumps(one) if isinstance(one, dict) else one for one in _specs(tasks, self._directory)]
+        added = [json.dumps(spec) if isinstance(spec, dict) else spec for spec in _specs(tasks, self._directory)]
         return _trained(requested_run.prepared(None, (), self.folder, added, None), **options)
 
     def revise(self, task: Task, name: str | None = None, **options: Any) -> Run:

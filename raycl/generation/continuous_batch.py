@@ -158,11 +158,11 @@ class ContinuousBatch(Generic[RequestT]):
         self.deactivate()
         codec, mixture = self.model.backbone.codec, Mixture.stacked([request.mixture for request in ready])
         rows = []
-        for one in ready:
-            assert one.sampling is not None, "only texts are decoded"
-            draws = torch.Generator().manual_seed(one.sampling.seed)
+        for item in ready:
+            assert item.sampling is not None, "only texts are decoded"
+            draws = torch.Generator().manual_seed(item.sampling.seed)
             rows.append(
-                BatchRow(one.request, one.mixture, DecodedText(codec.tokenizer, codec.eos_id, one.sampling), draws)
+                BatchRow(item.request, item.mixture, DecodedText(codec.tokenizer, codec.eos_id, item.sampling), draws)
             )
         with self.model.activate(mixture):
             state = dynamic_cache.begin(self.model.backbone, [request.ids for request in ready])

@@ -43,8 +43,8 @@ ASK_S = 5
 
 def named(address: str | None = None) -> str | None:
     """Return the cluster that the config or RAY_ADDRESS names (`ray job submit` sets it); None: start one here."""
-    found = address or os.environ.get("RAY_ADDRESS")
-    return None if found in (None, "", "local") else found
+    address_given = address or os.environ.get("RAY_ADDRESS")
+    return None if address_given in (None, "", "local") else address_given
 
 
 def connect(

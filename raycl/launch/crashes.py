@@ -84,7 +84,7 @@ class Crashes:
         again = crash == {key: before.get(key) for key in crash}
         if not again and not _is_of_setup(error, self.control.activity):
             return
-        ours = [f"{one.filename}:{one.lineno}" for one in frames if "/raycl/" in one.filename][-1:]
+        ours = [f"{frame.filename}:{frame.lineno}" for frame in frames if "/raycl/" in frame.filename][-1:]
         called = f", called at {ours[0]}" if ours and ours[0] != at else ""
         rows = f", in a micro-batch of {', '.join(self.control.failed_rows)}" if self.control.failed_rows else ""
         raise RunError(

@@ -126,9 +126,9 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
     new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added, learned)
     new = own_limits(old, new, len(added))
     _refuse(folder, other_changes(old, new, len(added)))
-    found = _continued(new, storage, state)
-    checks.warn_of_mistakes(found.stream, len(added))
-    return found
+    continued = _continued(new, storage, state)
+    checks.warn_of_mistakes(continued.stream, len(added))
+    return continued
 
 
 def _continued(config: RunConfig, storage: Storage, state: RunState) -> Prepared:

@@ -65,8 +65,8 @@ def probe(folder: str, settings: ProbeSettings, overrides: Sequence[str] = (), a
     storage, config, state = run_in(folder)
     wanted: Tree = {**asdict(settings), "layers": list(settings.layers), "overrides": list(overrides)}
     wanted |= {"phases": len(state.phases), "fingerprint": state.fingerprint}
-    if not again and (found := _kept(storage)).get("settings") == wanted:
-        return found
+    if not again and (outputs := _kept(storage)).get("settings") == wanted:
+        return outputs
     tree = configs.as_tree(config)
     for override in overrides:
         configs.apply_override(tree, override)
@@ -118,10 +118,10 @@ def _last(config: RunConfig, storage: Storage, state: RunState, world: Distribut
             )
         at = Bank.at(published["bank"])
         return read_training_state(at, at.open(published["snapshot"]), TensorObjects(storage, at.storage))[0]
-    found = newest_resume_point(storage, state, world, objects).checkpoint
-    assert found is not None, "phases are recorded"
-    if found.covers < len(state.phases):
+    checkpoint = newest_resume_point(storage, state, world, objects).checkpoint
+    assert checkpoint is not None, "phases are recorded"
+    if checkpoint.covers < len(state.phases):
         raise RunError(
             f"the last checkpoint of '{storage.uri}' is damaged: repair it with raycl train --resume {storage.address}"
         )
-    return found
+    return checkpoint

@@ -89,12 +89,12 @@ def _revision(task: str, resume: str | None) -> list[str]:
         raise ConfigError(
             f"--revise '{task}' names no task: expected a name, or YAML such as '{{name: tickets, path: data/tickets}}'"
         )
-    found = [f"bank.revise={spec if isinstance(spec, str) else spec['name']}"]
+    overrides = [f"bank.revise={spec if isinstance(spec, str) else spec['name']}"]
     if isinstance(spec, dict):
-        found.append(f"stream.tasks={json.dumps([spec])}")
+        overrides.append(f"stream.tasks={json.dumps([spec])}")
     if resume:
         from raycl.launch import prepared_run
 
         storage, config, _ = prepared_run.run_in(resume)
-        found += _start_at_branch(storage, config)
-    return found
+        overrides += _start_at_branch(storage, config)
+    return overrides

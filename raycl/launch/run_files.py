@@ -58,8 +58,8 @@ class RunFiles:
     @property
     def phases(self) -> int | None:
         """The total number of phases."""
-        found = self.heartbeat.get("phases") or len(self.results.get("phases", ()))
-        return int(found) if found else None
+        count = self.heartbeat.get("phases") or len(self.results.get("phases", ()))
+        return int(count) if count else None
 
     @property
     def is_alive(self) -> bool:
@@ -83,13 +83,13 @@ def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles
     run_at(storage.address)
     state = (journal or JournalReader(storage)).state()
     errors = [_json(storage, f"errors/{name}") for name in storage.list("errors")]
-    drivers = {name.removesuffix(".json"): found for name, found in zip(storage.list("errors"), errors, strict=True)}
+    drivers = {name.removesuffix(".json"): error for name, error in zip(storage.list("errors"), errors, strict=True)}
     driver = state.attempts[-1].get("driver", "") if state.attempts else ""
     since = state.attempts[-1]["started"] if state.attempts else 0.0
     ended = [
-        found
-        for name, found in drivers.items()
-        if found and "-" not in name and (name == driver or found.get("time", 0.0) > since)
+        error
+        for name, error in drivers.items()
+        if error and "-" not in name and (name == driver or error.get("time", 0.0) > since)
     ]
     heartbeat = _json(storage, HEARTBEAT)
     return RunFiles(
@@ -98,9 +98,9 @@ def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles
         state.config or configs.from_yaml(storage.read_text(CONFIG), f"{storage.uri}/{CONFIG}"),
         _results(storage),
         heartbeat,
-        max(ended, key=lambda found: float(found.get("time", 0.0)), default={}),
+        max(ended, key=lambda error: float(error.get("time", 0.0)), default={}),
         _stop(storage, {driver, str(heartbeat.get("driver", ""))}),
-        [str(found["message"]) for name, found in drivers.items() if found and "-hang-" in name],
+        [str(error["message"]) for name, error in drivers.items() if error and "-hang-" in name],
         _log(storage),
         time.time(),
     )
@@ -115,21 +115,21 @@ def _results(storage: Storage) -> dict[str, Any]:
 def _json(storage: Storage, name: str) -> dict[str, Any]:
     """Return a file that may be absent, or no JSON: it is not needed to continue."""
     try:
-        found = storage.read_json(name) if storage.exists(name) else {}
+        tree = storage.read_json(name) if storage.exists(name) else {}
     except StorageError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _stop(storage: Storage, drivers: set[str]) -> StopRequest | None:
     """Return the newest request to these drivers' workers."""
-    found: list[StopRequest] = []
+    requests: list[StopRequest] = []
     for driver in drivers - {""}:
         try:
-            found += filter(None, [stop_of(storage, driver)])
+            requests += filter(None, [stop_of(storage, driver)])
         except StorageError:
-            found.append(StopRequest("a request that cannot be read", 0.0, ""))
-    return max(found, key=lambda request: request.time, default=None)
+            requests.append(StopRequest("a request that cannot be read", 0.0, ""))
+    return max(requests, key=lambda request: request.time, default=None)
 
 
 def _log(storage: Storage) -> tuple[str, list[str]]:

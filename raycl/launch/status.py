@@ -140,8 +140,8 @@ def _last_step(files: RunFiles, trace: TraceReader) -> str:
 def _resume_point(files: RunFiles) -> str:
     """Return the point at which the run continues."""
     newest = files.state.checkpoints[-1:]
-    found = _CHECKPOINT.match(newest[0]) if newest else None
-    return f"it continues after step {int(found[2])} of task {int(found[1]) + 1} ({newest[0]})" if found else ""
+    match = _CHECKPOINT.match(newest[0]) if newest else None
+    return f"it continues after step {int(match[2])} of task {int(match[1]) + 1} ({newest[0]})" if match else ""
 
 
 def nodes_of(attempt: dict[str, Any]) -> dict[str, list[int]]:

@@ -79,8 +79,8 @@ class MethodConfig(Section):
 
     def settings_by_task(self) -> dict[str, dict[str, Any]]:
         """Return the dotted path -> name of a task -> its value."""
-        found = {path: at(as_tree(self), path) for path in self.by_task}
-        return {path: holder[key] for path, (holder, key) in found.items()}
+        settings = {path: at(as_tree(self), path) for path in self.by_task}
+        return {path: holder[key] for path, (holder, key) in settings.items()}
 
     def values_kept(self, tasks: int) -> int:
         """Float32 values that the device holds for each trained parameter at most, beside training itself.
@@ -419,14 +419,14 @@ def unpacked(
         labels: adapter -> labels of its head rows, in the order in which they were learned.
         scales: adapter -> scale of its updates.
     """
-    found: dict[str, AdapterState] = {}
+    states: dict[str, AdapterState] = {}
     for name, rows in labels.items():
         held = under(f"{kind}/{name}/", tensors)
         if isinstance(held, StoredTensors):
-            found[name] = StoredAdapter(held, scales[name], rows, activation)
+            states[name] = StoredAdapter(held, scales[name], rows, activation)
         else:
-            found[name] = AdapterState.from_tensors(held, scales[name], rows, activation)
-    return found
+            states[name] = AdapterState.from_tensors(held, scales[name], rows, activation)
+    return states
 
 
 def under(start: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

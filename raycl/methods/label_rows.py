@@ -29,12 +29,12 @@ def in_present_rows(
     """
     own = dict(backbone.named_parameters())
     rows = backbone.label_ids()
-    found = {}
+    present = {}
     for name, value in kept.items():
         value = value.to(own[name].device, copy=True)  # products may depend on how memory from a file is aligned
         if name.startswith("head."):
             whole = value.new_zeros(*value.shape[:axis], *own[name].shape)
             index = torch.tensor([rows[label] for label in labels], dtype=torch.long, device=value.device)
             value = whole.index_copy_(axis, index, value)
-        found[name] = value
-    return found
+        present[name] = value
+    return present

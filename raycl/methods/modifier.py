@@ -213,8 +213,8 @@ def _observed_by(member: GradientModifier, forward: Callable[[Batch], T]) -> Cal
 
 def _any(masks: list[Tensor | None]) -> Tensor | None:
     """Return their union; None if there is none."""
-    found: Tensor | None = None
+    union: Tensor | None = None
     for mask in masks:
         if mask is not None:
-            found = mask if found is None else found | mask
-    return found
+            union = mask if union is None else union | mask
+    return union

@@ -34,5 +34,5 @@ def mean_by_positions(values_B: Tensor, batch: Batch) -> Tensor:
     (`Method.penalty`)."""
     labels = batch.target_ids if batch.target_ids.shape[1] else batch.label_ids.unsqueeze(1)
     count_B = (labels != IGNORE).sum(1).to(values_B.dtype)
-    found: Tensor = (values_B * count_B).sum() / count_B.sum().clamp(min=1)
-    return found
+    mean: Tensor = (values_B * count_B).sum() / count_B.sum().clamp(min=1)
+    return mean

@@ -79,10 +79,10 @@ def method_class(name: str) -> type[Method]:
     Raises:
         PluginError: neither has it, or the package cannot be used.
     """
-    found = _builtin(METHODS[name], Method) if name in METHODS else load_class("method", name, Method)
-    if found is None:
+    method = _builtin(METHODS[name], Method) if name in METHODS else load_class("method", name, Method)
+    if method is None:
         raise PluginError(f"unknown method '{name}': {meant(name, METHOD_NAMES)}; is its package installed here?")
-    return _named(found, found.Config, "method", name)
+    return _named(method, method.Config, "method", name)
 
 
 def modifier_class(name: str) -> type[GradientModifier]:
@@ -92,10 +92,12 @@ def modifier_class(name: str) -> type[GradientModifier]:
         PluginError: neither has it, or the package cannot be used.
     """
     builtin = name in MODIFIERS
-    found = _builtin(MODIFIERS[name], GradientModifier) if builtin else load_class("modifier", name, GradientModifier)
-    if found is None:
+    modifier = (
+        _builtin(MODIFIERS[name], GradientModifier) if builtin else load_class("modifier", name, GradientModifier)
+    )
+    if modifier is None:
         raise PluginError(f"unknown modifier '{name}': {meant(name, MODIFIER_NAMES)}; is its package installed here?")
-    return _named(found, found.Config, "modifier", name)
+    return _named(modifier, modifier.Config, "modifier", name)
 
 
 def method_config(tree: Mapping[str, Any]) -> MethodConfig:
@@ -104,18 +106,20 @@ def method_config(tree: Mapping[str, Any]) -> MethodConfig:
     Raises:
         ConfigError: they are no settings of that method in this version.
     """
-    found: MethodConfig = validate(method_class(str(tree["name"])).Config, dict(tree))
-    return found
+    config: MethodConfig = validate(method_class(str(tree["name"])).Config, dict(tree))
+    return config
 
 
-def _builtin(place: str, base: type[ClassT]) -> type[ClassT]:
-    module, _, attribute = place.partition(":")
-    found = getattr(importlib.import_module(module), attribute)
-    assert isinstance(found, type) and issubclass(found, base), f"'{place}' is no {base.__name__}"
-    return found
+def _builtin(location: str, base: type[ClassT]) -> type[ClassT]:
+    module, _, attribute = location.partition(":")
+    attribute_found = getattr(importlib.import_module(module), attribute)
+    assert isinstance(attribute_found, type) and issubclass(attribute_found, base), (
+        f"'{location}' is no {base.__name__}"
+    )
+    return attribute_found
 
 
-def _named(found: type[ClassT], config: type[Section], kind: Kind, name: str) -> type[ClassT]:
+def _named(named_class: type[ClassT], config: type[Section], kind: Kind, name: str) -> type[ClassT]:
     """Return the class, if its settings carry the name that chooses it."""
     field = config.model_fields.get("name")
     if field is None or get_args(field.annotation) != (name,):
@@ -123,7 +127,7 @@ def _named(found: type[ClassT], config: type[Section], kind: Kind, name: str) ->
             f"{find(kind, name)} has the settings {config.__module__}.{config.__name__}: expected their field name: "
             f'Literal["{name}"] = "{name}"'
         )
-    return found
+    return named_class
 
 
 def _method_section(name: str) -> type[MethodConfig]:

@@ -32,8 +32,8 @@ def end_training(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, 
         states = {name: replace(state, prompt=prompt) for (name, state), prompt in pairs}
         prefix.end_training()
     if isinstance(head, MixedHead) and head.trainable_labels:
-        found = {"head.weight": head.weight.detach(), "head.bias": head.bias.detach(), **tensors}
-        states = head.with_rows(states, found["head.weight"], found["head.bias"])
+        values = {"head.weight": head.weight.detach(), "head.bias": head.bias.detach(), **tensors}
+        states = head.with_rows(states, values["head.weight"], values["head.bias"])
         head.end_training()
     stack.end_training()
     return states

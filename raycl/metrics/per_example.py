@@ -88,10 +88,10 @@ def metric_of(name: str) -> Metric:
     Raises:
         ConfigError: unknown name (with the nearest one). PluginError: the package cannot be used.
     """
-    found = METRICS.get(name) or load_object("metric", name, Metric)
-    if found is None:
+    metric = METRICS.get(name) or load_object("metric", name, Metric)
+    if metric is None:
         raise ConfigError(f"unknown metric '{name}': {meant(name, sorted(METRIC_NAMES))}")
-    return found
+    return metric
 
 
 def check_metric(name: str) -> Metric:
@@ -100,12 +100,12 @@ def check_metric(name: str) -> Metric:
     Raises:
         ConfigError: see `metric_of`; or an optional library is missing.
     """
-    found = metric_of(name)
-    if found.library and importlib.util.find_spec(found.library) is None:
+    metric = metric_of(name)
+    if metric.library and importlib.util.find_spec(metric.library) is None:
         raise ConfigError(
-            f"metric '{name}' needs the library {found.library.replace('_', '-')}: pip install {found.install}"
+            f"metric '{name}' needs the library {metric.library.replace('_', '-')}: pip install {metric.install}"
         )
-    return found
+    return metric
 
 
 def check_labels(metric: str, task: str, labels: Labels) -> None:

@@ -242,19 +242,19 @@ def router_class(of: KindOfRouter) -> type[Router]:
         BankError: an unknown kind, or one of a package that is not installed here. PluginError: of one that cannot be
             used.
     """
-    found = ROUTERS.get(of.kind) or load_class("router", of.kind, Router)
-    if found is None and of.package:
+    router = ROUTERS.get(of.kind) or load_class("router", of.kind, Router)
+    if router is None and of.package:
         package, _, version = of.package.rpartition(" ")
         raise BankError(
             f"router '{of.kind}' comes from package '{package}' {version}, which is not installed here: pip install "
             f"{package}=={version}"
         )
-    if found is None:
+    if router is None:
         raise BankError(
             f"unknown router kind '{of.kind}': {meant(of.kind, ROUTER_NAMES)}; upgrade raycl, or install the package "
             "that it comes from"
         )
-    return found
+    return router
 
 
 def with_package(state: RouterState) -> RouterState:

@@ -39,16 +39,16 @@ def learn_selector(
         targets: task -> `[i]` target weights of its texts over the first i tasks.
     """
     draw = torch.Generator().manual_seed(seed)
-    rows = {task: found.float().cpu() for task, found in pooled.items()}
+    rows = {task: selector.float().cpu() for task, selector in pooled.items()}
     dimensions = next(iter(rows.values())).shape[1]
-    found = Attention(dimensions, attention, seed)
-    found.look_at(torch.cat(list(rows.values())))
+    selector = Attention(dimensions, attention, seed)
+    selector.look_at(torch.cat(list(rows.values())))
     keys_TD = (torch.rand(len(rows), dimensions, generator=draw) * 2 - 1).requires_grad_()
     wanted = {task: pad(target, (0, len(rows) - len(target))) for task, target in targets.items()}
-    optimizer = torch.optim.Adam([*found.parameters(), keys_TD], lr=config.rate)
+    optimizer = torch.optim.Adam([*selector.parameters(), keys_TD], lr=config.rate)
     for _ in range(config.steps):
         drawn = [rows[task][torch.randperm(len(rows[task]), generator=draw)[: config.batch]] for task in rows]
-        log_alpha = log_softmax(linear(found.query(torch.cat(drawn)), keys_TD) / found.tau, dim=-1)
+        log_alpha = log_softmax(linear(selector.query(torch.cat(drawn)), keys_TD) / selector.tau, dim=-1)
         target = torch.cat(
             [wanted[task].expand(len(drawn_rows), -1) for task, drawn_rows in zip(rows, drawn, strict=True)]
         )
@@ -56,5 +56,5 @@ def learn_selector(
         optimizer.zero_grad()
         (divergence(target, log_alpha) * share).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    found.keys = dict(zip(rows, keys_TD.detach(), strict=True))
-    return found.requires_grad_(False)
+    selector.keys = dict(zip(rows, keys_TD.detach(), strict=True))
+    return selector.requires_grad_(False)

@@ -26,14 +26,14 @@ def is_bank(storage: Storage) -> bool:
     return any(storage.exists(name) for name in PARTS)
 
 
-def find_bank(place: str) -> tuple[Bank, str] | None:
+def find_bank(address: str) -> tuple[Bank, str] | None:
     """Return the bank at a path or URI, or of the run there, and the branch that is meant where none is named; None:
     neither.
 
     Raises:
         ConfigError: the config of that run cannot be read. StorageError: the place is out of reach.
     """
-    storage = Storage.at(place)
+    storage = Storage.at(address)
     if is_bank(storage):
         return Bank(storage), MAIN
     if not storage.exists(CONFIG):
@@ -44,19 +44,19 @@ def find_bank(place: str) -> tuple[Bank, str] | None:
     return open_bank(config, storage), config.branch
 
 
-def bank_at(place: str) -> tuple[Bank, str]:
+def bank_at(address: str) -> tuple[Bank, str]:
     """Return the same.
 
     Raises:
         BankError: there is none. ConfigError, StorageError: see `find_bank`.
     """
-    found = find_bank(place)
-    if found is None:
+    bank = find_bank(address)
+    if bank is None:
         raise BankError(
-            f"there is no bank at '{Storage.at(place).uri}': expected the folder or URI of a run or of a bank, such as "
-            "RUN/bank"
+            f"there is no bank at '{Storage.at(address).uri}': expected the folder or URI of a run or of a bank, such "
+            "as RUN/bank"
         )
-    return found
+    return bank
 
 
 def bank_and_reference(text: str) -> tuple[Bank, str]:
@@ -65,9 +65,9 @@ def bank_and_reference(text: str) -> tuple[Bank, str]:
     Raises:
         BankError: there is no such bank.
     """
-    place, at, reference = text.rpartition("@")
-    if at and ("?" in place or find_bank(text) is None):  # behind the query of a URI, which has no @ of its own
-        return bank_at(place)[0], reference
+    address, at, reference = text.rpartition("@")
+    if at and ("?" in address or find_bank(text) is None):  # behind the query of a URI, which has no @ of its own
+        return bank_at(address)[0], reference
     return bank_at(text)
 
 

@@ -306,8 +306,8 @@ def check_singles(config: RunConfig, theirs: Tree, name: str) -> None:
     learner = configs.as_tree(config.method.innermost)
     shared = ("seed", "stream", "backbone", "train", "modifiers")
     expected = {"method": learner, **{key: mine[key] for key in shared}}
-    found = {"method": theirs["method"], **{key: theirs[key] for key in shared}}
-    differing = _single_differences(expected, found)
+    result = {"method": theirs["method"], **{key: theirs[key] for key in shared}}
+    differing = _single_differences(expected, result)
     if differing:
         raise ConfigError(
             f"{name} is another setting; it differs in {', '.join(differing)}: "
@@ -315,11 +315,11 @@ def check_singles(config: RunConfig, theirs: Tree, name: str) -> None:
         )
 
 
-def _single_differences(expected: Tree, found: Tree) -> list[str]:
+def _single_differences(expected: Tree, actual: Tree) -> list[str]:
     """Return dotted keys that matter for a task trained alone: the order of tasks does not."""
     unused = method_class(str(expected["method"]["name"])).Config.unused_for_single_task
     stream = ("stream.name", "stream.tasks", "stream.unseen", "stream.schedule")
-    differing = list(configs.differences(found, expected, without=(*(f"method.{name}" for name in unused), *stream)))
+    differing = list(configs.differences(actual, expected, without=(*(f"method.{name}" for name in unused), *stream)))
     if "method.name" in differing:  # each method has settings of its own
         return [name for name in differing if name == "method.name" or not name.startswith("method.")]
     return differing

@@ -54,13 +54,13 @@ def _parts(model: BackboneConfig | EncoderConfig) -> dict[str, str]:
 
 def rows_of(stream: Stream, task: Task) -> dict[str, Any]:
     """Split -> number, SHA-256 and place of a task's rows."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for split in SPLITS:
         source, rows = stream.source(task, split), stream.rows(task, split)
         if source is not None and len(rows):
             sha256 = hashlib.sha256(f"{source.sha256}|{source.definition}|".encode() + rows.tobytes()).hexdigest()
-            found[split] = {"rows": len(rows), "sha256": sha256, "where": source.where}
-    return found
+            result[split] = {"rows": len(rows), "sha256": sha256, "where": source.where}
+    return result
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, dict[str, str]]]:

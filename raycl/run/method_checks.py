@@ -211,7 +211,7 @@ def check_roles(config: RunConfig, backbone: Backbone) -> None:
     )
     unused = unused_in(config.method, "method.")
     lists = [value for path, value in leaves.items() if isinstance(value, list | tuple) and not covering(path, unused)]
-    given = {str(one) for value in lists for one in value} & {*ROLES, *GROUPS}
+    given = {str(role) for value in lists for role in value} & {*ROLES, *GROUPS}
     roles = sorted(given | {*config.method.fixed_roles})
     left = without_role(backbone.model) if roles else []
     if left:

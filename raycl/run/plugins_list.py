@@ -53,6 +53,6 @@ def problem_of(plugin: Plugin) -> str:
 def plugins_list() -> tuple[list[Plugin], list[str]]:
     """Return what can be used of installed packages, and a sentence for all that cannot."""
     there = [plugin for kind in LOADERS for plugin in plugins.installed(kind)]
-    found = [(plugin, problem_of(plugin)) for plugin in there]
-    usable = [plugin for plugin, problem in found if not problem]
-    return usable, list(dict.fromkeys(problem for _, problem in found if problem))
+    problems = [(plugin, problem_of(plugin)) for plugin in there]
+    usable = [plugin for plugin, problem in problems if not problem]
+    return usable, list(dict.fromkeys(problem for _, problem in problems if problem))

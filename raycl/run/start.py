@@ -122,7 +122,7 @@ def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any
         StorageError: the store is out of reach, so it is not known which files are there.
     """
     recorded = {info.name: info for info in snapshot.tasks}
-    found = []
+    reachable = []
     for spec in map(_original, specs):
         alone = {**tree["stream"], "tasks": [spec], "unseen": None}
         info = recorded.get(_name(spec))
@@ -130,8 +130,8 @@ def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any
             log.warning("learned task '%s' is not evaluated, since its data is missing: %s", info.name, why)
             known = {"labels": info.labels, "metric": info.metric, **Prompt.of(info).record()}
             spec = {**(spec if isinstance(spec, dict) else {"name": info.name}), "recorded": known}
-        found.append(spec)
-    return found
+        reachable.append(spec)
+    return reachable
 
 
 def _original(spec: Any) -> Any:
@@ -181,7 +181,7 @@ def _revised(task: str, given: Any, specs: Mapping[str, Any], snapshot: Snapshot
     others = [name for name in specs if name != task]
     if list(map(_name, given or ())) == [*others, task]:
         given = given[-1:]  # the resolved config of such a run
-    if given and [_name(one) for one in given] != [task]:
+    if given and [_name(spec) for spec in given] != [task]:
         raise ConfigError(
             f"bank.revise={task} learns that task alone, but stream.tasks names {', '.join(map(_name, given))}: name "
             f"'{task}' there with its new data, or leave stream.tasks out"

@@ -240,13 +240,13 @@ def check_resume(done: Done, folder: Path, after: int) -> None:
     check_same(storage, done.storage)
 
 
-def check_same(found: Storage, expected: Storage) -> None:
+def check_same(actual: Storage, expected: Storage) -> None:
     """Check that two runs agree in every number of every step, every score and every exported byte."""
-    assert trace(found) == trace(expected), (
+    assert trace(actual) == trace(expected), (
         "losses, gradient norms or rates differ: is all that shapes training in state_dict?"
     )
-    assert matrix(found) == matrix(expected), "scores differ"
-    assert exported(found) == exported(expected), "what was learned differs"
+    assert matrix(actual) == matrix(expected), "scores differ"
+    assert exported(actual) == exported(expected), "what was learned differs"
 
 
 def check_snapshot(done: Done) -> None:

@@ -95,7 +95,7 @@ def _row(classes: tuple[tuple[str, str], ...], number: int) -> dict[str, str]:
     """Texts of different lengths: the label's words, turned by `number`, and the word "a"."""
     label, words = classes[number % len(classes)]
     pool = [*words.split(), "a"]
-    turned = [pool[(number // 2 + place) % len(pool)] for place in range(2 + number % 4)]
+    turned = [pool[(number // 2 + index) % len(pool)] for index in range(2 + number % 4)]
     return {"text": " ".join(turned), "label": label}
 
 
@@ -260,6 +260,6 @@ def last_checkpoint(done: Done) -> Checkpoint:
 
 def evaluated_by(done: Done) -> PublishedRouter:
     """The router of the run's last evaluation."""
-    found = PublishedRouter.of(done.context.method, last_checkpoint(done))
-    assert found is not None
-    return found
+    router = PublishedRouter.of(done.context.method, last_checkpoint(done))
+    assert router is not None
+    return router

@@ -101,8 +101,8 @@ class Control:
             return self._stop
         elapsed = time.monotonic() - self._looked
         calls = int(self.poll_s * self._calls / max(elapsed, 1e-3))  # that many of them take poll_s
-        found = self.world.is_first and self._look()
-        self._stop, self._skip = self.world.broadcast((found, 0 if now else calls))
+        is_requested = self.world.is_first and self._look()
+        self._stop, self._skip = self.world.broadcast((is_requested, 0 if now else calls))
         self._looked, self._calls = time.monotonic(), 0
         return self._stop
 

@@ -92,15 +92,15 @@ class Growth:
 def growth(plan: DiskPlan, phase: int = 0, step: int = 0) -> Growth:
     """Return what a run adds from a step of a phase on."""
     all_of_it = list(moments(plan))
-    before = [one for one in all_of_it if (one.phase, one.step) <= (phase, step)]
+    before = [moment for moment in all_of_it if (moment.phase, moment.step) <= (phase, step)]
     later = all_of_it[len(before) :]
     if not later:
         return Growth(0, 0, 0)
     run, bank = (before[-1].left, before[-1].bank) if before else (0, 0)
     return Growth(
-        max(0, max(one.run for one in later) - run),
+        max(0, max(moment.run for moment in later) - run),
         later[-1].bank - bank,
-        max(0, max(one.run + one.bank for one in later) - run - bank),
+        max(0, max(moment.run + moment.bank for moment in later) - run - bank),
     )
 
 
@@ -178,8 +178,8 @@ def answers_of(context: TrainingContext, phase: Phase) -> list[int]:
     texts = table.texts(range(min(SAMPLE, len(table))))
     line = sum(len(json.dumps(text)) for text in texts) / max(1, len(texts)) + ANSWER_BYTES
     return [
-        round(line * sum(len(stream.rows(task, settings.split)) for task in evaluated_tasks(context, one)))
-        for one in context.phases
+        round(line * sum(len(stream.rows(task, settings.split)) for task in evaluated_tasks(context, other_phase)))
+        for other_phase in context.phases
     ]
 
 

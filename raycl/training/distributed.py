@@ -97,11 +97,11 @@ class DistributedContext:
         Args:
             error: this worker's own, if any.
         """
-        found = next((one for one in self.gather(error) if one is not None), None)
-        if found is not None and found is error:
-            raise found
-        if found is not None:
-            raise found from error
+        first_error = next((failure for failure in self.gather(error) if failure is not None), None)
+        if first_error is not None and first_error is error:
+            raise first_error
+        if first_error is not None:
+            raise first_error from error
 
     def barrier(self) -> None:
         """Wait for all workers."""
@@ -140,9 +140,9 @@ class Scattered(Tensor):
     @staticmethod
     def __new__(cls, part: Tensor, first: int, shape: Sequence[int], world: DistributedContext) -> Scattered:
         """Describe it; nothing is copied."""
-        found: Scattered = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=part.dtype, device=part.device)
-        found.part, found.first, found.world = part, first, world
-        return found
+        tensor: Scattered = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=part.dtype, device=part.device)
+        tensor.part, tensor.first, tensor.world = part, first, world
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -152,12 +152,12 @@ class Scattered(Tensor):
 
     def joined(self) -> Tensor:
         """Return all elements, on this worker's device, bit for bit. Collective."""
-        found = torch.empty(self.shape, dtype=self.dtype, device=self.world.device)
-        flat = found.view(-1)
-        flat[self.first : self.first + self.part.numel()] = self.part.to(found.device)
+        joined = torch.empty(self.shape, dtype=self.dtype, device=self.world.device)
+        flat = joined.view(-1)
+        flat[self.first : self.first + self.part.numel()] = self.part.to(joined.device)
         for rank, (first, count) in enumerate(self.world.gather((self.first, self.part.numel()))):
             self.world.send(flat[first : first + count], rank)
-        return found
+        return joined
 
 
 def is_shared_out(tensor: Tensor) -> bool:
@@ -195,8 +195,8 @@ def own_part(shared: DTensor, value: Tensor) -> Tensor:
     """This worker's part of a whole `value`, laid out as `shared`; nothing is communicated."""
     from torch.distributed.tensor import distribute_tensor
 
-    found = distribute_tensor(value.to(shared.device), shared.device_mesh, shared.placements, src_data_rank=None)
-    return found.to_local()
+    distributed = distribute_tensor(value.to(shared.device), shared.device_mesh, shared.placements, src_data_rank=None)
+    return distributed.to_local()
 
 
 def load_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> None:

@@ -61,9 +61,9 @@ def _models(before: Inputs, now: Inputs) -> Iterator[str]:
 def _rows(before: Inputs, now: Inputs, without: Collection[str]) -> Iterator[str]:
     for task, old, new in _shared(before, now, "tasks"):
         for split in dict.fromkeys([*old, *new]) if task not in without else ():
-            one, two = (rows.get(split, {"rows": 0, "sha256": "", "where": "none"}) for rows in (old, new))
-            if one["sha256"] != two["sha256"]:
-                counts = f"{one['rows']:,} then, {two['rows']:,} now; {_hashes(one['sha256'], two['sha256'])}"
+            earlier, two = (rows.get(split, {"rows": 0, "sha256": "", "where": "none"}) for rows in (old, new))
+            if earlier["sha256"] != two["sha256"]:
+                counts = f"{earlier['rows']:,} then, {two['rows']:,} now; {_hashes(earlier['sha256'], two['sha256'])}"
                 yield f"task '{task}' has other {split} rows in '{two['where']}' ({counts})"
 
 
@@ -89,8 +89,12 @@ def versions(plugins: Used) -> dict[str, str]:
     Args:
         plugins: parts that it uses of other packages: `method my-method` -> `my-package 1.0`.
     """
-    found = {package: _version(package) for package in (*COMPUTE, *OTHERS)}
-    return {"python": platform.python_version()} | {name: one for name, one in found.items() if one} | plugins
+    installed = {package: _version(package) for package in (*COMPUTE, *OTHERS)}
+    return (
+        {"python": platform.python_version()}
+        | {name: version for name, version in installed.items() if version}
+        | plugins
+    )
 
 
 def version_changes(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -98,11 +102,11 @@ def version_changes(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
     anything."""
     worked = [attempt for attempt in attempts if "ended" in attempt or attempt is attempts[-1]]
     known = [(attempt["attempt"], attempt["versions"]) for attempt in worked if attempt.get("versions")]
-    found = []
+    changes = []
     for (_, old), (number, new) in pairwise(known):
         if differing := different_versions(old, new):
-            found.append(f"attempt {number} computes with other libraries than the one before it: {differing}")
-    return found
+            changes.append(f"attempt {number} computes with other libraries than the one before it: {differing}")
+    return changes
 
 
 def different_versions(old: Mapping[str, str], new: Mapping[str, str]) -> str:

@@ -54,7 +54,7 @@ class MappedFiles:
 
     def hold(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's memory is there."""
-        return tensor.device.type == "cpu" and any(tensor.data_ptr() in one for one in self._ranges)
+        return tensor.device.type == "cpu" and any(tensor.data_ptr() in span for span in self._ranges)
 
 
 def return_freed_memory() -> None:

@@ -105,7 +105,9 @@ class Separate(Schedule):
         if learned.adapters and not learned.not_served and router_class(learned.router).chooses:
             return Learned(not_served=NOT_SERVED.format(method.config.name))
         several = len(learned.adapters) > 1
-        adapters = {f"{phase.name}.{name}" if several else phase.name: one for name, one in learned.adapters.items()}
+        adapters = {
+            f"{phase.name}.{name}" if several else phase.name: adapter for name, adapter in learned.adapters.items()
+        }
         kept = {name: value for name, value in learned.router.settings.items() if name == "prompt_place"}
         router = RouterState("task", kept)
         return Learned(adapters, learned.model, learned.labels, router=router, not_served=learned.not_served)

@@ -100,8 +100,8 @@ class StreamLoop:
         self._untrained = untrained_cells(self.state)
         if context.evaluation.untrained and len(self.state.phases) < len(context.phases):
             before = partial(self._pause, "evaluating", context.phases[len(self.state.phases)])
-            found = evaluate_untrained(context, self._untrained, self.world, self.storage, before)
-            self._untrained |= {name: asdict(cell) for name, cell in found.items()}
+            untrained = evaluate_untrained(context, self._untrained, self.world, self.storage, before)
+            self._untrained |= {name: asdict(cell) for name, cell in untrained.items()}
 
     def results(self) -> dict[str, Any]:
         """Return the result tree so far."""
@@ -128,32 +128,32 @@ class StreamLoop:
         resume_point = newest_resume_point(self.storage, self.state, self.world, self.recorder.objects, restore)
         if resume_point.problems:
             self.recorder.go_back(resume_point.checkpoints, resume_point.phases, resume_point.explanation)
-        found = resume_point.checkpoint
-        published = found.published if found is not None and found.published else None
+        checkpoint = resume_point.checkpoint
+        published = checkpoint.published if checkpoint is not None and checkpoint.published else None
         if published is None and self.state.phases:
             published = self.state.phases[-1].get("bank")
         complete_bank(self.context, self.storage, self.state, self.world, published)
         if published and self.context.bank.publish and len(self.state.phases) < len(self.context.phases):
             self.recorder.hold_lease(published)  # it may have been lost or damaged while nothing ran
-        if found is None:
+        if checkpoint is None:
             return None
-        self.context.method.load_state_dict(found.method, found.frozen_state)
-        self.context.modifiers.load_state(found.modifiers, found.frozen_state)
-        if found.is_phase_end:
-            self.context.load_learned(found.parameters)
-        return found if found.phase == len(self.state.phases) else None
+        self.context.method.load_state_dict(checkpoint.method, checkpoint.frozen_state)
+        self.context.modifiers.load_state(checkpoint.modifiers, checkpoint.frozen_state)
+        if checkpoint.is_phase_end:
+            self.context.load_learned(checkpoint.parameters)
+        return checkpoint if checkpoint.phase == len(self.state.phases) else None
 
     def _record(self, phase: Phase, done: Checkpoint) -> dict[str, Any]:
         """Evaluate the phase; returns its record for the journal."""
         context = self.context
         before = partial(self._pause, "evaluating", phase)
-        found = score_phase(context, phase, self.world, self.storage, before, done)
-        row = found.row
+        score = score_phase(context, phase, self.world, self.storage, before, done)
+        row = score.row
         if context.schedule.one_model_per_task and self.state.phases:
             row = {**self.state.phases[-1]["row"], **row}
-        times = self._times(phase, done, found.eval_s)
-        record = {"phase": phase.index, "row": row, "times": times, "bank": done.published, "summary": found.summary}
-        record |= found.of_last_phase()
+        times = self._times(phase, done, score.eval_s)
+        record = {"phase": phase.index, "row": row, "times": times, "bank": done.published, "summary": score.summary}
+        record |= score.of_last_phase()
         known = untrained_cells(self.state)
         if untrained := {name: cell for name, cell in self._untrained.items() if name not in known}:
             record["untrained"] = untrained

@@ -43,14 +43,14 @@ def find(name: str) -> Benchmark | None:
         PluginError: the package cannot be used.
     """
     folded = name.lower()
-    found = _BY_NAME.get(ALIASES.get(folded, folded))
-    if found is None and name != BUILTIN:
-        found = load_object("order", name, Benchmark)
-        if found is not None and found.name != name:
+    benchmark = _BY_NAME.get(ALIASES.get(folded, folded))
+    if benchmark is None and name != BUILTIN:
+        benchmark = load_object("order", name, Benchmark)
+        if benchmark is not None and benchmark.name != name:
             raise PluginError(
-                f"{plugins.find('order', name)} is a benchmark of the name '{found.name}': expected the same"
+                f"{plugins.find('order', name)} is a benchmark of the name '{benchmark.name}': expected the same"
             )
-    return found
+    return benchmark
 
 
 def require(name: str) -> Benchmark:

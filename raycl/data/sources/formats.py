@@ -299,10 +299,10 @@ def reader_of(name: str) -> Reader:
     Raises:
         PluginError: neither has it, or the package cannot be used.
     """
-    found = FORMATS.get(name) or load_function("format", name)
-    if found is None:
+    reader = FORMATS.get(name) or load_function("format", name)
+    if reader is None:
         raise PluginError(f"unknown format '{name}': {meant(name, FORMAT_NAMES)}; is its package installed here?")
-    return found
+    return reader
 
 
 def package_of(file: Source, format: str) -> str:

@@ -167,7 +167,7 @@ def ingest(file: Source, reading: FileReading, cache: Path) -> RawRows:
         DataError: the file, a row or a label cannot be used, or there are no rows.
     """
     opened = file.open() if isinstance(file, HubSplit) else file
-    package = [one] if (one := package_of(file, reading.format)) else []
+    package = [package_name] if (package_name := package_of(file, reading.format)) else []
     read_as = (asdict(reading), file.limits.model_dump(), *package)
     key = key_of(_VERSION, "file", opened.content_hash(cache), file.name, *read_as)
 

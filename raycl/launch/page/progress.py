@@ -46,7 +46,7 @@ def progress_of(files: RunFiles, trace: TraceReader) -> dict[str, Any]:
         "left": _left(files, tasks, steps) if files.is_alive else None,
         "nodes": [{"host": host, "processes": pids} for host, pids in nodes_of(files.attempt).items()],
         "workers": files.attempt.get("workers"),
-        "attempts": [{"started": one["started"], "host": one["host"]} for one in files.state.attempts],
+        "attempts": [{"started": attempt["started"], "host": attempt["host"]} for attempt in files.state.attempts],
         "hangs": files.hangs,
         "log": {"name": name, "lines": lines[-LOG_LINES:]},
         "time": files.now,
@@ -63,8 +63,8 @@ def _title(files: RunFiles) -> str:
 
 def _phases(files: RunFiles, steps: Sequence[Step]) -> list[str]:
     """Return names of what is trained one after another, of which older runs record only what has begun."""
-    if found := files.attempt.get("phases") or files.results.get("phases"):
-        return list(map(str, found))
+    if names := files.attempt.get("phases") or files.results.get("phases"):
+        return list(map(str, names))
     begun = {int(step["phase"]): str(step["task"]) for step in steps}
     done = {record["phase"]: str(record["times"]["phase"]) for record in files.state.phases}
     named = begun | done
@@ -79,19 +79,19 @@ def _tasks(files: RunFiles, phases: Sequence[str], steps: Sequence[Step]) -> lis
     planned = files.heartbeat.get("steps_by_phase") or []
     planned = planned if len(planned) == len(phases) else [None] * len(phases)
     done = [_done(record, last.get(number)) for number, record in enumerate(files.state.phases)]
-    found = done[: len(phases)]
-    for number in range(len(found), len(phases)):
+    finished = done[: len(phases)]
+    for number in range(len(finished), len(phases)):
         begun = number == len(done) and (number in last or _works_on(files, number))
         step, total = (_step(files, number, last.get(number)) if begun else 0), planned[number]
         beat = files.heartbeat
         if begun and _works_on(files, number):
             total = beat.get("steps", total)
-        one = {"state": "current" if begun else "waiting", "step": step, "steps": total, "loss": None}
+        entry = {"state": "current" if begun else "waiting", "step": step, "steps": total, "loss": None}
         if begun:
-            one["loss"] = _finite(last[number]["loss"]) if number in last else None
-            one["activity"] = beat.get("activity") if _works_on(files, number) and files.is_alive else None
-        found.append(one)
-    return [{"name": name, **one} for name, one in zip(phases, found, strict=True)]
+            entry["loss"] = _finite(last[number]["loss"]) if number in last else None
+            entry["activity"] = beat.get("activity") if _works_on(files, number) and files.is_alive else None
+        finished.append(entry)
+    return [{"name": name, **entry} for name, entry in zip(phases, finished, strict=True)]
 
 
 def _done(record: Mapping[str, Any], last: Step | None) -> dict[str, Any]:

@@ -89,8 +89,8 @@ class Demix(ChosenByTask):
         losses: dict[str, float] = {}
         for name in newest_first:
             self._compared = name
-            found = context.mean_loss(self.config.sample)
-            losses[name] = math.inf if math.isnan(found) else found
+            result = context.mean_loss(self.config.sample)
+            losses[name] = math.inf if math.isnan(result) else result
         self._compared = ""
         return min(newest_first, key=losses.__getitem__)
 

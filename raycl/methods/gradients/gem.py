@@ -89,5 +89,5 @@ def dual(gram_KK: Tensor, products_K: Tensor, margin: float) -> Tensor:
     root_KK, inverse_KK = roots_K1 * vectors_KK.T, vectors_KK.T / roots_K1
     margins_K = torch.full((count,), margin, dtype=torch.float64)
     linear_K = root_KK.T @ (root_KK @ margins_K) + products_K
-    found, _ = nnls(root_KK.numpy(), -(inverse_KK @ linear_K).numpy())
-    return margins_K + torch.from_numpy(found)
+    solution_K, _ = nnls(root_KK.numpy(), -(inverse_KK @ linear_K).numpy())
+    return margins_K + torch.from_numpy(solution_K)

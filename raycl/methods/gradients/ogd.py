@@ -91,11 +91,11 @@ class Ogd(Wrapper):
         rows = [(task, context.stored_rows(task, limit=self.config.rows)) for task in context.phase.tasks]
         count = sum(len(chosen) for _, chosen in rows)
         own = {name: p for name, p in self.backbone.named_parameters() if p.requires_grad and p.numel()}
-        found = {name: torch.zeros(count, *p.shape, device=p.device) for name, p in own.items()}
+        result = {name: torch.zeros(count, *p.shape, device=p.device) for name, p in own.items()}
         for row, gradients in context.row_gradients(rows, of="outputs"):
             for name, gradient in gradients.items():
-                found[name][row] = gradient
-        return {name: context.sum(rows_of_all) for name, rows_of_all in found.items()}
+                result[name][row] = gradient
+        return {name: context.sum(rows_of_all) for name, rows_of_all in result.items()}
 
     def state_dict(self) -> State:
         """Return the state of the learner, and the basis."""
@@ -116,10 +116,10 @@ def outside(gradients: Gradients, basis: Mapping[str, Tensor]) -> dict[str, Tens
     if not flat:
         return dict(gradients)
     along_K = torch.stack([columns.to(g.device) @ g.flatten().float() for g, columns in flat.values()]).sum(0)
-    found = dict(gradients)
+    rest = dict(gradients)
     for name, (g, columns_KP) in flat.items():
-        found[name] = (g.float() - (along_K @ columns_KP.to(g.device)).view_as(g)).to(g.dtype)
-    return found
+        rest[name] = (g.float() - (along_K @ columns_KP.to(g.device)).view_as(g)).to(g.dtype)
+    return rest
 
 
 def grown(basis: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -130,16 +130,16 @@ def grown(basis: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, T
     """
     count = len(next(iter(basis.values()))) if basis else 0
     held = {name: basis.get(name, rows.new_zeros(count, *rows.shape[1:])) for name, rows in new.items()}
-    found = {name: torch.cat([held[name], torch.zeros_like(rows)]) for name, rows in new.items()}
+    result = {name: torch.cat([held[name], torch.zeros_like(rows)]) for name, rows in new.items()}
     for row in range(len(next(iter(new.values())))):
         whole = {name: rows[row] for name, rows in new.items()}
-        left = outside(outside(whole, found), found)  # once more removes what rounding left
+        left = outside(outside(whole, result), result)  # once more removes what rounding left
         size = norm(left)
         if size > ROUNDING * norm(whole):
             for name, value in left.items():
-                found[name][count] = value / size
+                result[name][count] = value / size
             count += 1
-    return {name: columns[:count].clone() for name, columns in found.items()}
+    return {name: columns[:count].clone() for name, columns in result.items()}
 
 
 def norm(gradients: Gradients) -> float:

@@ -11,30 +11,30 @@ Gradients = Mapping[str, Tensor]
 """Parameter -> whole gradient."""
 
 
-def product(one: Gradients, other: Gradients) -> float:
+def product(first: Gradients, other: Gradients) -> float:
     """Return the product of two gradients over the parameters of the first, summed in float64."""
-    return sum(_dot(gradient, other[name]) for name, gradient in one.items())
+    return sum(_dot(gradient, other[name]) for name, gradient in first.items())
 
 
 def gram(gradients: Sequence[Gradients]) -> Tensor:
     """Return `[K, K]` products of K gradients, float64 on the CPU."""
-    found = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
-    for row, one in enumerate(gradients):
+    products_KK = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
+    for row, gradient in enumerate(gradients):
         for column, other in enumerate(gradients[: row + 1]):
-            found[row, column] = found[column, row] = product(one, other)
-    return found
+            products_KK[row, column] = products_KK[column, row] = product(gradient, other)
+    return products_KK
 
 
 def plus(gradients: Gradients, weights: Sequence[float], others: Sequence[Gradients]) -> dict[str, Tensor]:
     """`g + sum_k weights_k other_k`, in the dtype of g."""
-    found = {}
+    sums = {}
     for name, gradient in gradients.items():
         total = gradient.float()
         for weight, other in zip(weights, others, strict=True):
             total = total + weight * other[name].to(gradient.device).float()
-        found[name] = total.to(gradient.dtype)
-    return found
+        sums[name] = total.to(gradient.dtype)
+    return sums
 
 
-def _dot(one: Tensor, other: Tensor) -> float:
-    return float(torch.dot(one.reshape(-1).double(), other.to(one.device).reshape(-1).double()))
+def _dot(first: Tensor, other: Tensor) -> float:
+    return float(torch.dot(first.reshape(-1).double(), other.to(first.device).reshape(-1).double()))

@@ -151,15 +151,15 @@ class GainLora(OLora, InfLora):
 
         Every worker reads all of them, so that all agree to the bit.
         """
-        found = {part: torch.zeros((), dtype=torch.float64, device=self.backbone.device) for part in PARTS}
+        covariances = {part: torch.zeros((), dtype=torch.float64, device=self.backbone.device) for part in PARTS}
         sources = sources_of(context, "train")
         for start in range(0, len(sources), READ_AT_ONCE):
             batch = batch_of(sources[start : start + READ_AT_ONCE], self.backbone.codec.pad_id)
             mean_BD = self._mean(batch.to(self.backbone.device))
             low_B1P, high_B1D = features(mean_BD, *(gate[part].to(mean_BD)[None] for part in ("down", "up")))
             for part, seen in zip(PARTS, (mean_BD, low_B1P[:, 0], high_B1D[:, 0]), strict=True):
-                found[part] = found[part] + seen.double().T @ seen.double()
-        return found
+                covariances[part] = covariances[part] + seen.double().T @ seen.double()
+        return covariances
 
     def _mean(self, batch: Batch) -> Tensor:
         return mean_embedding(self.backbone.embedded(batch.source_ids), batch.source_mask)
@@ -194,9 +194,9 @@ class GainLora(OLora, InfLora):
         """Return the state of the base, and gates of earlier tasks and subspaces of their features."""
         values, tensors = super().state_dict()
         values["gates"] = list(self.gates.frozen)
-        values["feature_complements"] = [part for part, one in self.spaces.held.items() if one.complement]
+        values["feature_complements"] = [part for part, subspace in self.spaces.held.items() if subspace.complement]
         kept = {f"gate/{task}/": held for task, held in self.gates.frozen.items()}
-        bases = {f"feature/{part}": one.basis for part, one in self.spaces.held.items()}
+        bases = {f"feature/{part}": subspace.basis for part, subspace in self.spaces.held.items()}
         return values, tensors | TensorGroups(kept) | bases
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

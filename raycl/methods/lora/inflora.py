@@ -131,8 +131,8 @@ class Subspace:
 
 def _orthonormal(basis_DK: Tensor) -> Tensor:
     """Return the same span without the rounding errors of many tasks."""
-    found: Tensor = torch.linalg.qr(basis_DK)[0]
-    return found
+    basis: Tensor = torch.linalg.qr(basis_DK)[0]
+    return basis
 
 
 class InfLora(IncLora):
@@ -206,8 +206,8 @@ class InfLora(IncLora):
     def state_dict(self) -> State:
         """Return the state of IncLoRA, and A of the task in training and the subspaces."""
         values, tensors = super().state_dict()
-        values["complements"] = [path for path, one in self._subspaces.items() if one.complement]
-        bases = {f"subspace/{path}": one.basis for path, one in self._subspaces.items()}
+        values["complements"] = [path for path, subspace in self._subspaces.items() if subspace.complement]
+        bases = {f"subspace/{path}": subspace.basis for path, subspace in self._subspaces.items()}
         return values, tensors | bases | {f"low/{path}": value for path, value in self._low.items()}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -243,8 +243,8 @@ def outside(low_RD: Tensor, subspace: Subspace) -> Tensor:
     rest_DR = subspace.without(low_RD.double().T)
     norms_R = rest_DR.norm(dim=0)
     is_held = norms_R > NOISE * low_RD.double().norm(dim=1)
-    found: Tensor = torch.where(is_held, rest_DR / norms_R.clamp(min=1e-30) / math.sqrt(3), 0.0).T.to(low_RD)
-    return found
+    rest: Tensor = torch.where(is_held, rest_DR / norms_R.clamp(min=1e-30) / math.sqrt(3), 0.0).T.to(low_RD)
+    return rest
 
 
 class ObservedInputs:
@@ -276,17 +276,17 @@ class ObservedInputs:
 @contextmanager
 def observed_inputs(backbone: Backbone, layers: Mapping[str, StackedLora]) -> Iterator[ObservedInputs]:
     """Observe the inputs of these linears while the context is open."""
-    found = ObservedInputs(backbone, layers)
+    inputs = ObservedInputs(backbone, layers)
 
     def watched(path: str) -> Any:
         def hook(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            found.observe(path, given[0].detach())
+            inputs.observe(path, given[0].detach())
 
         return hook
 
     hooks = [layer.register_forward_pre_hook(watched(path)) for path, layer in layers.items()]
     try:
-        yield found
+        yield inputs
     finally:
-        for one in hooks:
-            one.remove()
+        for item in hooks:
+            item.remove()

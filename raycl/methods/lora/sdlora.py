@@ -125,18 +125,20 @@ class SdLora(IncLora):
     def _direction(self, task: str, state: AdapterState, values_T: Tensor) -> AdapterState:
         """Return the normalized direction; magnitudes get its norm, or all of it where it is dropped."""
         earlier = self.magnitudes.names[:-1]
-        found = dict(zip(self.magnitudes.names, values_T.tolist(), strict=True))
+        magnitudes = dict(zip(self.magnitudes.names, values_T.tolist(), strict=True))
         size = state.scale * norm_of(state, self.config.norm)
         if size > 0:
-            found[task] *= size
+            magnitudes[task] *= size
             state = replace(scaled(state, state.scale / size), scale=1.0)
         if self.config.drop_below is not None and earlier and size > 0:
             shares_K, left = least_squares(state, [self._learned[name] for name in earlier])
             if left <= self.config.drop_below:
-                own = found.pop(task)
-                found |= {name: found[name] + own * share for name, share in zip(earlier, shares_K, strict=True)}
+                own = magnitudes.pop(task)
+                magnitudes |= {
+                    name: magnitudes[name] + own * share for name, share in zip(earlier, shares_K, strict=True)
+                }
                 state = replace(state, linears={})
-        self.magnitudes.end(found)
+        self.magnitudes.end(magnitudes)
         return state
 
     def _router(self) -> RouterState:
@@ -158,12 +160,14 @@ class SdLora(IncLora):
     def state_dict(self) -> State:
         """Return the state of IncLoRA, and the magnitudes that the task began with."""
         values, tensors = super().state_dict()
-        found = {f"magnitude/{name}": torch.tensor(one) for name, one in self.magnitudes.frozen.items()}
-        return values, tensors | found
+        magnitudes = {
+            f"magnitude/{name}": torch.tensor(magnitude) for name, magnitude in self.magnitudes.frozen.items()
+        }
+        return values, tensors | magnitudes
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Restore the state of IncLoRA, and the magnitudes."""
-        self.magnitudes.frozen = {name: float(one) for name, one in under("magnitude/", tensors).items()}
+        self.magnitudes.frozen = {name: float(magnitude) for name, magnitude in under("magnitude/", tensors).items()}
         super().load_state_dict(values, tensors)
 
     @classmethod
@@ -241,21 +245,23 @@ def norm_of(state: AdapterState, kind: str) -> float:
     return math.sqrt(sum(sizes) / len(sizes))
 
 
-def product(one: AdapterState, other: AdapterState) -> float:
+def product(first: AdapterState, other: AdapterState) -> float:
     """Return the mean over linears of the sum of the entries of (B A) * (B' A'), computed from products of the
     factors."""
     terms = []
-    for path, (low, high) in one.linears.items():
+    for path, (low, high) in first.linears.items():
         low_2, high_2 = other.linears[path]
         inner = (high.double().T @ high_2.double()) * (low.double() @ low_2.double().T)
         terms.append(float(inner.sum()))
-    return max(sum(terms), 0.0) / len(terms) if one is other else sum(terms) / len(terms)
+    return max(sum(terms), 0.0) / len(terms) if first is other else sum(terms) / len(terms)
 
 
 def least_squares(new: AdapterState, earlier: Sequence[AdapterState]) -> tuple[list[float], float]:
     """Shares c_k of earlier updates whose sum is nearest to the new one, and the distance, relative to its norm."""
-    gram_KK = torch.tensor([[product(one, other) for other in earlier] for one in earlier], dtype=torch.float64)
-    beside_K = torch.tensor([product(one, new) for one in earlier], dtype=torch.float64)
+    gram_KK = torch.tensor(
+        [[product(direction, other) for other in earlier] for direction in earlier], dtype=torch.float64
+    )
+    beside_K = torch.tensor([product(direction, new) for direction in earlier], dtype=torch.float64)
     shares_K = torch.linalg.pinv(gram_KK, hermitian=True) @ beside_K
     size = product(new, new)
     left = size - 2 * float(shares_K @ beside_K) + float(shares_K @ gram_KK @ shares_K)

@@ -104,8 +104,10 @@ class Das(Finetune):
         """
         super().__init__(config, backbone, seed)
         self.units = units_of(backbone.model, attention_outputs=False)
-        ends = list(accumulate(one.count for one in self.units))
-        self.slices = {one.gate_point: slice(end - one.count, end) for one, end in zip(self.units, ends, strict=True)}
+        ends = list(accumulate(unit.count for unit in self.units))
+        self.slices = {
+            unit.gate_point: slice(end - unit.count, end) for unit, end in zip(self.units, ends, strict=True)
+        }
         self.sides = parameters_of(backbone.model, self.units)
         self.importance: Tensor | None = None
 
@@ -127,16 +129,17 @@ class Das(Finetune):
     def _measured(self, context: TaskContext, loss: Callable[[Batch], Tensor]) -> Tensor:
         """Return `[U]` importance by a loss, summed over the rows of a batch. Collective."""
         gates = {
-            one.gate_point: torch.ones(one.count, device=self.backbone.device, requires_grad=True) for one in self.units
+            unit.gate_point: torch.ones(unit.count, device=self.backbone.device, requires_grad=True)
+            for unit in self.units
         }
 
         with gated(self.backbone.model, self._gates(gates)):
-            found = context.gate_gradients(list(gates.values()), loss, self.config.sample)
-        return torch.cat([standardized(gradient) for gradient in found]).cpu()
+            importance = context.gate_gradients(list(gates.values()), loss, self.config.sample)
+        return torch.cat([standardized(gradient) for gradient in importance]).cpu()
 
     def _gates(self, values: Mapping[GatePoint, Tensor]) -> dict[GatePoint, Gate]:
         """Return the same factors for all examples."""
-        return {one.gate_point: _constant(one, values[one.gate_point]) for one in self.units}
+        return {unit.gate_point: _constant(unit, values[unit.gate_point]) for unit in self.units}
 
     def _disagreement(self, batch: Batch) -> Tensor:
         """KL between two passes with dropout, summed over real tokens."""
@@ -155,9 +158,9 @@ class Das(Finetune):
         """Scaled by `1 - importance` of the unit that a row computes; of the head that a column reads."""
         if self.importance is None:
             return gradients
-        found = dict(gradients)
+        changed = dict(gradients)
         for name, sides in self.sides.items():
-            gradient = found.get(f"model.{name}")
+            gradient = changed.get(f"model.{name}")
             if gradient is None:
                 continue
             if sides.rows is not None:
@@ -166,8 +169,8 @@ class Das(Finetune):
             else:
                 assert sides.columns is not None
                 free = 1 - sides.columns.spread(self.importance[self.slices[sides.columns.gate_point]])
-            found[f"model.{name}"] = gradient * free.to(gradient)
-        return found
+            changed[f"model.{name}"] = gradient * free.to(gradient)
+        return changed
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Return the contrastive loss; three further passes. Each example counts by its loss positions, or all the

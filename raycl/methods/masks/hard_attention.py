@@ -85,8 +85,8 @@ class HardAttention(nn.Module):
     def sparsity(self) -> Tensor:
         """Return the share of the free units that the task in training uses."""
         free = 1 - self.used
-        found: Tensor = (self(None) * free).sum() / free.sum().clamp(min=1e-9)
-        return found
+        share: Tensor = (self(None) * free).sum() / free.sum().clamp(min=1e-9)
+        return share
 
     def compensated(self, gradient: Tensor) -> Tensor:
         """Gradient of e as if s did not flatten the sigmoid; after `sparsity`."""

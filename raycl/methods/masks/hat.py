@@ -65,9 +65,9 @@ class Hat(ChosenByTask):
         """
         super().__init__(config, backbone, seed, AdapterForm((), 1.0, "probability"))
         units = units_of(backbone.model, attention_outputs=True)
-        self.units = {one.gate_point: one for one in units}
+        self.units = {unit.gate_point: unit for unit in units}
         self.sides = parameters_of(backbone.model, units)
-        sizes: dict[Key, int] = {point: one.count for point, one in self.units.items()}
+        sizes: dict[Key, int] = {point: unit.count for point, unit in self.units.items()}
         self.masks = HardAttention(sizes, config.max_scale, backbone.device, self._scale)
         backbone.add_module(MODULE, self.masks)
         self.constraint = Bounds()
@@ -169,13 +169,13 @@ class Hat(ChosenByTask):
             else:
                 factors.setdefault(f"model.{path}.weight", []).append(mask[:, None])
                 factors.setdefault(f"model.{path}.bias", []).append(mask)
-        found = {}
+        masked = {}
         for name, tensor in parameters.items():
             for factor in factors.get(name, ()):
                 tensor = _times(tensor, factor)
             if not name.startswith(f"{MODULE}."):
-                found[self.backbone.exported_name(name)] = tensor
-        return found
+                masked[self.backbone.exported_name(name)] = tensor
+        return masked
 
     # ---- state -----------------------------------------------------------------------------------------------
 

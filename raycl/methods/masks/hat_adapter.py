@@ -105,16 +105,16 @@ class HatAdapter(ChosenByTask):
 
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights in use are held, and e is compensated."""
-        found = dict(gradients)
+        changed = dict(gradients)
         for path in self.stack.layers:
             used_r = self.masks.in_use((path, "units"))
             used_O = self.masks.in_use((path, "outputs"))
             for part, free in (("lora_A", freedom(used_r, None)), ("lora_B", freedom(used_O, used_r))):
                 name = f"model.{path}.{part}"
-                found[name] = found[name] * free.to(found[name])
+                changed[name] = changed[name] * free.to(changed[name])
         name = EMBEDDING
-        found[name] = self.masks.compensated(found[name])
-        return found
+        changed[name] = self.masks.compensated(changed[name])
+        return changed
 
     def _freeze(self, context: TaskContext) -> dict[str, AdapterState]:
         """Return the task's masked adapter, and those of earlier tasks that it has moved; the shared weights stay."""
@@ -168,6 +168,6 @@ def scale_of(context: TaskContext | None, max_scale: float) -> float:
     return annealed(context.step.index, -(-context.count("train") // context.batch_size), max_scale)
 
 
-def _same(one: AdapterState, other: AdapterState) -> bool:
+def _same(first: AdapterState, other: AdapterState) -> bool:
     parts = other.tensors()
-    return all(torch.equal(value, parts[name]) for name, value in one.tensors().items())
+    return all(torch.equal(value, parts[name]) for name, value in first.tensors().items())

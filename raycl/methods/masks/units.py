@@ -51,9 +51,9 @@ class Units:
         Where fewer outputs serve several units (keys and values of grouped heads), the largest; where more, each unit
         has as many (gate and inner units in one linear).
         """
-        found = self.spread(values_U)
-        if outputs >= len(found):
-            return found.repeat(outputs // len(found))
+        values = self.spread(values_U)
+        if outputs >= len(values):
+            return values.repeat(outputs // len(values))
         return values_U.view(outputs // self.width, -1).amax(1).repeat_interleave(self.width)
 
 
@@ -93,41 +93,41 @@ def units_of(model: Any, attention_outputs: bool) -> list[Units]:
             "masks over heads and inner units need a backbone whose queries, keys, values and feed-forward blocks have "
             f"linears of their own: {error}"
         ) from error
-    found = []
+    units = []
     for path in readers:
         inputs, outputs = shapes[path]
         heads = int(model.config.num_attention_heads)
-        found.append(Units(path, "input", heads, inputs // heads, _nearest(projections, path, shapes)))
+        units.append(Units(path, "input", heads, inputs // heads, _nearest(projections, path, shapes)))
         if attention_outputs:
-            found.append(Units(path, "output", outputs, 1, {}))
+            units.append(Units(path, "output", outputs, 1, {}))
     for path in narrowing:
         inputs, outputs = shapes[path]
-        found.append(Units(path, "input", inputs, 1, _nearest(widening, path, shapes)))
-        found.append(Units(path, "output", outputs, 1, {}))
-    return found
+        units.append(Units(path, "input", inputs, 1, _nearest(widening, path, shapes)))
+        units.append(Units(path, "output", outputs, 1, {}))
+    return units
 
 
 def parameters_of(model: nn.Module, units: Sequence[Units]) -> dict[str, Sides]:
     """Return the path of a parameter in the model -> the units on its sides; others have none."""
-    found: dict[str, Sides] = {}
-    columns = {one.path: one for one in units if one.side == "input"}
-    rows = {one.path: one for one in units if one.side == "output"}
+    result: dict[str, Sides] = {}
+    columns = {unit.path: unit for unit in units if unit.side == "input"}
+    rows = {unit.path: unit for unit in units if unit.side == "output"}
     for path in columns.keys() | rows.keys():
-        found[f"{path}.weight"] = Sides(rows.get(path), columns.get(path))
-        found[f"{path}.bias"] = Sides(rows.get(path))
-    for one in units:
-        for path in one.writers:
-            found |= {f"{path}.{part}": Sides(one, None, True) for part in ("weight", "bias")}
+        result[f"{path}.weight"] = Sides(rows.get(path), columns.get(path))
+        result[f"{path}.bias"] = Sides(rows.get(path))
+    for unit in units:
+        for path in unit.writers:
+            result |= {f"{path}.{part}": Sides(unit, None, True) for part in ("weight", "bias")}
     own = {name for name, _ in model.named_parameters()}
-    return {name: sides for name, sides in found.items() if name in own and (sides.rows or sides.columns)}
+    return {name: sides for name, sides in result.items() if name in own and (sides.rows or sides.columns)}
 
 
 def _nearest(paths: Sequence[str], path: str, shapes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     """Return those that share most of `path`, with their numbers of outputs."""
-    most = max(_shared(one, path) for one in paths)
-    return {one: shapes[one][1] for one in paths if _shared(one, path) == most}
+    most = max(_shared(candidate, path) for candidate in paths)
+    return {candidate: shapes[candidate][1] for candidate in paths if _shared(candidate, path) == most}
 
 
-def _shared(one: str, other: str) -> int:
-    pairs = zip(one.split("."), other.split("."), strict=False)
+def _shared(first: str, other: str) -> int:
+    pairs = zip(first.split("."), other.split("."), strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))

@@ -34,24 +34,24 @@ def balanced_kmeans(x_SD: Tensor, count: int, seed: int) -> Tensor:
     rooms = torch.bincount(sequential(len(points), count)).tolist()
     draw = torch.Generator().manual_seed(seed)
     centres = points[torch.randperm(len(points), generator=draw)[: len(rooms)]]
-    found = torch.zeros(len(points), dtype=torch.long)
+    clusters = torch.zeros(len(points), dtype=torch.long)
     for _ in range(ROUNDS):
-        before, found = found, _seated((points @ centres.T).numpy(), rooms)
-        if torch.equal(before, found):
+        before, clusters = clusters, _seated((points @ centres.T).numpy(), rooms)
+        if torch.equal(before, clusters):
             break
-        sums = torch.zeros_like(centres).index_add_(0, found, points)
+        sums = torch.zeros_like(centres).index_add_(0, clusters, points)
         centres = nn.functional.normalize(sums, dim=1)
-    return found
+    return clusters
 
 
 def _seated(similarity_SC: Any, rooms: list[int]) -> Tensor:
     left = list(rooms)
     wishes = np.argsort(-similarity_SC, axis=1, kind="stable")
-    found = np.zeros(len(wishes), dtype=np.int64)
+    assigned = np.zeros(len(wishes), dtype=np.int64)
     for row in np.argsort(-similarity_SC.max(axis=1), kind="stable"):
-        found[row] = next(wish for wish in wishes[row] if left[wish])
-        left[found[row]] -= 1
-    return torch.from_numpy(found)
+        assigned[row] = next(wish for wish in wishes[row] if left[wish])
+        left[assigned[row]] -= 1
+    return torch.from_numpy(assigned)
 
 
 def spectral(affinity_SS: Tensor, count: int, seed: int) -> Tensor:
@@ -71,11 +71,11 @@ def weight_clusters(
     Args:
         alone: outputs of a layer with a LoRA by rows of its B.
     """
-    found = []
+    clusters = []
     for (path, part), units in layout.units.items():
         rows = _low(layers[path]) if part == "low" else _merged(layers[path], alone)
-        found += [balanced_kmeans(own, count, seed) for own in torch.split(rows, list(units.groups))]
-    return torch.cat(found)
+        clusters += [balanced_kmeans(own, count, seed) for own in torch.split(rows, list(units.groups))]
+    return torch.cat(clusters)
 
 
 def sequential_clusters(layout: Layout, count: int) -> Tensor:
@@ -120,5 +120,5 @@ class CoMagnitude:
 
     def clusters(self, reduce: Any, count: int, seed: int) -> Tensor:
         """Return `[F]` cluster of every unit within its group; collective."""
-        groups = [affinity for found in self.affinities.values() for affinity in found]
+        groups = [affinity for affinity_group in self.affinities.values() for affinity in affinity_group]
         return torch.cat([spectral(reduce(affinity), count, seed) for affinity in groups])

@@ -138,8 +138,8 @@ class OutputMagnitudes:
     def _tokens_of(self, units: LayerUnits, y: Tensor) -> Tokens:
         """Return those of an output `[B, S, units]`. A prefix in front of the text is no text."""
         key = (units.side, y.shape[:-1])
-        found = self._tokens.get(key)
-        if found is None:
+        tokens = self._tokens.get(key)
+        if tokens is None:
             real_BS = self._real[units.side]
             before = y.shape[1] - real_BS.shape[1] if y.dim() == 3 else -1
             if before < 0 or y.shape[0] != real_BS.shape[0]:
@@ -148,8 +148,8 @@ class OutputMagnitudes:
                     f"{tuple(real_BS.shape)} tokens, so padding cannot be identified: leave it out of "
                     "modifiers.migu.layers"
                 )
-            found = self._tokens[key] = Tokens.of(real_BS, before)
-        return found
+            tokens = self._tokens[key] = Tokens.of(real_BS, before)
+        return tokens
 
 
 def large_units(layout: Layout, sums_F: Tensor, threshold: float, rule: Rule) -> dict[str, Tensor]:

@@ -199,9 +199,9 @@ class Migu(GradientModifier):
     def observe_rows(self, run_examples: Callable[[], None], reduce: Reduce) -> None:
         """Compute co-magnitude clusters."""
         assert self.config.clusters is not None, "nothing to study"
-        self._magnitudes.co_magnitude = found = CoMagnitude(self._layout, self.method.backbone.device)
+        self._magnitudes.co_magnitude = observed = CoMagnitude(self._layout, self.method.backbone.device)
         run_examples()
-        self._clusters = found.clusters(reduce, self.config.clusters, self.method.seed)
+        self._clusters = observed.clusters(reduce, self.config.clusters, self.method.seed)
         self._magnitudes.co_magnitude = None
         self._group()
 
@@ -212,17 +212,17 @@ class Migu(GradientModifier):
         """
         if not (self._active and self.config.row_sparse and self.config.threshold) or self.method.mixes_gradients:
             return {}
-        found = {}
+        result = {}
         for (path, part), units in self._layout.units.items():
             layer, name = layers[path], f"model.{path}.weight"
             own = self._layout.rows.get(name)
             owned = own is not None and own.place == units.place  # not by a layer that it is tied to
             if part == "output" and isinstance(layer, nn.Linear) and owned:
-                found[name] = layer, units.place
+                result[name] = layer, units.place
         modules = self.method.backbone.modules()
         uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
-        self._sole = {name for name, (layer, _) in found.items() if uses[id(layer.weight)] == 1}
-        return found
+        self._sole = {name for name, (layer, _) in result.items() if uses[id(layer.weight)] == 1}
+        return result
 
     def end_task(self) -> None:
         """Remove the hooks; the summary stays."""

@@ -114,10 +114,10 @@ def layout_of(backbone: Backbone, layers: Mapping[str, nn.Module], bias: bool) -
             trained = [(names[id(p)], axis, p.dim()) for p, axis in masked if id(p) in names]
             if not trained:
                 continue
-            place = slice(size, size + sum(groups))
-            size = place.stop
-            units[path, part] = LayerUnits(path, place, backbone.side(path), groups)
-            rows |= {name: ParameterUnits(place, axis, dims) for name, axis, dims in trained if name not in rows}
+            span = slice(size, size + sum(groups))
+            size = span.stop
+            units[path, part] = LayerUnits(path, span, backbone.side(path), groups)
+            rows |= {name: ParameterUnits(span, axis, dims) for name, axis, dims in trained if name not in rows}
     return Layout(units, rows, size)
 
 

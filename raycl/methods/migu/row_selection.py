@@ -75,8 +75,8 @@ def by_size(sizes: Sequence[int], device: torch.device, clusters_F: Tensor | Non
     for size in sizes:
         starts.setdefault(size, []).append(first)
         first += size
-    found = []
+    grouped = []
     for size, begins in starts.items():
         places_KS = torch.tensor(begins, device=device).unsqueeze(1) + torch.arange(size, device=device)
-        found.append(Groups(places_KS, None if clusters_F is None else clusters_F[places_KS]))
-    return found
+        grouped.append(Groups(places_KS, None if clusters_F is None else clusters_F[places_KS]))
+    return grouped

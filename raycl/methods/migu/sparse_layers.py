@@ -30,8 +30,8 @@ class SparseLayers:
         self._choices = {name: RowChoice(products=products) for name in layers}
         self._undo = [choose_rows(layer, self._choices[name]) for name, (layer, _) in layers.items()]
         named: dict[int, list[str]] = {}
-        for name, (_, place) in layers.items():
-            named.setdefault(place.stop - place.start, []).append(name)
+        for name, (_, span) in layers.items():
+            named.setdefault(span.stop - span.start, []).append(name)
         self._by_size: list[tuple[Tensor, list[RowChoice]]] = []
         for size, names in named.items():
             starts_K = torch.tensor([layers[name][1].start for name in names], device=device)
@@ -49,8 +49,8 @@ class SparseLayers:
         """
         for places_KO, choices in self._by_size:
             known = None if count is None else count(places_KO.shape[1])
-            found = rows_of(mask_F[places_KO], known, self.width)
-            for choice, rows in zip(choices, found, strict=True):
+            chosen = rows_of(mask_F[places_KO], known, self.width)
+            for choice, rows in zip(choices, chosen, strict=True):
                 choice.rows = rows
 
     def reset(self) -> None:

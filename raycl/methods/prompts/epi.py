@@ -192,17 +192,17 @@ class Epi(PerTaskAdapter):
                 "class of it: correct the labels, or leave the task out"
             )
         width = int(self.backbone.model.config.hidden_size)
-        found = ClassStatistics(torch.bincount(classes_N[classes_N >= 0]), width, self.backbone.device)
+        statistics = ClassStatistics(torch.bincount(classes_N[classes_N >= 0]), width, self.backbone.device)
 
         def read(batch: Batch) -> None:
             class_B = classes_N.to(batch.rows.device)[batch.rows.clamp(min=0)]
             counts_B = (batch.rows >= 0) & (class_B >= 0)
-            found.add(self._queries(batch)[counts_B], class_B[counts_B])
+            statistics.add(self._queries(batch)[counts_B], class_B[counts_B])
 
         context.each_batch(read)
-        context.sum(found.sums_CD)
-        context.sum(found.products_DD)
-        return found
+        context.sum(statistics.sums_CD)
+        context.sum(statistics.products_DD)
+        return statistics
 
     def _router(self) -> RouterState:
         """Means and covariances; the task's own adapter where the task id is given."""
@@ -247,12 +247,12 @@ class Epi(PerTaskAdapter):
 
 def classes_of(context: TaskContext) -> Tensor:
     """`[N]`: class of each training row of a phase, -1 without one; each task has its own, those without rows none."""
-    found, first = [], 0
+    classes, first = [], 0
     for table in context.tables("train"):
         codes = torch.from_numpy(table.labels(range(len(table)))).long()
-        found.append(torch.where(codes >= 0, codes + first, -1))
+        classes.append(torch.where(codes >= 0, codes + first, -1))
         first += len(table.task.labels or ())
-    classes_N = torch.cat(found)
+    classes_N = torch.cat(classes)
     numbers = torch.bincount(classes_N[classes_N >= 0]).bool().cumsum(0) - 1
     return torch.where(classes_N >= 0, numbers[classes_N], -1) if len(numbers) else classes_N
 

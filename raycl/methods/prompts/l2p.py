@@ -108,11 +108,11 @@ class L2p(Method):
     def end_task(self, context: TaskContext) -> Learned:
         """Return every prompt of the pool as an adapter, and the label head as one that is active for every text."""
         tensors = context.parameters
-        found = head_adapter(self.backbone, tensors)
-        always = list(found)
+        head = head_adapter(self.backbone, tensors)
+        always = list(head)
         prompts = zip(self.pool.names, tensors["prefix.trainable"], strict=True)
-        found |= {name: AdapterState(prompt=prompt.clone()) for name, prompt in prompts}
-        return Learned(found, router=router_state(self.pool, {"keys": tensors["prompt_pool.keys"]}, always))
+        head |= {name: AdapterState(prompt=prompt.clone()) for name, prompt in prompts}
+        return Learned(head, router=router_state(self.pool, {"keys": tensors["prompt_pool.keys"]}, always))
 
 
 def _nothing(low: Tensor, outputs: int) -> None:

@@ -240,7 +240,7 @@ class Lfpt5(Method):
             targets = context.targets(task, answers) if pairs else []
             self.samples[task.name] = same_everywhere(PseudoSamples(sources, targets, codes), device)
             taught = [self.form.pair(task.name, *pair) for pair in pairs]
-            written = PseudoSamples([one for one, _ in taught], [two for _, two in taught], codes)
+            written = PseudoSamples([source for source, _ in taught], [two for _, two in taught], codes)
             self.written[task.name] = same_everywhere(written, device)
 
     def _activated(self, rows: int) -> AbstractContextManager[None]:
@@ -265,8 +265,8 @@ class Lfpt5(Method):
     def _generation_loss(self, batch: Batch, counts_B: Tensor) -> Tensor:
         """Return the mean over the answer tokens of the batch of the loss of writing their example."""
         pairs = [self._pair(row) for row in batch.rows.tolist()]
-        found = self.backbone.guesses(batch_of_pairs(pairs, self.backbone.codec.pad_id).to(counts_B.device))
-        mean_B = mean_losses(found.logits, found.labels, found.rows, len(batch))
+        guesses = self.backbone.guesses(batch_of_pairs(pairs, self.backbone.codec.pad_id).to(counts_B.device))
+        mean_B = mean_losses(guesses.logits, guesses.labels, guesses.rows, len(batch))
         return (mean_B * counts_B).sum() / counts_B.sum().clamp(min=1)
 
     def _pair(self, row: int) -> Pair | None:

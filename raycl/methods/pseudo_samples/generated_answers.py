@@ -50,13 +50,13 @@ def _own(method: Method, sources: Sequence[Sequence[int]], context: TaskContext)
     backbone.eval()
     labels = phase_labels(context.phase)
     backbone.allowed_labels = dict(zip(labels, context.targets(context.phase.tasks[0], labels), strict=True))
-    found: list[str] = []
+    answers: list[str] = []
     try:
         for start in range(0, len(sources), AT_ONCE):
             batch = batch_of(sources[start : start + AT_ONCE], backbone.codec.pad_id).to(backbone.device)
             with activate_batch(method, batch):
-                found += predict(backbone, batch, limit)
+                answers += predict(backbone, batch, limit)
     finally:
         backbone.allowed_labels = allowed
         backbone.train(was_training)
-    return found
+    return answers

@@ -199,14 +199,14 @@ class Generator:
                 self.stack.detach()
         return PseudoSamples(prompts, [], [], stored)
 
-    def _warn_missing(self, task: str, found: int, count: int) -> None:
+    def _warn_missing(self, task: str, written: int, count: int) -> None:
         """Warn if texts are missing."""
-        if found == count:
+        if written == count:
             return
-        kept = "only these are kept" if found else "stored training inputs stand for the task instead"
+        kept = "only these are kept" if written else "stored training inputs stand for the task instead"
         length, rate = OWN[self.config.value][-2:]
         log.warning(
-            f"    the generator of task '{task}' wrote {found} of {count} texts in {TRIES * count} tries: {kept}; a "
+            f"    the generator of task '{task}' wrote {written} of {count} texts in {TRIES * count} tries: {kept}; a "
             f"new run may train it longer (method.generator.{length}) or more gently (method.generator.{rate})"
         )
 
@@ -296,7 +296,7 @@ class Generator:
     @torch.no_grad()
     def _sample(self, start_PD: Tensor, count: int, texts: Texts) -> list[tuple[str, str]]:
         """`count` texts that are not empty, one after another by top-k sampling; fewer if `TRIES` rounds give fewer."""
-        backbone, config, found = self.backbone.eval(), self.config, list[tuple[str, str]]()
+        backbone, config, samples = self.backbone.eval(), self.config, list[tuple[str, str]]()
         for _ in range(TRIES):
             for start in range(0, count, config.batch):
                 rows = min(config.batch, count - start)
@@ -313,10 +313,10 @@ class Generator:
                         eos_token_id=backbone.codec.eos_id,
                         remove_invalid_values=True,
                     )
-                found += texts.parted(ids)
-            if len(found) >= count:
+                samples += texts.parted(ids)
+            if len(samples) >= count:
                 break
-        return found[:count]
+        return samples[:count]
 
 
 @dataclass(frozen=True)
@@ -348,20 +348,24 @@ class Texts:
         """Instruction and input of generated rows, without those that lack one of them."""
         if self.separator is None:
             return [("", text) for text in self.codec.decode(ids_BT) if text]
-        found = []
+        pairs = []
         for row in ids_BT.tolist():
             if self.separator in row:
-                place = row.index(self.separator)
-                parts = [self.codec.decode(torch.tensor([part]))[0] for part in (row[:place], row[place + 1 :]) if part]
-                found += [(parts[0], parts[1])] if len(parts) == 2 and all(parts) else []
-        return found
+                separator_index = row.index(self.separator)
+                parts = [
+                    self.codec.decode(torch.tensor([part]))[0]
+                    for part in (row[:separator_index], row[separator_index + 1 :])
+                    if part
+                ]
+                pairs += [(parts[0], parts[1])] if len(parts) == 2 and all(parts) else []
+        return pairs
 
 
 def _instruction(context: TaskContext, task: Task, written: Sequence[str], seed: int) -> str | None:
     """One of the written instructions, drawn at random from those that leave room for a text; None: the task's own."""
     order = torch.randperm(len(written), generator=torch.Generator().manual_seed(seed)).tolist()
     drawn = (written[number] for number in order if written[number])
-    return next((one for one in drawn if context.takes_instruction(task, one)), None)
+    return next((instruction for instruction in drawn if context.takes_instruction(task, instruction)), None)
 
 
 def _init(low: Tensor, outputs: int) -> None:

@@ -43,13 +43,13 @@ class PseudoSamples:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors for checkpoints and the bank: flat int32 ids and the length of each."""
-        found = {"source_ids": _flat(self.sources), "source_lengths": _lengths(self.sources)}
+        tensors = {"source_ids": _flat(self.sources), "source_lengths": _lengths(self.sources)}
         if self.labels:
-            found |= {"target_ids": _flat(self.targets), "target_lengths": _lengths(self.targets)}
-            found["labels"] = torch.tensor(self.labels, dtype=torch.int32)
+            tensors |= {"target_ids": _flat(self.targets), "target_lengths": _lengths(self.targets)}
+            tensors["labels"] = torch.tensor(self.labels, dtype=torch.int32)
         if self.fallback_samples:
-            found["fallback_samples"] = torch.tensor([self.fallback_samples], dtype=torch.int32)
-        return found
+            tensors["fallback_samples"] = torch.tensor([self.fallback_samples], dtype=torch.int32)
+        return tensors
 
     @staticmethod
     def are_in(tensors: Mapping[str, Tensor]) -> bool:
@@ -78,15 +78,15 @@ def same_everywhere(value: T, device: torch.device) -> T:
         return value
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0, device=device)
-    found: T = box[0]
-    return found
+    shared: T = box[0]
+    return shared
 
 
 def counts_of(kept: Mapping[str, PseudoSamples]) -> dict[str, dict[str, int]]:
     """Return the number of samples of each task, for the summary; also of fallback samples, if a generator failed."""
-    found = {"pseudo": {task: len(samples) for task, samples in kept.items()}}
+    counts = {"pseudo": {task: len(samples) for task, samples in kept.items()}}
     fallback_samples = {task: samples.fallback_samples for task, samples in kept.items() if samples.fallback_samples}
-    return found | ({"fallback_samples": fallback_samples} if fallback_samples else {})
+    return counts | ({"fallback_samples": fallback_samples} if fallback_samples else {})
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,15 @@ def take_real(context: TaskContext, volume: Volume, seed: int, answers: bool = F
     """Return a few training rows of each of the phase's tasks, drawn by `seed`."""
     draw = torch.Generator().manual_seed(seed)
     all_labels = [label for task in context.phase.tasks for label in task.labels or ()]
-    place = {label: number for number, label in enumerate(dict.fromkeys(all_labels))}
-    found = PseudoSamples([], [], [])
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(all_labels))}
+    samples = PseudoSamples([], [], [])
     for table in context.tables("train"):
         columns = table.columns(_drawn(table, volume.of(len(table)), draw))
-        found.sources.extend(ids.tolist() for ids in columns.source_ids)
+        samples.sources.extend(ids.tolist() for ids in columns.source_ids)
         if answers:
-            found.targets.extend(ids.tolist() for ids in columns.target_ids)
-            found.labels.extend(_label(table, code, place) for code in columns.labels.tolist())
-    return found
+            samples.targets.extend(ids.tolist() for ids in columns.target_ids)
+            samples.labels.extend(_label(table, code, numbers) for code in columns.labels.tolist())
+    return samples
 
 
 def drawn_sources(table: TokenTable, count: int, draw: torch.Generator) -> list[list[int]]:
@@ -137,8 +137,8 @@ def _drawn(table: TokenTable, count: int, draw: torch.Generator) -> list[int]:
     return places
 
 
-def _label(table: TokenTable, code: int, place: Mapping[str, int]) -> int:
-    return -1 if code < 0 or table.task.labels is None else place[table.task.labels[code]]
+def _label(table: TokenTable, code: int, numbers: Mapping[str, int]) -> int:
+    return -1 if code < 0 or table.task.labels is None else numbers[table.task.labels[code]]
 
 
 def sources_of(context: TaskContext, split: Split) -> list[list[int]]:

@@ -78,7 +78,7 @@ class SampleFormat:
     def parted(self, ids: Sequence[int]) -> tuple[str, str] | None:
         """Input and answer of what was written; None unless it is two texts around one separator."""
         mark, written = self.separator, list(ids)
-        starts = [place for place in range(len(written)) if written[place : place + len(mark)] == mark]
+        starts = [index for index in range(len(written)) if written[index : index + len(mark)] == mark]
         if len(starts) != 1:
             return None
         before, behind = written[: starts[0]], written[starts[0] + len(mark) :]
@@ -111,26 +111,26 @@ class Sampler:
 
         Samples are drawn until enough of them are such.
         """
-        backbone, found = self.backbone, list[tuple[str, str]]()
+        backbone, samples = self.backbone, list[tuple[str, str]]()
         was_training = backbone.training
         drawn, limit = 0, max(count, self.draws)
         backbone.eval()
         torch.manual_seed(seed)
         try:
-            while len(found) < count and drawn < limit:
-                rows = min(AT_ONCE, limit - drawn, max(count - len(found), drawn))
+            while len(samples) < count and drawn < limit:
+                rows = min(AT_ONCE, limit - drawn, max(count - len(samples), drawn))
                 pairs = map(self.form.parted, self._drawn(task.name, rows))
-                found += [pair for pair in pairs if pair and (task.labels is None or pair[1] in task.labels)]
+                samples += [pair for pair in pairs if pair and (task.labels is None or pair[1] in task.labels)]
                 drawn += rows
         finally:
             backbone.train(was_training)
-        if len(found) < count:
+        if len(samples) < count:
             log.warning(
                 "    of %d pseudo-samples of task '%s' %d were written, in %d draws: others had no separator or no "
                 "label of the task (draw more with method.draws; prompts that are trained longer write better)",
-                *(count, task.name, len(found), drawn),
+                *(count, task.name, len(samples), drawn),
             )
-        return found[:count]
+        return samples[:count]
 
     def _drawn(self, task: str, rows: int) -> list[list[int]]:
         """Return ids of what is written behind a task's generation prompt, without special tokens."""
@@ -165,9 +165,9 @@ class RepetitionPenalty:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return `[B, V]` scores of the next token, from ids `[B, L]` so far and scores `[B, V]`."""
         kept = scores[:, self._free].clone()
-        found: Tensor = self._penalize(input_ids, scores)
-        found[:, self._free] = kept
-        return found
+        penalized: Tensor = self._penalize(input_ids, scores)
+        penalized[:, self._free] = kept
+        return penalized
 
 
 def _until_end(ids: list[int], end: int) -> list[int]:

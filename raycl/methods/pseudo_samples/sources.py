@@ -122,29 +122,29 @@ def read_texts(
     """
     path, released = Path(folder) / f"{task.name}.jsonl", Path(folder) / task.name / "train.json"
     if not path.is_file() and released.is_file():
-        path, found = released, _released(released)
+        path, texts = released, _released(released)
     elif path.is_file():
-        found = _lines(path)
+        texts = _lines(path)
     else:
         raise DataError(
             f"'{path}' with pseudo-samples is missing: expected one JSON line {{\"text\": ...}} for each of them "
             f"({setting.rpartition('.')[0]}.files), or choose {setting}=real"
         )
-    for number, pair in enumerate(found, 1):
+    for number, pair in enumerate(texts, 1):
         if problem := half_character("".join(pair)):
             raise DataError(f"'{path}', pseudo-sample {number}: {problem}")
     known = task.labels
-    unknown = [answer for _, answer in found if answers and answer and known is not None and answer not in known]
+    unknown = [answer for _, answer in texts if answers and answer and known is not None and answer not in known]
     if unknown:
         raise DataError(
             f"'{path}' has the answer '{unknown[0]}', which is no label of task '{task.name}': expected one of "
             f"{', '.join(task.labels or ())}, or none"
         )
-    return found
+    return texts
 
 
 def _lines(path: Path) -> list[tuple[str, str]]:
-    found = []
+    lines = []
     for number, line in enumerate(StringIO(_utf8(path, 'a JSON line {"text": ...} for each input')), 1):
         if not line.strip():
             continue
@@ -155,21 +155,23 @@ def _lines(path: Path) -> list[tuple[str, str]]:
             raise DataError(f"'{path}' line {number} is no pseudo-sample: expected {{\"text\": ...}}") from error
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"'{path}' line {number} has no text: remove the line, or write an input")
-        found.append((text, _answer(answer)))
-    if not found:
+        lines.append((text, _answer(answer)))
+    if not lines:
         raise DataError(f"'{path}' holds no pseudo-sample: write at least one line {{\"text\": ...}}")
-    return found
+    return lines
 
 
 def _released(path: Path) -> list[tuple[str, str]]:
     expected = '{"Instances": [{"input": ...}, ...]}'
     try:
-        found = [(one["input"], one.get("output")) for one in json.loads(_utf8(path, expected))["Instances"]]
+        pairs = [
+            (instance["input"], instance.get("output")) for instance in json.loads(_utf8(path, expected))["Instances"]
+        ]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"'{path}' holds no pseudo-samples: expected {expected}") from error
-    if not found or not all(isinstance(text, str) and text.strip() for text, _ in found):
+    if not pairs or not all(isinstance(text, str) and text.strip() for text, _ in pairs):
         raise DataError(f"'{path}' holds an empty pseudo-sample, or none: expected {expected}, each input with text")
-    return [(text, _answer(answer)) for text, answer in found]
+    return [(text, _answer(answer)) for text, answer in pairs]
 
 
 def _answer(value: Any) -> str:

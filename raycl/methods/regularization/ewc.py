@@ -119,12 +119,12 @@ class Ewc(Wrapper):
         """Parameter -> mean over rows of the squared gradient, over all workers. Collective."""
         rows = [(task, context.stored_rows(task, limit=self.config.rows)) for task in context.phase.tasks]
         own = dict(self.backbone.named_parameters())
-        found = {name: torch.zeros_like(own[name], dtype=torch.float32) for name in trained_names(self.backbone)}
+        information = {name: torch.zeros_like(own[name], dtype=torch.float32) for name in trained_names(self.backbone)}
         for _, gradients in context.row_gradients(rows):
             for name, gradient in gradients.items():
-                found[name] += gradient.square()
+                information[name] += gradient.square()
         count = sum(len(chosen) for _, chosen in rows)
-        return {name: context.sum(total) / count for name, total in found.items()}
+        return {name: context.sum(total) / count for name, total in information.items()}
 
     def state_dict(self) -> State:
         """Return the learner's, Fisher information and the parameters that are held."""

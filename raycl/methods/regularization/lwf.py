@@ -85,8 +85,8 @@ class Lwf(Wrapper):
             columns = torch.tensor([rows[label] for label in self._known], device=new.device)
             counted = batch.label_ids >= 0
             old, new = old[counted][:, columns], new[counted][:, columns]
-        found = divergence(old, new, self.config.temperature).sum() / max(loss_count(batch), 1)
-        own: Tensor = self.config.weight * found
+        distance = divergence(old, new, self.config.temperature).sum() / max(loss_count(batch), 1)
+        own: Tensor = self.config.weight * distance
         return own if others is None else own + others
 
     @torch.no_grad()
@@ -97,10 +97,12 @@ class Lwf(Wrapper):
         was_training = model.training
         model.eval()
         try:
-            found: Tensor = functional_call(self._routed, {f"backbone.{k}": v for k, v in self._old.items()}, (batch,))
+            old_logits: Tensor = functional_call(
+                self._routed, {f"backbone.{k}": v for k, v in self._old.items()}, (batch,)
+            )
         finally:
             model.train(was_training)
-        return found
+        return old_logits
 
     def end_task(self, context: TaskContext) -> Learned | None:
         """Drop the old model."""

@@ -159,8 +159,8 @@ class Der(Wrapper):
         loss, again = output.loss_sum, output.losses()[at].sum()
         total = new + replayed  # a step's objective is (loss_sum + penalty * count) / total, summed over micro-batches
         change = (loss - again) * (total / max(new, 1.0) - 1) + again * (self.config.beta * total / replayed - 1)
-        found: Tensor = (change + self.config.alpha * distance * (total / replayed)) / count
-        return found if own is None else found + own
+        change_of_loss: Tensor = (change + self.config.alpha * distance * (total / replayed)) / count
+        return change_of_loss if own is None else change_of_loss + own
 
     # ---- the end of a task ---------------------------------------------------------------------------------------
 
@@ -182,23 +182,25 @@ class Der(Wrapper):
     @torch.no_grad()
     def _outputs(self, context: TaskContext, rows: StoredRows) -> StoredOutputs:
         """Return the outputs of all rows by the present model, without dropout."""
-        was_training, found = self.backbone.training, list[StoredOutputs]()
+        was_training, outputs = self.backbone.training, list[StoredOutputs]()
         self.backbone.eval()
         for start in range(0, len(rows), AT_ONCE):
             batch = rows.batch(range(start, min(start + AT_ONCE, len(rows)))).to(self.backbone.device)
             with activate_batch(self.learner, batch):
                 output = self.backbone(batch)
             width = output.logits.shape[1] if self.backbone.head is not None else self.config.outputs
-            found.append(StoredOutputs.read(output, len(batch), width))
+            outputs.append(StoredOutputs.read(output, len(batch), width))
         self.backbone.train(was_training)
-        return StoredOutputs.below(found)
+        return StoredOutputs.below(outputs)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         """Return the state of the learner, and stored outputs."""
         values, tensors = self.learner.state_dict()
-        held = {f"{KEPT}/{task}/{name}": one for task, kept in self.outputs for name, one in kept.tensors().items()}
+        held = {
+            f"{KEPT}/{task}/{name}": tensor for task, kept in self.outputs for name, tensor in kept.tensors().items()
+        }
         return {**values, KEPT: list(self.outputs.entries)}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

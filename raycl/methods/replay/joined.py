@@ -37,10 +37,10 @@ class PseudoReplay:
     def _assign(self, epoch: int) -> dict[int, list[SampleIndex]]:
         """Return the row -> samples that are added to its batch in this epoch."""
         order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
-        found: dict[int, list[SampleIndex]] = {}
+        assigned: dict[int, list[SampleIndex]] = {}
         for number, index in enumerate(self._indices):
-            found.setdefault(order[number % self.rows], []).append(index)
-        return found
+            assigned.setdefault(order[number % self.rows], []).append(index)
+        return assigned
 
     def joined(self, batch: Batch, epoch: int, pad_id: int) -> Batch:
         """Return the batch, followed by the samples that are assigned to its rows."""

@@ -43,9 +43,9 @@ class KeyedRows:
     def of(task: Task, columns: TokenColumns, keys: Tensor) -> KeyedRows:
         """Return a memory of rows of a table and their keys."""
         sources, targets = columns.source_ids, columns.target_ids
-        found = (_flat(sources), _lengths(sources), _flat(targets), _lengths(targets))
+        result = (_flat(sources), _lengths(sources), _flat(targets), _lengths(targets))
         labels = torch.from_numpy(columns.labels.astype(np.int32))
-        return KeyedRows(task, dict(zip(PARTS, (*found, labels, keys.float().clone()), strict=True)))
+        return KeyedRows(task, dict(zip(PARTS, (*result, labels, keys.float().clone()), strict=True)))
 
     def __len__(self) -> int:
         return len(self.tensors["labels"])
@@ -58,8 +58,8 @@ class KeyedRows:
     @cached_property
     def source_lengths(self) -> NDArray[np.int64]:
         """`[n]` prompt tokens of each."""
-        found: NDArray[np.int64] = self.tensors["source_lengths"].numpy().astype(np.int64)
-        return found
+        lengths: NDArray[np.int64] = self.tensors["source_lengths"].numpy().astype(np.int64)
+        return lengths
 
     @cached_property
     def _ends(self) -> dict[str, NDArray[np.int64]]:
@@ -75,10 +75,10 @@ class KeyedRows:
 
     def _ids(self, name: str, row: int) -> NDArray[np.int32]:
         end = int(self._ends[name][row])
-        found: NDArray[np.int32] = self.tensors[f"{name}_ids"].numpy()[
+        ids: NDArray[np.int32] = self.tensors[f"{name}_ids"].numpy()[
             end - int(self.tensors[f"{name}_lengths"][row]) : end
         ]
-        return found
+        return ids
 
     def texts(self, rows: RowIndices) -> list[str]:
         """Blanks: ids alone are kept."""
@@ -122,8 +122,8 @@ class ExampleMemory(ReplayBuffer[KeyedRows]):
         order_N = squares_N - 2 * (keys_NC @ key_C)
         near_M = order_N.topk(min(2 * count, len(order_N)), largest=False).indices.sort().values
         distance_M = (keys_NC[near_M] - key_C).square().sum(1)
-        found: list[int] = near_M[distance_M.argsort(stable=True)[:count]].tolist()
-        return found
+        numbers: list[int] = near_M[distance_M.argsort(stable=True)[:count]].tolist()
+        return numbers
 
     def _open(self, backbone: Backbone) -> tuple[Collate, Tensor, Tensor]:
         """Return what batches are made with, the keys of all examples and their squared norms.
@@ -156,9 +156,9 @@ class ExampleMemory(ReplayBuffer[KeyedRows]):
 
 
 def _flat(rows: Sequence[NDArray[np.int32]]) -> Tensor:
-    found = torch.zeros(sum(map(len, rows)), dtype=torch.int32)
-    found.numpy()[:] = np.concatenate([np.zeros(0, dtype=np.int32), *rows])
-    return found
+    flat = torch.zeros(sum(map(len, rows)), dtype=torch.int32)
+    flat.numpy()[:] = np.concatenate([np.zeros(0, dtype=np.int32), *rows])
+    return flat
 
 
 def _lengths(rows: Sequence[NDArray[np.int32]]) -> Tensor:

@@ -66,7 +66,7 @@ class StoredOutputs:
         """Return values and columns `[Q, k]` of all positions of these rows, row by row."""
         ends = self.counts.long().cumsum(0)
         spans = [range(int(ends[n] - self.counts[n]), int(ends[n])) for n in numbers.tolist()]
-        places = torch.tensor([place for span in spans for place in span], dtype=torch.int64)
+        places = torch.tensor([position for span in spans for position in span], dtype=torch.int64)
         return self.values[places], self.columns[places].long()
 
 

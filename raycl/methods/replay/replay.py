@@ -162,8 +162,8 @@ class Replay(Wrapper):
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the learner's, and how many pseudo-samples are kept of each task."""
-        found = self.learner.summary(observed)
-        return found if self.source is None else {**found, "replay": counts_of(self.samples.entries)}
+        summary = self.learner.summary(observed)
+        return summary if self.source is None else {**summary, "replay": counts_of(self.samples.entries)}
 
     def state_dict(self) -> State:
         """Return the state of the learner, and pseudo-samples."""

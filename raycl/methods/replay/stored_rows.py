@@ -87,7 +87,7 @@ def _below(upper_BL: Tensor, lower_BL: Tensor, fill: int) -> Tensor:
     """Right-padded rows below each other, padded to the longest."""
     width = max(upper_BL.shape[1], lower_BL.shape[1])
     return torch.cat(
-        [torch.nn.functional.pad(one, (0, width - one.shape[1]), value=fill) for one in (upper_BL, lower_BL)]
+        [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in (upper_BL, lower_BL)]
     )
 
 

@@ -137,11 +137,11 @@ class Reflection(ReplayBuffer[ReplayEntry]):
 
     def tensors(self) -> dict[str, Tensor]:
         """`abar/<task>`, `pseudo/<task>/<what>`."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for task, entry in self:
-            found[f"abar/{task}"] = entry.abar
-            found |= {f"pseudo/{task}/{name}": tensor for name, tensor in entry.samples.tensors().items()}
-        return found
+            tensors[f"abar/{task}"] = entry.abar
+            tensors |= {f"pseudo/{task}/{name}": tensor for name, tensor in entry.samples.tensors().items()}
+        return tensors
 
     def take(self, tasks: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
         """Restore from what `tensors` gave of these tasks.

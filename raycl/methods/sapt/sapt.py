@@ -187,8 +187,8 @@ class Sapt(PerTaskAdapter):
         self.attention.end({**self.attention.tensors(), **key, **trained})
         if self.task_id_given:
             return self._published(context, states)
-        if found := self._bare_sources(context):
-            self.bare.add(task, self._pooled(found, lambda embedded, mask: mean_pooled(embedded.float(), mask)))
+        if sources := self._bare_sources(context):
+            self.bare.add(task, self._pooled(sources, lambda embedded, mask: mean_pooled(embedded.float(), mask)))
         samples = self._samples(context)
         self.reflection.add(task, ReplayEntry(samples, self._mean_weights(context)))
         if self.ablation.selects:
@@ -210,10 +210,10 @@ class Sapt(PerTaskAdapter):
         """Train a separate selector from scratch, on the recorded mean weights of all tasks."""
         targets = {task: entry.abar for task, entry in self.reflection}
         config, number = self.config, len(self._learned)
-        found = learn_selector(
+        selector = learn_selector(
             self._pooled_entries(), targets, config.attention, config.selector, self.seed + 1000 * number
         )
-        self.selector = found.to(self.backbone.device)
+        self.selector = selector.to(self.backbone.device)
 
     def _pooled_entries(self) -> dict[str, Tensor]:
         return {task: self._pooled(entry.samples.sources) for task, entry in self.reflection}
@@ -247,12 +247,12 @@ class Sapt(PerTaskAdapter):
             pool: pools embeddings and mask; None: the attention's function.
         """
         pool = pool or partial(max_pooled, pads=self.config.attention.pool_pads)
-        found = []
+        parts = []
         for start in range(0, len(sources), READ_AT_ONCE):
             batch = batch_of(sources[start : start + READ_AT_ONCE], self.backbone.codec.pad_id)
             batch = batch.to(self.backbone.device)
-            found.append(pool(self.backbone.embedded(batch.source_ids), batch.source_mask))
-        return torch.cat(found)
+            parts.append(pool(self.backbone.embedded(batch.source_ids), batch.source_mask))
+        return torch.cat(parts)
 
     def _router(self) -> RouterState:
         """Return keys and projection; the task's own adapter where the task id is given."""

@@ -195,8 +195,10 @@ class Slm(PerTaskAdapter):
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Fit the task's keys to its texts, without labels; then train its own slots alone."""
         if not context.resumed:
-            for one in context.phases:
-                self.fit(one, context.queries[one.index]["train"], context.queries[one.index]["dev"])
+            for other_phase in context.phases:
+                self.fit(
+                    other_phase, context.queries[other_phase.index]["train"], context.queries[other_phase.index]["dev"]
+                )
             if self.config.fits_ahead:
                 self.router.take(phase.name, self._ahead)
         super().begin_task(phase, context)
@@ -315,7 +317,7 @@ class Slm(PerTaskAdapter):
         left = without(RouterState(router["kind"], router["settings"], dict(under("router/", tensors))), task)
         others = tensors.select(lambda name: not name.startswith("router/") and name != f"dev/{task}")
         values = {**values, "router": {**router, "settings": left.settings}}
-        return values, others | {f"router/{name}": one for name, one in left.tensors.items()}
+        return values, others | {f"router/{name}": tensor for name, tensor in left.tensors.items()}
 
 
 def _restored(state: RouterState, tensors: Mapping[str, Tensor]) -> SlotRouter:

@@ -122,8 +122,8 @@ def _export(bank: Bank, options: Namespace) -> CommandResult:
         backbone = backbone_of(snapshot, options.backbone, _permissions(options))
         storage = export_merged(state, card_metadata(snapshot, weights, backbone), backbone, options.to)
     else:
-        found = backbone_of(snapshot, options.backbone, _permissions(options)) if options.backbone else None
-        storage = export_peft(state, card_metadata(snapshot, weights, found), options.to)
+        given_backbone = backbone_of(snapshot, options.backbone, _permissions(options)) if options.backbone else None
+        storage = export_peft(state, card_metadata(snapshot, weights, given_backbone), options.to)
     for task, lines in texts.items() if options.with_samples else ():
         storage.write(f"samples/{task}.jsonl", lines.encode())
     return CommandResult(

@@ -288,7 +288,7 @@ def gpu_memory(model: ModelLoad, step: StepLoad, engine: EngineLoad, run: RunLoa
         (model.frozen - frozen_layers) * model.weight_bytes + (base - layers) * held,
         engine.weights,
     )
-    found = {
+    bytes_by_part = {
         "weights": weights,
         "adapters": engine.share(0, (trained - base) * held, engine.weights) + model.pool * model.compute_bytes,
         "compute_copies": copies * trained,
@@ -302,9 +302,9 @@ def gpu_memory(model: ModelLoad, step: StepLoad, engine: EngineLoad, run: RunLoa
         "logits": logits(model, step),
         "context": CONTEXT,
     }
-    peak = sum(found.values())
-    loading = CONTEXT + (model.parameters * model.weight_bytes if engine.loads_whole else found["weights"])
-    return {**found, "loading": loading, "peak": max(peak, loading)}
+    peak = sum(bytes_by_part.values())
+    loading = CONTEXT + (model.parameters * model.weight_bytes if engine.loads_whole else bytes_by_part["weights"])
+    return {**bytes_by_part, "loading": loading, "peak": max(peak, loading)}
 
 
 def activations(model: ModelLoad, step: StepLoad, recompute: bool | None = None) -> float:

@@ -146,7 +146,7 @@ def _stream(config: RunConfig, notes: list[str]) -> _SampledRows:
         names = given or (known.tasks if known else ())
         if not names or (isinstance(error, ConfigError) and not (known and config.stream.root is None)):
             raise  # no missing data, but a setting that is wrong
-        tasks = tuple(Task(one if isinstance(one, str) else one.name, None, "exact_match") for one in names)
+        tasks = tuple(Task(task if isinstance(task, str) else task.name, None, "exact_match") for task in names)
         notes.append(f"steps, labels and text lengths are not known without the data ({error})")
         cache = cache_folder(config.stream.cache_dir)
         return _SampledRows(Stream(config.stream.name, tasks, (), [], config.stream, config.seed, {}, cache), False)
@@ -155,7 +155,7 @@ def _stream(config: RunConfig, notes: list[str]) -> _SampledRows:
 def _lengths(context: TrainingContext) -> tuple[SampledLengths, ...]:
     """Of a sample of each task's training rows."""
     stream, codec = context.stream, context.backbone.codec
-    found = []
+    lengths = []
     for task in stream.tasks:
         raw, rows = stream.source(task, "train"), stream.rows(task, "train")
         if raw is None or not len(rows):
@@ -168,8 +168,8 @@ def _lengths(context: TrainingContext) -> tuple[SampledLengths, ...]:
         if task.objective == "answer":
             answers = [names[0] for names in reader.values("references", chosen)]
             targets = fit_targets(texts, answers, prompt, codec, limits.target)[0]
-        found.append(SampledLengths(len(rows), tuple(map(len, sources)), tuple(map(len, targets))))
-    return tuple(found)
+        lengths.append(SampledLengths(len(rows), tuple(map(len, sources)), tuple(map(len, targets))))
+    return tuple(lengths)
 
 
 REDUCE_BUCKET = 500_000_000

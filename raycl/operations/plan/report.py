@@ -212,5 +212,5 @@ def plan(config: RunConfig, cluster: Cluster) -> Report:
     check_batch(train.batch_size, micro, cluster.gpus)
     workers = config.launch.model_copy(update={"workers": cluster.gpus})
     parts = opened(config.model_copy(update={"launch": workers}))
-    found = numbers(parts)
-    return report(*found, cluster, tuple(parts.notes))
+    figures = numbers(parts)
+    return report(*figures, cluster, tuple(parts.notes))

@@ -97,8 +97,10 @@ def _probes(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], lay
     kinds = {kind: paths for kind, paths in kinds.items() if paths}
     if not kinds:
         raise RunError(f"no measured layer ends with '{layer}': expected the end of one of {', '.join(first.kinds)}")
-    bare = {json.dumps(one["models"][UNTRAINED]): one for one in measured}  # the same for seeds with the same test rows
-    models = [ProbedModel(UNTRAINED, [_rows_of(one, UNTRAINED) for one in bare.values()])]
+    bare = {
+        json.dumps(item["models"][UNTRAINED]): item for item in measured
+    }  # the same for seeds with the same test rows
+    models = [ProbedModel(UNTRAINED, [_rows_of(item, UNTRAINED) for item in bare.values()])]
     for settings, group in grouped(results):
         short = re.sub(r"[\w.]+\.(?=\w+=)", "", settings)  # the last part of each key: columns have little room
         title = f"{method_of(group[0])} ({short})" if settings else method_of(group[0])

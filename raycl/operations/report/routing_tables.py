@@ -62,17 +62,17 @@ class RouterSummary:
             )
         phases: Sequence[Tree] = result["phase_summaries"]
         last, names = phases[-1], [str(name) for name in result["phases"]]
-        found = {kind: dict(last.get("found", {}).get(kind) or {}) for kind in KINDS}
+        shares_by_kind = {kind: dict(last.get("found", {}).get(kind) or {}) for kind in KINDS}
         owners, cosines = _by_slot(phases, names) or _by_task(last, names)
-        measured = [task for shares in found.values() for task in shares]
+        measured = [task for shares in shares_by_kind.values() for task in shares]
         return RouterSummary(
             used=str(last["router"]),
             tasks=list(dict.fromkeys([*owners, *measured])),
-            found=found,
+            found=shares_by_kind,
             novelty={task: share for summary in phases for task, share in summary.get("novelty", {}).items()},
             owners=owners,
             cosines=cosines,
-            points=[_point(place) for place in last.get("key_plane", ())],
+            points=[_point(point) for point in last.get("key_plane", ())],
         )
 
 
@@ -101,5 +101,5 @@ def _by_task(last: Tree, names: Sequence[str]) -> tuple[list[str], list[list[flo
     return list(names[: len(cosines)]), cosines
 
 
-def _point(place: dict[str, Any]) -> Point:
-    return Point(str(place["slot"]).rpartition(".")[0], float(place["x"]), float(place["y"]))
+def _point(coordinates: dict[str, Any]) -> Point:
+    return Point(str(coordinates["slot"]).rpartition(".")[0], float(coordinates["x"]), float(coordinates["y"]))

@@ -120,19 +120,21 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
     """
     trials = dict(enumerate(sweep.trials())) if sweep.plans else folder.settings()
     known = list(trials.values()) if sweep.plans else examples(sweep)
-    found = [(folder.config(sweep, 0, settings), settings) for settings in known]
-    names = [_task_names(config) for config, _ in found]
-    lengths = {len(run_config.phases(config, open_stream(config.stream, config.seed))) for config, _ in found}
+    configs_with_settings = [(folder.config(sweep, 0, settings), settings) for settings in known]
+    names = [_task_names(config) for config, _ in configs_with_settings]
+    lengths = {
+        len(run_config.phases(config, open_stream(config.stream, config.seed))) for config, _ in configs_with_settings
+    }
     if len(lengths) > 1 and sweep.scheduler.name != "none":
         raise ConfigError(
             f"trials have between {min(lengths)} and {max(lengths)} phases, so scheduler '{sweep.scheduler.name}' "
             "cannot compare them: leave stream.tasks of one length, or use scheduler=none"
         )
-    for config in _kinds([config for config, _ in found]):
+    for config in _kinds([config for config, _ in configs_with_settings]):
         checks.check(config)
-    if any(config.launch.mode == "local" for config, _ in found):
+    if any(config.launch.mode == "local" for config, _ in configs_with_settings):
         raise checks.needs_ray("a sweep")
-    keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(found, names, strict=True)]
+    keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(configs_with_settings, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
     return SweepPlan(trials, max(lengths), shared, total)

@@ -85,13 +85,13 @@ class SweepOutcome:
     @property
     def unscored(self) -> dict[int, str]:
         """Trials that are done and lack a metric's value -> which metric, and the numbers that it had."""
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         for row in self.rows:
             lacking = [text for text, score in zip(self.sweep.metric, row.scores, strict=False) if score is None]
             if row.state == "done" and lacking:
                 known = ", ".join(f"{name} {value:.2f}" for name, value in row.numbers.items() if value is not None)
-                found[row.number] = f"metric '{lacking[0]}' has no value with {known}"
-        return found
+                reasons[row.number] = f"metric '{lacking[0]}' has no value with {known}"
+        return reasons
 
     def tree(self) -> Tree:
         """Return the JSON-able content of `summary.json`."""

@@ -106,34 +106,34 @@ class Front:
                 log.info("prompt: %r", text)
         loop = asyncio.get_running_loop()
         reads_chat = is_chat and not routing.input
-        found = await loop.run_in_executor(self._thread, self.choice.adapters, texts, routing.task, reads_chat)
-        if len(set(found)) > 1:
+        adapters = await loop.run_in_executor(self._thread, self.choice.adapters, texts, routing.task, reads_chat)
+        if len(set(adapters)) > 1:
             raise InvalidRequestError(
-                f"the prompts belong to different adapters ({', '.join(sorted(set(found))[:8])}), and the engine gives "
-                "a request one: send them one by one"
+                f"the prompts belong to different adapters ({', '.join(sorted(set(adapters))[:8])}), and the engine "
+                "gives a request one: send them one by one"
             )
-        return found[0]
+        return adapters[0]
 
     async def models(self) -> Response:
         """The engine's own list, and `auto`."""
         status, body = await self.client.get("/v1/models")
         try:
-            found = json.loads(body) if status == 200 else {}
-            listed = list(found["data"]) if found else []
+            tree = json.loads(body) if status == 200 else {}
+            listed = list(tree["data"]) if tree else []
         except (ValueError, LookupError, TypeError) as error:
             raise UnavailableError(f"what answers at {self.client.url} is no OpenAI-compatible engine") from error
         if status != 200:
             return Response(body, status, media_type="application/json")
         auto = {"id": AUTO, "object": "model", "created": 0, "owned_by": "raycl"}
-        return JSONResponse({**found, "data": [auto, *listed]})
+        return JSONResponse({**tree, "data": [auto, *listed]})
 
 
 def _read(kind: type[T], body: dict[str, Any]) -> T:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        raise RequestValidationError(found, body=body) from error
+        details = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
+        raise RequestValidationError(details, body=body) from error
 
 
 def _json(body: dict[str, Any]) -> bytes:

@@ -187,11 +187,11 @@ class DeepSpeedEngine:
     def _transform(self, transform: Transform) -> None:
         """All whole gradients at once; a parameter without one counts as zero."""
         utils = self.library.utils
-        found = {
+        gradients = {
             name: parameter.grad if self._is_plain else utils.safe_get_full_grad(parameter)
             for name, parameter in self.trained.items()
         }
-        whole = {name: gradient for name, gradient in found.items() if gradient is not None}
+        whole = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         for name, gradient in transform(whole).items():
             parameter = self.trained[name]
             if self._is_plain:
@@ -304,11 +304,11 @@ class DeepSpeedEngine:
     def _part(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
         """This worker's part of the float32 master, or of a moment, in DeepSpeed's own memory."""
         if self.stage == 3:  # its public function copies what is on the CPU to the device
-            found = self.engine.optimizer._get_fp32_opt_state_partition(parameter, True, moment)[0]
+            fragment = self.engine.optimizer._get_fp32_opt_state_partition(parameter, True, moment)[0]
         else:
             mapping: Any = getattr(parameter, "_hp_mapping", None)
-            found = mapping.get_hp_fragment(moment)
-        flat: Tensor = found.detach().view(-1)
+            fragment = mapping.get_hp_fragment(moment)
+        flat: Tensor = fragment.detach().view(-1)
         return flat
 
     def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
@@ -343,9 +343,9 @@ class DeepSpeedEngine:
         """Take a step on an all-padding example with a loss of zero: moments become zeros (ZeRO 1-3 has none
         before)."""
         codec = self.backbone.codec
-        one = torch.ones(1, 2, dtype=torch.long, device=self.world.device)
-        target = one[:, : 0 if codec.needs_labels else 1] * codec.eos_id
-        batch = Batch(one * codec.pad_id, one, target, one[:, 0] * 0, one[:, 0].float(), one[:, 0] * -1)
+        ones = torch.ones(1, 2, dtype=torch.long, device=self.world.device)
+        target = ones[:, : 0 if codec.needs_labels else 1] * codec.eos_id
+        batch = Batch(ones * codec.pad_id, ones, target, ones[:, 0] * 0, ones[:, 0].float(), ones[:, 0] * -1)
         for _ in range(self.accumulation):
             self.backward(self.forward(batch).loss_sum * 0.0, 1.0)
         self.step()
@@ -382,7 +382,7 @@ class DeepSpeedEngine:
 def _mapped_weights(backbone: Backbone) -> dict[int, Tensor]:
     """Return id of each frozen parameter that is used directly from a mapped file -> its memory, shared by workers."""
     files, frozen = MappedFiles(), [parameter for parameter in backbone.parameters() if not parameter.requires_grad]
-    usable = [one for one in frozen if one.dtype == backbone.dtype and one.is_contiguous() and files.hold(one)]
+    usable = [item for item in frozen if item.dtype == backbone.dtype and item.is_contiguous() and files.hold(item)]
     return {id(parameter): parameter.data for parameter in usable}
 
 

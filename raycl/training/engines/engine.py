@@ -216,9 +216,9 @@ class TorchEngine:
         """Return the sum gradients over workers, transform, modify, clip, update, constrain."""
         self.buckets.finish()
         for name, part in self.parts.items():
-            found = self._gradient(name)
-            if found is None or found is not part.grad:
-                part.grad = torch.zeros_like(part) if found is None else found
+            gradient = self._gradient(name)
+            if gradient is None or gradient is not part.grad:
+                part.grad = torch.zeros_like(part) if gradient is None else gradient
         if transform is not None:
             self._transform(transform)
         for name in modifiers.names:
@@ -248,8 +248,8 @@ class TorchEngine:
 
     def _transform(self, transform: Transform) -> None:
         """All whole gradients at once."""
-        found = {name: self._whole(name, part.grad) for name, part in self.parts.items() if part.grad is not None}
-        for name, gradient in transform(found).items():
+        gradients = {name: self._whole(name, part.grad) for name, part in self.parts.items() if part.grad is not None}
+        for name, gradient in transform(gradients).items():
             self.parts[name].grad = self._own(name, gradient)
 
     def _constrain(self, constraint: Constraint, before: Mapping[str, Tensor]) -> None:
@@ -309,8 +309,8 @@ class TorchEngine:
         load_parameters(self.backbone, parameters)
         for name, part in self.parts.items():
             wanted = self.kind.state(self.specs[name])
-            found = {moment: self._own(name, optimizer[f"{name}/{moment}"]) for moment in wanted}
-            set_state(self.kind, self.optimizer, part, self.specs[name], found, steps)
+            moments = {moment: self._own(name, optimizer[f"{name}/{moment}"]) for moment in wanted}
+            set_state(self.kind, self.optimizer, part, self.specs[name], moments, steps)
         advance(self.schedule, steps)
 
     def close(self) -> None:
@@ -342,14 +342,14 @@ def scattered(share: Share, shapes: Mapping[str, Tensor], world: DistributedCont
     Args:
         shapes: tensors with the full shapes, by name.
     """
-    found: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
     for name, shape in ((name, tensor.shape) for name, tensor in shapes.items()):
         part = share.parameters.get(name, torch.empty(0, device=world.device))
         first, of = share.places.get(name, (0, 0))
-        found[name] = Scattered(
+        parts[name] = Scattered(
             part.reshape(-1), first if isinstance(of, list) else first * shape[1:].numel(), shape, world
         )
-    return found
+    return parts
 
 
 def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:

@@ -116,17 +116,17 @@ class FSDPEngine(TorchEngine):
         return nn.Parameter(parameter.to_local().detach())
 
     def _gradient(self, name: str) -> Tensor | None:
-        found = self.trained[name].grad
-        return found.to_local() if isinstance(found, DTensor) else found
+        gradient = self.trained[name].grad
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         shared = self.trained[name]
         if not isinstance(shared, DTensor):
             return part
-        found = DTensor.from_local(
+        tensor = DTensor.from_local(
             part, shared.device_mesh, shared.placements, run_check=False, shape=shared.shape, stride=shared.stride()
         )
-        return found.full_tensor()
+        return tensor.full_tensor()
 
     def _own(self, name: str, value: Tensor) -> Tensor:
         shared = self.trained[name]

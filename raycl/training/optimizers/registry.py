@@ -73,8 +73,8 @@ def optimizer_class(name: str) -> type[OptimizerKind]:
     """
     from raycl.training.optimizers.base import OptimizerKind  # brings torch, which settings do without
 
-    if name not in OPTIMIZERS and (found := load_class("optimizer", name, OptimizerKind)) is not None:
-        return found
+    if name not in OPTIMIZERS and (result := load_class("optimizer", name, OptimizerKind)) is not None:
+        return result
     if (registered := REGISTERED.kind(name)) is not None:
         return registered
     if name not in OPTIMIZERS:

@@ -28,15 +28,15 @@ def answer_each(
     Args:
         answer: answers a batch of one example by the model as it is then.
     """
-    found = [""] * len(batch)
+    answers = [""] * len(batch)
     weights = _weights(method, adaptation)
     base = {name: parameter.detach().clone() for name, parameter in weights.items()}
     for row, position in enumerate(batch.rows.tolist()):
         if position >= 0:
             example = alone(batch, row)
             with adapted(method, adaptation, example, weights, base):
-                (found[row],) = answer(example)
-    return found
+                (answers[row],) = answer(example)
+    return answers
 
 
 @contextmanager
@@ -100,6 +100,6 @@ def alone(batch: Batch, row: int) -> Batch:
 def _weights(method: Method, adaptation: LocalAdaptation) -> dict[str, nn.Parameter]:
     """Return what is adapted, of the backbone as it is now."""
     own = dict(method.backbone.named_parameters())
-    found = {name: own[name] for name in adaptation.parameters if name in own and own[name].numel()}
-    assert found, "nothing can be adapted"
-    return found
+    weights = {name: own[name] for name in adaptation.parameters if name in own and own[name].numel()}
+    assert weights, "nothing can be adapted"
+    return weights

@@ -67,17 +67,17 @@ class PhaseData:
         self, gates: Sequence[Tensor], loss: Callable[[Batch], Tensor], examples: int | None = None
     ) -> list[Tensor]:
         """Return gradients with regard to gates; see `TaskContext.gate_gradients`."""
-        found = [torch.zeros_like(gate) for gate in gates]
+        sums = [torch.zeros_like(gate) for gate in gates]
 
         def add(batch: Batch) -> None:
             with torch.enable_grad():
                 parts = torch.autograd.grad(loss(batch), list(gates), allow_unused=True)
-            for total, part in zip(found, parts, strict=True):
+            for total, part in zip(sums, parts, strict=True):
                 if part is not None:
                     total.add_(part)
 
         self.each_batch(*self._own_rows(), nothing, add, examples)
-        return [self.world.sum(total) for total in found]
+        return [self.world.sum(total) for total in sums]
 
     def _own_rows(self) -> tuple[Loader, GlobalOrder]:
         """Return rows of the phase's tasks alone."""
@@ -118,7 +118,7 @@ class PhaseData:
         context, world, collate, trained = self.context, self.world, self._collate(rows), self._trained()
         mine = np.arange(collate.count)[world.rank :: world.size]
         size = micro_batch_size(context.train.batch_size, context.train.micro_batch_size, world.size)
-        found = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
+        sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
         count = 0
         for start in range(0, -(-collate.count // world.size), size):
             batch = collate(mine[start : start + size], size).to(world.device)
@@ -128,9 +128,9 @@ class PhaseData:
                 parts = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             for name, part in zip(trained, parts, strict=True):
                 if part is not None:
-                    found[name] += part
+                    sums[name] += part
         total = max(world.total(count)[0], 1.0)
-        return {name: world.sum(gradient) / total for name, gradient in found.items()}
+        return {name: world.sum(gradient) / total for name, gradient in sums.items()}
 
     def row_gradients(
         self, rows: Sequence[tuple[Task, Indices]], of: Quantity

@@ -63,11 +63,11 @@ class Observations:
 
     def means(self, gather: Callable[[Any], Sequence[Any]]) -> dict[str, Tensor]:
         """Return the task -> mean weights `[N]` over the texts of all workers. Collective."""
-        found: dict[str, tuple[Tensor, int]] = {}
+        means: dict[str, tuple[Tensor, int]] = {}
         for task, (total, count) in (item for share in gather(self._sums) for item in share.items()):
-            before, counted = found.get(task, (torch.zeros_like(total), 0))
-            found[task] = (before + total, counted + count)
-        return {task: total / count for task, (total, count) in found.items()}
+            before, counted = means.get(task, (torch.zeros_like(total), 0))
+            means[task] = (before + total, counted + count)
+        return {task: total / count for task, (total, count) in means.items()}
 
 
 @dataclass(frozen=True)

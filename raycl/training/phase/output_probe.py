@@ -49,15 +49,15 @@ def large_outputs(
     """
     backbone = context.backbone
     backbone.eval()
-    found = observed_layers(backbone, layers, include_lm_head=False)
-    layout = layout_of_outputs(backbone, found)
-    magnitudes = OutputMagnitudes(backbone, layout, found)
+    result = observed_layers(backbone, layers, include_lm_head=False)
+    layout = layout_of_outputs(backbone, result)
+    magnitudes = OutputMagnitudes(backbone, layout, result)
     try:
         sums = [_measured(context, task, rows, magnitudes, router) for task in tasks]
     finally:
         magnitudes.close()
     kept = [large_units(layout, sums_F, threshold, rule) for sums_F in sums]
-    return {path: [packed_rows(of_task[path]) for of_task in kept] for path in found}
+    return {path: [packed_rows(of_task[path]) for of_task in kept] for path in result}
 
 
 @torch.no_grad()

@@ -35,7 +35,9 @@ def encode_texts(
     new: tuple[Phase, ...] = (phase,)
     if context.method.config.fits_ahead:
         new = context.phases if phase.index == 0 else ()
-    queries = {one.index: _encode(context, one, encoder, world) for one in new or (phase,)}
+    queries = {
+        encoded_phase.index: _encode(context, encoded_phase, encoder, world) for encoded_phase in new or (phase,)
+    }
     return new, queries
 
 
@@ -46,7 +48,7 @@ def _encode(
     splits: tuple[Split, ...] = ("train", "dev")
     texts = {split: _texts(context, phase, split) for split in splits}
     queries = {
-        split: encoder.embed_all(found, (world.rank, world.size), world.gather) for split, found in texts.items()
+        split: encoder.embed_all(result, (world.rank, world.size), world.gather) for split, result in texts.items()
     }
     if world.is_first:
         log.info("    %d texts encoded in %.1f s", sum(map(len, texts.values())), time.perf_counter() - began)

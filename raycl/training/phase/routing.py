@@ -75,13 +75,13 @@ class PublishedRouter:
         tasks, stack = None, self.method.stack
         assert stack is not None, "a model without adapters has no router"
         if task is not None:
-            known = [one for owned in self.owners.values() for one in owned]
+            known = [owner for owned in self.owners.values() for owner in owned]
             tasks = [task if task in known else known[-1]] * len(batch)
         mixture = route_batch(self.router, self.method.backbone, stack, batch, tasks)
         head = self.method.backbone.head
         if tasks is not None and isinstance(head, MixedHead) and head.rule == "label_count":
             by_task = heads_of_tasks(self.owners)
-            mixture = replace(mixture, heads=tuple(by_task[one] for one in tasks))
+            mixture = replace(mixture, heads=tuple(by_task[owner] for owner in tasks))
         elif head is not None and self.method.backbone.allowed_labels and mixture.unpruned is not None:
             whole = mixture.unpruned  # an adapter that was pruned may be the only one with an allowed label
             mixture = replace(mixture, names=whole.names, weights=whole.weights)
@@ -101,7 +101,7 @@ def router_record(learned: Learned, tasks: Sequence[str]) -> tuple[dict[str, Any
     state = learned.router
     values = {name: getattr(state, name) for name in ("kind", "settings", "encoder", "encoder_sha256", "package")}
     pairs = [[name, list(tasks)] for name, tasks in owners.items()]  # their order counts
-    return {**values, "owners": pairs}, {f"{PUBLISHED}/{name}": one for name, one in state.tensors.items()}
+    return {**values, "owners": pairs}, {f"{PUBLISHED}/{name}": tensor for name, tensor in state.tensors.items()}
 
 
 @dataclass(frozen=True)

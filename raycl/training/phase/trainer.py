@@ -93,7 +93,10 @@ class TaskTrainer:
         loader, order = data.loader(task_context)
         if resume is None:
             self._observe_rows(data, loader, order)
-        by_phase = [order_of(self.context, one, rows_of(self.context, one)).steps for one in self.context.phases]
+        by_phase = [
+            order_of(self.context, other_phase, rows_of(self.context, other_phase)).steps
+            for other_phase in self.context.phases
+        ]
         self._check_disk(phase, by_phase, resume)
         trained = sum(parameter.numel() for parameter in self.context.backbone.parameters() if parameter.requires_grad)
         engine = self.open_engine(loader.accumulation, order.steps, phase.name)
@@ -252,7 +255,7 @@ class TaskTrainer:
         done.parameters = {name: done.parameters[name] for name in kept if name in done.parameters}
         if learned is not None:
             learned.router = with_package(learned.router)
-            seen = [task.name for one in context.phases[: phase.index + 1] for task in one.tasks]
+            seen = [task.name for earlier_phase in context.phases[: phase.index + 1] for task in earlier_phase.tasks]
             done.router, tensors = router_record(learned, seen)
             done.frozen_state = TensorGroups.of(done.frozen_state) | tensors
             self.recorder.publish(phase, context.schedule.published(phase, context.method, learned), done)

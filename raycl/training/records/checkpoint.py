@@ -143,16 +143,16 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, object
 def write_share(storage: Storage, name: str, checkpoint: Checkpoint, rank: int) -> dict[str, WrittenFile]:
     """Write a worker's tensors, one after another from where they are; those of workers without any leave no file."""
     folder = storage.sub(f"{FOLDER}/{name}")
-    found: dict[str, WrittenFile] = {}
+    written: dict[str, WrittenFile] = {}
     for file, tensors in ((PARAMETERS, checkpoint.parameters), (OPTIMIZER, checkpoint.optimizer)):
         if rank and not tensors:
             continue
         file = file if not rank else file.replace(".", f"-{rank:05d}.")
         sha256 = _write_packed(folder, file, partial(packed, tensors, tensors.__getitem__))
-        owners = {one: one.rpartition("/")[0] or one for one in tensors}
-        places = {one: checkpoint.places[owner] for one, owner in owners.items() if owner in checkpoint.places}
-        found[file] = WrittenFile(sha256, places)
-    return found
+        owners = {key: key.rpartition("/")[0] or key for key in tensors}
+        places = {key: checkpoint.places[owner] for key, owner in owners.items() if owner in checkpoint.places}
+        written[file] = WrittenFile(sha256, places)
+    return written
 
 
 def _write_packed(folder: Storage, file: str, parts: Callable[[], Iterator[Buffer]]) -> str:
@@ -204,8 +204,8 @@ def commit_checkpoint(
     storage: Storage, name: str, manifest: Mapping[str, Any], written: Mapping[str, WrittenFile]
 ) -> str:
     """Write the manifest, which names the files of all workers: from now on the checkpoint exists; returns its hash."""
-    hashes = manifest["sha256"] | {file: one.sha256 for file, one in written.items()}
-    places = {file: one.places for file, one in written.items() if one.places}
+    hashes = manifest["sha256"] | {file: share.sha256 for file, share in written.items()}
+    places = {file: share.places for file, share in written.items() if share.places}
     data = seal({**manifest, "sha256": hashes, "places": places})
     storage.sub(f"{FOLDER}/{name}").write(MANIFEST, data)
     return hashlib.sha256(data).hexdigest()
@@ -231,7 +231,7 @@ def read_checkpoint(
     """
     folder = storage.sub(f"{FOLDER}/{name}")
     manifest = _manifest(folder, sha256)
-    files = {file: _file(folder, file, found) for file, found in manifest.sha256.items()}
+    files = {file: _file(folder, file, digest) for file, digest in manifest.sha256.items()}
     groups = (objects or TensorObjects(storage)).get(manifest.objects, partial)
     return Checkpoint(
         manifest.phase,
@@ -258,19 +258,19 @@ def _joined(folder: Storage, files: Mapping[str, bytes], name: str, places: Mapp
 
 
 def _joined_parts(files: Mapping[str, bytes], name: str, places: Mapping[str, Any]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file, data in files.items():
         if file.partition(".")[0].partition("-")[0] != name.partition(".")[0]:
             continue
-        for one, tensor in load(data).items():
-            if one not in places.get(file, {}):
-                found[one] = tensor
+        for key, tensor in load(data).items():
+            if key not in places.get(file, {}):
+                tensors[key] = tensor
                 continue
-            first, of = places[file][one]
+            first, of = places[file][key]
             shape = (of, *tensor.shape[1:]) if isinstance(of, int) else of
-            held = found.setdefault(one, torch.empty(*shape, dtype=tensor.dtype))
+            held = tensors.setdefault(key, torch.empty(*shape, dtype=tensor.dtype))
             (held if isinstance(of, int) else held.view(-1))[first : first + len(tensor)] = tensor
-    return found
+    return tensors
 
 
 def read_snapshot(storage: Storage, name: str, sha256: str) -> bytes:
@@ -298,10 +298,12 @@ def delete_checkpoints(storage: Storage, names: Sequence[str], kept: Mapping[str
         theirs = [_manifest(storage.sub(f"{FOLDER}/{name}"), sha256).objects for name, sha256 in kept.items()]
     except RunError:
         ours, theirs = [], []
-    needed = {info.sha256 for one in theirs for info in one.values()}
+    needed = {info.sha256 for checkpoint_objects in theirs for info in checkpoint_objects.values()}
     for name in names:
         storage.delete(f"{FOLDER}/{name}")
-    objects.delete([info for one in ours for info in one.values() if info.sha256 not in needed])
+    objects.delete(
+        [info for checkpoint_objects in ours for info in checkpoint_objects.values() if info.sha256 not in needed]
+    )
 
 
 def copy_checkpoint(source: Storage, folder: str, target: Storage, to: str, sha256: str) -> None:
@@ -323,7 +325,7 @@ def _manifest(folder: Storage, sha256: str | None = None) -> _Manifest:
     _check_there(folder, MANIFEST)
     try:
         data, file = folder.read(MANIFEST, MAX_BYTES), f"{folder.uri}/{MANIFEST}"
-        found = fields_of(unseal(data, file, FORMAT), file, _MANIFEST)
+        manifest = fields_of(unseal(data, file, FORMAT), file, _MANIFEST)
     except DamagedError as error:
         raise CheckpointError(str(error)) from error
     except FormatError as error:
@@ -333,16 +335,16 @@ def _manifest(folder: Storage, sha256: str | None = None) -> _Manifest:
             f"'{file}' is of another checkpoint than the run wrote: its SHA-256 is {there[:12]}, expected "
             f"{sha256[:12]}: restore a copy"
         )
-    return found
+    return manifest
 
 
 def _file(folder: Storage, file: str, sha256: str) -> bytes:
     _check_there(folder, file)
     data = folder.read(file)
-    found = hashlib.sha256(data).hexdigest()
-    if found != sha256:
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != sha256:
         raise CheckpointError(
-            f"'{folder.uri}/{file}' is damaged: its SHA-256 is {found[:12]}, expected {sha256[:12]}: restore a copy"
+            f"'{folder.uri}/{file}' is damaged: its SHA-256 is {digest[:12]}, expected {sha256[:12]}: restore a copy"
         )
     return data
 

@@ -77,10 +77,10 @@ def read_fork_point(fork_point: Storage) -> ForkPoint | None:
     """
     if not fork_point.exists(FORK_POINT):
         return None
-    found = read_fields(fork_point, FORK_POINT, FORMAT, _FORK_POINT)
-    if Server.of(found.run) != Server.of(fork_point.address):  # which no sweep writes
+    record = read_fields(fork_point, FORK_POINT, FORMAT, _FORK_POINT)
+    if Server.of(record.run) != Server.of(fork_point.address):  # which no sweep writes
         raise DamagedError(f"'{fork_point.uri}/{FORK_POINT}' names a run on another storage: remove it")
-    return found
+    return record
 
 
 def start_from(
@@ -100,17 +100,17 @@ def start_from(
     Raises:
         CheckpointError: the fork point is damaged; the run has not started then.
     """
-    found = read_fork_point(fork_point)
-    assert found is not None, "there is no fork point here"
-    name = found.checkpoint
+    point = read_fork_point(fork_point)
+    assert point is not None, "there is no fork point here"
+    name = point.checkpoint
     folder = f"{checkpoints.FOLDER}/{name}"
     try:
-        checkpoints.copy_checkpoint(fork_point, name, storage, folder, found.sha256)
-        checkpoints.read_checkpoint(storage, name, TensorObjects(storage, bank), sha256=found.sha256)
+        checkpoints.copy_checkpoint(fork_point, name, storage, folder, point.sha256)
+        checkpoints.read_checkpoint(storage, name, TensorObjects(storage, bank), sha256=point.sha256)
     except CheckpointError:
         storage.delete(folder)
         raise
-    source_run = Storage.at(found.run)
+    source_run = Storage.at(point.run)
     if run is not None:  # what it reads is compared with what the source run read when its workers claim it
         run = replace(run, inputs=read_state(source_run).inputs)
     for record in phases:
@@ -121,7 +121,7 @@ def start_from(
     storage.write(f"{progress.FOLDER}/attempt-{journal.attempt:04d}.jsonl", ("\n".join(steps) + "\n").encode())
     if bank is not None and phases[-1]["bank"]:
         hold_lease(bank, storage.address, [phases[-1]["bank"]["snapshot"]])
-    journal.begin_with(name, found.sha256, phases)
+    journal.begin_with(name, point.sha256, phases)
 
 
 def _copy(source: Storage, target: Storage) -> None:

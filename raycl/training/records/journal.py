@@ -142,9 +142,9 @@ class Journal:
 
     def _catch_up(self, former: int) -> None:
         """Take over what the former attempt recorded while this one was claiming; from now on it records in vain."""
-        found = JournalReader(self.storage).state_of(former)
-        if (found.checkpoints, found.phases) != (self.state.checkpoints, self.state.phases):
-            self._append({"checkpoints": found.checkpoints, "phases": found.phases, "manifests": found.manifests})
+        state = JournalReader(self.storage).state_of(former)
+        if (state.checkpoints, state.phases) != (self.state.checkpoints, self.state.phases):
+            self._append({"checkpoints": state.checkpoints, "phases": state.phases, "manifests": state.manifests})
 
     def checkpoint(self, name: str, sha256: str, keep: int) -> list[str]:
         """Record a checkpoint whose files are all written; returns the names that are no longer needed.
@@ -237,8 +237,8 @@ def last_attempt(storage: Storage) -> int:
     Raises:
         RunError: the run is of a version that kept its records elsewhere.
     """
-    found = [int(match[1]) for name in storage.list(FOLDER) if (match := _ATTEMPT.fullmatch(name))]
-    claimed = [number for number in found if storage.exists(_record(number, 0))]
+    attempts = [int(match[1]) for name in storage.list(FOLDER) if (match := _ATTEMPT.fullmatch(name))]
+    claimed = [number for number in attempts if storage.exists(_record(number, 0))]
     if not claimed and storage.list(OLDER_FOLDER):
         raise RunError(
             f"'{storage.uri}' keeps its records in '{OLDER_FOLDER}', as an older version did: expected '{FOLDER}'; "
@@ -273,10 +273,10 @@ class JournalReader:
                 self._changes[key] = _change(self.storage, attempt, number)
             tree.update(self._changes[key])
         try:
-            found = fields_of(tree, f"{self.storage.uri}/{FOLDER}/{_folder(attempt)}", _STATE)
+            state = fields_of(tree, f"{self.storage.uri}/{FOLDER}/{_folder(attempt)}", _STATE)
         except DamagedError as error:
             raise RunError(str(error)) from error
-        return RunState(**copy.deepcopy(vars(found)))
+        return RunState(**copy.deepcopy(vars(state)))
 
 
 def read_state(storage: Storage) -> RunState:
@@ -287,10 +287,10 @@ def read_state(storage: Storage) -> RunState:
 def _numbers(storage: Storage, attempt: int) -> list[int]:
     folder = f"{FOLDER}/{_folder(attempt)}"
     for _ in range(LISTINGS):
-        found = numbers(storage, folder, first=0)
-        if found == list(range(len(found))):
-            return found
-    missing = next(number for number, there in enumerate(found) if number != there)
+        existing = numbers(storage, folder, first=0)
+        if existing == list(range(len(existing))):
+            return existing
+    missing = next(number for number, there in enumerate(existing) if number != there)
     raise RunError(
         f"'{storage.uri}/{_record(attempt, missing)}' is missing, though later records are there: restore it from a "
         "copy, or remove the later ones as well, and the run continues from what is left"

@@ -52,16 +52,16 @@ class TraceReader:
         Raises:
             StorageError: out of reach, or a line is not JSON.
         """
-        for file, found in sorted(self.storage.files(FOLDER).items()):
+        for file, info in sorted(self.storage.files(FOLDER).items()):
             name = file.rpartition("/")[2]
-            if _TRACE.fullmatch(name) and found.size != self._read.get(name):
+            if _TRACE.fullmatch(name) and info.size != self._read.get(name):
                 self._add_new(name)
         return [self._merged[key][1] for key in sorted(self._merged)]
 
     def _add_new(self, name: str) -> None:
         """Add the lines behind those that are known: the writer only ever adds lines to a file."""
-        found = self.storage.read_from(f"{FOLDER}/{name}", self._read.get(name, 0))
-        new = found[: found.rfind(b"\n") + 1]  # HDFS may show a part of a line
+        data = self.storage.read_from(f"{FOLDER}/{name}", self._read.get(name, 0))
+        new = data[: data.rfind(b"\n") + 1]  # HDFS may show a part of a line
         for record in self._records(name, new):
             key = (record["phase"], record["step"])
             if key not in self._merged or self._merged[key][0] <= name:

@@ -218,10 +218,16 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
     known = _with_copies(there, copies)
     _states_again(bank, storage, state, list(known.values()))
     needed = objects_of(bank, known[last]) if last in known and keeps_adapters else []
-    _objects_again(bank, storage, state, list(known.values()), {one.summary.sha256 for one in needed if one.adapter})
+    _objects_again(
+        bank,
+        storage,
+        state,
+        list(known.values()),
+        {needed_object.summary.sha256 for needed_object in needed if needed_object.adapter},
+    )
     _manifests_again(bank, known)
-    for number, found in there.items():
-        if found is not None:
+    for number, opened in there.items():
+        if opened is not None:
             continue
         phase = published[number]
         what = f"snapshot {number} of phase {phase} is gone from the bank '{bank.storage.uri}' or damaged"
@@ -264,7 +270,7 @@ def _manifests_again(bank: Bank, snapshots: Mapping[int, Snapshot]) -> None:
 
 def _states_again(bank: Bank, storage: Storage, state: RunState, snapshots: Sequence[Snapshot]) -> None:
     """Restore missing or damaged records of training states; their tensors are restored with all others."""
-    lost = {one.number: one for one in snapshots if one.training is not None and not has_state(bank, one)}
+    lost = {item.number: item for item in snapshots if item.training is not None and not has_state(bank, item)}
     for name in reversed(state.checkpoints) if lost else ():
         with suppress(CheckpointError):
             objects = TensorObjects(storage, bank.storage)
@@ -291,12 +297,12 @@ def _objects_again(
         return
     again = rebuild(bank, storage, state, lost)
     _log_restored(bank, lost, again)
-    left = [one for one in lost if one.summary.sha256 not in again]
-    wanted = [one for one in left if one.summary.sha256 in needed]
-    if found := wanted or left:
-        files = _listed([f"'{one.summary.file}'" for one in found])
+    left = [lost_object for lost_object in lost if lost_object.summary.sha256 not in again]
+    wanted = [lost_object for lost_object in left if lost_object.summary.sha256 in needed]
+    if missing := wanted or left:
+        files = _listed([f"'{lost_object.summary.file}'" for lost_object in missing])
         built_on = ", and the next phase is built on them" if wanted else ""
-        what = _gone([one.what for one in found], bank)
+        what = _gone([lost_object.what for lost_object in missing], bank)
         message = f"{what}{built_on}: no checkpoint of the run holds them; restore {files} from a copy"
         if wanted:
             raise BankError(message)
@@ -304,7 +310,7 @@ def _objects_again(
 
 
 def _log_restored(bank: Bank, lost: Sequence[BankObject], again: Collection[str]) -> None:
-    if back := [one.what for one in lost if one.summary.sha256 in again]:
+    if back := [lost_object.what for lost_object in lost if lost_object.summary.sha256 in again]:
         log.warning("%s: published again from the run's checkpoints", _gone(back, bank))
 
 
@@ -319,19 +325,23 @@ def _listed(names: Sequence[str]) -> str:
 
 def _copies(storage: Storage, state: RunState) -> dict[int, tuple[int, bytes]]:
     """Return the number of a snapshot -> its phase and the copy of its record in a checkpoint."""
-    found: dict[int, tuple[int, bytes]] = {}
+    copies: dict[int, tuple[int, bytes]] = {}
     for name in state.checkpoints:
         with suppress(CheckpointError):
             record = read_snapshot(storage, name, state.manifests[name])
             if record:
                 snapshot = parse_snapshot(record, None)
-                found[snapshot.number] = (int(snapshot.provenance["phase"]), record)
-    return found
+                copies[snapshot.number] = (int(snapshot.provenance["phase"]), record)
+    return copies
 
 
 def _with_copies(opened: Mapping[int, Snapshot | None], copies: Mapping[int, tuple[int, bytes]]) -> dict[int, Snapshot]:
     """Return snapshots, from the copies in checkpoints where the bank's are gone."""
-    return {n: found or parse_snapshot(copies[n][1], None) for n, found in opened.items() if found or n in copies}
+    return {
+        n: snapshot_or_none or parse_snapshot(copies[n][1], None)
+        for n, snapshot_or_none in opened.items()
+        if snapshot_or_none or n in copies
+    }
 
 
 def _opened(bank: Bank, number: int, numbers: Collection[int]) -> Snapshot | None:

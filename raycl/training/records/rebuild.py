@@ -47,19 +47,21 @@ class BankObject:
 def objects_of(bank: Bank, snapshot: Snapshot) -> list[BankObject]:
     """Return all objects that a snapshot names: adapters, what is kept beside them, the router's tensors, training
     state."""
-    found = []
+    bank_objects = []
     for entry in snapshot.adapters:
-        found.append(BankObject(f"{entry}", entry.tensors, True, _adapter(entry, snapshot.layouts[entry.layout])))
+        bank_objects.append(
+            BankObject(f"{entry}", entry.tensors, True, _adapter(entry, snapshot.layouts[entry.layout]))
+        )
         for kind, summary in entry.extras.items():
-            found.append(BankObject(f"{entry} ({kind})", summary, False, _extra(entry.name, kind)))
+            bank_objects.append(BankObject(f"{entry} ({kind})", summary, False, _extra(entry.name, kind)))
     if snapshot.router.tensors is not None:
         what = f"the router of snapshot {snapshot.number}"
-        found.append(BankObject(what, snapshot.router.tensors, False, _router(snapshot)))
+        bank_objects.append(BankObject(what, snapshot.router.tensors, False, _router(snapshot)))
     with suppress(BankError):  # only the record names them
         for group, info in state_objects(bank, snapshot).items():
             what = f"the training state of snapshot {snapshot.number} ({group})"
-            found.append(BankObject(what, info, False, _state(group)))
-    return found
+            bank_objects.append(BankObject(what, info, False, _state(group)))
+    return bank_objects
 
 
 def lost_objects(bank: Bank, snapshots: Sequence[Snapshot]) -> list[BankObject]:
@@ -70,10 +72,14 @@ def lost_objects(bank: Bank, snapshots: Sequence[Snapshot]) -> list[BankObject]:
     """
     named: dict[str, BankObject] = {}
     for snapshot in snapshots:
-        for one in objects_of(bank, snapshot):
-            named.setdefault(one.summary.sha256, one)
+        for bank_object in objects_of(bank, snapshot):
+            named.setdefault(bank_object.summary.sha256, bank_object)
     removed = removed_from(bank.storage).samples
-    return [one for one in named.values() if one.summary.file not in removed and not _is_whole(bank, one)]
+    return [
+        bank_object
+        for bank_object in named.values()
+        if bank_object.summary.file not in removed and not _is_whole(bank, bank_object)
+    ]
 
 
 def rebuild(bank: Bank, storage: Storage, state: RunState, lost: Sequence[BankObject]) -> set[str]:
@@ -82,24 +88,26 @@ def rebuild(bank: Bank, storage: Storage, state: RunState, lost: Sequence[BankOb
     Raises:
         RunError: a checkpoint is of another version. StorageError: bank or run are out of reach.
     """
-    left = {one.summary.sha256: one for one in lost}
+    left = {lost_object.summary.sha256: lost_object for lost_object in lost}
     for name in reversed(state.checkpoints):
         if not left:
             break
         with suppress(CheckpointError):
             objects = TensorObjects(storage, bank.storage)
             checkpoint = read_checkpoint(storage, name, objects, partial=True, sha256=state.manifests[name])
-            for sha256, one in list(left.items()):
-                if any(bank.restore_object(one.summary, tensors) for tensors in one.candidates(checkpoint)):
+            for sha256, lost_object in list(left.items()):
+                if any(
+                    bank.restore_object(lost_object.summary, tensors) for tensors in lost_object.candidates(checkpoint)
+                ):
                     del left[sha256]
-    return {one.summary.sha256 for one in lost} - left.keys()
+    return {lost_object.summary.sha256 for lost_object in lost} - left.keys()
 
 
-def _is_whole(bank: Bank, one: BankObject) -> bool:
-    if not bank.storage.exists(one.summary.file):  # raises where the store is out of reach
+def _is_whole(bank: Bank, bank_object: BankObject) -> bool:
+    if not bank.storage.exists(bank_object.summary.file):  # raises where the store is out of reach
         return False
     try:
-        bank.read_object(one.summary, one.what)
+        bank.read_object(bank_object.summary, bank_object.what)
     except BankError:
         return False
     return True

@@ -104,7 +104,7 @@ def other_row(tree: Mapping[str, Any], state: RunState) -> dict[str, Any] | None
     return {
         "instruction": instruction,
         "cells": cells,
-        "mean": statistics.fmean(one["value"] for one in cells.values()),
+        "mean": statistics.fmean(cell["value"] for cell in cells.values()),
     }
 
 

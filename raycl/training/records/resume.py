@@ -64,25 +64,25 @@ def newest_resume_point(
         StorageError: the storage is out of reach.
     """
     names, phases, manifests = state.checkpoints, state.phases, state.manifests
-    found, problems, newest, tried = None, [], len(names) - 1, False
-    while found is None and newest >= 0:
-        found, reasons = _read_by_all(storage, names[newest], manifests, len(phases), world, objects)
-        if found is None and not tried:
+    point, problems, newest, tried = None, [], len(names) - 1, False
+    while point is None and newest >= 0:
+        point, reasons = _read_by_all(storage, names[newest], manifests, len(phases), world, objects)
+        if point is None and not tried:
             tried = True
             if _on_first(restore, world):
                 continue
         problems += reasons
-        newest -= found is None
-    if found is None and phases:
+        newest -= point is None
+    if point is None and phases:
         raise RunError(
             f"no checkpoint of '{storage.uri}' is whole, though {len(phases)} phases are finished "
             f"({'; '.join(problems) or 'none is recorded'}): restore one from a copy, or start a new run"
         )
-    kept = phases[: found.covers] if found is not None else []
+    kept = phases[: point.covers] if point is not None else []
     lost = len(phases) - len(kept)
     if lost and not problems:
         problems.append(f"checkpoint '{names[newest]}' is older than the last phase record")
-    return ResumePoint(found, names[: newest + 1], kept, problems, lost)
+    return ResumePoint(point, names[: newest + 1], kept, problems, lost)
 
 
 def _read_by_all(
@@ -98,18 +98,20 @@ def _read_by_all(
     Raises:
         RunError, StorageError: the error of any worker for which an older checkpoint would not help.
     """
-    found, error = None, None
+    checkpoint, error = None, None
     try:
-        found = read_checkpoint(storage, name, objects, sha256=manifests[name])
-        if found.phase > phases:
-            raise CheckpointError(f"checkpoint '{name}' is of phase {found.phase}, but {phases} phases are recorded")
+        checkpoint = read_checkpoint(storage, name, objects, sha256=manifests[name])
+        if checkpoint.phase > phases:
+            raise CheckpointError(
+                f"checkpoint '{name}' is of phase {checkpoint.phase}, but {phases} phases are recorded"
+            )
     except (RunError, StorageError) as raised:
         error = raised
     damage = isinstance(error, CheckpointError)
     world.raise_any(None if damage else error)
     reasons = world.gather(str(error) if damage else "")
     if not any(reasons):
-        return found, []
+        return checkpoint, []
     return None, _problems(reasons)
 
 
@@ -128,4 +130,4 @@ def _problems(reasons: Sequence[str]) -> list[str]:
     """Return problems of one checkpoint; if they differ between workers, each with the worker's number."""
     if len(set(reasons)) == 1:
         return [reasons[0]]
-    return [f"worker {rank + 1} of {len(reasons)}: {one}" for rank, one in enumerate(reasons) if one]
+    return [f"worker {rank + 1} of {len(reasons)}: {reason}" for rank, reason in enumerate(reasons) if reason]

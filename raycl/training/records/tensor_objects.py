@@ -91,20 +91,20 @@ class TensorObjects:
         Raises:
             CheckpointError: one is missing or damaged, in the bank too.
         """
-        found = {} if self.shared is None else self._shared(self.shared, infos)
+        objects = {} if self.shared is None else self._shared(self.shared, infos)
         for group, info in infos.items():
-            if group in found:
+            if group in objects:
                 continue
             try:
-                found[group] = self._own(info, group)
+                objects[group] = self._own(info, group)
             except CheckpointError:
                 if not partial and not self._is_removed(info):
                     raise
-        found = {group: found[group] for group in infos if group in found}
-        held = {group: tensors for group, tensors in found.items() if not isinstance(tensors, StoredTensors)}
+        objects = {group: objects[group] for group in infos if group in objects}
+        held = {group: tensors for group, tensors in objects.items() if not isinstance(tensors, StoredTensors)}
         self._hashed |= {group: (_versions(tensors), infos[group]) for group, tensors in held.items()}
-        self._stored |= {infos[group].sha256 for group in found}
-        return found
+        self._stored |= {infos[group].sha256 for group in objects}
+        return objects
 
     def _shared(self, shared: SharedReader, infos: Mapping[str, ObjectInfo]) -> dict[str, Mapping[str, Tensor]]:
         """Return those groups that can be shared: of the bank, which other runs read too, and of this run; one request
@@ -112,22 +112,22 @@ class TensorObjects:
 
         What modifiers keep stays their own: they change it in place.
         """
-        found: dict[str, Mapping[str, Tensor]] = {}
+        tensors: dict[str, Mapping[str, Tensor]] = {}
         for storage in (self.bank, self.storage):
             files = storage.files("objects") if storage is not None else {}
             wanted = [
                 (group, info)
                 for group, info in infos.items()
-                if group not in found and info.file in files and not group.startswith(CHANGING)
+                if group not in tensors and info.file in files and not group.startswith(CHANGING)
             ]
             if storage is None or not wanted:
                 continue
             with suppress(BankError):  # a damaged one: each is read on its own then, and looked for in both places
                 buffers = shared(storage).read_objects(wanted)
-                found |= {
+                tensors |= {
                     group: _tensors(data, group, info) for (group, info), data in zip(wanted, buffers, strict=True)
                 }
-        return found
+        return tensors
 
     def _is_removed(self, info: ObjectInfo) -> bool:
         return self.bank is not None and info.file in removed_from(self.bank).samples
@@ -149,11 +149,11 @@ class TensorObjects:
                 f"{info.sha256[:12]}){elsewhere}: restore a copy"
             )
         try:
-            found = _tensors(data, group, info)
+            tensors = _tensors(data, group, info)
         except BankError as error:
             raise CheckpointError(str(error)) from error
-        stored = isinstance(found, StoredTensors)
-        return found if stored else {name: tensor.clone() for name, tensor in found.items()}
+        stored = isinstance(tensors, StoredTensors)
+        return tensors if stored else {name: tensor.clone() for name, tensor in tensors.items()}
 
     def _whole(self, storage: Storage, info: ObjectInfo) -> bytes | None:
         """Return the object's bytes; None: missing or damaged."""
@@ -190,5 +190,5 @@ def _versions(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
 
 def _are_same(old: list[tuple[Tensor, int]], new: list[tuple[Tensor, int]]) -> bool:
     """Return whether these are the same tensors, none changed in place."""
-    same = (one is two and before == after for (one, before), (two, after) in zip(old, new, strict=False))
+    same = (first is two and before == after for (first, before), (two, after) in zip(old, new, strict=False))
     return len(old) == len(new) and all(same)

@@ -33,8 +33,8 @@ def is_real(batch: Batch) -> Tensor:
 
 def orders(batch: Batch) -> Tensor:
     """Return `[H]` of all halves in a batch: 0 their own order, 1 swapped, IGNORE too short."""
-    found = HALVES - batch.rows[is_halves(batch)]
-    return found.masked_fill(found > 1, IGNORE)
+    order_H = HALVES - batch.rows[is_halves(batch)]
+    return order_H.masked_fill(order_H > 1, IGNORE)
 
 
 def halves_of(batch: Batch, seed: int, special_ids: Collection[int], limit: int, pad_id: int) -> Batch:
@@ -45,9 +45,9 @@ def halves_of(batch: Batch, seed: int, special_ids: Collection[int], limit: int,
     """
     places = is_real(batch).nonzero().squeeze(1).tolist()
     sources, rows = list[list[int]](), list[int]()
-    for place in places:
-        ids = batch.source_ids[place][batch.source_mask[place] > 0].tolist()
-        halves, order = _cut(ids, seed, int(batch.rows[place]), special_ids, limit)
+    for row in places:
+        ids = batch.source_ids[row][batch.source_mask[row] > 0].tolist()
+        halves, order = _cut(ids, seed, int(batch.rows[row]), special_ids, limit)
         sources.append(halves)
         rows.append(HALVES - order)
     width = max(map(len, sources), default=1)
@@ -60,14 +60,14 @@ def halves_of(batch: Batch, seed: int, special_ids: Collection[int], limit: int,
         label_ids=batch.label_ids[places],
         weight=batch.weight[places],
         rows=torch.tensor(rows, dtype=torch.int64),
-        texts=tuple(batch.texts[place] for place in places) if batch.texts else (),
-        tasks=tuple(batch.tasks[place] for place in places) if batch.tasks else (),
+        texts=tuple(batch.texts[row] for row in places) if batch.texts else (),
+        tasks=tuple(batch.tasks[row] for row in places) if batch.tasks else (),
     )
 
 
 def _cut(ids: Sequence[int], seed: int, row: int, special_ids: Collection[int], limit: int) -> tuple[list[int], int]:
     """Return a text's halves with what surrounds it, and 0: in their own order, 1: swapped, 2: too short to be cut."""
-    words = [place for place, token in enumerate(ids) if token not in special_ids]
+    words = [index for index, token in enumerate(ids) if token not in special_ids]
     if len(words) < 2:
         return list(ids), 2
     start, end = list(ids[: words[0]]), list(ids[words[-1] + 1 :])

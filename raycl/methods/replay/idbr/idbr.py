@@ -230,8 +230,8 @@ class Idbr(Method):
         if self.before:
             hold = config.hold_replayed if self._replays else config.hold
             total = total + 2 * hold * self._distance(batch.rows[real], generic[real], specific[real])
-        found: Tensor = total / count
-        return found
+        penalty: Tensor = total / count
+        return penalty
 
     def _distance(self, rows_R: Tensor, generic_RF: Tensor, specific_RF: Tensor) -> Tensor:
         """Return the weighted squared distance to features before the task, summed over rows."""
@@ -241,15 +241,15 @@ class Idbr(Method):
         generic_before, specific_before = before.to(generic_RF.device).chunk(2, dim=1)
         generic = (generic_RF - generic_before).square().mean(1).sum()
         specific = (specific_RF - specific_before).square().mean(1).sum()
-        found: Tensor = self.config.generic_weight * generic + self.config.specific_weight * specific
-        return found
+        distance: Tensor = self.config.generic_weight * generic + self.config.specific_weight * specific
+        return distance
 
     def _task_of(self, rows_R: Tensor) -> Tensor:
         """`[R]`: which of all tasks so far each row belongs to."""
         rows = rows_R.cpu()
         stored = self._owners[(FIRST - rows).clamp(min=0)]
-        found: Tensor = torch.where(rows >= 0, len(self.tasks) - 1, stored).to(rows_R.device)
-        return found
+        tasks: Tensor = torch.where(rows >= 0, len(self.tasks) - 1, stored).to(rows_R.device)
+        return tasks
 
     # ---- the end of a task ---------------------------------------------------------------------------------------
 

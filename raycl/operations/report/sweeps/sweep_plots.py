@@ -219,16 +219,20 @@ def draw_setting(
     names = list(dict.fromkeys(map(text, values)))
     places = list(values) if numeric else [names.index(text(value)) for value in values]
     aside = _aside(places, scores, numeric and is_wide(values))
-    found: dict[str, dict[float, list[float]]] = {}
-    for kind, place, score in zip(kinds or [""] * len(scores), places, scores, strict=True):
-        found.setdefault(kind, {}).setdefault(place, []).append(score)
-    for number, (kind, by_place) in enumerate(found.items()):
-        means = sorted((place, fmean(some)) for place, some in by_place.items())
-        at, mean = [place for place, _ in means], [value for _, value in means]
-        mine = [place for place in range(len(scores)) if (kinds or [""] * len(scores))[place] == kind]
+    scores_by_kind: dict[str, dict[float, list[float]]] = {}
+    for kind, setting_value, score in zip(kinds or [""] * len(scores), places, scores, strict=True):
+        scores_by_kind.setdefault(kind, {}).setdefault(setting_value, []).append(score)
+    for number, (kind, by_place) in enumerate(scores_by_kind.items()):
+        means = sorted((setting_value, fmean(some)) for setting_value, some in by_place.items())
+        at, mean = [setting_value for setting_value, _ in means], [value for _, value in means]
+        mine = [
+            setting_value
+            for setting_value in range(len(scores))
+            if (kinds or [""] * len(scores))[setting_value] == kind
+        ]
         axes.scatter(
-            [aside[place] for place in mine],
-            [scores[place] for place in mine],
+            [aside[setting_value] for setting_value in mine],
+            [scores[setting_value] for setting_value in mine],
             color=COLOURS[number if kinds else 5],
             s=16,
         )
@@ -253,22 +257,22 @@ def _aside(places: Sequence[float], scores: Sequence[float], wide: bool) -> list
     Args:
         wide: the axis is logarithmic.
     """
-    across = [math.log(place) if wide else float(place) for place in places]
+    across = [math.log(position) if wide else float(position) for position in places]
     span, alike = max(across) - min(across) or 1.0, NEAR * (max(scores) - min(scores))
     gap = min((high - low for low, high in pairwise(sorted(set(across)))), default=span)
     groups: list[list[int]] = []
-    for one in sorted(range(len(scores)), key=lambda one: (across[one], scores[one])):
-        last = groups[-1][-1] if groups else one
-        if groups and across[last] == across[one] and scores[one] - scores[last] <= alike:
-            groups[-1].append(one)
+    for index in sorted(range(len(scores)), key=lambda index: (across[index], scores[index])):
+        last = groups[-1][-1] if groups else index
+        if groups and across[last] == across[index] and scores[index] - scores[last] <= alike:
+            groups[-1].append(index)
         else:
-            groups.append([one])
-    found = list(across)
+            groups.append([index])
+    spread = list(across)
     for group in groups:
         step = min(STEP * span, 0.6 * gap / len(group))
-        for number, one in enumerate(group):
-            found[one] += step * (number - (len(group) - 1) / 2)
-    return [math.exp(place) for place in found] if wide else found
+        for number, index in enumerate(group):
+            spread[index] += step * (number - (len(group) - 1) / 2)
+    return [math.exp(position) for position in spread] if wide else spread
 
 
 def _together(rows: Iterable[Tree]) -> dict[tuple[float, float], list[int]]:

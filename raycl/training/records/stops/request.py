@@ -53,12 +53,12 @@ class HostStop:
     def reason(self) -> str:
         """Why they are to stop; "": there is no request, or the storage does not answer."""
         try:
-            found = stop_of(Storage.at(self.folder), self.driver)
+            stop = stop_of(Storage.at(self.folder), self.driver)
         except UnreachableError:
             return ""
         except StorageError:
             return "a request that cannot be read"
-        return "" if found is None else found.reason
+        return "" if stop is None else stop.reason
 
     @property
     def is_requested(self) -> bool:

@@ -48,10 +48,10 @@ def read_decision(storage: Storage, done: int) -> bool | None:
     """
     if not storage.exists(_file(done)):
         return None
-    found = read_fields(storage, _file(done), FORMAT, _DECISION)
-    if found.done != done:
-        raise DamagedError(f"'{storage.uri}/{_file(done)}' belongs to phase {found.done}: it was moved; remove it")
-    return found.continues
+    record = read_fields(storage, _file(done), FORMAT, _DECISION)
+    if record.done != done:
+        raise DamagedError(f"'{storage.uri}/{_file(done)}' belongs to phase {record.done}: it was moved; remove it")
+    return record.continues
 
 
 def is_stopped(storage: Storage, done: int) -> bool:
