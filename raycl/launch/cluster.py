@@ -14,7 +14,8 @@ import socket
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ray.util.state.exception import RayStateApiException
 from raycl.errors import LaunchError
 from raycl.launch.repeating import repeating
 from raycl.launch.termination import exit_on_sigterm, exits_on_sigterm
+from raycl.training.job import Resources
 
 log = logging.getLogger("raycl")
 
@@ -219,6 +221,32 @@ def is_pending(all_of_it: bool = False) -> bool:
 
 def _cpus(group: Mapping[str, Any]) -> float:
     return sum(float(bundle.get("CPU", 0.0)) for bundle in group["bundles"].values())
+
+
+def nodes() -> list[Resources]:
+    """What each node has in all, without those that have no CPUs for workers."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Resources(have["CPU"], have.get("GPU", 0.0)) for have in alive if have.get("CPU")]
+
+
+def described(nodes: Iterable[Resources]) -> str:
+    """What the nodes have, as a part of a sentence."""
+    return (
+        " + ".join(f"{count} x ({node.cpus:g} CPUs, {node.gpus:g} GPUs)" for node, count in Counter(nodes).items())
+        or "no CPUs"
+    )
+
+
+def held(nodes: Iterable[Resources], each: Resources) -> int:
+    """How many processes with these resources the nodes hold at a time."""
+    by_cpus = [(node, int(node.cpus // each.cpus)) for node in nodes]
+    return sum(min(count, int(node.gpus // each.gpus)) if each.gpus else count for node, count in by_cpus)
+
+
+def even_cpus(nodes: Sequence[Resources], processes: int) -> float:
+    """The most whole CPUs that each of so many processes can have; 1 where there are too few."""
+    most = int(max((node.cpus for node in nodes), default=1.0))
+    return float(next((cpus for cpus in range(most, 1, -1) if held(nodes, Resources(cpus)) >= processes), 1))
 
 
 def fits(requested: Mapping[str, float]) -> bool:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raycl import config as configs
 from raycl.errors import RunError, StoppedError, UnreachableError
@@ -23,6 +23,9 @@ from raycl.training.records.publish import open_bank, publish_again
 from raycl.training.records.stops.request import HostStop
 from raycl.training.records.stops.signal import is_stopped
 from raycl.training.records.tensor_objects import SharedReader
+
+if TYPE_CHECKING:
+    from raycl.launch.warm_workers import WarmWorkers
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class RunOptions:
             (`raycl.training.records.stops.signal`).
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: place in which the host requests that its runs stop.
+        warm: workers that stay between runs; None: each run has new ones.
     """
 
     in_process: Resources | None = None
@@ -47,6 +51,7 @@ class RunOptions:
     awaits_decision: bool = False
     fork_points: dict[int, str] = field(default_factory=dict)
     stop: HostStop | None = None
+    warm: WarmWorkers | None = None
 
 
 class Launcher(AbstractContextManager["Launcher"], Protocol):
@@ -102,6 +107,11 @@ def _launcher(prepared: Prepared, options: RunOptions, here: bool) -> Launcher:
         from raycl.launch.local import LocalProcess
 
         return LocalProcess(prepared, options)
+    if options.warm is not None:
+        from raycl.launch.warm_workers import WarmRun, stays_warm
+
+        if stays_warm(prepared.config):
+            return WarmRun(options.warm, prepared, options)
     from raycl.launch.ray_train import RayTrain
 
     return RayTrain(prepared, options)

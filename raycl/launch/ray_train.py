@@ -6,12 +6,12 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import ray
 import torch
@@ -42,6 +42,9 @@ DEFAULTS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 DEFAULTS_HERE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 """Settings for a Ray of this process alone, whose nodes end together with it."""
 
+LOWER = "launch.workers, launch.cpus_per_worker or launch.gpus_per_worker"
+"""Settings that ask for resources."""
+
 LOOK_S = 0.2
 """Seconds in which the end of a run is seen here, behind that."""
 
@@ -67,6 +70,8 @@ class RayTrain:
         config, options = self._prepared.config, self._options
         with ExitStack() as stack:
             stack.enter_context(clusters.joined(config.launch.address))
+            if options.warm is not None:
+                stack.enter_context(options.warm.waiting_for(None))
             self.resources = worker_resources(config, options.share)
             self._stack = stack.pop_all()
         return self
@@ -104,30 +109,35 @@ class RayTrain:
             with self._progress():
                 _fit(trainer)
         except ray.train.TrainingFailedError as error:
-            for failure in getattr(error, "worker_failures", {}).values():
-                if isinstance(failure, UnreachableError):
-                    raise failure from error
-            message = f"the workers failed: {_cause(error)}; continue with {resume_line(storage, config)}"
-            leave_error(storage, job.driver, RunError(message))
-            raise RunError(message) from error
-        if storage.exists(error_file(job.driver)):
-            raise RunError(f"{storage.read_json(error_file(job.driver))['message']} (run {storage.uri})")
+            failures = getattr(error, "worker_failures", {}).values()
+            cause = next((one for one in failures if isinstance(one, UnreachableError)), error)
+            raise_failed(self._prepared, job, cause)
+        raise_left(self._prepared, job)
 
     @contextmanager
     def _progress(self) -> Iterator[None]:
         """Log the workers' progress lines, and before them the resources that they wait for."""
         workers = self._prepared.config.launch.workers
         requested = {name: amount * workers for name, amount in self.resources.named().items()}
-        lower = "launch.workers, launch.cpus_per_worker or launch.gpus_per_worker"
-        waiting = clusters.log_while_pending(clusters.is_pending, requested, lower)
+        waiting = clusters.log_while_pending(clusters.is_pending, requested, LOWER)
         with waiting, follow(self._prepared.storage, self._options.label):
             yield
 
 
 def run_job(job: TrainingJob) -> None:
-    """Run the job; Ray Train calls this in every worker.
+    """Run the job; Ray Train calls this in every worker."""
+    device, context = get_device(), ray.train.get_context()
+    world = DistributedContext(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), device)
+    work_as(world, job, _report)
 
-    It starts a failed group again, which helps after a crash, not after an error of ours: see `work`.
+
+def work_as(world: DistributedContext, job: TrainingJob, report: Callable[[Tree], None] | None = None) -> None:
+    """Do the job in a process that Ray has started for it.
+
+    A process that fails is started again, which helps after a crash, not after an error of ours: see `work`.
+
+    Args:
+        report: see `Worker`.
     """
     storage = job.storage
     if not storage.exists(CONFIG):
@@ -135,12 +145,10 @@ def run_job(job: TrainingJob) -> None:
             f"the worker on {socket.gethostname()} does not see '{storage.uri}': "
             "set output.dir to a file system that all nodes share, or to s3://"
         )
-    device, context = get_device(), ray.train.get_context()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    world = DistributedContext(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), device)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
     shares = world.size > 1 or job.config["bank"]["start"]
-    work(job, Worker(world, shared_readers() if shares else None, _report, restarts=True, hangs=True))
+    work(job, Worker(world, shared_readers() if shares else None, report, restarts=True, hangs=True))
 
 
 def _report(record: Tree) -> None:
@@ -196,21 +204,46 @@ def worker_resources(config: RunConfig, share: int = 1) -> Resources:
     Raises:
         LaunchError: it can never give that.
     """
-    launch, have = config.launch, ray.cluster_resources()
-    cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
+    launch, nodes = config.launch, clusters.nodes()
+    gpus = sum(node.gpus for node in nodes)
     gpu = launch.gpus_per_worker if launch.gpus_per_worker is not None else float(gpus >= launch.workers)
-    even = cpus // (launch.workers * share)
-    cpu = launch.cpus_per_worker or max(1.0, even if not gpu else 1.0)
-    wanted = (cpu * launch.workers, gpu * launch.workers)
-    if not launch.wait_for_nodes and (wanted[0] > cpus or wanted[1] > gpus):
+    cpu = launch.cpus_per_worker or (1.0 if gpu else clusters.even_cpus(nodes, launch.workers * share))
+    resources = Resources(cpu, gpu)
+    if not launch.wait_for_nodes and clusters.held(nodes, resources) < launch.workers:
         raise LaunchError(
-            f"launch.workers={launch.workers} needs {wanted[0]:g} CPUs and {wanted[1]:g} GPUs, but the cluster has "
-            f"{cpus:g} CPUs and {gpus:g} GPUs: request fewer workers, set launch.cpus_per_worker or "
+            f"launch.workers={launch.workers} needs {cpu:g} CPUs and {gpu:g} GPUs for each, but the cluster's nodes "
+            f"have {clusters.described(nodes)}: request fewer workers, set launch.cpus_per_worker or "
             "launch.gpus_per_worker, or set launch.wait_for_nodes=true if the cluster grows"
         )
-    return Resources(cpu, gpu)
+    return resources
 
 
-def _cause(error: BaseException) -> str:
+def raise_left(prepared: Prepared, job: TrainingJob) -> None:
+    """Raise the error of ours that ended the workers, if there is one.
+
+    Raises:
+        RunError: its message.
+    """
+    storage = prepared.storage
+    if storage.exists(file := error_file(job.driver)):
+        raise RunError(f"{storage.read_json(file)['message']} (run {storage.uri})")
+
+
+def raise_failed(prepared: Prepared, job: TrainingJob, cause: BaseException) -> NoReturn:
+    """Raise what workers failed with that are not started again, and leave it for the run's status.
+
+    Raises:
+        UnreachableError: the cause is one. RunError: any other.
+    """
+    if isinstance(cause, UnreachableError):
+        raise cause
+    storage = prepared.storage
+    message = f"the workers failed: {cause_of(cause)}; continue with {resume_line(storage, prepared.config)}"
+    leave_error(storage, job.driver, RunError(message))
+    raise RunError(message) from cause
+
+
+def cause_of(error: BaseException) -> str:
+    """The last line of an error's message, or of its cause's."""
     text = str(error.__cause__ or error).strip()
     return text.splitlines()[-1] if text else type(error).__name__

@@ -5,6 +5,7 @@ That its results are those of Ray Train is tested in tests/ray/test_train_on_ray
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny import Lab, trace
+from tiny import Lab, exported, trace
 
 from raycl import config as configs
 from raycl.errors import ConfigError
@@ -28,6 +29,7 @@ from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.drive import make_plan
 from raycl.run.config import load_config
 from raycl.storage import Storage
+from raycl.training.records.journal import read_state
 
 WITHOUT_RAY = """
 import sys
@@ -153,11 +155,26 @@ def test_what_needs_other_processes_is_refused(file: Path, override: str, messag
         load_config(str(file), [override])
 
 
-def test_many_runs_need_ray(lab: Lab, tmp_path: Path) -> None:
+def test_a_sweep_needs_ray(lab: Lab, tmp_path: Path) -> None:
     base = lab.tree("bert", launch={"mode": "local"})
     sweep = configs.validate(SweepConfig, {"name": "mine", "base": base, "space": {"seed": {"grid": [1, 2]}}})
     with pytest.raises(ConfigError, match=r"a sweep runs on Ray.* launch\.mode"):
         make_plan(sweep, SweepFolder(Storage.at(tmp_path), "mine"))
-    table = configs.validate(ComparisonConfig, {"name": "mine", "base": base, "runs": {"a": {}}, "seeds": [1]})
-    with pytest.raises(ConfigError, match=r"a comparison runs on Ray.* launch\.mode"):
-        run_comparison(table, str(tmp_path))
+
+
+def test_a_comparison_runs_one_after_another_in_its_process(lab: Lab, tmp_path: Path) -> None:
+    """Each as alone, with nothing of the one before; the run that fails stops none."""
+    base = lab.tree("bert", launch={"mode": "local", "cpus_per_worker": 1})
+    bad = ["train.learning_rate=1e30", "train.max_grad_norm=0"]
+    runs = {"first": {}, "broken": {"set": bad}, "other": {"set": ["method=finetune"]}, "again": {}}
+    tree: dict[str, Any] = {"name": "mine", "base": base, "runs": runs, "seeds": [1]}
+    outcome = run_comparison(configs.validate(ComparisonConfig, tree), str(tmp_path))
+    assert list(outcome.results) == ["first-s1", "other-s1", "again-s1"] and list(outcome.failed) == ["broken-s1"]
+    folders = {row: Storage.at(tmp_path / "mine" / f"{row}-s1") for row in runs}
+    assert trace(folders["first"]) == trace(folders["again"]) and exported(folders["first"]) == exported(
+        folders["again"]
+    )
+    assert {attempt["pid"] for row in runs for attempt in read_state(folders[row]).attempts} == {os.getpid()}
+    for mixed in ({"at_once": 2}, {"runs": {**runs, "ray": {"set": ["launch.mode=ray"]}}}):
+        with pytest.raises(ConfigError, match=r"'first-s1' has launch\.mode=local.* leave at_once out"):
+            run_comparison(configs.validate(ComparisonConfig, {**tree, **mixed}), str(tmp_path))

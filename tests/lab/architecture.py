@@ -43,6 +43,7 @@ DOORS = {
     "ray": (
         "raycl/launch/cluster.py",
         "raycl/launch/ray_train.py",
+        "raycl/launch/warm_workers.py",
         "raycl/operations/sweep/",
         "raycl/bank/object_store.py",
         "raycl/serve/",

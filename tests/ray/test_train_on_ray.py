@@ -230,7 +230,9 @@ def test_an_existing_run_is_not_overwritten(whole: tuple[Storage, dict[str, Any]
 
 
 def test_more_workers_than_the_cluster_can_give(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"launch\.workers=4 needs 4 CPUs.*cluster has 2 CPUs and 0 GPUs"):
+    with pytest.raises(
+        LaunchError, match=r"launch\.workers=4 needs 1 CPUs and 0 GPUs for each, .* have 1 x \(2 CPUs, 0 GPUs\)"
+    ):
         launch.train(prepared(small, tmp_path, "launch.workers=4"))
 
 

@@ -11,11 +11,12 @@ import copy
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
@@ -28,11 +29,14 @@ from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch.status import status_of
 from raycl.launch.termination import StopOnSignal, stopped_by
 from raycl.metrics.published import Published, row_of
-from raycl.run.checks import check_singles, needs_ray
+from raycl.run.checks import check_singles
 from raycl.run.config import RunConfig
 from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.training.records.stops.request import HostStop
+
+if TYPE_CHECKING:
+    from raycl.launch.driver import RunOptions
 
 log = logging.getLogger("raycl")
 
@@ -58,7 +62,12 @@ class ComparisonConfig(Section):
         min_length=1,
         description="every run is repeated with each of these seeds (a row's own `seeds` can name fewer)",
     )
-    at_once: int = Field(1, ge=1, description="runs at a time; small models gain more from this than from workers")
+    at_once: int | None = Field(
+        None,
+        ge=1,
+        description="runs at a time; small models gain more from this than from workers. null: as many as the nodes of "
+        "the cluster hold that launch.address or RAY_ADDRESS names, else 1",
+    )
     published: Published | None = Field(None, description="numbers of a paper for some rows, shown beside ours")
 
     @model_validator(mode="after")
@@ -155,15 +164,12 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     planned = _planned(comparison, directory, only)
     if not planned:
         return ComparisonOutcome({}, {})
-    from raycl.launch.cluster import joined
-
     if comparison.published is not None:
         comparison.published.write(Storage.at(directory).sub(comparison.name))
-    with joined(next(iter(planned.values())).launch.address):
-        if comparison.at_once > 1:
-            outcome = _side_by_side(comparison, planned, directory)
-        else:
-            outcome = _outcome({name: partial(_run, name, config, None, 1, None) for name, config in planned.items()})
+    if _is_local(planned):
+        outcome = _outcome({name: partial(_run, name, config) for name, config in planned.items()})
+    else:
+        outcome = _on_ray(comparison, planned, directory)
     if comparison.published is None:
         return outcome
     shown = {name: comparison.published.beside(tree, row_of(tree)) for name, tree in outcome.results.items()}
@@ -198,30 +204,51 @@ def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]
     return {name: config for name, config in planned.items() if not only or name.rsplit("-s", 1)[0] in only}
 
 
-def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> ComparisonOutcome:
-    """So many runs at a time; SIGTERM and Ctrl-C stop them as they stop one, with a checkpoint.
+def _is_local(planned: Mapping[str, RunConfig]) -> bool:
+    """Whether all runs have `launch.mode=local`: one after another, in this process."""
+    return all(config.launch.mode == "local" for config in planned.values())
+
+
+def _on_ray(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> ComparisonOutcome:
+    """Run so many at a time on one cluster; SIGTERM and Ctrl-C stop them as they stop one, with a checkpoint.
 
     Raises:
         StoppedError: one of the two came.
     """
-    running: dict[str, Future[Tree]] = {}
-    pool = ThreadPoolExecutor(comparison.at_once, "run")
+    from raycl.launch.cluster import joined
+    from raycl.launch.driver import RunOptions
+    from raycl.launch.warm_workers import WarmWorkers, runs_held
+
     host = Storage.at(directory).sub(comparison.name)
     stop = HostStop(host.address, uuid.uuid4().hex[:12])
     grace_s = max(config.launch.grace_s for config in planned.values())
+    with joined(next(iter(planned.values())).launch.address):
+        at_once = comparison.at_once or runs_held(planned.values())
+        pool, running = ThreadPoolExecutor(at_once, "run"), dict[str, Future[Tree]]()
+        signals = StopOnSignal(host, stop.driver, grace_s, many=True)
+        with signals, WarmWorkers(len(planned)) as warm, _left_at_once(), ExitStack() as stack:
+            stack.callback(pool.shutdown, cancel_futures=True)
+            with _left_at_once():  # without waiting for the threads
+                for name, config in planned.items():
+                    label = f"{name}: " if at_once > 1 else ""
+                    options = RunOptions(share=at_once, label=label, stop=stop, warm=warm)
+                    first = running.get(_needed(comparison, name))
+                    running[name] = pool.submit(_run_after, first, name, config, options)
+                return _outcome({name: future.result for name, future in running.items()})
+
+
+@contextmanager
+def _left_at_once() -> Iterator[None]:
+    """A signal whose grace is over, or a second Ctrl-C, ends the process here.
+
+    Threads inside Ray cannot be interrupted, and taking Ray away from them aborts the process. Workers and a cluster of
+    our own end with it, and the journals keep what is done.
+    """
     try:
-        with StopOnSignal(host, stop.driver, grace_s, many=True):
-            for name, config in planned.items():
-                first = running.get(_needed(comparison, name))
-                running[name] = pool.submit(_run, name, config, first, comparison.at_once, stop)
-            return _outcome({name: future.result for name, future in running.items()})
+        yield
     except (KeyboardInterrupt, SystemExit) as stopped:
-        # Threads inside Ray cannot be interrupted, and taking Ray away from them aborts the process. Workers and a
-        # cluster of our own end with it, and the journals keep what is done.
         log.error("stopped: repeat the command to continue")
         os._exit(stopped.code if isinstance(stopped, SystemExit) and isinstance(stopped.code, int) else 130)
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _needed(comparison: ComparisonConfig, name: str) -> str:
@@ -230,16 +257,22 @@ def _needed(comparison: ComparisonConfig, name: str) -> str:
     return f"{comparison.runs[entry].singles}-s{seed}"
 
 
-def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int, stop: HostStop | None) -> Tree:
+def _run_after(first: Future[Tree] | None, name: str, config: RunConfig, options: RunOptions) -> Tree:
+    """Run it on the cluster, after the run that it is compared with."""
+    assert options.warm is not None and options.stop is not None, "see _on_ray"
+    if first is not None:
+        first.exception()  # it is listed before, so is running already
+    if options.stop.is_requested:
+        raise stopped_by(options.stop.reason, f"'{name}' has not begun")
+    with options.warm.next_run():
+        return _run(name, config, options)
+
+
+def _run(name: str, config: RunConfig, options: RunOptions | None = None) -> Tree:
     from raycl.launch import driver
     from raycl.launch.prepared_run import prepare
 
-    if first is not None:
-        first.exception()  # the run that it needs is listed before it, so is running already
-    if stop is not None and stop.is_requested:
-        raise stopped_by(stop.reason, f"'{name}' has not begun")
     log.info("== %s", name)
-    options = driver.RunOptions(share=at_once, label=f"{name}: " if at_once > 1 else "", stop=stop)
     return driver.train(prepare(config), options)
 
 
@@ -272,8 +305,11 @@ def plan(comparison: ComparisonConfig, directory: str) -> dict[str, RunConfig]:
             tree["output"] = {"dir": folder.address, "name": f"{name}-s{seed}", "exists": "resume"}
             if entry.singles is not None:
                 tree.setdefault("eval", {})["singles"] = folder.sub(f"{entry.singles}-s{seed}").address
-            config = configs.validate(RunConfig, with_template_files(tree))
-            if config.launch.mode == "local":
-                raise needs_ray("a comparison")
-            planned[f"{name}-s{seed}"] = config
+            planned[f"{name}-s{seed}"] = configs.validate(RunConfig, with_template_files(tree))
+    local = [name for name, config in planned.items() if config.launch.mode == "local"]
+    if local and (len(local) < len(planned) or (comparison.at_once or 1) > 1):
+        raise ConfigError(
+            f"'{local[0]}' has launch.mode=local, and such runs of a comparison run one after another in its process: "
+            "set base.launch.mode for all of them, and leave at_once out"
+        )
     return planned

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import ray
 from ray import tune
 
 from raycl import config as configs
@@ -35,6 +34,7 @@ from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.run.settings import LaunchConfig
 from raycl.storage import Storage
+from raycl.training.job import Resources
 from raycl.training.records.stops.request import HostStop
 
 log = logging.getLogger("raycl")
@@ -275,20 +275,17 @@ def concurrency(sweep: SweepConfig) -> int:
     Raises:
         LaunchError: it does not hold one.
     """
-    have: Mapping[str, float] = ray.cluster_resources()
-    wanted = sweep.resources
-    cpus, gpus = wanted.workers * wanted.cpus_per_worker, wanted.workers * (wanted.gpus_per_worker or 0)
-    rooms = [have.get("CPU", 0.0) // cpus]
-    if gpus:
-        rooms.append(have.get("GPU", 0.0) // gpus)
-    elif wanted.gpus_per_worker is None and have.get("GPU", 0.0) >= wanted.workers:
-        rooms.append(have["GPU"] // wanted.workers)
-    if min(rooms) < 1:
+    nodes, wanted = clusters.nodes(), sweep.resources
+    gpus = wanted.gpus_per_worker
+    if gpus is None:
+        gpus = float(sum(node.gpus for node in nodes) >= wanted.workers)
+    held = clusters.held(nodes, Resources(wanted.cpus_per_worker, gpus)) // wanted.workers
+    if not held:
         raise LaunchError(
-            f"a trial needs {cpus:g} CPUs and {gpus:g} GPUs, but the cluster has {have.get('CPU', 0):g} CPUs and "
-            f"{have.get('GPU', 0):g} GPUs: lower resources.workers, cpus_per_worker or gpus_per_worker"
+            f"a trial needs {wanted.workers} x {wanted.cpus_per_worker:g} CPUs and {gpus:g} GPUs, but the cluster's "
+            f"nodes have {clusters.described(nodes)}: lower resources.workers, cpus_per_worker or gpus_per_worker"
         )
-    return int(min(rooms)) if sweep.concurrency is None else min(sweep.concurrency, int(min(rooms)))
+    return held if sweep.concurrency is None else min(sweep.concurrency, held)
 
 
 @contextmanager

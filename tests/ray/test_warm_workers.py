@@ -1,0 +1,149 @@
+"""A comparison on a real Ray cluster: its processes stay between runs, and are killed, stopped and continued.
+
+The processes that are killed are workers that the test's own runs wrote into their journals.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import Lab, exported, matrix, run, trace
+
+from raycl.operations.sweep.comparison import load_comparison, plan, run_comparison
+from raycl.storage import Storage
+from raycl.training.records.journal import read_state
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+
+REPO = Path(__file__).resolve().parents[2]
+DASHBOARD = True
+LONG = 'train.epochs_by_task={"colour":8,"animal":150}'
+
+
+def written(lab: Lab, folder: Path, runs: dict[str, list[str]], **settings: Any) -> Path:
+    """A comparison file with these rows."""
+    base = lab.tree("bert", "lora", launch={"cpus_per_worker": 1}, checkpoint={"every_steps": 20})
+    tree = {"name": "mine", "base": base, "runs": {name: {"set": words} for name, words in runs.items()}, "seeds": [1]}
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump({**tree, **settings}, sort_keys=False))
+    return file
+
+
+def folder_of(file: Path, row: str) -> Storage:
+    return Storage.at(file.parent / "mine" / f"{row}-s1")
+
+
+def pids(file: Path, row: str) -> list[int]:
+    """The worker of each attempt."""
+    return [attempt["pid"] for attempt in read_state(folder_of(file, row)).attempts]
+
+
+def until(ready: Callable[[], bool], seconds: float = 280) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, f"it did not happen in {seconds:g} s"
+        time.sleep(0.05)
+
+
+def assert_as_if_alone(file: Path, row: str, folder: Path) -> None:
+    """The run is what its config gives in a process of its own, bit for bit."""
+    alone = Storage.at(folder / row)
+    config = plan(load_comparison(str(file)), str(file.parent))[f"{row}-s1"]
+    run(config, alone)
+    mine = folder_of(file, row)
+    assert trace(mine) == trace(alone) and matrix(mine) == matrix(alone) and exported(mine) == exported(alone)
+
+
+def test_runs_share_processes_and_leave_nothing_in_them(
+    lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two at a time: the same run twice among others; one whose worker is killed, one that fails, one of two workers.
+
+    The run of two workers gets the room of those that wait for a run; the killed one continues in a new process.
+    """
+    runs = {
+        "first": ["method=lora"],
+        "killed": ["method=lora", LONG],
+        "other": ["method=finetune", "backbone.dtype=bfloat16"],
+        "again": ["method=lora"],
+        "pair": ["launch.workers=2"],
+        "last": ["method=lora"],
+        "broken": ["train.learning_rate=1e30", "train.max_grad_norm=0"],
+    }
+    file = written(lab, tmp_path, runs, at_once=2)
+    with ThreadPoolExecutor(1) as thread:
+        compared = thread.submit(run_comparison, load_comparison(str(file)), str(tmp_path))
+        until(lambda: bool(read_state(folder_of(file, "killed")).phases))
+        os.kill(pids(file, "killed")[-1], signal.SIGKILL)
+        outcome = compared.result(timeout=280)
+    assert list(outcome.failed) == ["broken-s1"] and "the loss is" in outcome.failed["broken-s1"]
+    assert [name.removesuffix("-s1") for name in outcome.results] == [name for name in runs if name != "broken"]
+    warm = {pid for row in ("first", "killed", "other", "again") for pid in pids(file, row)}
+    assert len(warm) <= 3, "five attempts on two processes, and on the one that replaces the killed one"
+    died, continued = pids(file, "killed")
+    assert "killed-s1: the worker's process died, " in caplog.text
+    assert died != continued
+    assert not warm & set(pids(file, "pair"))
+    for row in ("again", "last"):
+        assert trace(folder_of(file, row)) == trace(folder_of(file, "first"))
+        assert exported(folder_of(file, row)) == exported(folder_of(file, "first"))
+    for row in ("first", "killed", "other"):
+        assert_as_if_alone(file, row, tmp_path / "alone")
+
+
+@pytest.fixture
+def compare(ray_cluster: dict[str, str], tmp_path: Path) -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
+    """Starts `jobs/compare.py` on the module's cluster; what still runs at the end is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(file: Path) -> subprocess.Popen[str]:
+        words = [sys.executable, str(REPO / "jobs/compare.py"), str(file), "--dir", str(file.parent)]
+        environment = {**os.environ, "RAY_ADDRESS": ray_cluster["address"]}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def both_learn(file: Path, attempt: int, process: subprocess.Popen[str]) -> bool:
+    """Whether the first two rows are in their second task in this attempt, or the command has ended."""
+    rows = [read_state(folder_of(file, row)) for row in "ab"]
+    return all(row.phases and len(row.attempts) == attempt for row in rows) or process.poll() is not None
+
+
+def test_signals_write_checkpoints_and_the_same_command_continues(
+    lab: Lab, tmp_path: Path, compare: Callable[[Path], subprocess.Popen[str]]
+) -> None:
+    """As many runs at a time as the cluster holds: two. The third has not begun when SIGTERM and then Ctrl-C come."""
+    file = written(lab, tmp_path, {"a": [LONG], "b": [LONG, "method.rank=2"], "c": []})
+    for attempt, (number, status) in enumerate([(signal.SIGTERM, 75), (signal.SIGINT, 130)], 1):
+        process = compare(file)
+        until(partial(both_learn, file, attempt, process))
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=280)
+        assert process.returncode == status, output
+        last = output.splitlines()[-1]
+        assert "1 of 2 tasks are done" in last and last.endswith("the same command continues with all runs"), output
+        assert "Traceback" not in output and "c-s1" not in output.replace("'c-s1' has not begun", "")
+    process = compare(file)
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0 and "a-s1: [2/2] animal" in output, output
+    assert [len(pids(file, row)) for row in "abc"] == [3, 3, 1]
+    for row in "ab":
+        assert_as_if_alone(file, row, tmp_path / "alone")
