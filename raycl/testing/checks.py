@@ -155,7 +155,7 @@ def installed(kind: Kind, name: str, what: type) -> Iterator[None]:
     with ExitStack() as stack:
         if not what.__module__.startswith("raycl.") and plugin is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            stack.enter_context(on_path(write_package(folder, "under-test", {kind: {name: target}})))
+            stack.enter_context(on_path(write_package(folder, f"under-test-{kind}", {kind: {name: target}})))
         elif plugin is not None:
             assert plugin.target == target, f"{plugin} is {plugin.target}, and {target} is checked: uninstall it first"
         yield
@@ -222,9 +222,10 @@ def check_frozen(done: Done) -> None:
     moved = not bool((prompts[:, None] == words).all(2).any(1).all())
     trained = any(not torch.equal(first[name], last[name]) for name in body)
     assert trained or moved or any(bool(value.any()) for value in slots), "nothing was learned at all"
-    assert any(name.startswith("model.") for name in frozen) is not done.context.method.trains_backbone, (
-        "trains_backbone says whether the backbone's own weights are trained"
-    )
+    if done.context.method.trains_backbone:
+        assert any(name.startswith("model.") for name in learned), "trains_backbone is true, and none of it is trained"
+    else:
+        assert any(name.startswith("model.") for name in frozen), "it trains the backbone: set trains_backbone"
 
 
 def check_resume(done: Done, folder: Path, after: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from toy_plugins import Forgetful, Nesterov, Scale, Toy
+from toy_plugins import ByLength, Forgetful, LengthRouter, Nesterov, Scale, Toy
 
 from raycl.methods.lora.inclora import IncLora
 from raycl.routing.router import Router
 from raycl.routing.routers import SumRouter, TaskRouter
 from raycl.testing import check_method, check_modifier, check_optimizer, check_router
+from raycl.testing.checks import installed
 from raycl.types import Mixture, RouterState
 
 OWNERS = {"a": ("a",), "b": ("b",)}
@@ -26,6 +27,11 @@ class Alternating(SumRouter):
 @pytest.mark.parametrize(("method", "kind"), [(Toy, "llama"), (IncLora, "bert")])
 def test_methods_that_keep_the_contract_pass(method: type, kind: str) -> None:
     check_method(method, kinds=(kind,))
+
+
+def test_a_router_that_reads_texts_gets_them_though_its_method_reads_none() -> None:
+    with installed("router", "length", LengthRouter):
+        check_method(ByLength, kinds=("t5",))
 
 
 def test_a_method_that_forgets_its_state_fails() -> None:

@@ -15,8 +15,9 @@ import torch
 from axes import sampled
 from fork_server import ForkServer
 from safetensors.torch import load
-from tiny import ENGINES, WRITERS, Lab, exported, matrix, run, trace
+from tiny import ENGINES, WRITERS, Lab, exported, fits, matrix, run, trace
 
+from raycl.methods.registry import METHODS, method_config
 from raycl.operations.plan.arithmetic import GPUS, Cluster
 from raycl.operations.plan.report import plan
 from raycl.storage import Storage
@@ -26,7 +27,7 @@ ROWS = 9
 LEFT_AT = 5
 """Steps after which a run leaves its two workers: at the first checkpoint of the second task."""
 
-ALL_CASES = [
+CHOSEN = [
     *(("bert", "lora", engine, None) for engine in ENGINES),
     *(("t5", "lora", engine, None) for engine in ("torch", "zero3")),
     *(("bert", "finetune", engine, None) for engine in ("torch", "zero3")),
@@ -65,7 +66,11 @@ ALL_CASES = [
 ]
 """Kind, method (and a modifier), engine, micro-batch size."""
 
-NEED_THE_TASK = ("separate", "demix", "hat", "hat-adapter")
+OTHERS = [name for name in METHODS if name not in {case[1].removesuffix("-real") for case in CHOSEN}]
+ALL_CASES = [*CHOSEN, *(("bert" if fits("bert", name) else "t5", name, "torch", 1) for name in OTHERS)]
+"""With every other method of the table, so that a new one meets two workers without an entry here."""
+
+NEED_THE_TASK = ("separate", *(name for name in METHODS if method_config({"name": name}).needs_task))
 """Runs that cannot answer an unseen task."""
 
 AGAIN = ("bert", "finetune", "fsdp", None)

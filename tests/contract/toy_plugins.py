@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from raycl.methods.base import MethodConfig
 from raycl.methods.finetune import Finetune
+from raycl.methods.lora.inclora import IncLora, IncLoraSettings
 from raycl.methods.modifier import GradientModifier, ModifierConfig
+from raycl.routing.router import Need, Owners, Router
+from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.training.optimizers.base import Group, OptimizerKind, ParameterSpec, StateTensor
-from raycl.types import Phase
+from raycl.types import Batch, Mixture, Phase, RouterState
 
 
 class ToyConfig(MethodConfig):
@@ -77,3 +82,42 @@ class Nesterov(OptimizerKind):
     def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:
         """The running sum of gradients."""
         return {"momentum_buffer": StateTensor(tuple(parameter.shape))}
+
+
+class LengthRouter(Router):
+    """A text goes to an adapter by its number of words."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"text"})
+    chooses = True
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> LengthRouter:
+        """Over the adapters that are left."""
+        return cls([name for name in state.settings["order"] if name in owners])
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """One-hot."""
+        columns = torch.tensor([len(text.split()) % len(self.names) for text in texts])
+        return Mixture(self.names, torch.nn.functional.one_hot(columns, len(self.names)).float())
+
+
+class ByLengthConfig(IncLoraSettings):
+    """A LoRA for each task, chosen by the length of a text."""
+
+    name: Literal["by-length"] = "by-length"
+
+
+class ByLength(IncLora):
+    """It reads no texts in training, and its router does."""
+
+    Config: ClassVar[type[MethodConfig]] = ByLengthConfig
+
+    def route(self, batch: Batch) -> Mixture:
+        """The adapter that is trained."""
+        return Mixture.same({self._task: 1.0}, len(batch))
+
+    def _router(self) -> RouterState:
+        return RouterState("length", {"order": list(self._learned)})

@@ -242,7 +242,8 @@ def _opened(context: TrainingContext, task: Task, row: _Pass) -> ScoredTask:
 
 def _batches(context: TrainingContext, scored: ScoredTask, row: _Pass, size: int) -> Iterator[Batch]:
     """This worker's share of a task's rows."""
-    codec, reads = context.backbone.codec, context.method.needs_texts or row.alone is not None
+    codec, routes_texts = context.backbone.codec, row.router is not None and "text" in row.router.router.needs
+    reads = context.method.needs_texts or row.alone is not None or routes_texts
     objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
     batches = eval_batches(scored.table, None, row.world.rank, row.world.size, size, codec.pad_id, reads, objective)
     return map(_without_task, batches) if scored.task in context.stream.unseen else batches
