@@ -46,8 +46,7 @@ def stays_warm(config: RunConfig) -> bool:
 
     Not under DeepSpeed, whose process group ends with the run and is not made again.
     """
-    launch = config.launch
-    return launch.workers == 1 and not launch.fresh_workers_per_task and config.engine.name != "deepspeed"
+    return config.launch.workers == 1 and config.engine.name != "deepspeed"
 
 
 class WarmProcess:

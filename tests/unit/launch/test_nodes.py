@@ -68,5 +68,5 @@ def test_runs_at_a_time(nodes: None, launch: dict[str, Any], count: int, monkeyp
 
 def test_runs_that_need_processes_of_their_own() -> None:
     assert stays_warm(config())
-    assert not stays_warm(config(workers=2)) and not stays_warm(config(fresh_workers_per_task=True))
+    assert not stays_warm(config(workers=2))
     assert not stays_warm(configs.validate(RunConfig, {"engine": "deepspeed"}))
