@@ -39,7 +39,7 @@ WIDTH = 384
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes; the defaults end within five minutes on two cores."""
+    """Add flags of sizes; the defaults end within five minutes on two cores."""
     parser.add_argument("--dir", type=Path, help="where to write; default: the folder for temporary files")
     parser.add_argument("--large-mb", type=int, default=64, help="size of the adapters that the rates are made from")
     parser.add_argument("--large", type=int, default=15, help="how many of them")

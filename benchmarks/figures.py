@@ -72,7 +72,7 @@ class Report:
         return [figure.name for figure in self.figures if figure.ok is False]
 
     def tree(self) -> dict[str, Any]:
-        """JSON-able, with `ok` of every figure."""
+        """Return JSON-able, with `ok` of every figure."""
         figures = [{**asdict(figure), "value": _finite(figure.value), "ok": figure.ok} for figure in self.figures]
         return {**asdict(self), "figures": figures, "missed": self.missed}
 

@@ -52,7 +52,7 @@ PSEUDO_INPUTS = 20
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes; the defaults end within five minutes on two cores."""
+    """Add flags of sizes; the defaults end within five minutes on two cores."""
     parser.add_argument("--tasks", type=int, nargs="+", default=[5, 20, 100], help="tasks learned before")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=12, help="steps and batches that are timed")

@@ -47,7 +47,7 @@ CONTENDERS: dict[str, MiguConfig | None] = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes; the defaults end within five minutes on two cores."""
+    """Add flags of sizes; the defaults end within five minutes on two cores."""
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64, help="longest row; rows are between half of it and that")
     parser.add_argument("--threshold", type=float, default=0.7, help="T, the share of rows that is masked")

@@ -38,7 +38,7 @@ SETTINGS = ("batch_size", "tokens", "rank", "rounds", "threads", "adapters", "ba
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes; the defaults end within five minutes on two cores."""
+    """Add flags of sizes; the defaults end within five minutes on two cores."""
     parser.add_argument("--backbone", default="minilm", help="an encoder: its hidden states are what is timed")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64, help="length of every row")

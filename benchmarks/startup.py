@@ -23,7 +23,7 @@ CASES: dict[str, tuple[Sequence[str], float | None]] = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes."""
+    """Add flags of sizes."""
     parser.add_argument("--rounds", type=int, default=7, help="starts of each")
 
 

@@ -62,7 +62,7 @@ BUSY = 0.5
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes; the defaults end within five minutes on two cores."""
+    """Add flags of sizes; the defaults end within five minutes on two cores."""
     parser.add_argument("--size", choices=SIZES, default="small", help="of a random model")
     parser.add_argument(
         "--backbone", metavar="FOLDER", help="folder of a decoder-only model, in the random one's place"

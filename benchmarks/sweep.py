@@ -38,7 +38,7 @@ SETTINGS = ("rows", "test_rows", "epochs", "method", "repeats", "concurrency", "
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes; the defaults take about four minutes on two cores.
+    """Add flags of sizes; the defaults take about four minutes on two cores.
 
     `--part asha --rows 240 --test-rows 200 --epochs 3` takes half an hour.
     """

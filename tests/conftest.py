@@ -56,7 +56,7 @@ pytest_plugins = ["complete_runs", "chromium"]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What files of tests import is no garbage: a second of collecting in each process."""
+    """Yield what files of tests import is no garbage: a second of collecting in each process."""
     gc.disable()
     try:
         return (yield)
@@ -93,7 +93,7 @@ def imported() -> None:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of models and data sets: RAYCL_SHARED, or `shared` beside the repository."""
+    """Return the folder of models and data sets: RAYCL_SHARED, or `shared` beside the repository."""
     folder = Path(os.environ.get("RAYCL_SHARED", REPO.parent / "shared"))
     if not folder.is_dir():
         pytest.skip(f"no models and data sets at '{folder}': set RAYCL_SHARED to the folder that holds them")
@@ -128,7 +128,7 @@ def one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> FileLock:
 
 @pytest.fixture(scope="module")
 def ray_cluster(request: pytest.FixtureRequest, one_at_a_time: FileLock) -> Iterator[dict[str, str]]:
-    """A Ray cluster of 2 CPUs on this machine, gone without a trace after the module; yields its address info.
+    """Yield a Ray cluster of 2 CPUs on this machine, gone without a trace after the module; yields its address info.
 
     With the dashboard in modules that set `DASHBOARD`: they start runs that join the cluster, and without it Train's
     cleaner of placement groups, which these have, cannot work and warns every second.

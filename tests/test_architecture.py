@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 
 def _files(*folders: str) -> list[str]:
-    """Files that git knows or would take, by path in the repository."""
+    """Return files that git knows or would take, by path in the repository."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *folders]
     listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout.split("\0")
     return sorted({path for path in listed if path and (REPO / path).is_file()})

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes."""
+    """Add flags of sizes."""
     parser.add_argument("--rows", type=int, default=6000, help="rows of a round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each, in turn")
     parser.add_argument("--adapters", type=int, default=20, help="adapters of the bank")

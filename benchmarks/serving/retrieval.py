@@ -36,7 +36,7 @@ SETTINGS = ("tasks", "slots", "groups", "top_k", "threads", "rounds", "texts")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes; the defaults end within five minutes on two cores."""
+    """Add flags of sizes; the defaults end within five minutes on two cores."""
     parser.add_argument("--tasks", type=int, nargs="+", default=[10, 100, 10_000], help="tasks in the bank")
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--groups", type=int, default=6)

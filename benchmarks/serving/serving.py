@@ -62,7 +62,7 @@ KINDS = ("minilm", "mini-llama")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes; the defaults end within five minutes on two cores."""
+    """Add flags of sizes; the defaults end within five minutes on two cores."""
     parser.add_argument("--adapters", type=int, nargs="+", default=[4, 1000], help="adapters in the bank")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=12.0, help="of load for every variant")

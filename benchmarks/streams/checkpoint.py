@@ -47,7 +47,7 @@ INSIDE, END = "inside a task", "at a task's end"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes; the defaults end within five minutes on two cores, and need 8 GiB."""
+    """Add flags of sizes; the defaults end within five minutes on two cores, and need 8 GiB."""
     parser.add_argument("--model", choices=list(SHAPES), default="200M", help="size of the random backbone")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="engines in turn")
     parser.add_argument("--workers", type=int, default=2)

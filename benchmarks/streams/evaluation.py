@@ -60,7 +60,7 @@ SETTINGS = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes; the defaults end within five minutes on two cores with a backbone of 20 million parameters."""
+    """Add flags of sizes; the defaults end within five minutes on two cores with 20 million parameters."""
     tasks = ["task363", "task875", "task1572", "task591"]
     parser.add_argument("--backbone", required=True, help="folder or name of a model that generates")
     parser.add_argument("--data", type=Path, required=True, help="folder with SuperNI tasks in CL_Benchmark's layout")

@@ -45,7 +45,7 @@ LIMIT_GIB = 18.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes."""
+    """Add flags of sizes."""
     parser.add_argument("--model", choices=list(SHAPES), default="60M", help="size of the random backbone")
     parser.add_argument("--engines", nargs="*", choices=list(ENGINES), default=list(ENGINES), help="engines in turn")
     parser.add_argument("--workers", type=int, default=2, help="of Ray Train")

@@ -46,7 +46,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Sizes; the defaults end within five minutes on two cores."""
+    """Add flags of sizes; the defaults end within five minutes on two cores."""
     parser.add_argument(
         "--models",
         metavar="FOLDER",

@@ -107,7 +107,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _name(group: str, inner: str) -> str:
-    """Back from what `_place` gave."""
+    """Invert `_place`."""
     kind, is_router, _ = group.partition("//")
     if is_router:
         return f"{kind}/{inner}"

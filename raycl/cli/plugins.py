@@ -15,12 +15,12 @@ from raycl.cli.terminal import echo
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     return argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Return the parsed command line."""
     return parser(prog).parse_args(words)
 
 

@@ -224,13 +224,13 @@ def _cpus(group: Mapping[str, Any]) -> float:
 
 
 def nodes() -> list[Resources]:
-    """What each node has in all, without those that have no CPUs for workers."""
+    """Return what each node has in all, without those that have no CPUs for workers."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return [Resources(have["CPU"], have.get("GPU", 0.0)) for have in alive if have.get("CPU")]
 
 
 def described(nodes: Iterable[Resources]) -> str:
-    """What the nodes have, as a part of a sentence."""
+    """Return what the nodes have, as a part of a sentence."""
     return (
         " + ".join(f"{count} x ({node.cpus:g} CPUs, {node.gpus:g} GPUs)" for node, count in Counter(nodes).items())
         or "no CPUs"
@@ -238,13 +238,13 @@ def described(nodes: Iterable[Resources]) -> str:
 
 
 def held(nodes: Iterable[Resources], each: Resources) -> int:
-    """How many processes with these resources the nodes hold at a time."""
+    """Return how many processes with these resources the nodes hold at a time."""
     by_cpus = [(node, int(node.cpus // each.cpus)) for node in nodes]
     return sum(min(count, int(node.gpus // each.gpus)) if each.gpus else count for node, count in by_cpus)
 
 
 def even_cpus(nodes: Sequence[Resources], processes: int) -> float:
-    """The most whole CPUs that each of so many processes can have; 1 where there are too few."""
+    """Return the most whole CPUs that each of so many processes can have; 1 where there are too few."""
     most = int(max((node.cpus for node in nodes), default=1.0))
     return float(next((cpus for cpus in range(most, 1, -1) if held(nodes, Resources(cpus)) >= processes), 1))
 

@@ -244,6 +244,6 @@ def raise_failed(prepared: Prepared, job: TrainingJob, cause: BaseException) -> 
 
 
 def cause_of(error: BaseException) -> str:
-    """The last line of an error's message, or of its cause's."""
+    """Return the last line of an error's message, or of its cause's."""
     text = str(error.__cause__ or error).strip()
     return text.splitlines()[-1] if text else type(error).__name__

@@ -42,7 +42,7 @@ LOOK_S = 1.0
 
 
 def stays_warm(config: RunConfig) -> bool:
-    """Whether the run's worker may be a process that other runs had before and get after it.
+    """Return whether the run's worker may be a process that other runs had before and get after it.
 
     Not under DeepSpeed, whose process group ends with the run and is not made again.
     """
@@ -165,7 +165,7 @@ class WarmWorkers:
             return fitting
 
     def _start(self, resources: Resources, stop: HostStop | None) -> WarmWorker | None:
-        """A new worker as soon as there is room, or one that another run gives back before."""
+        """Return a new worker as soon as there is room, or one that another run gives back before."""
         with self.waiting_for(resources), clusters.log_while_pending(lambda: True, resources.named(), LOWER):
             room = placement_group([resources.named()])
             while not room.wait(LOOK_S):
@@ -239,7 +239,7 @@ class WarmRun:
 
 
 def _cause(error: RayError) -> BaseException:
-    """What was raised in the worker, or what became of it."""
+    """Return what was raised in the worker, or what became of it."""
     cause: BaseException = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RayActorError) and not cause.actor_init_failed:
         return RunError("the worker's process died, perhaps killed, perhaps for want of memory")
@@ -247,7 +247,8 @@ def _cause(error: RayError) -> BaseException:
 
 
 def runs_held(configs: Iterable[RunConfig]) -> int:
-    """How many of these runs fit at a time: 1 on a Ray of this command's own, else what the cluster's nodes hold.
+    """Return how many of these runs fit at a time: 1 on a Ray of this command's own, else what the cluster's nodes
+    hold.
 
     A run takes what its config says; where that leaves it open, a GPU if the cluster has one for each worker, else the
     CPUs of a node.

@@ -103,7 +103,7 @@ class PerTaskAdapter(Method, ABC):
         """Create the task's trainable adapters (`AdapterStack.begin_training`, prompts, keys)."""
 
     def _prompt_use(self, adapter: str) -> PromptUse:
-        """How the soft prompt of an adapter is mixed with others."""
+        """Return how the soft prompt of an adapter is mixed with others."""
         return used_alike(self._form.prompts or "sum", adapter)
 
     def _number(self) -> int:

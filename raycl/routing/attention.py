@@ -207,7 +207,7 @@ class Attention(nn.Module):
         }
 
     def settings(self) -> dict[str, Any]:
-        """JSON-able: everything but the tensors."""
+        """Return the JSON-able settings, everything but the tensors."""
         shape = {"dimensions": self.dimensions, "tasks": list(self.keys)}
         return {"attention": self.config.model_dump(mode="json"), **shape}
 

@@ -110,7 +110,7 @@ class UpstreamConfig(Section):
         return self
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """All but the address, without one."""
+        """Yield all but the address, without one."""
         if self.url is None:
             yield from ((name, "url=null") for name in ("export", "key_env"))
 

@@ -11,7 +11,7 @@ __all__ = ["check_method", "check_modifier", "check_optimizer", "check_router"]
 
 
 def __getattr__(name: str) -> Any:
-    """The checks, imported when they are asked for: tiny models and packages are used without them."""
+    """Return the checks, imported when they are asked for: tiny models and packages are used without them."""
     if name in __all__:
         from raycl.testing import checks
 

@@ -64,12 +64,12 @@ TRAIN_ROWS, TEST_ROWS = 14, 6
 
 
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """The words of the tasks."""
+    """Return the words of the tasks."""
     return models.word_tokenizer(kind, WORDS)
 
 
 def save_model(kind: str, folder: Path) -> Path:
-    """A Hugging Face folder of a tiny model whose vocabulary holds the words of the tasks."""
+    """Return a Hugging Face folder of a tiny model whose vocabulary holds the words of the tasks."""
     return models.save_model(kind, folder, WORDS)
 
 
@@ -84,7 +84,7 @@ def save_tasks(root: Path) -> list[dict[str, Any]]:
 
 
 def save_unseen(root: Path) -> dict[str, Any]:
-    """A task to test only, whose labels are one of each trained task's, and its entry for `stream.unseen`."""
+    """Return a task to test only, whose labels are one of each trained task's, and its entry for `stream.unseen`."""
     (root / "mixed").mkdir()
     lines = [_row(tuple(classes[0] for classes in TASKS.values()), number) for number in range(TEST_ROWS)]
     (root / "mixed" / "test.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
@@ -92,7 +92,7 @@ def save_unseen(root: Path) -> dict[str, Any]:
 
 
 def _row(classes: tuple[tuple[str, str], ...], number: int) -> dict[str, str]:
-    """Texts of different lengths: the label's words, turned by `number`, and the word "a"."""
+    """Return texts of different lengths: the label's words, turned by `number`, and the word "a"."""
     label, words = classes[number % len(classes)]
     pool = [*words.split(), "a"]
     turned = [pool[(number // 2 + index) % len(pool)] for index in range(2 + number % 4)]
@@ -100,7 +100,7 @@ def _row(classes: tuple[tuple[str, str], ...], number: int) -> dict[str, str]:
 
 
 def _whole(method: Any) -> bool:
-    """Whether a method, or its learner, trains the backbone's own weights."""
+    """Return whether a method, or its learner, trains the backbone's own weights."""
     settings = {"name": method} if isinstance(method, str) else method
     return method_class(settings["name"]).trains_backbone or ("learner" in settings and _whole(settings["learner"]))
 
@@ -115,12 +115,12 @@ class Lab:
         self.unseen = save_unseen(root / "tasks")
 
     def model_folder(self, kind: str) -> Path:
-        """The saved model of that kind, made when first asked for."""
+        """Return the saved model of that kind, made when first asked for."""
         folder = self.root / "models" / kind
         return folder if folder.is_dir() else save_model(kind, folder)
 
     def tree(self, kind: str, method: Any = "lora", engine: Any = "torch", **sections: Any) -> dict[str, Any]:
-        """A config tree: 4 steps of 4 rows a task, a checkpoint after the second; `sections` are merged in.
+        """Return a config tree: 4 steps of 4 rows a task, a checkpoint after the second; `sections` are merged in.
 
         Args:
             method: name or settings; `separate` or `joint`: LoRA under that schedule; a pair: schedule and method.
@@ -152,7 +152,7 @@ class Lab:
         return {"name": method} if isinstance(method, str) else dict(method)
 
     def config(self, kind: str, method: Any = "lora", engine: Any = "torch", **sections: Any) -> RunConfig:
-        """The same, validated."""
+        """Return the same, validated."""
         return configs.validate(RunConfig, self.tree(kind, method, engine, **sections))
 
 
@@ -209,7 +209,7 @@ class SnapshotModel:
 
 
 def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -> SnapshotModel:
-    """The snapshot over a freshly loaded backbone, on the CPU unless a device is given."""
+    """Return the snapshot over a freshly loaded backbone, on the CPU unless a device is given."""
     config = backbone_of(snapshot)
     codec = load_codec(config, 24, 4)
     backbone = load_backbone(config, codec, device or torch.device("cpu"), 0)
@@ -217,19 +217,19 @@ def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -
 
 
 def trace(storage: Storage) -> list[tuple[Any, ...]]:
-    """What must repeat bit for bit: phase, step, loss, gradient norm, rate and tokens of every step."""
+    """Return what must repeat bit for bit: phase, step, loss, gradient norm, rate and tokens of every step."""
     keys = ("phase", "step", "loss", "grad_norm", "learning_rate", "tokens")
     return [tuple(record[key] for key in keys) for record in read_trace(storage)]
 
 
 def matrix(storage: Storage) -> list[list[Any]]:
-    """Values of the accuracy matrix, None where it is empty."""
+    """Return values of the accuracy matrix, None where it is empty."""
     cells = storage.read_json("results.json")["matrix"]
     return [[cell and cell["value"] for cell in row] for row in cells]
 
 
 def exported(storage: Storage) -> dict[str, bytes]:
-    """Every exported file with its bytes, and the hashes that the bank's newest snapshot names."""
+    """Return every exported file with its bytes, and the hashes that the bank's newest snapshot names."""
     folders = [f"learned/{name}" for name in storage.list("learned")]
     files = {
         f"{folder}/{name}": storage.read(f"{folder}/{name}") for folder in folders for name in storage.list(folder)
@@ -248,7 +248,7 @@ class Done:
     context: TrainingContext
 
     def copy(self, folder: Path) -> Storage:
-        """A copy of the run directory, to be damaged or continued."""
+        """Return a copy of the run directory, to be damaged or continued."""
         return Storage.at(shutil.copytree(self.storage.root, folder / "copy"))
 
 
@@ -259,7 +259,7 @@ def last_checkpoint(done: Done) -> Checkpoint:
 
 
 def evaluated_by(done: Done) -> PublishedRouter:
-    """The router of the run's last evaluation."""
+    """Return the router of the run's last evaluation."""
     router = PublishedRouter.of(done.context.method, last_checkpoint(done))
     assert router is not None
     return router

@@ -253,12 +253,12 @@ class Driver:
         return self.process is not None and self.process.poll() is None
 
     def said(self) -> str:
-        """The end of what all starts printed."""
+        """Return the end of what all starts printed."""
         logs = sorted(self._folder.glob("driver*.log"))
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-2000:]}" for log in logs)
 
     def logs(self) -> str:
-        """All that the last start printed."""
+        """Return all that the last start printed."""
         return (self._folder / f"driver{self._starts}.log").read_text(errors="replace").strip()
 
     def stop(self) -> None:
@@ -317,7 +317,7 @@ def damage_newest_checkpoint(storage: Storage) -> str:
 
 
 def wait_for(storage: Storage, ready: Callable[[RunState], bool], driver: Driver, seconds: float = 240) -> RunState:
-    """The first state of the run that is `ready`."""
+    """Return the first state of the run that is `ready`."""
     run_states: list[RunState] = []
 
     def look() -> bool:

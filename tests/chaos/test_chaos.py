@@ -112,7 +112,7 @@ def nodes(store: Store) -> Iterator[Nodes]:
 
 
 def inside(phase: int) -> Any:
-    """Whether the newest checkpoint is one inside this phase, or inside a later one."""
+    """Return whether the newest checkpoint is one inside this phase, or inside a later one."""
 
     def ready(state: RunState) -> bool:
         done, name = len(state.phases), state.checkpoints[-1] if state.checkpoints else ""
@@ -122,7 +122,7 @@ def inside(phase: int) -> Any:
 
 
 def outcome(storage: Storage, bank: Bank | None = None) -> dict[str, Any]:
-    """What must not depend on what went wrong: every cell, every step's numbers, every adapter, every answer."""
+    """Return what must not depend on what went wrong: every cell, every step's numbers, every adapter, every answer."""
     results = storage.read_json("results.json")
     newest = (bank or Bank(storage.sub("bank"))).newest()
     assert newest is not None and results["finished"]

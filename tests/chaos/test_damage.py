@@ -57,13 +57,13 @@ class Training(Driver):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, which the processes inherit."""
+    """Return a cache of its own, which the processes inherit."""
     monkeypatch.setenv("RAYCL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def two_tasks(folder: Path) -> Path:
-    """The config of the first two tasks, each of a few seconds."""
+    """Return the config of the first two tasks, each of a few seconds."""
     file = save_config(folder)
     tree = yaml.safe_load(file.read_text())
     tree["stream"]["tasks"] = tree["stream"]["tasks"][:2]
@@ -75,7 +75,7 @@ def two_tasks(folder: Path) -> Path:
 
 
 def damage_all(files: list[Path]) -> Counter[str]:
-    """Every file in one of all ways, in turn, and strays beside each; how many in which way."""
+    """Return every file in one of all ways, in turn, and strays beside each; how many in which way."""
     counter: Counter[str] = Counter()
     draw = random.Random(0)
     draw.shuffle(files)

@@ -61,7 +61,7 @@ def compare(codec: HFCodec, folder: Path) -> None:
 
 
 def controls(rows: list[list[int]], codec: HFCodec) -> list[list[int]]:
-    """The special tokens of each row, which are the template's."""
+    """Return the special tokens of each row, which are the template's."""
     kept = codec.special_ids - {codec.tokenizer.unk_token_id}
     return [[number for number in ids if number in kept] for ids in rows]
 

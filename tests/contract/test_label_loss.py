@@ -88,7 +88,7 @@ def test_task_incremental_evaluation_uses_the_tasks_labels_and_changes_no_weight
     lab: Lab, tmp_path: Path, kind: str
 ) -> None:
     def strange(labels: str) -> int:
-        """Answers that are none of their task's labels."""
+        """Return answers that are none of their task's labels."""
         folder = Storage.at(tmp_path / labels)
         run(lab.config(kind, "lora", eval={"labels": labels}), folder)
         count = 0

@@ -38,7 +38,7 @@ HEADS = [name for name in METHODS if name in RUNS and name not in (*OWN_HEAD, *N
 
 
 def outputs(model: Any, done: Done) -> torch.Tensor:
-    """Logits, or the hidden states of an encoder, on the first test rows."""
+    """Return logits, or the hidden states of an encoder, on the first test rows."""
     codec, task = done.context.backbone.codec, done.context.stream.tasks[0]
     batch = next(iter(eval_batches(done.context.stream.table(task, "test", codec), None, 0, 1, 4, codec.pad_id)))
     inputs = {"input_ids": batch.source_ids, "attention_mask": batch.source_mask}
@@ -65,7 +65,8 @@ def test_exports_give_the_trained_models_outputs_elsewhere(
 
 
 def weights_of(done: Done, newest: Snapshot) -> dict[str, float]:
-    """What to export: the adapter of the last phase, or its slots together; all where all phases train the same."""
+    """Return what to export: the adapter of the last phase, or its slots together; all where all phases train the
+    same."""
     phase = done.context.phases[-1]
     if not done.context.own_adapters:
         return dict.fromkeys((entry.name for entry in newest.adapters), 1.0)
@@ -74,7 +75,7 @@ def weights_of(done: Done, newest: Snapshot) -> dict[str, float]:
 
 
 def activate(done: Done, examples: int) -> AbstractContextManager[None]:
-    """The same adapters in the run's own model."""
+    """Return the same adapters in the run's own model."""
     method = done.context.method
     if method.stack is None or method.stack.trainable:
         return activate_trainable(method, examples)
@@ -84,7 +85,7 @@ def activate(done: Done, examples: int) -> AbstractContextManager[None]:
 
 
 def elsewhere(done: Done, kind: str, phase: Phase, folder: Path) -> Iterator[Any]:
-    """What the last phase left, as other libraries load it: adapters by PEFT and merged, or the whole model."""
+    """Yield what the last phase left, as other libraries load it: adapters by PEFT and merged, or the whole model."""
     bank = Bank(done.storage.sub("bank"))
     newest = bank.newest()
     if newest is None:

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def wide(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A decoder whose linears have whole blocks of 64 inputs."""
+    """Return a decoder whose linears have whole blocks of 64 inputs."""
     folder = shutil.copytree(lab.model_folder("llama"), tmp_path_factory.mktemp("models") / "wide")
     config = LlamaConfig.from_pretrained(folder)
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 32

@@ -37,7 +37,7 @@ SERVED = [pair for pair in RUNS_BY_KIND if pair[1] not in (*NOT_SERVED, "finetun
 
 
 def prompts_of(kind: str) -> tuple[str, ...]:
-    """Those that a kind of backbone can read: encoders have no conversations."""
+    """Return those that a kind of backbone can read: encoders have no conversations."""
     return PROMPTS[:4] if kind == "bert" else PROMPTS
 
 
@@ -49,7 +49,7 @@ SAMPLE = [
 
 
 def conversations(lab: Lab, folder: Path) -> list[dict[str, Any]]:
-    """The tasks of the laboratory, whose texts are asked after another turn, some below a system message."""
+    """Return the tasks of the laboratory, whose texts are asked after another turn, some below a system message."""
     specs = []
     for spec in lab.tasks:
         (folder / spec["name"]).mkdir()
@@ -128,12 +128,12 @@ def test_a_runs_last_rows_are_the_endpoints_answers(
 
 
 def with_definitions(lab: Lab) -> list[dict[str, Any]]:
-    """The tasks of the laboratory with instructions."""
+    """Return the tasks of the laboratory with instructions."""
     return [{**spec, "definition": DEFINITIONS[spec["name"]]} for spec in lab.tasks]
 
 
 def rows_of(storage: Storage, folder: str, task: str) -> tuple[list[str], list[str]]:
-    """Texts, and the answers that were scored."""
+    """Return texts, and the answers that were scored."""
     rows = [json.loads(line) for line in storage.read(f"predictions/{folder}/{task}.jsonl").splitlines()]
     return [row["text"] for row in rows], [row["answer"] for row in rows]
 
@@ -145,7 +145,7 @@ def folder_of(context: TrainingContext) -> str:
 
 
 def answers(wire: Wire, texts: Sequence[str], system: str = "", task: str | None = None) -> list[str]:
-    """What the endpoint answers.
+    """Return what the endpoint answers.
 
     Args:
         texts: of rows, conversations among them. system: message in front of each; "": none.

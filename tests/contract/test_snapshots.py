@@ -27,13 +27,13 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def newest(done: Done) -> tuple[Bank, Snapshot | None]:
-    """The run's bank and its last snapshot."""
+    """Return the run's bank and its last snapshot."""
     bank = Bank(done.storage.sub("bank"))
     return bank, bank.newest()
 
 
 def copied(done: Done, folder: Any) -> tuple[Bank, Snapshot]:
-    """A copy that a test may change."""
+    """Return a copy that a test may change."""
     bank = Bank(done.copy(folder).sub("bank"))
     snapshot = bank.newest()
     assert snapshot is not None

@@ -89,7 +89,7 @@ def tree(lab: Lab, kind: str, method: str, engine: str, micro: int | None = None
 
 
 def settings(method: str) -> Any:
-    """A method by its short name, without the modifier behind `+`."""
+    """Return a method by its short name, without the modifier behind `+`."""
     return WRITERS.get(method, method.removesuffix("+migu"))
 
 
@@ -124,7 +124,7 @@ def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 @pytest.fixture(scope="module")
 def together(lab: Lab, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run of every case by two workers."""
+    """Return a folder with the run of every case by two workers."""
     root = tmp_path_factory.mktemp("together")
     jobs = [{"tree": tree(lab, *case), "folder": str(root / name(case)), "after": None} for case in CASES]
     jobs += [{"tree": tree(lab, *case), "folder": str(root / f"left-{name(case)}"), "after": LEFT_AT} for case in LEFT]
@@ -171,13 +171,13 @@ def unseen(storage: Storage) -> dict[str, tuple[float, int]]:
 
 
 def attended(storage: Storage) -> list[dict[str, list[float]]]:
-    """Mean weights of each task's test texts after every phase: of all texts, on whichever worker."""
+    """Return the mean weights of each task's test texts after every phase: of all texts, on whichever worker."""
     summary = [phase.get("attention") for phase in storage.read_json("results.json")["phase_summaries"]]
     return [told["test"] for told in summary if told]
 
 
 def rows_kept(storage: Storage) -> list[Any]:
-    """The modifiers' summary of every phase: the same rows, chosen by both workers together."""
+    """Return the modifiers' summary of every phase: the same rows, chosen by both workers together."""
     summary = [phase.get("modifiers", {}).get("migu") for phase in storage.read_json("results.json")["phase_summaries"]]
     return [(told["steps"], told["layers"]) for told in summary if told]
 

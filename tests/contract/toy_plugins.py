@@ -68,7 +68,7 @@ class Scale(GradientModifier):
         self.parameter_names = self.names = tuple(trained)
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
-        """The scaled gradient."""
+        """Return the scaled gradient."""
         return gradient.mul_(self.config.factor)
 
 
@@ -80,7 +80,7 @@ class Nesterov(OptimizerKind):
         return SGD(groups, lr=self.train.learning_rate, momentum=0.9, nesterov=True)
 
     def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:
-        """The running sum of gradients."""
+        """Return the running sum of gradients."""
         return {"momentum_buffer": StateTensor(tuple(parameter.shape))}
 
 

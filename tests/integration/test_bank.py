@@ -38,7 +38,7 @@ def same(mine: AdapterState, other: AdapterState) -> bool:
 
 @pytest.fixture(params=["local", "s3"])
 def bank(request: pytest.FixtureRequest, tmp_path: Path) -> Bank:
-    """An empty bank on either side."""
+    """Return an empty bank on either side."""
     if request.param == "local":
         return Bank.at(tmp_path / "bank")
     return Bank.at(request.getfixturevalue("s3_uri")(tmp_path.name))

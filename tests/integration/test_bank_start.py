@@ -68,7 +68,7 @@ def tree_of(lab: Lab, case: str, tasks: list[Any], bank: Path) -> dict[str, Any]
 
 
 def begun(tree: dict[str, Any], folder: Path, shared: SharedReader | None = None) -> Storage:
-    """A run as `jobs/train_stream.py` prepares it, on one worker without Ray."""
+    """Return a run as `jobs/train_stream.py` prepares it, on one worker without Ray."""
     config = run_config.from_tree({**tree, "output": {"dir": str(folder.parent), "name": folder.name}})
     work(prepared_run.prepare(config), shared)
     prepared_run.finish(prepared_run.reopen(str(folder)))
@@ -76,7 +76,7 @@ def begun(tree: dict[str, Any], folder: Path, shared: SharedReader | None = None
 
 
 def tensors(bank: Bank, snapshot: Snapshot) -> dict[str, Any]:
-    """Everything that answers: adapters, what is kept beside them, the router."""
+    """Return everything that answers: adapters, what is kept beside them, the router."""
     held = {entry.name: (entry.tensors.sha256, dict(entry.extras)) for entry in snapshot.adapters}
     return {**held, "router": get_router(bank, snapshot).tensors}
 
@@ -203,7 +203,7 @@ def test_replay_needs_the_rows_of_earlier_tasks(lab: Lab, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def learned(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Bank]:
-    """A copy of a bank with one learned task."""
+    """Return a copy of a bank with one learned task."""
     root = tmp_path_factory.mktemp("learned")
     begun(tree_of(lab, "lora", lab.tasks[:1], root / "bank"), root / "runs/first")
 

@@ -32,7 +32,7 @@ WORDS = {"chat": {"sky": "blue", "fire": "red"}, "talk": {"purrs": "cat", "barks
 
 
 def conversation(answers: dict[str, str], number: int) -> dict[str, Any]:
-    """Two turns; some have a system message."""
+    """Return two turns; some have a system message."""
     first, second = list(answers)[:: 1 - 2 * (number % 2)]
     turns = [("user", f"the {first} is"), ("assistant", answers[first])]
     turns += [("user", f"the {second} is very"), ("assistant", answers[second])]
@@ -45,7 +45,8 @@ Config = Callable[[str], RunConfig]
 
 @pytest.fixture(scope="module")
 def config(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Name of the second task -> a stream of two tasks, the first of conversations, learned by SLM: it reads texts."""
+    """Return the name of the second task -> a stream of two tasks, the first of conversations, learned by SLM: it reads
+    texts."""
     folder = tmp_path_factory.mktemp("chats")
     specs = {"animal": lab.tasks[1]}
     for task, answers in WORDS.items():

@@ -23,7 +23,7 @@ REFUSED = r"'.*race' is a run with other settings, claimed on .*: train\.learnin
 
 
 def two(lab: Lab, folder: Path) -> tuple[RunConfig, RunConfig]:
-    """Two configs of one name that would not learn the same."""
+    """Return two configs of one name that would not learn the same."""
     output = {"dir": str(folder), "name": "race"}
     return tuple(lab.config("bert", output=output, train={"learning_rate": rate}) for rate in (0.01, 0.5))  # type: ignore[return-value]
 

@@ -35,12 +35,12 @@ def damage(path: Path, how: str) -> None:
 
 
 def checkpoint(storage: Storage, index: int = -1) -> Path:
-    """Folder of a checkpoint that the journal names."""
+    """Return the folder of a checkpoint that the journal names."""
     return Path(storage.path(f"checkpoints/{read_state(storage).checkpoints[index]}"))
 
 
 def unchanging(bank: Bank) -> dict[str, bytes]:
-    """Files of a bank without those that a run writes again."""
+    """Return files of a bank without those that a run writes again."""
     names = [name for name in bank.storage.files() if not name.startswith("leases/") and not name.endswith(NOTE)]
     return {name: bank.storage.read(name) for name in names}
 

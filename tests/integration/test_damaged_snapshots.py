@@ -45,7 +45,7 @@ def withheld(bank: Bank) -> Callable[[], None]:
 
 
 def new_adapter(bank: Bank) -> tuple[Snapshot, Path]:
-    """The newest snapshot, and the object that only it names."""
+    """Return the newest snapshot, and the object that only it names."""
     first, last = bank.open(1), bank.open(max(bank.snapshots()))
     old = {entry.tensors.sha256 for entry in first.adapters}
     (fresh,) = [entry for entry in last.adapters if entry.tensors.sha256 not in old]

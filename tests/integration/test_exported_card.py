@@ -64,7 +64,7 @@ class Cards:
 
 @pytest.fixture(scope="module")
 def cards(taught: Taught, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Cards:
-    """All of them, read by one process; what the base models' folders recommend acts on none."""
+    """Return all of them, read by one process; what the base models' folders recommend acts on none."""
     root = tmp_path_factory.mktemp("cards")
     adapters = ",".join(f"{name}={weight}" for name, weight in WEIGHTS.items())
     banks = {kind: bank_of(taught(kind, "slm"), root / kind) for kind in TYPES}
@@ -95,7 +95,7 @@ def cards(taught: Taught, fork_server: ForkServer, tmp_path_factory: pytest.Temp
 
 
 def with_prompts(bank: Bank, prompt_of: Callable[[str], dict[str, Any]]) -> Bank:
-    """The same, each task with a template of its own."""
+    """Return the same, each task with a template of its own."""
     snapshot = bank.open(max(bank.snapshots()))
     unlike = [summary.model_copy(update=prompt_of(summary.name)) for summary in snapshot.tasks]
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]

@@ -27,7 +27,7 @@ from raycl.training.records.tensor_objects import TensorObjects
 
 
 def halves(lab: Lab, method: Any) -> tuple[RunConfig, RunConfig, str]:
-    """The run of all tasks, the one of the first, and the second task as on the command line."""
+    """Return the run of all tasks, the one of the first, and the second task as on the command line."""
     whole = lab.config("bert", method)
     first = configs.validate(
         RunConfig, {**configs.as_tree(whole), "stream": {**configs.as_tree(whole)["stream"], "tasks": lab.tasks[:1]}}
@@ -244,5 +244,5 @@ def test_a_named_order_is_spelled_out(lab: Lab) -> None:
 
 
 def replace_stream(config: RunConfig, stream: dict[str, Any]) -> RunConfig:
-    """The config on another stream."""
+    """Return the config on another stream."""
     return configs.validate(RunConfig, {**configs.as_tree(config), "stream": stream})

@@ -87,7 +87,7 @@ both = pytest.mark.parametrize("server", [endpoint, page])
 
 
 def connected(port: int, received: int | None = None) -> socket.socket:
-    """A client's socket, with a buffer of this size for what it receives."""
+    """Return a client's socket, with a buffer of this size for what it receives."""
     client = socket.socket()
     if received is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received)
@@ -97,7 +97,7 @@ def connected(port: int, received: int | None = None) -> socket.socket:
 
 
 def is_open(client: socket.socket, seconds: float) -> bool:
-    """Whether the server keeps a connection for so long, in which it sends nothing."""
+    """Return whether the server keeps a connection for so long, in which it sends nothing."""
     client.settimeout(seconds)
     try:
         return client.recv(1) != b""

@@ -28,12 +28,12 @@ MIGU = {"name": "migu", "layers": ["attention", "ffn"]}
 
 
 def three(lab: Lab) -> list[dict[str, Any]]:
-    """The two tasks of the laboratory and a third one, which has the first one's rows."""
+    """Return the two tasks of the laboratory and a third one, which has the first one's rows."""
     return [*lab.tasks, {**copy.deepcopy(lab.tasks[0]), "name": "third"}]
 
 
 def pair(lab: Lab, case: str, engine: str) -> tuple[RunConfig, RunConfig]:
-    """The run that saves fork points, and the one that uses them."""
+    """Return the run that saves fork points, and the one that uses them."""
     tasks = three(lab)
     names = [str(task["name"]) for task in tasks]
     migu = [{"modifiers": [{**MIGU, "threshold": value}]} for value in (0.3, 0.8)]

@@ -36,7 +36,7 @@ def generated(generator: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 
 def begun(lab: Lab, kind: str, settings: dict[str, Any]) -> tuple[Sapt, TaskContext]:
-    """A method that has learned nothing yet, and the rows of its first phase."""
+    """Return a method that has learned nothing yet, and the rows of its first phase."""
     context, _ = build(lab.config(kind, {"name": "sapt", **settings}), WORLD)
     assert isinstance(context.method, Sapt)
     return context.method, TaskContext(context.phases[0], 4, context.stream, context.backbone.codec)

@@ -21,7 +21,7 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 
 
 def templated(bank: Bank, template: str) -> Snapshot:
-    """The newest snapshot once more, its tasks learned with this chat template."""
+    """Return the newest snapshot once more, its tasks learned with this chat template."""
     old = bank.open(max(bank.snapshots()))
     kept = [(entry, old.layouts[entry.layout]) for entry in old.adapters]
     tasks = [task.model_copy(update={"chat_template": template, "prompt": ("", "")}) for task in old.tasks]

@@ -57,7 +57,7 @@ def place(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture(scope="module")
 def stopped(place: Place) -> Storage:
-    """A run that died inside its second task."""
+    """Return a run that died inside its second task."""
     tree = {**place.tree, "output": {**place.tree["output"], "name": "stopped"}}
     prepared = prepared_run.prepare(configs.validate(RunConfig, tree))
     with pytest.raises(Stop):
@@ -67,7 +67,7 @@ def stopped(place: Place) -> Storage:
 
 @pytest.fixture(scope="module")
 def first(place: Place) -> Storage:
-    """A finished run of the first task."""
+    """Return a finished run of the first task."""
     tree = {**place.tree, "output": {**place.tree["output"], "name": "first"}}
     tree["stream"] = {**tree["stream"], "tasks": tree["stream"]["tasks"][:1]}
     prepared = prepared_run.prepare(configs.validate(RunConfig, tree))
@@ -192,7 +192,7 @@ def _check_merge(inputs: Place, folder: Storage) -> None:
 
 
 def _published(bank: Bank, provenance: dict[str, Any]) -> int:
-    """Number of a snapshot as the second one, with this provenance."""
+    """Return the number of a snapshot as the second one, with this provenance."""
     item = bank.open(2)
     tree = item.model_dump(mode="json") | {"number": max(bank.snapshots()) + 1, "provenance": provenance}
     bank.storage.create(f"snapshots/{tree['number']:06d}.json", seal(tree))

@@ -27,7 +27,7 @@ def settings(**changed: Any) -> ServeConfig:
 
 
 def saying(text: str, begun: threading.Event | None = None, takes_s: float = 0.0) -> Any:
-    """An application with one answer."""
+    """Return an application with one answer."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if begun is not None:

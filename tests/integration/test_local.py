@@ -62,7 +62,7 @@ trainer.train_step = stops
 
 @pytest.fixture
 def file(lab: Lab, tmp_path: Path) -> Path:
-    """The config of a small run of this process."""
+    """Return the config of a small run of this process."""
     tree = lab.tree("bert", "lora", launch={"mode": "local"}, checkpoint={"every_steps": 2})
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(tree))

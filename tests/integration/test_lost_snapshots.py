@@ -33,7 +33,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def three(lab: Lab, tmp_path: Path) -> tuple[Any, Storage, Bank]:
-    """A finished run of three phases, and its bank."""
+    """Return a finished run of three phases, and its bank."""
     tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
     config, storage = lab.config("bert", "separate", stream={"tasks": tasks}), Storage.at(tmp_path / "run")
     run(config, storage)
@@ -175,7 +175,7 @@ def damage(path: Path, harm: str) -> None:
 
 
 def resumed(done: Complete, tmp_path: Path, kind: str, method: str, copies: bool = False) -> tuple[Storage, Bank]:
-    """A copy of a finished run, with what `--resume` reads.
+    """Return a copy of a finished run, with what `--resume` reads.
 
     Args:
         copies: as if it had been run with `bank.copies`.
@@ -191,7 +191,7 @@ def resumed(done: Complete, tmp_path: Path, kind: str, method: str, copies: bool
 
 
 def named(storage: Storage) -> set[str]:
-    """Files of objects that the run's checkpoints name."""
+    """Return files of objects that the run's checkpoints name."""
     manifests = [storage.read_json(f"checkpoints/{name}/manifest.json") for name in storage.list("checkpoints")]
     return {ObjectInfo(**info).file for manifest in manifests for info in manifest["record"]["objects"].values()}
 
@@ -232,7 +232,7 @@ def test_without_copies_the_newest_adapter_is_learned_again(complete: Complete, 
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What a run warns of, but for the few rows that SAPT keeps of tasks as short as these."""
+    """Return what a run warns of, but for the few rows that SAPT keeps of tasks as short as these."""
     messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     return [said for said in messages if "keeps a handful of training rows" not in said]
 

@@ -36,7 +36,7 @@ SIZES = {"rank_by_task": {"third": 6, "animal": 3}, "keys": {"slots_by_task": {"
 
 @pytest.fixture(scope="module")
 def learned(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bank]:
-    """A bank of a run over three tasks, learned once for each method."""
+    """Return a bank of a run over three tasks, learned once for each method."""
     made: dict[str, Bank] = {}
 
     def bank(kind: str, method: Any) -> Bank:

@@ -29,7 +29,7 @@ from raycl.training.records.fork_points import FORK_POINT, FORMAT, read_fork_poi
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
-    """A server that gets the user's key if it is asked."""
+    """Yield a server that gets the user's key if it is asked."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "mine")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -38,7 +38,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
 
 
 def hostile(bank: Bank, change: Callable[[dict[str, Any]], Any]) -> Snapshot:
-    """The newest snapshot once more, with another record of its run's stream."""
+    """Return the newest snapshot once more, with another record of its run's stream."""
     old = bank.open(max(bank.snapshots()))
     config = copy.deepcopy(old.provenance["config"])
     change(config["stream"])

@@ -45,7 +45,7 @@ def runs(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def by_hand(lab: Lab, model_folder: str | Path) -> dict[str, list[set[int]]]:
-    """Layer -> the larger half of its outputs for each task: one text at a time, so without padding."""
+    """Return layer -> the larger half of its outputs for each task: one text at a time, so without padding."""
     config = lab.config("t5", "finetune")
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)

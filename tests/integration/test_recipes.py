@@ -124,7 +124,7 @@ def test_an_order_of_the_package_is_found_below_a_root(tmp_path: Path) -> None:
 
 
 def piped(folder: Path) -> list[dict[str, Any]]:
-    """The tasks of the laboratory in the format of the package."""
+    """Return the tasks of the laboratory in the format of the package."""
     specs = save_tasks(folder / "tasks")
     for spec in specs:
         for split in ("train", "test"):

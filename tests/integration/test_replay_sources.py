@@ -42,7 +42,7 @@ def replay(lab: Lab, kind: str, learner: str = "lora", **generator: Any) -> dict
 
 
 def instructed(lab: Lab) -> dict[str, Any]:
-    """The stream's settings with an instruction for its first task alone."""
+    """Return the stream's settings with an instruction for its first task alone."""
     return {"tasks": [{**lab.tasks[0], "definition": INSTRUCTION}, lab.tasks[1]], "prompt": "long"}
 
 

@@ -52,7 +52,7 @@ def three(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Learned:
 
 
 def revised(bank: Bank, folder: Path, task: str = "animal", reference: str = "3", **settings: Any) -> Storage:
-    """A run that learns a task again, on a branch of its own."""
+    """Return a run that learns a task again, on a branch of its own."""
     given = {"start": f"{bank.storage.uri}@{reference}", "branch": folder.name, "revise": task, **settings}
     return begun({"bank": given}, folder)
 

@@ -46,7 +46,8 @@ def tasks(lab: Lab, count: int) -> list[dict[str, Any]]:
 
 
 def started(lab: Lab, kind: str, learned: int = 1, **settings: Any) -> tuple[Sapt, Batch]:
-    """The method in its task number `learned` (from 0), every earlier block drawn at random; a batch of that task."""
+    """Return the method in its task number `learned` (from 0), every earlier block drawn at random; a batch of that
+    task."""
     stream = {"tasks": tasks(lab, learned + 1)} if learned > 1 else {}
     context, _ = build(lab.config(kind, {"name": "sapt", **settings}, stream=stream), WORLD)
     method, codec = context.method, context.backbone.codec

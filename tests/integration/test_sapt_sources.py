@@ -41,7 +41,7 @@ def sapt(**settings: Any) -> dict[str, Any]:
 
 
 def stopped_and_continued(config: Any, folder: Path, after: int) -> Storage:
-    """The same run, left once."""
+    """Return the same run, left once."""
     storage = Storage.at(folder)
     with pytest.raises(Stop):
         run(config, storage, after)
@@ -57,7 +57,7 @@ def pseudo(storage: Storage, task: str) -> dict[str, Any]:
 
 
 def generated(lab: Lab, kind: str, **settings: Any) -> dict[str, Any]:
-    """A generator of the run's own backbone, or a small decoder where that cannot write."""
+    """Return a generator of the run's own backbone, or a small decoder where that cannot write."""
     generator: dict[str, Any] = {**WRITER}
     if kind == "bert":
         generator["backbone"] = {"name": str(lab.model_folder("llama")), "dtype": "float32"}

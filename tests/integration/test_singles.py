@@ -76,7 +76,7 @@ def test_a_damaged_pointer_is_written_again(
 
 @pytest.fixture(scope="module")
 def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Storage]:
-    """The single-task run of a method with its own settings."""
+    """Return the single-task run of a method with its own settings."""
 
     @functools.cache
     def made(method: str) -> Storage:

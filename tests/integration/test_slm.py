@@ -36,7 +36,7 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 def started(lab: Lab, kind: str, **settings: Any) -> tuple[Slm, Batch]:
-    """The method at the beginning of its first task, and a batch of it."""
+    """Return the method at the beginning of its first task, and a batch of it."""
     context, _ = build(lab.config(kind, {"name": "slm", **settings}), WORLD)
     method, phase = context.method, context.phases[0]
     assert isinstance(method, Slm)
@@ -48,7 +48,7 @@ def started(lab: Lab, kind: str, **settings: Any) -> tuple[Slm, Batch]:
 
 
 def states(method: Slm, batch: Batch) -> torch.Tensor:
-    """What comes out before any label head."""
+    """Return what comes out before any label head."""
     backbone = method.backbone
     if backbone.codec.needs_labels:
         return backbone.pooled(batch)  # type: ignore[operator, no-any-return]

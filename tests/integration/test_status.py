@@ -71,7 +71,7 @@ def test_status_of_a_running_and_a_killed_run(
 
 
 def later(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Status:
-    """The status as it will be then."""
+    """Return the status as it will be then."""
     now = time.time() + seconds
     with monkeypatch.context() as patch:
         patch.setattr(run_files.time, "time", lambda: now)

@@ -228,12 +228,12 @@ def test_the_command_prints_its_address_and_ends_by_ctrl_c(
 
 
 def table(page: Page) -> list[list[str]]:
-    """Texts of the matrix's cells."""
+    """Return texts of the matrix's cells."""
     return [row.locator("td").all_text_contents() for row in page.locator("#matrix tbody tr").all()]
 
 
 def cells(storage: Storage) -> list[list[str]]:
-    """The same, of the run's results."""
+    """Return the same, of the run's results."""
     return [["" if value is None else f"{value:.1f}" for value in row] for row in matrix(storage)]
 
 

@@ -27,7 +27,7 @@ WRITERS, RACING = 8, 3
 
 @pytest.fixture(params=["local", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    """An empty folder on either side."""
+    """Return an empty folder on either side."""
     if request.param == "local":
         return Storage.at(tmp_path / "deep" / "store")
     return Storage.at(request.getfixturevalue("s3_uri")(f"{tmp_path.name}/store"))

@@ -28,7 +28,7 @@ SampleBank = Callable[[Path], Bank]
 
 @pytest.fixture(scope="module")
 def sampled(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> SampleBank:
-    """A copy of a bank in which SAPT keeps half of each task's rows, three at most."""
+    """Return a copy of a bank in which SAPT keeps half of each task's rows, three at most."""
     root = tmp_path_factory.mktemp("sampled")
     tree = tree_of(lab, "sapt", lab.tasks, root / "bank")
     tree["method"] = {"name": "sapt", "arm": {"fraction": 0.5, "max_samples": 3}}

@@ -64,7 +64,7 @@ class Custom:
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of their own for modules that come with models."""
+    """Yield a cache of their own for modules that come with models."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         yield
@@ -86,7 +86,7 @@ def custom(lab: Lab, tmp_path: Path, modules: None) -> Custom:
 
 @pytest.fixture
 def trained(custom: Custom) -> Storage:
-    """A finished run, whose files all ask for the code."""
+    """Return a finished run, whose files all ask for the code."""
     prepared = prepared_run.prepare(run_config.load_config(str(custom.file), [TYPED]))
     work(prepared)
     assert custom.ran, "the command allowed it"

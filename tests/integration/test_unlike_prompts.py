@@ -20,7 +20,7 @@ UNLIKE = {"colour": ("red blue : ", " Output :"), "animal": ("cat dog : ", " Out
 
 
 def unlike(bank: Bank, times: int = 1) -> Bank:
-    """The bank with newer snapshots whose tasks have prompts of their own."""
+    """Return the bank with newer snapshots whose tasks have prompts of their own."""
     last = bank.open(max(bank.snapshots()))
     entries = [(entry, last.layouts[entry.layout]) for entry in last.adapters]
     tasks = [summary.model_copy(update={"prompt": UNLIKE[summary.name]}) for summary in last.tasks]

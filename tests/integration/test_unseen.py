@@ -178,7 +178,7 @@ def test_methods_that_need_the_task_id_refuse_unseen_tasks(lab: Lab, method: Any
 
 
 def foreign(lab: Lab, root: Path) -> dict[str, Any]:
-    """A task with one label that is learned and one that is not."""
+    """Return a task with one label that is learned and one that is not."""
     lines = [json.dumps({"text": "the sky", "label": label}) for label in ("red", "warm")]
     (root / "test.jsonl").write_text("\n".join(lines))
     return {"name": "temper", "path": str(root)}

@@ -31,7 +31,7 @@ ALL = {*TASKS, "mixed"}
 
 
 def asked(lab: Lab, kind: str = "t5", method: Any = "lora", **sections: Any) -> RunConfig:
-    """A run whose unseen task has a type."""
+    """Return a run whose unseen task has a type."""
     unseen = [{**lab.unseen, "type": "weather"}]
     evaluation = {"untrained": True, **sections.pop("eval", {})}
     return lab.config(

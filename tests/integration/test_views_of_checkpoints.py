@@ -43,7 +43,7 @@ LOST_BANK = "the first finds a file for a bank"
 
 @pytest.fixture(scope="module")
 def whole(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Storage:
-    """An undamaged run of three checkpoints."""
+    """Return an undamaged run of three checkpoints."""
     storage = Storage.at(tmp_path_factory.mktemp("whole"))
     run(lab.config("bert", checkpoint={"keep": 3}), storage)
     return storage
@@ -51,7 +51,7 @@ def whole(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Storage:
 
 @pytest.fixture(scope="module")
 def seen(lab: Lab, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every case: `<case>/<rank>`, after both workers went on."""
+    """Return a folder with every case: `<case>/<rank>`, after both workers went on."""
     root = tmp_path_factory.mktemp("seen")
     tree = lab.tree("bert", checkpoint={"keep": 3})
     left = Storage.at(root / "left")
@@ -77,7 +77,7 @@ def seen(lab: Lab, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFac
 
 
 def errors(seen: Path, case: str) -> list[str]:
-    """What each worker stopped with."""
+    """Return what each worker stopped with."""
     return [file.read_text() for rank in range(2) if (file := seen / case / str(rank) / "error.txt").exists()]
 
 

@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def raycl(wheel: Path) -> Callable[..., str]:
-    """Runs the command of an environment that has raycl's wheel, and the libraries of this one."""
+    """Return runs the command of an environment that has raycl's wheel, and the libraries of this one."""
     folder = wheel.parent
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)

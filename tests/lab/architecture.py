@@ -170,7 +170,7 @@ def _unit(dotted: str) -> str | None:
 
 
 def _name(node: ast.expr | None) -> str:
-    """The last word of `x`, `a.x` or `x[...]`."""
+    """Return the last word of `x`, `a.x` or `x[...]`."""
     if isinstance(node, ast.Subscript):
         return _name(node.value)
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -181,7 +181,7 @@ def _strings(nodes: list[ast.expr]) -> list[str]:
 
 
 def loops(modules: Sequence[Module]) -> list[str]:
-    """Folders that import one another in a circle, each with an import that closes it.
+    """Return folders that import one another in a circle, each with an import that closes it.
 
     A folder is its own modules as one group; each of its subfolders is another. Modules at the root of raycl are
     ordered by LAYERS.
@@ -322,7 +322,7 @@ def _tables_of_methods() -> dict[str, str]:
 
 @rule
 def method_names(module: Module) -> Iterator[Finding]:
-    """A string that is a method's name, or an import of a method's own module. Names that mean other things too
+    """Yield a string that is a method's name, or an import of a method's own module. Names that mean other things too
     (`prompt`, `lora`) are no findings."""
     if not module.path.startswith("raycl/") or module.path.startswith(METHODS_KNOWN_AT):
         return

@@ -43,7 +43,7 @@ def learn(
 
 
 def started(done: Done, folder: Path | str) -> tuple[RunConfig, Storage]:
-    """The same run below another folder, prepared."""
+    """Return the same run below another folder, prepared."""
     output = done.config.output.model_copy(update={"dir": str(folder), "name": "mine"})
     train = done.config.train.model_copy(update={"log_every_s": 0.001})
     prepared = prepared_run.prepare(done.config.model_copy(update={"output": output, "train": train}))

@@ -102,7 +102,8 @@ def pinned(path: Path) -> dict[str, str]:
 
 
 def advisories(path: Path) -> Iterator[Advisory]:
-    """The advisories of an export: a zip archive of JSON files, or a JSON file with one, with a list, or with `vulns`.
+    """Yield the advisories of an export: a zip archive of JSON files, or a JSON file with one, with a list, or with
+    `vulns`.
 
     Raises:
         NoSourceError: the file is neither, or something in it cannot be read.
@@ -140,7 +141,7 @@ def _parsed(text: bytes, where: str) -> list[Advisory]:
 
 
 def compare(versions: dict[str, str], path: Path) -> tuple[list[Finding], int, str]:
-    """What an export says about pinned versions: findings, number of advisories about PyPI, date of the newest.
+    """Return what an export says about pinned versions: findings, number of advisories about PyPI, date of the newest.
 
     Raises:
         NoSourceError: it cannot be read, or has no advisory about packages of PyPI.
@@ -172,7 +173,7 @@ def is_affected(version: str, affected: Affected) -> bool:
 
 
 def _is_in(version: Version, events: list[dict[str, str]]) -> bool:
-    """Whether the last event at or before a version leaves it affected; from a limit on, none is."""
+    """Return whether the last event at or before a version leaves it affected; from a limit on, none is."""
     marks = [(kind, value) for event in events for kind, value in event.items()]
     limits = [value for kind, value in marks if kind == "limit" and value != "*"]
     if limits and not any(version < Version(value) for value in limits):
@@ -187,7 +188,7 @@ def _is_in(version: Version, events: list[dict[str, str]]) -> bool:
 
 
 def _order(value: str) -> Version:
-    """A version to compare with; OSV's "0" is before all."""
+    """Return a version to compare with; OSV's "0" is before all."""
     return Version("0.dev0" if value == "0" else value)
 
 
@@ -228,7 +229,7 @@ def ask_pypi(requirements: Path) -> int:
 
 
 def is_source(report: str) -> bool:
-    """Whether a JSON report of pip-audit has a vulnerability."""
+    """Return whether a JSON report of pip-audit has a vulnerability."""
     try:
         return any(item.get("vulns") for item in json.loads(report)["dependencies"])
     except (ValueError, KeyError):

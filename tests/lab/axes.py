@@ -17,7 +17,7 @@ FULL = os.environ.get("RAYCL_CONTRACT") == "full"
 
 
 def sampled(cases: Sequence[CaseT], keep: Sequence[CaseT] = (), rarely: Collection[Hashable] = ()) -> list[CaseT]:
-    """The cases to run, in their order.
+    """Return the cases to run, in their order.
 
     Args:
         keep: cases that always run.
@@ -41,7 +41,8 @@ def _gain(
     counts: Counter[tuple[int, Hashable]],
     rarely: Collection[Hashable],
 ) -> tuple[int, int, int]:
-    """Values that are new with it, slow ones that are not, and how rare the others are; the first of equals wins."""
+    """Return values that are new with it, slow ones that are not, and how rare the others are; the first of equals
+    wins."""
     places = list(enumerate(case))
     slow_again = sum(slot not in missing and slot[1] in rarely for slot in places)
     return sum(slot in missing for slot in places), -slow_again, -sum(counts[slot] for slot in places)

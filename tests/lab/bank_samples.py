@@ -13,7 +13,7 @@ ROUTER = RouterInfo(kind="task")
 
 
 def adapter(seed: int = 0, rank: int = 2) -> AdapterState:
-    """An adapter of two linears, a prompt and a head."""
+    """Return an adapter of two linears, a prompt and a head."""
     draw = torch.Generator().manual_seed(seed)
     pairs = {path: (torch.randn(rank, 6, generator=draw), torch.randn(5, rank, generator=draw)) for path in ("q", "v")}
     head = (torch.randn(2, 6, generator=draw), torch.randn(2, generator=draw))
@@ -21,7 +21,7 @@ def adapter(seed: int = 0, rank: int = 2) -> AdapterState:
 
 
 def child(bank: Bank, task: str, parent: Snapshot | None = None) -> Snapshot:
-    """A snapshot with one task more than its parent."""
+    """Return a snapshot with one task more than its parent."""
     fresh = bank.publish(task, adapter(len(bank.names())), MODEL, [task])
     kept = [(entry, parent.layouts[entry.layout]) for entry in parent.adapters] if parent else []
     tasks = [*(parent.tasks if parent else ()), TaskInfo(name=task)]

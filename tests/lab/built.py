@@ -18,7 +18,7 @@ Specs = Mapping[str, ParameterSpec]
 def built(
     trained: Mapping[str, nn.Parameter], train: TrainConfig, rates: Mapping[str, float | None] | None = None
 ) -> tuple[OptimizerKind, Optimizer, Specs]:
-    """The configured optimizer.
+    """Return the configured optimizer.
 
     Args:
         rates: name -> a parameter's own learning rate.

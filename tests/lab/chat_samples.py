@@ -88,7 +88,7 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 
 
 def chat_codec(tokenizer: str | PreTrainedTokenizerFast, template: str, kind: str = "decoder") -> HFCodec:
-    """A codec with one of the templates, whose control tokens its tokenizer has.
+    """Return a codec with one of the templates, whose control tokens its tokenizer has.
 
     Args:
         tokenizer: a name of `TOKENIZERS`, or one itself.

@@ -30,7 +30,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A fresh window."""
+    """Yield a fresh window."""
     from playwright.sync_api import expect
 
     context = browser.new_context(viewport={"width": 1280, "height": 800}, reduced_motion="reduce")
@@ -41,7 +41,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 def recorded(page: Page) -> list[str]:
-    """Errors from now on, of the console and of scripts."""
+    """Return errors from now on, of the console and of scripts."""
     collected: list[str] = []
     page.on("console", lambda message: collected.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: collected.append(str(error)))

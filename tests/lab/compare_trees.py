@@ -58,7 +58,7 @@ FAULTS = (AssertionError, AttributeError, ImportError, LookupError, OSError, Run
 
 
 def runs(root: Path) -> dict[str, dict[str, Any]]:
-    """Name -> config tree of every run, over models and tasks that are written to `root`."""
+    """Return the name -> config tree of every run, over models and tasks that are written to `root`."""
     from tiny import ENGINES, KINDS, RUNS_BY_KIND, VARIANTS, WRITERS, Lab, fits
 
     from raycl.methods.registry import METHODS, MODIFIERS, WRAPPERS, method_class
@@ -108,7 +108,7 @@ def runs(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def choices(config: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Path and value of every setting of a few values, but for its default."""
+    """Yield the path and value of every setting of a few values, but for its default."""
     for name, field in config.model_fields.items():
         if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
             yield from (((name, *path), value) for path, value in choices(field.annotation))
@@ -157,7 +157,7 @@ class Routed:
         self.weights[f"text [{text}] time {self._seen[text]}"] = dict(zip(names, weights, strict=True))
 
     def taken(self) -> dict[str, dict[str, float]]:
-        """The weights since the last call."""
+        """Return the weights since the last call."""
         weights, self.weights = self.weights, {}
         self._seen.clear()
         return weights
@@ -203,7 +203,8 @@ def _train(raycl: Any, sections: dict[str, Any], folder: Path, options: Mapping[
 
 
 def _served(raycl: Any, run: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the last snapshot answers to every test text; where there is none, or it needs a task's id, the error."""
+    """Return what the last snapshot answers to every test text; where there is none, or it needs a task's id, the
+    error."""
     from raycl.errors import RayclError
 
     rows = [Path(task["path"], "test.jsonl").read_text().splitlines() for task in config["stream"]["tasks"]]
@@ -223,7 +224,7 @@ def _join_ray() -> None:
 
 
 def _is_there(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the run is there, of the same config."""
+    """Return whether the run is there, of the same config."""
     return (folder / RECORD).exists() and _read(folder / RECORD)["config"] == config
 
 
@@ -236,7 +237,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def source_of(tree: Path) -> str:
-    """The hash of the package in a checkout, changes that are not committed included."""
+    """Return the hash of the package in a checkout, changes that are not committed included."""
     digest = hashlib.sha256()
     for path in sorted((tree / "raycl").rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
@@ -309,7 +310,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _changed(config: Mapping[str, Any], change: str | None) -> dict[str, Any]:
-    """The config with a setting of a section changed."""
+    """Return the config with a setting of a section changed."""
     if change is None:
         return dict(config)
     (section, _, key), value = change.partition("=")[0].partition("."), json.loads(change.partition("=")[2])

@@ -54,7 +54,7 @@ def _canonical(name: str) -> str:
 
 
 def constraints(end: str) -> list[str]:
-    """Lines of pip's constraints.
+    """Return lines of pip's constraints.
 
     Args:
         end: "oldest": constraints.txt, with the lower bounds of `RANGED` as exact versions, and without `FREE`.
@@ -70,7 +70,8 @@ def constraints(end: str) -> list[str]:
 
 
 def install(end: str) -> Path:
-    """The Python of the environment of one end, which is made where it is missing or its constraints have changed.
+    """Return the Python of the environment of one end, which is made where it is missing or its constraints have
+    changed.
 
     Raises:
         subprocess.CalledProcessError: pip has failed; its output is in .compat/END-install.log.
@@ -98,7 +99,7 @@ def versions(python: Path) -> str:
 
 
 def check(end: str, tests: list[str], processes: int, say: Callable[[str], None]) -> bool:
-    """Whether the tests of one end pass."""
+    """Return whether the tests of one end pass."""
     started = time.monotonic()
     try:
         python = install(end)

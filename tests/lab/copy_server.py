@@ -255,7 +255,7 @@ def _end(copy: _Copy, waiting: selectors.BaseSelector) -> None:
 
 
 def _started(connection: socket.socket, waiting: selectors.BaseSelector, others: tuple[socket.socket, ...]) -> _Copy:
-    """A new copy."""
+    """Return a new copy."""
     head, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
     size, data = int.from_bytes(head, "big"), b""
     while len(data) < size and (more := connection.recv(size - len(data))):  # cut if the process that sends is killed

@@ -9,7 +9,7 @@ KINDS = ("gone", "empty", "cut", "flipped", "other")
 
 
 def flips(whole: bytes, times: int) -> Iterator[bytes]:
-    """The file with one bit changed, each time another one, at places that do not depend on the run."""
+    """Yield the file with one bit changed, each time another one, at places that do not depend on the run."""
     places = random.Random(0)
     for _ in range(times):
         bit = places.randrange(8 * len(whole))
@@ -17,7 +17,7 @@ def flips(whole: bytes, times: int) -> Iterator[bytes]:
 
 
 def damaged(whole: bytes, kind: str, other: bytes = b"{}") -> bytes | None:
-    """The file after one kind of damage; None: it is gone.
+    """Return the file after one kind of damage; None: it is gone.
 
     Args:
         other: what another file of the same sort holds.

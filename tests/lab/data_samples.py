@@ -71,7 +71,7 @@ class MiniLMCodec:
 
 
 def news(count: int, start: int = 0) -> list[tuple[str, str]]:
-    """Rows of agnews with texts that differ in length and content."""
+    """Return rows of agnews with texts that differ in length and content."""
     labels = ("World", "Sports", "Business", "Science or Technology")
     return [(f"item {i} " + "word " * (i * 7 % 23), labels[i % 4]) for i in range(start, start + count)]
 

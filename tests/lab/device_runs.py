@@ -59,7 +59,7 @@ class Alone(DistributedContext):
     """One worker, whose collectives take tensors of its device alone, as those between GPUs do."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """What is to be summed over workers."""
+        """Return what is to be summed over workers."""
         assert tensor.device == self.device, f"a tensor on {tensor.device} cannot be summed between {self.device}"
         return super().sum(tensor)
 
@@ -95,7 +95,8 @@ SIMILAR = ("bert-slm", "bert-migu", "llama-slm-prompt")
 
 
 def trained(lab: Lab, case: Case, folder: Path, device: torch.device) -> dict[str, Any]:
-    """A run that is stopped and resumed on the device: its trace, its matrix, and who answers what of its bank."""
+    """Return a run that is stopped and resumed on the device: its trace, its matrix, and who answers what of its
+    bank."""
     from pretend_device import MODULE
 
     config = lab.config(case.kind, case.method, **case.sections)
@@ -119,7 +120,7 @@ def trained(lab: Lab, case: Case, folder: Path, device: torch.device) -> dict[st
 
 
 def predicted(bank: Bank, context: Any, device: torch.device) -> list[str]:
-    """Every test example, answered by the newest snapshot in batches."""
+    """Return every test example, answered by the newest snapshot in batches."""
     model, answers = opened(bank, bank.open(max(bank.snapshots())), device), list[str]()
     codec = model.backbone.codec
     for task in context.stream.tasks:
@@ -132,7 +133,8 @@ def predicted(bank: Bank, context: Any, device: torch.device) -> list[str]:
 
 
 def mixed(bank: Bank, device: torch.device) -> list[list[str]]:
-    """Answers under mixtures of resident adapters: those that all examples share, and rows of each example's own."""
+    """Return answers under mixtures of resident adapters: those that all examples share, and rows of each example's
+    own."""
     model, result = opened(bank, bank.open(max(bank.snapshots())), device), list[list[str]]()
     names = tuple(model.loaded.keys)
     codec = model.backbone.codec
@@ -148,7 +150,7 @@ def mixed(bank: Bank, device: torch.device) -> list[list[str]]:
 
 
 def served(bank: Bank, device: torch.device, static_cache: bool) -> list[Any]:
-    """Answers of the engine to asks that come at once: greedy and drawn texts, or labels."""
+    """Return answers of the engine to asks that come at once: greedy and drawn texts, or labels."""
     model = opened(bank, bank.open(max(bank.snapshots())), device)
     host = MultiSnapshotModel(model.backbone)
     model.model.stack.detach()
@@ -172,7 +174,7 @@ def served(bank: Bank, device: torch.device, static_cache: bool) -> list[Any]:
 
 
 def refused() -> dict[str, bool]:
-    """Whether the device refuses each of these, as CUDA does."""
+    """Return whether the device refuses each of these, as CUDA does."""
     from pretend_device import DEVICE
 
     here, there = torch.ones(3, 4), torch.ones(3, 4, device=DEVICE)

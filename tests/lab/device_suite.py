@@ -19,7 +19,7 @@ class Supported(Part):
     """A part without those."""
 
     def cases(self, setup: Setup) -> list[Case]:
-        """All others."""
+        """Return all others."""
         return [case for case in super().cases(setup) if case.name not in NO_KERNELS]
 
 
@@ -27,7 +27,7 @@ class Sampled(Supported):
     """A part with every third case."""
 
     def cases(self, setup: Setup) -> list[Case]:
-        """The second one first: it is smaller."""
+        """Return the second one first: it is smaller."""
         result = super().cases(setup)
         return result[1::3] or result
 

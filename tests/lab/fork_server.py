@@ -97,7 +97,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _forked(call: Call, environment: dict[str, str]) -> int:
-    """The id of a process that does the call."""
+    """Return the id of a process that does the call."""
     pid = os.fork()
     if pid:
         return pid

@@ -27,7 +27,7 @@ class Wire(ServiceClient):
         self.openai = self.client("no key")
 
     def client(self, key: str) -> OpenAI:
-        """The official client with a key."""
+        """Return the official client with a key."""
         inner = httpx.Client(timeout=WAIT_S, trust_env=False, verify=False)  # no time is spent on certificates
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=inner)
 
@@ -36,7 +36,7 @@ class Wire(ServiceClient):
         return self.http.post(path, **({} if body is None else {"json": body}), **settings)
 
     def get(self, path: str) -> Any:
-        """What is there, as JSON."""
+        """Return what is there, as JSON."""
         value = self.http.get(path)
         assert value.status_code == 200, value.text
         return value.json()

@@ -30,7 +30,7 @@ what is left out, and what images and CUDA builds of torch bring beside these.
 
 
 def pinned() -> dict[str, tuple[str, str]]:
-    """Name and version by canonical name, of constraints.txt."""
+    """Return the name and version by canonical name, of constraints.txt."""
     lines = (line.split("==") for line in (REPO / "constraints.txt").read_text().split())
     return {canonicalize_name(name): (name, version) for name, version in lines}
 
@@ -43,7 +43,7 @@ def installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def row(name: str, version: str, license: str) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     return f"| {name} | {version} | {license.replace('|', '/')} |"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def file_at(address: int) -> str:
-    """The file that this process has mapped there; "": none."""
+    """Return the file that this process has mapped there; "": none."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         mapping, *_, name = line.split(maxsplit=5) if line.count("/") else (line.split()[0], "")
         first, last = (int(end, 16) for end in mapping.split("-"))

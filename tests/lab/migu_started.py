@@ -57,7 +57,7 @@ class Started:
         return train_step(self.engine, self.parts.method, batches, WORLD, 1, self.parts.modifiers)
 
     def magnitudes(self, *batches: Batch) -> Tensor:
-        """What the step sees, without taking it."""
+        """Return what the step sees, without taking it."""
         migu = self.migu
         migu.begin_step(1, len(batches), lambda tensor: tensor)
         for batch in batches:

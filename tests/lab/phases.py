@@ -44,6 +44,6 @@ def routed(method: Method, learned: Learned | None, batch: Batch, task: str | No
 
 
 def bare(phase: Phase, parameters: dict[str, Tensor] | None = None, step: Step | None = None) -> TaskContext:
-    """A context without a stream, for methods that read no rows."""
+    """Return a context without a stream, for methods that read no rows."""
     nothing: Any = None
     return TaskContext(phase, 4, nothing, nothing, step=step or Step(), parameters=parameters or {})

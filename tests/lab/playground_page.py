@@ -13,20 +13,20 @@ CARDS = ("auto", "base", "pinned")
 
 
 def opened(page: Page, served: Served) -> Page:
-    """The page, after it has loaded the snapshots."""
+    """Return the page, after it has loaded the snapshots."""
     page.goto(served.url + "/")
     expect(page.locator("#snapshot")).to_have_text(re.compile(r"snapshot \d"))
     return page
 
 
 def shown(bars: Locator) -> dict[str, str]:
-    """Name -> number beside it."""
+    """Return the name -> number beside it."""
     rows = bars.locator("li").all()
     return {row.locator(".name").inner_text(): row.locator(".value").inner_text() for row in rows}
 
 
 def mixture(page: Page, card: str = "auto") -> Locator:
-    """The bars of a card's mixture."""
+    """Return the bars of a card's mixture."""
     return page.locator(f"#{card} .mixture > .bars")
 
 

@@ -107,7 +107,7 @@ class PretendTensor(Tensor):
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation on values, its results on the device where it or one of its inputs is."""
+    """Return the operation on values, its results on the device where it or one of its inputs is."""
     flat, shape = tree_flatten((args, kwargs))
     ours = [item for item in flat if isinstance(item, PretendTensor)]
     others = [item for item in flat if isinstance(item, Tensor) and not isinstance(item, PretendTensor)]
@@ -175,7 +175,7 @@ def _copied(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tenso
 
 
 def _casting(op: Any, dtype: torch.dtype | None) -> Callable[..., Any]:
-    """The operation under autocast; None: its lower type."""
+    """Return the operation under autocast; None: its lower type."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         to = dtype or torch.get_autocast_dtype(NAME)

@@ -52,7 +52,7 @@ class Difference:
     missing: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether there is a difference."""
+        """Return whether there is a difference."""
         return bool(self.differ or self.missing)
 
     def add(self, label: str, item: Any, other: Any) -> None:
@@ -68,7 +68,8 @@ class Difference:
 
 
 def distance_of(item: Any, other: Any) -> float | None:
-    """The largest difference of two values: 0 where they are equal bit for bit, None where they are no numbers."""
+    """Return the largest difference of two values: 0 where they are equal bit for bit, None where they are no
+    numbers."""
     if isinstance(item, torch.Tensor) and isinstance(other, torch.Tensor):
         if item.dtype != other.dtype or item.shape != other.shape:
             return None
@@ -118,7 +119,7 @@ def values_of(folder: Path) -> dict[str, Values]:
 
 
 def _json(path: Path) -> Any:
-    """What a file holds; nothing where it is not there."""
+    """Return what a file holds; nothing where it is not there."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -167,7 +168,7 @@ def _label(run: Path, path: Path) -> str:
 
 
 def _objects(value: Any, keys: str) -> Iterator[tuple[str, str]]:
-    """Keys -> hash of every object that a record names."""
+    """Yield keys -> hash of every object that a record names."""
     if isinstance(value, dict) and {"sha256", "bytes"} <= value.keys():
         yield keys, value["sha256"]
     elif isinstance(value, dict):

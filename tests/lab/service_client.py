@@ -96,7 +96,7 @@ def _is_started(event: Event) -> bool:
 
 
 def is_piece(event: Event) -> bool:
-    """Whether it is text."""
+    """Return whether it is text."""
     return isinstance(event, TextDelta)
 
 
@@ -126,7 +126,7 @@ class ServiceClient:
         return reply
 
     def loaded(self, number: int | None = None) -> LoadedSnapshot:
-        """A snapshot that answers."""
+        """Return a snapshot that answers."""
         return self.snapshot_manager.active if number is None else self.snapshot_manager.open(number)
 
     @contextmanager
@@ -159,7 +159,7 @@ class ServiceClient:
 
 
 def bank_of(done: Done, folder: Path) -> Bank:
-    """A copy of a run's bank: serving writes its decisions into it."""
+    """Return a copy of a run's bank: serving writes its decisions into it."""
     return Bank(done.copy(folder).sub("bank"))
 
 
@@ -184,7 +184,7 @@ class Asked:
 
 
 def examples(done: Done, bank: Bank, number: int | None = None) -> list[Asked]:
-    """Every test example of every task, answered by `SnapshotModel.predict`."""
+    """Return every test example of every task, answered by `SnapshotModel.predict`."""
     snapshot = bank.open(number or max(bank.snapshots()))
     model, collected = opened(bank, snapshot), []
     codec = model.backbone.codec
@@ -197,7 +197,7 @@ def examples(done: Done, bank: Bank, number: int | None = None) -> list[Asked]:
 
 
 def alone(model: SnapshotModel, text: str, weights: Mapping[str, float], task: str, limit: int = LIMIT) -> str:
-    """The backbone's own answer to one text under one mixture."""
+    """Return the backbone's own answer to one text under one mixture."""
     prompt = model.loaded.prompts.get(task, Prompt())
     codec = model.backbone.codec
     ids, _ = fit_sources([text], prompt, codec, codec.max_source_tokens)

@@ -14,14 +14,14 @@ LARGEST = 5
 
 
 def functions(path: Path) -> list[tuple[int, str]]:
-    """Lines and name of each function of a file."""
+    """Return lines and name of each function of a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return [((node.end_lineno or node.lineno) - node.lineno + 1, f"{path}:{node.name}") for node in defined]
 
 
 def table(root: Path) -> str:
-    """The numbers of all Python files below a folder."""
+    """Return the numbers of all Python files below a folder."""
     lines = {path: path.read_text(encoding="utf-8").count("\n") for path in sorted(root.rglob("*.py"))}
     packages, folders = Counter[str](), Counter[str]()
     for path, count in lines.items():

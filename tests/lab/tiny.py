@@ -94,7 +94,7 @@ LABELS_ONLY = ("idbr",)
 
 
 def fits(kind: str, method: str) -> bool:
-    """Whether a method works with that kind of backbone."""
+    """Return whether a method works with that kind of backbone."""
     return method not in (WRITERS if kind == "bert" else LABELS_ONLY)
 
 
@@ -161,7 +161,7 @@ class Lab(runs.Lab):
         }
 
     def quick(self, method: Any) -> Any:
-        """The same with SLM over the small sentence encoder and 40 steps for its keys, unless it sets these."""
+        """Return the same with SLM over the small sentence encoder and 40 steps for its keys, unless it sets these."""
         settings = {"name": method} if isinstance(method, str) else dict(method)
         if settings["name"] == "slm":
             groups = {} if "encoder" in settings else {"groups": 4}  # of its 32 dimensions

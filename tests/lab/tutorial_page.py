@@ -45,7 +45,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks that are run, written or compared, in their order."""
+    """Return the blocks that are run, written or compared, in their order."""
     return [
         Block(match[1], match[2], match[3], page.count("\n", 0, match.start()) + 1)
         for match in BLOCK.finditer(page)
@@ -76,7 +76,8 @@ def run_page(page: Path, folder: Path) -> None:
 
 
 def first_missing(expected: str, printed: str) -> str | None:
-    """The first line of a page's output that what was printed does not have behind the lines before it; None: none."""
+    """Return the first line of a page's output that what was printed does not have behind the lines before it; None:
+    none."""
     left = iter(printed.splitlines())
     for line in expected.splitlines():
         if line.strip() not in ("", "...") and not any(same(line, other) for other in left):
@@ -85,7 +86,7 @@ def first_missing(expected: str, printed: str) -> str | None:
 
 
 def same(expected: str, printed: str) -> bool:
-    """Whether a printed line is the expected one, but for what differs from machine to machine."""
+    """Return whether a printed line is the expected one, but for what differs from machine to machine."""
     places = [_pattern(part) for part in expected.split("...")]
     match = re.fullmatch(r"\s*" + ".*?".join(places) + r"\s*", VARIABLE.sub("#", printed))
     if match is None:
@@ -105,7 +106,7 @@ def _near(wanted: str, result: str) -> bool:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """The block's lines, those before, of and behind a server apart."""
+    """Yield the block's lines, those before, of and behind a server apart."""
     gathered: list[str] = []
     for line in text.splitlines():
         if line.endswith(" &"):
@@ -129,7 +130,7 @@ def _run(commands: str, folder: Path, where: str, start: _Servers) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """A reader's with the environment of this interpreter, and no Ray cluster."""
+    """Return a reader's with the environment of this interpreter, and no Ray cluster."""
     kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     return {**kept, "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}", "COLUMNS": "120"}
 
@@ -176,7 +177,7 @@ def _servers(folder: Path) -> Iterator[_Servers]:
 
 
 def _answers(log: str) -> bool:
-    """Whether the address that a server printed answers."""
+    """Return whether the address that a server printed answers."""
     match = re.search(r"http://127\.0\.0\.1:\d+", log)
     if match is None:
         return False

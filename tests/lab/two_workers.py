@@ -21,7 +21,7 @@ from raycl.training.distributed import DistributedContext
 
 
 def joined(rank: int, rendezvous: Path) -> DistributedContext:
-    """The place of `rank` in a group of two."""
+    """Return the place of `rank` in a group of two."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=120)

@@ -42,7 +42,7 @@ def adapter(seed: int) -> AdapterState:
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bank, Snapshot]:
-    """A bank of COUNT adapters a0, a1, ..."""
+    """Return a bank of COUNT adapters a0, a1, ..."""
     bank = Bank.at(tmp_path_factory.mktemp("object_store_cache") / "bank")
     model = ModelInfo(name="tiny", sha256="a" * 64)
     manifests = [bank.publish(f"a{number}", adapter(number), model) for number in range(COUNT)]
@@ -119,7 +119,7 @@ class Owner:
     """Owns an object, and takes it along when it dies."""
 
     def put(self) -> list[Any]:
-        """A reference, not its value."""
+        """Return a reference, not its value."""
         return [ray.put(torch.zeros(BYTES).numpy())]
 
 

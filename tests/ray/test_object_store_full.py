@@ -24,7 +24,7 @@ COUNT, WIDTH, RANK = 7, 4096, 512
 
 @pytest.fixture(scope="module")
 def full_disk(one_at_a_time: FileLock) -> Iterator[None]:
-    """A Ray that takes any disk for full, as it does at 95 %, and spills nothing ahead of need."""
+    """Yield a Ray that takes any disk for full, as it does at 95 %, and spills nothing ahead of need."""
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
     try:
         with one_at_a_time:

@@ -30,7 +30,7 @@ TRIES = 30
 
 @pytest.fixture(scope="module")
 def two_nodes(one_at_a_time: FileLock) -> Iterator[Cluster]:
-    """A head node with this process and a second node, both on this machine."""
+    """Yield a head node with this process and a second node, both on this machine."""
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
     Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)  # Cluster writes its address there
     cluster = Cluster()

@@ -56,7 +56,7 @@ class Learner:
 
 
 def served(bank: Bank, **settings: Any) -> httpx.Client:
-    """The endpoint over a bank, ready to be asked."""
+    """Return the endpoint over a bank, ready to be asked."""
     tree = {"bank": bank.storage.address, "port": PORT, "max_batch": 8, "cpus": 0.2, **settings}
     config = configs.validate(ServeConfig, tree)
     for name in serve.status().applications:
@@ -109,7 +109,7 @@ def until(happened: Callable[[], bool], seconds: float = 60.0, pause: float = 0.
 
 
 def active(client: httpx.Client) -> int:
-    """The active snapshot; 0 while Serve's proxy has no route to the endpoint."""
+    """Return the active snapshot; 0 while Serve's proxy has no route to the endpoint."""
     value = client.get("/v1/snapshots")
     return int(value.json()["active"]) if value.status_code == 200 else 0
 
@@ -190,7 +190,7 @@ def kill_one_of_two() -> None:
 
 
 def gauge(name: str) -> list[float]:
-    """A gauge of raycl as Ray's Prometheus endpoint on this machine has it."""
+    """Return a gauge of raycl as Ray's Prometheus endpoint on this machine has it."""
     text = "".join(httpx.get(url).text for url in metrics_urls())
     return [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"ray_raycl_{name}{{")]
 

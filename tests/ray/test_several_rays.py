@@ -220,7 +220,7 @@ def address_of(process: subprocess.Popen[str]) -> str:
 
 
 def killed_under_load(url: str, application: str) -> list[httpx.Response]:
-    """Answers to clients while the only replica of an application is killed."""
+    """Return answers to clients while the only replica of an application is killed."""
     answers: list[httpx.Response] = []
     over = threading.Event()
 

@@ -30,14 +30,14 @@ RAY = str(Path(sys.executable).with_name("ray"))
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def answers(url: str) -> bool:
-    """Whether an HTTP server is there (a refusal for want of a token is an answer)."""
+    """Return whether an HTTP server is there (a refusal for want of a token is an answer)."""
     try:
         urllib.request.urlopen(url, timeout=2)
     except urllib.error.HTTPError:
@@ -100,7 +100,7 @@ def started_head(folder: str) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def answered(process: subprocess.Popen[bytes], url: str) -> bool:
-    """Whether the dashboard answers within 90 s, before the process ends."""
+    """Return whether the dashboard answers within 90 s, before the process ends."""
     end = monotonic() + 90
     while not answers(f"{url}/api/version"):
         if process.poll() is not None or monotonic() > end:
@@ -118,7 +118,7 @@ def until(ready: Callable[[], bool], seconds: float = 280) -> None:
 
 
 def submit(head: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """The third line of README, with overrides."""
+    """Return the third line of README, with overrides."""
     command = [RAY, "job", "submit", "--address", head, "--working-dir", "."]
     command += ["--", "python", "jobs/train_stream.py", *overrides]
     return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)

@@ -45,7 +45,7 @@ STEPS = (300, 600)
 
 @pytest.fixture(scope="module")
 def small(lab: tiny.Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a small run on two workers."""
+    """Return the config of a small run on two workers."""
     train = {"epochs_by_task": {"colour": STEPS[0] // 4, "animal": STEPS[1] // 4}, "log_every_s": 0.3}
     tree = lab.tree("bert", "lora", train=train, checkpoint={"every_steps": 40}, launch={"workers": 2})
     file = tmp_path_factory.mktemp("small") / "small.yaml"
@@ -54,7 +54,7 @@ def small(lab: tiny.Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepared(small: Path, folder: Path, *overrides: str) -> prepared_run.Prepared:
-    """A small run below `folder`."""
+    """Return a small run below `folder`."""
     return prepared_run.prepare(run_config.load_config(str(small), [f"output.dir={folder}", *overrides]))
 
 
@@ -64,7 +64,7 @@ def losses(storage: Storage) -> list[tuple[int, int, float]]:
 
 
 def cells(results: dict[str, Any]) -> list[list[float | None]]:
-    """The matrix as plain numbers."""
+    """Return the matrix as plain numbers."""
     return [[cell["value"] if cell else None for cell in row] for row in results["matrix"]]
 
 
@@ -77,7 +77,7 @@ def until(ready: Callable[[], bool], seconds: float = 280) -> None:
 
 
 def in_second_task(storage: Storage, attempt: int) -> int:
-    """The process of the first worker, once this attempt trains the second task."""
+    """Return the process of the first worker, once this attempt trains the second task."""
     file = f"{progress.FOLDER}/attempt-{attempt:04d}.jsonl"
 
     def trains() -> bool:
@@ -92,7 +92,7 @@ def in_second_task(storage: Storage, attempt: int) -> int:
 def whole(
     ray_cluster: dict[str, str], small: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Storage, dict[str, Any]]:
-    """The uninterrupted run that the others must equal."""
+    """Return the uninterrupted run that the others must equal."""
     reference = prepared(small, tmp_path_factory.mktemp("whole"))
     return reference.storage, launch.train(reference)
 
@@ -131,7 +131,7 @@ def own_driver(ray_cluster: dict[str, str], tmp_path: Path) -> Iterator[Callable
 
 
 def with_checkpoint(storage: Storage) -> RunState:
-    """The state of a run in its first task, once that has a checkpoint."""
+    """Return the state of a run in its first task, once that has a checkpoint."""
     until(lambda: bool(storage.list("checkpoints") and read_state(storage).checkpoints))
     state = read_state(storage)
     assert not state.phases, "it has gone on already"

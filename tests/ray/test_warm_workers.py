@@ -32,7 +32,7 @@ LONG = 'train.epochs_by_task={"colour":8,"animal":150}'
 
 
 def written(lab: Lab, folder: Path, runs: dict[str, list[str]], **settings: Any) -> Path:
-    """A comparison file with these rows."""
+    """Return a comparison file with these rows."""
     base = lab.tree("bert", "lora", launch={"cpus_per_worker": 1}, checkpoint={"every_steps": 20})
     tree = {"name": "mine", "base": base, "runs": {name: {"set": words} for name, words in runs.items()}, "seeds": [1]}
     file = folder / "mine.yaml"
@@ -45,7 +45,7 @@ def folder_of(file: Path, row: str) -> Storage:
 
 
 def pids(file: Path, row: str) -> list[int]:
-    """The worker of each attempt."""
+    """Return the worker of each attempt."""
     return [attempt["pid"] for attempt in read_state(folder_of(file, row)).attempts]
 
 
@@ -122,7 +122,7 @@ def compare(ray_cluster: dict[str, str], tmp_path: Path) -> Iterator[Callable[[P
 
 
 def both_learn(file: Path, attempt: int, process: subprocess.Popen[str]) -> bool:
-    """Whether the first two rows are in their second task in this attempt, or the command has ended."""
+    """Return whether the first two rows are in their second task in this attempt, or the command has ended."""
     rows = [read_state(folder_of(file, row)) for row in "ab"]
     return all(row.phases and len(row.attempts) == attempt for row in rows) or process.poll() is not None
 

@@ -31,7 +31,7 @@ def tree(name: str) -> Any:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The arguments of every `jobs/*.py` in a text, up to the end of the line (joined lines count as one)."""
+    """Return the arguments of every `jobs/*.py` in a text, up to the end of the line (joined lines count as one)."""
     joined = re.sub(r"\\\n", " ", text)
     joined = re.sub(r"(?<=\S)\n(?=\s+[a-z_]+\.[a-z_]+=)", " ", joined)  # folded YAML goes on with overrides
     return [shlex.split(match, comments=True) for match in re.findall(r"jobs/\w+\.py[^\n`]*", joined)]

@@ -19,7 +19,7 @@ from raycl.methods.registry import METHODS
 
 @pytest.fixture
 def pair(complete: Complete, tmp_path: Path) -> tuple[Path, Path]:
-    """The same run twice, as the script lays them out."""
+    """Return the same run twice, as the script lays them out."""
     for side in ("reference", "tree"):
         shutil.copytree(complete("bert", "slm", "torch").storage.path(), tmp_path / side / "run")
         for file, value in ((RECORD, {"trained": True}), (ROUTED, {"text [1]": {"colour.0": 0.25}}), (SERVED, ["red"])):

@@ -29,7 +29,7 @@ PROMPT = "method: {name: sapt, value: prompt, prompt_length: 3}\n"
 
 
 def files(folder: Path, **texts: str) -> str:
-    """Files of these names; returns the path of the first."""
+    """Return files of these names; returns the path of the first."""
     for name, text in texts.items():
         (folder / f"{name}.yaml").write_text(text)
     return str(folder / f"{next(iter(texts))}.yaml")
@@ -107,7 +107,7 @@ def test_a_name_that_chooses_nothing_leaves_the_keys_beside_it(tmp_path: Path) -
 
 
 def choices(model: type[BaseModel]) -> Iterator[str]:
-    """Keys of single nodes below a model whose `name` is one of several."""
+    """Yield keys of single nodes below a model whose `name` is one of several."""
     for key, field in model.model_fields.items():
         for section in sections_in(field.annotation):
             name = section.model_fields.get("name")

@@ -21,7 +21,7 @@ RAY = [(name, result) for name, result in OBJECTS if result["kind"] in CLUSTERS]
 
 
 def cluster_of(result: dict[str, Any]) -> dict[str, Any]:
-    """The cluster that a RayCluster, RayJob or RayService describes."""
+    """Return the cluster that a RayCluster, RayJob or RayService describes."""
     spec: dict[str, Any] = result["spec"]
     for key in CLUSTERS[result["kind"]]:
         spec = spec[key]
@@ -29,7 +29,7 @@ def cluster_of(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def pods(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Group and pod of every group of nodes, the head's first."""
+    """Yield the group and pod of every group of nodes, the head's first."""
     cluster = cluster_of(result)
     yield "head", cluster["headGroupSpec"]["template"]["spec"]
     for group in cluster["workerGroupSpecs"]:
@@ -37,7 +37,7 @@ def pods(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def strict(schema: Any) -> Any:
-    """A schema that refuses fields it does not know, as `kubectl apply` does (it validates strictly)."""
+    """Return a schema that refuses fields it does not know, as `kubectl apply` does (it validates strictly)."""
     if isinstance(schema, list):
         return [strict(item) for item in schema]
     if not isinstance(schema, dict):
@@ -117,7 +117,7 @@ def test_claims_are_defined() -> None:
 
 
 def secrets_made() -> set[str]:
-    """Names of the secrets that a printed command makes."""
+    """Return names of the secrets that a printed command makes."""
     texts = [README, *((CLUSTER / name).read_text() for name in FILES)]
     return {name for text in texts for name in re.findall(r"kubectl create secret generic (\S+)", text)}
 

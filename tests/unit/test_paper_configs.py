@@ -44,7 +44,7 @@ def text(name: str) -> str:
 
 
 def header(name: str) -> str:
-    """The comment at the top, on one line."""
+    """Return the comment at the top, on one line."""
     lines = [line for line in text(name).splitlines() if line.startswith("#")]
     return " ".join(line.removeprefix("#").strip() for line in lines)
 

@@ -103,7 +103,7 @@ ADDS: dict[plugins.Kind, dict[str, str]] = {
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an installed package."""
+    """Return the folder of an installed package."""
     folder = write_package(tmp_path / "site", "toy-pkg", ADDS, "1.2", {"toy_pkg.py": MODULE})
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "toy_pkg", raising=False)

@@ -152,12 +152,13 @@ def _tree(overrides: list[str]) -> configs.Tree:
 
 
 def _options(command: str, words: list[str]) -> Any:
-    """What the command's own parser makes of the words."""
+    """Return what the command's own parser makes of the words."""
     return load(command).arguments(words)
 
 
 def _file(name: str) -> str:
-    """A file of the repository; of a run that a reader is to have made, or of a tutorial that has its content, none."""
+    """Return a file of the repository; of a run that a reader is to have made, or of a tutorial that has its content,
+    none."""
     made = name.startswith("runs/") or any(f'title="{name}"' in page.read_text() for page in TUTORIALS)
     assert (REPO / name).is_file() or made, f"there is no '{name}'"
     return str(REPO / name)

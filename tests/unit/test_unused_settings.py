@@ -19,7 +19,7 @@ from raycl.serve.settings import load_serve_config
 
 
 def file(folder: Path, tree: Any) -> str:
-    """A YAML file that a person wrote."""
+    """Return a YAML file that a person wrote."""
     path = folder / "written.yaml"
     path.write_text(yaml.safe_dump(tree))
     return str(path)
@@ -125,7 +125,7 @@ SILENT = "which generates no text"
 
 
 def model(folder: Path, kind: str) -> str:
-    """A local model of that kind, as far as its kind goes."""
+    """Return a local model of that kind, as far as its kind goes."""
     (folder / "config.json").write_text(json.dumps(MODELS[kind]))
     return str(folder)
 

@@ -77,7 +77,7 @@ class ProgPrompt(PerTaskAdapter):
         super().__init__(config, backbone, seed, AdapterForm((), 1.0, self._rule, prompts="concat"))
 
     def _prompt_use(self, adapter: str) -> PromptUse:
-        """Prompts stand in front of the text in the order of their numbers, the largest first."""
+        """Order prompts in front of the text: in the order of their numbers, the largest first."""
         return PromptUse(True, (-self._places.get(adapter, 0), adapter))
 
     def _create(self, task: str) -> None:

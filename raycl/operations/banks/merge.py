@@ -115,24 +115,24 @@ def _check(ours: Snapshot, theirs: Snapshot) -> None:
         )
 
 
-def _merged_router(our_router: RouterState, two: RouterState, ours: Snapshot, theirs: Snapshot) -> RouterState:
+def _merged_router(first: RouterState, second: RouterState, ours: Snapshot, theirs: Snapshot) -> RouterState:
     both = _names(ours, theirs)
-    settings = [{key: value for key, value in state.settings.items() if key != "tasks"} for state in (our_router, two)]
+    settings = [{key: value for key, value in state.settings.items() if key != "tasks"} for state in (first, second)]
     selects = method_config(ours.provenance["config"]["method"]).selects_router
-    if (our_router.kind != two.kind and not selects) or settings[0] != settings[1]:
+    if (first.kind != second.kind and not selects) or settings[0] != settings[1]:
         raise BankError(
-            f"{both} cannot be merged: router '{our_router.kind}' and router '{two.kind}', or its settings, differ"
+            f"{both} cannot be merged: router '{first.kind}' and router '{second.kind}', or its settings, differ"
         )
-    kind = router_class(our_router)
-    tensors: dict[str, Tensor] = dict(our_router.tensors)
-    for name, tensor in two.tensors.items():
+    kind = router_class(first)
+    tensors: dict[str, Tensor] = dict(first.tensors)
+    for name, tensor in second.tensors.items():
         if not torch.equal(tensors.setdefault(name, tensor), tensor):
             owner = kind.task_of(name)
             what = f"task '{owner}' has other keys" if owner else f"the router's '{name}' differs"
             raise BankError(f"{both} cannot be merged: {what}")
-    tasks = list(dict.fromkeys([*our_router.settings.get("tasks", ()), *two.settings.get("tasks", ())]))
+    tasks = list(dict.fromkeys([*first.settings.get("tasks", ()), *second.settings.get("tasks", ())]))
     merged: Mapping[str, Any] = {**settings[0], **({"tasks": tasks} if tasks else {})}
-    return replace(our_router, settings=dict(merged), tensors=tensors)
+    return replace(first, settings=dict(merged), tensors=tensors)
 
 
 def _dev_queries(bank: Bank, snapshot: Snapshot) -> dict[str, Tensor]:

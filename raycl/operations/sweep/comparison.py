@@ -205,7 +205,7 @@ def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]
 
 
 def _is_local(planned: Mapping[str, RunConfig]) -> bool:
-    """Whether all runs have `launch.mode=local`: one after another, in this process."""
+    """Return whether all runs have `launch.mode=local`: one after another, in this process."""
     return all(config.launch.mode == "local" for config in planned.values())
 
 

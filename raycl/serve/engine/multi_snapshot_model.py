@@ -229,7 +229,7 @@ class MultiSnapshotModel:
             backbone.prefix = MixedPrompts(self.stack, width, partial(self._prompt_use, False))
 
     def _prompt_use(self, follows: bool, key: str) -> PromptUse:
-        """How an adapter's prompt is used behind texts, or in front of them."""
+        """Return how an adapter's prompt is used behind texts, or in front of them."""
         where, use = self._prompts[key]
         return use if where == follows else ELSEWHERE
 

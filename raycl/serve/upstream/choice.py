@@ -27,7 +27,7 @@ class AdapterChoice:
         self.record, self.loaded = record, loaded
 
     def adapters(self, texts: Sequence[str], task: str | None = None, is_chat: bool = False) -> list[str]:
-        """The adapter of each text; `base` where the router activates none.
+        """Return the adapter of each text; `base` where the router activates none.
 
         Args:
             task: of all texts, where it is known. is_chat: the texts stand for conversations.
@@ -47,7 +47,7 @@ class AdapterChoice:
 
 
 def open_choice(config: ServeConfig) -> AdapterChoice:
-    """What chooses, with its sentence encoder loaded.
+    """Return what chooses, with its sentence encoder loaded.
 
     Raises:
         ConfigError: the export is not there, is of another bank, or its router needs the backbone.

@@ -67,7 +67,7 @@ class UpstreamClient:
             return answer.status, await answer.read()
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str], added: Mapping[str, str]) -> Response:
-        """The engine's answer to a JSON body: status, body and events are its own.
+        """Return the engine's answer to a JSON body: status, body and events are its own.
 
         Args:
             headers: of the client's request. added: to the answer.

@@ -31,7 +31,7 @@ class ExportRecord(BaseModel):
         return next(iter(self.models)) if len(self.models) == 1 else None
 
     def model_of(self, name: str) -> str:
-        """What the engine calls `name`: an exported adapter or `base`; other names as they are."""
+        """Return what the engine calls `name`: an exported adapter or `base`; other names as they are."""
         return self.base if name == "base" else self.models.get(name, name)
 
     def write(self, storage: Storage) -> None:
@@ -40,7 +40,7 @@ class ExportRecord(BaseModel):
 
 
 def read_record(folder: str) -> ExportRecord:
-    """The record of an export.
+    """Return the record of an export.
 
     Raises:
         ConfigError: the folder holds none.

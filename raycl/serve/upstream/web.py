@@ -77,7 +77,7 @@ class Front:
         self._thread = ThreadPoolExecutor(1, "raycl-route")  # the sentence encoder is one thread's
 
     async def answer(self, path: str, request: Request, body: dict[str, Any], is_chat: bool) -> Response:
-        """The engine's answer, by the adapter that the request names or that is chosen for its text."""
+        """Return the engine's answer, by the adapter that the request names or that is chosen for its text."""
         given = _read(RoutedRequest, body)
         if given.model == AUTO:
             name = await self._choose(body, given.raycl or UpstreamFields(), is_chat)
@@ -88,7 +88,7 @@ class Front:
         return await self.client.post(path, sent, request.headers, {CHOSEN: quote(model, safe=":/@+ ")})
 
     async def _choose(self, body: dict[str, Any], routing: UpstreamFields, is_chat: bool) -> str:
-        """The adapter for a request's texts.
+        """Return the adapter for a request's texts.
 
         Raises:
             InvalidRequestError: they are no texts, or need different adapters. LimitExceededError: one is too long.
@@ -115,7 +115,7 @@ class Front:
         return adapters[0]
 
     async def models(self) -> Response:
-        """The engine's own list, and `auto`."""
+        """Return the engine's own list, and `auto`."""
         status, body = await self.client.get("/v1/models")
         try:
             tree = json.loads(body) if status == 200 else {}
@@ -144,7 +144,7 @@ def _json(body: dict[str, Any]) -> bytes:
 
 
 def _texts(body: dict[str, Any], is_chat: bool) -> list[str]:
-    """What the router reads: the conversation as one text, or each prompt.
+    """Return what the router reads: the conversation as one text, or each prompt.
 
     Raises:
         InvalidRequestError: token ids.
@@ -159,7 +159,7 @@ def _texts(body: dict[str, Any], is_chat: bool) -> list[str]:
 
 
 def make_front_web(choice: AdapterChoice, config: ServeConfig, keys: Keys) -> Any:
-    """The ASGI application of one replica; connections to the engine are kept during its lifespan."""
+    """Return the ASGI application of one replica; connections to the engine are kept during its lifespan."""
     client = UpstreamClient(config)
     front = Front(choice, client, config)
 
@@ -179,29 +179,29 @@ def make_front_web(choice: AdapterChoice, config: ServeConfig, keys: Keys) -> An
 def _add_texts(app: FastAPI, front: Front) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request, body: Body) -> Response:
-        """The engine's answer to the messages."""
+        """Return the engine's answer to the messages."""
         return await front.answer("/v1/chat/completions", request, body, is_chat=True)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: Body) -> Response:
-        """What follows the prompt, by the engine."""
+        """Return what follows the prompt, by the engine."""
         return await front.answer("/v1/completions", request, body, is_chat=False)
 
     @app.get("/v1/models", response_model=None, responses={200: {"model": ModelsAnswer}})
     async def models() -> Response:
-        """Every value of `model`."""
+        """Return every value of `model`."""
         return await front.models()
 
 
 def _add_health(app: FastAPI, front: Front) -> None:
     @app.get("/healthz", response_model=None, responses={200: {"model": HealthAnswer}})
     async def healthy() -> Response:
-        """Whether this replica routes."""
+        """Return whether this replica routes."""
         return JSONResponse({"status": "ok"})
 
     @app.get("/readyz", response_model=None, responses={200: {"model": HealthAnswer}})
     async def ready() -> Response:
-        """Whether the engine answers."""
+        """Return whether the engine answers."""
         status, _ = await front.client.get("/v1/models", CONNECT_S)
         if status >= 500:
             raise UnavailableError(f"the engine at {front.client.url} answers with status {status}")

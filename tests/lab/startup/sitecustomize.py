@@ -21,7 +21,7 @@ REPO = os.path.realpath(os.path.join(os.path.dirname(os.path.realpath(__file__))
 
 
 def _arguments() -> list[str] | None:
-    """The script and its arguments; None: nothing that is copied. What Ray sets for a worker is set here."""
+    """Return the script and its arguments; None: nothing that is copied. What Ray sets for a worker is set here."""
     texts = [text for text in sys.orig_argv[1:3] if text != "-u"] + sys.orig_argv[3:]
     script = texts[0] if texts else ""
     if script.endswith(SETUP):
@@ -32,7 +32,7 @@ def _arguments() -> list[str] | None:
 
 
 def _worker(result: list[str]) -> list[str] | None:
-    """The same for a worker whose runtime environment is variables and a working directory, and nothing else."""
+    """Return the same for a worker whose runtime environment is variables and a working directory, and nothing else."""
     import json
     import re
 
@@ -54,7 +54,8 @@ def _worker(result: list[str]) -> list[str] | None:
 
 
 def _template(script: str) -> str:
-    """Name of the server: `libraries` for a process that imports raycl from another folder, as submitted jobs do."""
+    """Return the name of the server: `libraries` for a process that imports raycl from another folder, as submitted
+    jobs do."""
     folders = [os.path.dirname(script), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     result = [folder for folder in folders if os.path.isdir(os.path.join(folder, "raycl"))]
     return "libraries" if result and os.path.realpath(result[0]) != REPO else "package"

@@ -24,7 +24,7 @@ WIDTH = 6
 
 
 def stack_with_heads() -> tuple[AdapterStack, dict[str, AdapterState]]:
-    """Two adapters: labels x, y and labels y, z."""
+    """Return two adapters: labels x, y and labels y, z."""
     stack = AdapterStack(nn.Sequential(nn.Linear(WIDTH, WIDTH)), ["0"])
     draw = torch.Generator().manual_seed(0)
     states = {}
@@ -132,7 +132,7 @@ def batch_of(texts: list[str], backbone: Backbone) -> Batch:
 
 
 def at_answers(backbone: Backbone, batch: Batch) -> Tensor:
-    """Logits `[B, T, V]` at the answers' tokens, of which all rows have as many."""
+    """Return logits `[B, T, V]` at the answers' tokens, of which all rows have as many."""
     return backbone(batch).logits.unflatten(0, tuple(batch.target_ids.shape))  # type: ignore[no-any-return]
 
 

@@ -45,8 +45,8 @@ def stacked(kind: str) -> tuple[Any, AdapterStack, dict[str, AdapterState]]:
 
 
 def head_by_head(q: Tensor, keys: Tensor, values: Tensor, weights: list[float], heads: int, scaling: float) -> Tensor:
-    """What one example's tokens `[T, D]` add, written out for each head and token (LLaMA-Adapter, eq. 4 to 6; a weight
-    w in the softmax is w positions of the same key and value)."""
+    """Return what one example's tokens `[T, D]` add, written out for each head and token (LLaMA-Adapter, eq. 4 to 6; a
+    weight w in the softmax is w positions of the same key and value)."""
     width = q.shape[-1] // heads
     zeros = torch.zeros_like(q)
     for head in range(heads):

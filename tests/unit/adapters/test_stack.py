@@ -24,7 +24,7 @@ each_activation = pytest.mark.parametrize("activation", ["", "relu"], ids=["none
 
 
 def made(kind: str) -> Any:
-    """A model in evaluation mode; `gqa` is a LLaMA whose keys and values are narrower than its states."""
+    """Return a model in evaluation mode; `gqa` is a LLaMA whose keys and values are narrower than its states."""
     words = len(tokenizer("llama" if kind == "gqa" else kind))
     if kind != "gqa":
         return tiny_model(kind, words).eval()
@@ -37,7 +37,7 @@ def made(kind: str) -> Any:
 
 
 def state(stack: AdapterStack, rank: int, seed: int, scale: float = 2.0) -> AdapterState:
-    """A random adapter over all linears of the stack."""
+    """Return a random adapter over all linears of the stack."""
     draw = torch.Generator().manual_seed(seed)
     pairs = {
         path: (
@@ -50,7 +50,7 @@ def state(stack: AdapterStack, rank: int, seed: int, scale: float = 2.0) -> Adap
 
 
 def stacked(kind: str, activation: Activation = "") -> tuple[Any, AdapterStack, dict[str, AdapterState]]:
-    """A model with three adapters of different ranks on all its linears."""
+    """Return a model with three adapters of different ranks on all its linears."""
     backbone = made(kind)
     stack = AdapterStack(backbone, linear_names(backbone, ALL.get(kind, ("attention", "ffn"))), activation=activation)
     states = {name: state(stack, rank, seed) for seed, (name, rank) in enumerate(RANKS.items())}
@@ -64,7 +64,7 @@ WEIGHTS = torch.tensor([[0.5, 0.3, 0.2], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [-0.4
 
 
 def logits(backbone: Any, ids: Tensor = IDS) -> Tensor:
-    """Outputs of a forward pass: hidden states of an encoder, logits of others."""
+    """Return outputs of a forward pass: hidden states of an encoder, logits of others."""
     if backbone.config.is_encoder_decoder:
         return backbone(input_ids=ids, labels=ids).logits  # type: ignore[no-any-return]
     result = backbone(input_ids=ids)

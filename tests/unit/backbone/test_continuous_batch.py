@@ -25,7 +25,7 @@ def loaded(kind: str, folder: Path) -> Backbone:
 
 
 def alone(backbone: Backbone, source: list[int], steps: int) -> list[torch.Tensor]:
-    """Logits of every step of one sequence by itself."""
+    """Return logits of every step of one sequence by itself."""
     state, collected = begin(backbone, [source]), []
     for _ in range(steps):
         collected.append(state.logits[0].clone())

@@ -17,7 +17,7 @@ SIZE = hashes.LARGE + 1
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Files whose bytes were read."""
+    """Return files whose bytes were read."""
     paths: list[Path] = []
     read = hashes._read
     monkeypatch.setattr(hashes, "_read", lambda file: (paths.append(file), read(file))[1])

@@ -12,7 +12,7 @@ LABELS = st.lists(st.sampled_from(["red", "blue", "cat", "dog", "yes", "no"]), m
 
 
 def drawn(labels: list[str]) -> LabelHead:
-    """A head whose rows have been trained."""
+    """Return a head whose rows have been trained."""
     head = LabelHead(5)
     head.grow(labels)
     torch.manual_seed(0)

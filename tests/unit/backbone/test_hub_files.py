@@ -22,7 +22,7 @@ OTHERS = ("README.md", "evil.py", "consolidated.safetensors", "model.onnx", "tra
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A hub that this process asks, with an empty cache."""
+    """Yield a hub that this process asks, with an empty cache."""
     with serving_hub() as hub:
         files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         own = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": files, "HF_HUB_CACHE": str(tmp_path / "hf")}
@@ -32,7 +32,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def commit(hub: Hub, name: str, folder: Path, source: Path, *extra: str) -> Path:
-    """The newest commit of a repository: a copy of `source` with files that loading does not need."""
+    """Return the newest commit of a repository: a copy of `source` with files that loading does not need."""
     shutil.copytree(source, folder)
     for file in extra:
         (folder / file).write_text(file)

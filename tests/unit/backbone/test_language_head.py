@@ -44,7 +44,7 @@ def loaded(folder: Path, kind: str = "encoder") -> Backbone:
 
 
 def hidden_batch(mask_id: int) -> Batch:
-    """Two texts of different lengths, two hidden words in the first and one in the second."""
+    """Return two texts of different lengths, two hidden words in the first and one in the second."""
     ids = torch.tensor([[2, 7, mask_id, 9, mask_id, 3], [2, mask_id, 8, 3, 0, 0]])
     target = torch.full_like(ids, IGNORE)
     target[0, 2], target[0, 4], target[1, 1] = 10, 11, 12
@@ -123,7 +123,7 @@ def test_the_next_word_as_hugging_face_counts_it(lab: Lab) -> None:
 
 
 def trained(folder: Path, target: Path) -> EncoderBackbone:
-    """What fine-tuning leaves of a model whose every weight has moved."""
+    """Return what fine-tuning leaves of a model whose every weight has moved."""
     backbone = loaded(folder)
     assert isinstance(backbone, EncoderBackbone)
     method: Any = Finetune(None, backbone, 0)

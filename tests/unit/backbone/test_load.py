@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def folder(lab: Lab, tmp_path: Path) -> Path:
-    """A copy of the tiny encoder, to be spoiled."""
+    """Return a copy of the tiny encoder, to be spoiled."""
     return shutil.copytree(lab.model_folder("bert"), tmp_path / "bert")
 
 

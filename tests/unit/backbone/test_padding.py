@@ -17,7 +17,7 @@ from raycl.types import IGNORE, TENSORS, Batch
 
 @pytest.fixture(scope="module", params=KINDS)
 def parts(request: pytest.FixtureRequest, lab: Lab) -> tuple[Backbone, Collate]:
-    """A backbone with trained-looking weights and what makes its batches."""
+    """Return a backbone with trained-looking weights and what makes its batches."""
     built = build(lab.config(request.param, "finetune"), DistributedContext.alone(torch.device("cpu")))[0]
     backbone = built.backbone.eval()
     backbone.learn_labels([label for classes in TASKS.values() for label, _ in classes])

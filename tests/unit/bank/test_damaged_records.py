@@ -79,7 +79,7 @@ RECORDS = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Storage:
-    """A run with a bank beside it: two of each record."""
+    """Return a run with a bank beside it: two of each record."""
     storage = Storage.at(tmp_path_factory.mktemp("written"))
     bank = Bank(storage.sub("bank"))
     for seed in range(2):
@@ -316,7 +316,7 @@ def _opened(storage: Storage) -> Callable[[str], Any]:
 
 
 def _of_format(number: int, whole: bytes) -> bytes:
-    """The same record of another format, its hash as it should be."""
+    """Return the same record of another format, its hash as it should be."""
     return seal({**json.loads(whole)["record"], "format": number})
 
 

@@ -39,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def peft_folder(llama: Path, folder: Path, seed: int = 0, **settings: Any) -> Tensor:
-    """A LoRA made by PEFT with random values; returns its logits."""
+    """Return a LoRA made by PEFT with random values; returns its logits."""
     torch.manual_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(llama)
     model = get_peft_model(

@@ -52,7 +52,7 @@ def tiny() -> Setup:
 
 
 def measured(part: str, case: str = "") -> list[Figure]:
-    """The figures of a part's cases whose names hold `case`, failures included."""
+    """Return the figures of a part's cases whose names hold `case`, failures included."""
     figures: list[Figure] = []
     setup, whole = tiny(), next(item for item in PARTS if item.name == part)
     chosen = [item for item in whole.cases(setup) if case in item.name]
@@ -112,7 +112,7 @@ def test_a_gpu_is_required_and_large_models_do_not_run_on_a_cpu(monkeypatch: pyt
 
 
 def wrong_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, gate: Tensor, activation: str = "") -> Tensor:
-    """The mixture layer without the gate."""
+    """Return the mixture layer without the gate."""
     return y + torch.nn.functional.linear(torch.nn.functional.linear(x, a), b.T)
 
 
@@ -122,7 +122,7 @@ def wrong_gradient(g_NO: Tensor, x_ND: Tensor, rows: Any, *given: Any) -> Tensor
 
 
 def wrong_search(similar: Tensor, slots: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """The same weights for all slots."""
+    """Return the same weights for all slots."""
     ids = torch.unique(slots)
     return ids, torch.full((len(slots), len(ids)), 1 / len(ids))
 

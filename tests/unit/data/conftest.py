@@ -20,7 +20,7 @@ def codec() -> MiniLMCodec:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache for each test."""
+    """Return an empty cache for each test."""
     monkeypatch.setenv("RAYCL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -50,5 +50,5 @@ def write_task(tmp_path: Path) -> WriteTask:
 
 @pytest.fixture
 def agnews(write_task: WriteTask) -> Iterator[Stream]:
-    """A stream of one task with 100 train and 10 test rows."""
+    """Yield a stream of one task with 100 train and 10 test rows."""
     yield open_agnews(write_task("agnews", news(100), news(10, 100)))

@@ -37,7 +37,7 @@ class Cache:
     read: Callable[[str], Any]
 
     def files(self) -> set[Path]:
-        """All that it stores."""
+        """Return all that it stores."""
         return {path for path in self.folder.iterdir() if path.is_file() and path.suffix != ".lock"}
 
 
@@ -56,7 +56,7 @@ def tokens(folder: Path) -> Cache:
 
 
 def queries(folder: Path) -> Cache:
-    """Queries of a sentence encoder, whose pass is replaced by a quick one."""
+    """Return queries of a sentence encoder, whose pass is replaced by a quick one."""
 
     def read(name: str) -> Any:
         encoder = SentenceEncoder(EncoderConfig(), folder / "queries")
@@ -103,7 +103,7 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def of_left(cache: Cache) -> tuple[Any, dict[Path, bytes], dict[str, bytes]]:
-    """The value of `left`, its files, and those of `right` by their suffix."""
+    """Return the value of `left`, its files, and those of `right` by their suffix."""
     value = cache.read("left")
     mine = {path: path.read_bytes() for path in cache.files() if path.name != "model.safetensors"}
     cache.read("right")

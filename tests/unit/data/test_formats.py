@@ -83,7 +83,7 @@ def test_a_row_longer_than_the_read_buffer_stays_whole(tmp_path: Path) -> None:
 
 
 def read(file: SourceFile, columns: Columns | None = None) -> tuple[list[tuple[str, str]], list[str]]:
-    """Texts with their first answers, and how the file was read."""
+    """Return texts with their first answers, and how the file was read."""
     findings = Findings()
     rows = list(read_rows(file, columns=columns, findings=findings))
     return [(row.text, row.references[0]) for row in rows], findings.notes

@@ -33,7 +33,7 @@ def dataset(count: int, start: int = 0, **more: Any) -> Dataset:
 
 
 def parquet(folder: Path, **splits: Dataset) -> Path:
-    """A repository as the hub converts it: shards below data/, class names in the files."""
+    """Return a repository as the hub converts it: shards below data/, class names in the files."""
     (folder / "data").mkdir(parents=True)
     for split, rows in splits.items():
         half = len(rows) // 2
@@ -81,7 +81,7 @@ def as_infos(folder: Path) -> Path:
 
 
 def as_card(folder: Path) -> Path:
-    """Two configurations, described in the card."""
+    """Return two configurations, described in the card."""
     for config, start in (("other", 100), ("mine", 0)):
         (folder / config).mkdir(parents=True)
         dataset(8, start).to_json(folder / config / "learn.jsonl")

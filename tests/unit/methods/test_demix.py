@@ -34,7 +34,7 @@ def started(lab: Lab, kind: str = "llama", **sections: Any) -> tuple[Demix, Trai
 
 
 def learn(context: TrainingContext, index: int, value: float) -> TaskContext:
-    """A phase whose adapter ends with this value in all of B."""
+    """Return a phase whose adapter ends with this value in all of B."""
     phase = begin_phase(context, index)
     with torch.no_grad():
         for name, parameter in context.backbone.named_parameters():

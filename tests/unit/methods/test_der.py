@@ -31,7 +31,7 @@ KINDS = ("bert", "t5", "llama", "masked")
 
 
 def second_task(lab: Lab, kind: str, micro: int | None = None, **settings: Any) -> tuple[TrainingContext, TaskContext]:
-    """The second task begun, its weights other than those whose outputs were stored."""
+    """Return the second task begun, its weights other than those whose outputs were stored."""
     learner = "finetune" if kind == "masked" else "lora"
     method = {"name": "der++", "learner": learner, "share": 0.5, **settings}
     stream = {"objective": "mlm"} if kind == "masked" else {}
@@ -54,7 +54,7 @@ def changed(context: TrainingContext, seed: int) -> None:
 
 
 def prepared(context: TrainingContext, task: TaskContext) -> tuple[list[Batch], list[Batch]]:
-    """The first step's micro-batches as the loader gives them, and as the method prepares them."""
+    """Return the first step's micro-batches as the loader gives them, and as the method prepares them."""
     loader, _ = PhaseData(context, context.phases[1], WORLD).loader(task)
     batches = loader.micro_batches(0)
     task.step = Step(0, 5, len(batches))
@@ -62,7 +62,7 @@ def prepared(context: TrainingContext, task: TaskContext) -> tuple[list[Batch], 
 
 
 def objective(context: TrainingContext, mixed: list[Batch]) -> tuple[float, dict[str, Tensor]]:
-    """What a step minimises, as the trainer computes it, and its gradients."""
+    """Return what a step minimises, as the trainer computes it, and its gradients."""
     total, value = sum(map(loss_count, mixed)), 0.0
     context.backbone.zero_grad()
     for batch in mixed:
@@ -132,7 +132,7 @@ def test_outputs_that_did_not_change_are_at_no_distance(lab: Lab, kind: str) -> 
 
 
 def _dense(outputs: StoredOutputs) -> Tensor:
-    """Logits of all columns, 0 where none was stored."""
+    """Return logits of all columns, 0 where none was stored."""
     width = int(outputs.columns.max()) + 1
     return torch.zeros(len(outputs.values), width).scatter(1, outputs.columns.long(), outputs.values)
 

@@ -28,7 +28,7 @@ NOTHING: Any = None
 
 
 def begun(lab: Lab, kind: str = "bert", **settings: Any) -> tuple[Ewc, TrainingContext, Any]:
-    """The method in the first task."""
+    """Return the method in the first task."""
     context, _ = build(lab.config(kind, {"name": "ewc", **settings}), WORLD)
     assert isinstance(context.method, Ewc)
     return context.method, context, begin_phase(context, 0)

@@ -24,7 +24,7 @@ GEM = {"name": "gem", "rows": 7}
 
 
 def named(vector: list[float]) -> dict[str, Tensor]:
-    """A gradient whose entries are parameters of their own: the projection is that of the whole vector."""
+    """Return a gradient whose entries are parameters of their own: the projection is that of the whole vector."""
     return {str(index): torch.tensor([float(value)]) for index, value in enumerate(vector)}
 
 

@@ -35,7 +35,7 @@ STORED = 4
 
 
 def second_task(lab: Lab, micro: int | None = None) -> tuple[Idbr, TrainingContext, TaskContext]:
-    """The second task begun, and weights other than those that gave the features before."""
+    """Return the second task begun, and weights other than those that gave the features before."""
     context, _ = build(lab.config("bert", {"name": "idbr", **SETTINGS}, train={"micro_batch_size": micro}), WORLD)
     first = begin_phase(context, 0)
     changed(context, 0)
@@ -61,7 +61,7 @@ def prepared(context: TrainingContext, task: TaskContext, index: int) -> list[Ba
 
 
 def objective(context: TrainingContext, batches: list[Batch]) -> float:
-    """What a step minimises, as the trainer computes it."""
+    """Return what a step minimises, as the trainer computes it."""
     total, value = sum(map(loss_count, batches)), 0.0
     for batch in batches:
         output = context.backbone(batch)

@@ -55,8 +55,8 @@ def covariances(count: int, inputs: int = 12, rank: int = 5) -> list[Array]:
 
 
 def by_definition(before: Array, covariance: Array, threshold: float) -> Array:
-    """The projector on the subspace after a task, from that before it: eigenvectors of R R^T one after another until
-    the covariance projected on the subspace has the share `threshold` of its squared norm."""
+    """Return the projector on the subspace after a task, from that before it: eigenvectors of R R^T one after another
+    until the covariance projected on the subspace has the share `threshold` of its squared norm."""
     rest = covariance - before @ covariance
     _, vectors = np.linalg.eigh(rest @ rest.T)
     projector = before

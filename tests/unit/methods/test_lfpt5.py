@@ -101,7 +101,7 @@ def loss_of(context: TrainingContext, batch: Batch) -> tuple[Any, Tensor | None]
 
 
 def by_hand(backbone: Backbone, prompt_PD: Tensor, source: list[int], target: list[int]) -> Tensor:
-    """Logits `[T, V]` of the answer's tokens: text, prompt, answer."""
+    """Return logits `[T, V]` of the answer's tokens: text, prompt, answer."""
     words = backbone.model.get_input_embeddings()
     if backbone.capabilities.separate_encoder:
         read = torch.cat([words(torch.tensor([source])), prompt_PD[None]], 1)

@@ -34,7 +34,7 @@ def test_the_divergence_by_hand() -> None:
 
 
 def begun(lab: Lab, kind: str, **settings: Any) -> tuple[Lwf, TrainingContext, Batch]:
-    """The method in the second task, and a batch of it."""
+    """Return the method in the second task, and a batch of it."""
     context, _ = build(lab.config(kind, {"name": "lwf", **settings}), WORLD)
     method, codec = context.method, context.backbone.codec
     assert isinstance(method, Lwf)

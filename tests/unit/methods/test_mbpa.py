@@ -34,7 +34,7 @@ KINDS = ("bert", "t5", "llama")
 
 
 def taught(lab: Lab, kind: str = "bert", learner: str = "lora", **adapt: Any) -> tuple[Mbpa, TrainingContext]:
-    """Two tasks in the memory, and weights that are not those of the pretrained model."""
+    """Return two tasks in the memory, and weights that are not those of the pretrained model."""
     settings = {"steps": 2, "neighbours": 3, "rate": 0.1, **adapt}
     method = {"name": "mbpa++", "learner": learner, "adapt": settings}
     context, _ = build(lab.config(kind, method), WORLD)
@@ -73,7 +73,7 @@ def logits(context: TrainingContext, batch: Batch) -> Tensor:
 
 
 def filled(keys: Tensor) -> ExampleMemory:
-    """Examples of two tasks, of 1 to 3 tokens."""
+    """Return examples of two tasks, of 1 to 3 tokens."""
     memory, half = ExampleMemory(), len(keys) // 2
     ids = [torch.tensor([7] * (1 + n % 3), dtype=torch.int32).numpy() for n in range(len(keys))]
     labels = torch.zeros(len(keys), dtype=torch.int32).numpy()

@@ -34,7 +34,7 @@ def one(vector: list[float]) -> dict[str, Tensor]:
 
 
 def joined(parts: dict[str, Tensor]) -> Tensor:
-    """`[K, 3]` or `[3]`."""
+    """Return `[K, 3]` or `[3]`."""
     return torch.cat([parts["a"], parts["b"].squeeze(-2)], dim=-1)
 
 

@@ -57,7 +57,7 @@ def finished(lab: Lab, folder: Path, method: Any, kind: str = "bert", **sections
 
 
 def slots(storage: Storage) -> dict[str, AdapterState]:
-    """Adapters of the newest snapshot, the first task's first."""
+    """Return adapters of the newest snapshot, the first task's first."""
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None

@@ -44,7 +44,7 @@ def batch_of(context: TrainingContext, phase: int, split: Any = "train") -> Batc
 
 
 def read(method: ProgPrompt, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Prompt positions of the batch, and which of them are there."""
+    """Return the prompt positions of the batch, and which of them are there."""
     prefix = method.backbone.prefix
     assert isinstance(prefix, MixedPrompts)
     with activate_batch(method, batch):

@@ -24,7 +24,7 @@ WIDE = 8
 
 
 def remembered(tasks: int, rows: int = 20, weight: float = 0.5, **settings: Any) -> tuple[Reflection, Attention]:
-    """A reflection on so many earlier tasks, and an attention that has a key more."""
+    """Return a reflection on so many earlier tasks, and an attention that has a key more."""
     attention = Attention(WIDE, AttentionConfig(width=3), 0)
     reflection = Reflection(ReflectionConfig(**settings), weight)
     draw = torch.Generator().manual_seed(5)

@@ -14,7 +14,7 @@ SINGLES = {"t0": 88.0, "t1": 86.0, "t2": 93.0}
 
 
 def matrix_of(rows: list[list[float]], counts: list[int] | None = None) -> AccuracyMatrix:
-    """A matrix of tasks t0.. from lower-triangular (or fuller) rows."""
+    """Return a matrix of tasks t0.. from lower-triangular (or fuller) rows."""
     tasks = tuple(f"t{j}" for j in range(len(rows)))
     matrix = AccuracyMatrix(tasks)
     for i, row in enumerate(rows):

@@ -18,7 +18,7 @@ WIDE = 8
 
 
 def attention(tasks: int, trainable: bool = True, seed: int = 0, **settings: Any) -> Attention:
-    """Keys of so many tasks; the last one in training."""
+    """Return keys of so many tasks; the last one in training."""
     result = Attention(WIDE, AttentionConfig(width=3, **settings), seed)
     for number in range(tasks):
         result.begin(f"t{number}", seed + number)
@@ -33,7 +33,8 @@ def texts(examples: int, seed: int = 1) -> Tensor:
 
 
 def with_scores(scores: list[float]) -> Attention:
-    """An attention that gives these scores to every text: the query is the norm's bias, the first unit vector."""
+    """Return an attention that gives these scores to every text: the query is the norm's bias, the first unit
+    vector."""
     result = attention(len(scores), trainable=False)
     with torch.no_grad():
         result.norm_weight.zero_()

@@ -15,7 +15,7 @@ OWNERS = {"a": ("a",), "b": ("b",)}
 
 
 def texts(rows: int = 60, width: int = 5) -> tuple[Tensor, Tensor]:
-    """Queries far from zero with unlike variances, and their classes: one of them has a single text."""
+    """Return queries far from zero with unlike variances, and their classes: one of them has a single text."""
     draw = torch.Generator().manual_seed(0)
     classes = torch.arange(rows) % 3
     classes[0] = 3
@@ -24,7 +24,7 @@ def texts(rows: int = 60, width: int = 5) -> tuple[Tensor, Tensor]:
 
 
 def gaussians(ridge: float = 0.0) -> ClassGaussians:
-    """Two tasks whose classes differ along a direction of large variance (0) and one of small variance (1)."""
+    """Return two tasks whose classes differ along a direction of large variance (0) and one of small variance (1)."""
     class_gaussians = ClassGaussians(ridge)
     class_gaussians.add("a", torch.tensor([[0.0, 0.0], [8.0, 8.0]]), torch.diag(torch.tensor([6.0, 0.2])))
     class_gaussians.add("b", torch.tensor([[0.0, 1.0]]), torch.diag(torch.tensor([2.0, 0.0])))

@@ -27,7 +27,7 @@ TEXTS = ["the sky is blue", "it purrs"]
 
 @pytest.fixture
 def pickled(lab: Lab, tmp_path: Path) -> Path:
-    """An encoder whose weights are a pickle."""
+    """Return an encoder whose weights are a pickle."""
     folder = shutil.copytree(lab.model_folder("bert"), tmp_path / "encoder")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()

@@ -22,7 +22,7 @@ KEYS = KeyConfig(groups=2, slots=3, rate=5e-3, epochs=2)
 
 
 def texts_of(task: str, count: int, seed: int) -> Tensor:
-    """Queries around a centre of the task, in a covariance that all share."""
+    """Return queries around a centre of the task, in a covariance that all share."""
     centre = torch.randn(1, 16, generator=torch.Generator().manual_seed(100 + TASKS.index(task)))
     noise = torch.Generator().manual_seed(10 * seed + TASKS.index(task))
     return centre + 0.3 * torch.randn(count, 16, generator=noise)

@@ -29,7 +29,7 @@ KEYS = KeyConfig(groups=2, slots=3, rate=5e-3, steps=300)
 
 
 def texts_of(task: str, count: int = 80, seed: int = 0) -> Tensor:
-    """Queries around a centre of the task, in a covariance that all share."""
+    """Return queries around a centre of the task, in a covariance that all share."""
     draw = torch.Generator().manual_seed(100 + TASKS[task])
     centre = torch.randn(1, 16, generator=draw)
     noise = torch.Generator().manual_seed(seed + TASKS[task])
@@ -44,7 +44,7 @@ def studied(kind: Kind, tasks: list[str], **settings: object) -> SlotRouter:
 
 
 def share(router: SlotRouter, task: str) -> float:
-    """Mean weight on a task's own slots, for texts that were not studied."""
+    """Return the mean weight on a task's own slots, for texts that were not studied."""
     mixture = router.route(texts_of(task, 50, seed=9))
     mine = [column for column, name in enumerate(mixture.names) if name.startswith(f"{task}.")]
     return float(mixture.weights[:, mine].sum(1).mean())
@@ -210,7 +210,8 @@ def test_another_encoder_than_the_keys_were_made_with_is_refused() -> None:
 
 
 def large(kind: Kind, tasks: int = 400, more: int = 1) -> tuple[SlotRouter, Tensor]:
-    """A router over `tasks` drawn tasks of three slots, or in turn of up to `more - 1` more, and a text near each."""
+    """Return a router over `tasks` drawn tasks of three slots, or in turn of up to `more - 1` more, and a text near
+    each."""
     draw = torch.Generator().manual_seed(0)
     centres = torch.randn(tasks, 2, 8, generator=draw)
     router = SlotRouter(kind, 2, RetrievalConfig(top_k=2))

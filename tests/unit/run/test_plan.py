@@ -48,7 +48,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 def begun(config: RunConfig, world: DistributedContext | None = None) -> tuple[TrainingContext, list[Batch]]:
-    """A run in its first phase, with the micro-batches of its first step."""
+    """Return a run in its first phase, with the micro-batches of its first step."""
     alone = DistributedContext.alone(torch.device("cpu"))
     context, _ = build(config, alone)
     phase, codec = context.phases[0], context.backbone.codec

@@ -142,7 +142,7 @@ class Words:
 def decoded(
     pieces: list[str], tidies: bool = False, eos: bool = True, **settings: Any
 ) -> tuple[list[str], DecodedText]:
-    """What is sent for each token, one a piece, up to the end."""
+    """Return what is sent for each token, one a piece, up to the end."""
     decoded_text = DecodedText(Words(pieces, tidies), EOS, Sampling(**{"max_tokens": 100, **settings}))
     sent = []
     for token in [*range(1, len(pieces) + 1), *([EOS] if eos else [])]:
@@ -225,7 +225,7 @@ def test_no_part_of_a_character_is_sent(kind: str) -> None:
 
 
 def _bytes(kind: str, text: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
-    """A tokenizer whose tokens are bytes, as byte-level BPE and sentencepiece with byte fallback have them."""
+    """Return a tokenizer whose tokens are bytes, as byte-level BPE and sentencepiece with byte fallback have them."""
     if kind == "byte_level":
         from tokenizers.pre_tokenizers import ByteLevel
 

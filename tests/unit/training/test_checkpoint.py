@@ -168,7 +168,7 @@ def test_objects_stay_where_a_kept_checkpoint_is_of_another_run(tmp_path: Path) 
 
 
 def frozen(*tasks: str) -> dict[str, torch.Tensor]:
-    """State of learned tasks: an adapter of two tensors and a query each, and one tensor of all."""
+    """Return state of learned tasks: an adapter of two tensors and a query each, and one tensor of all."""
     state = {"projection": torch.ones(3, dtype=torch.float64)}
     for number, task in enumerate(tasks):
         state |= {f"slot/{task}/a": torch.full((2, 3), float(number)), f"slot/{task}/b": torch.zeros(0, 2)}

@@ -140,7 +140,8 @@ KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def outside(backbone: Backbone) -> dict[str, Any]:
-    """What libraries could leave on the modules: hooks, attributes, the kind of dict that holds the parameters."""
+    """Return what libraries could leave on the modules: hooks, attributes, the kind of dict that holds the
+    parameters."""
     collected = {}
     for name, module in backbone.named_modules():
         hooks = {kind: len(getattr(module, kind)) for kind in KINDS}
@@ -149,7 +150,7 @@ def outside(backbone: Backbone) -> dict[str, Any]:
 
 
 def living() -> dict[str, int]:
-    """How many engines, optimizers, modules and tensors there are in this process."""
+    """Return how many engines, optimizers, modules and tensors there are in this process."""
     gc.collect()
     types = Counter(map(type, gc.get_objects()))
     ours = {

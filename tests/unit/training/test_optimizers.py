@@ -104,7 +104,7 @@ class Both:
 
 
 def theirs(trained: list[nn.Parameter], name: str, train: TrainConfig) -> Optimizer | Both:
-    """What the papers' code or the libraries would build."""
+    """Return what the papers' code or the libraries would build."""
     if name == "adamw_8bit":
         return AdamW8bit(trained, lr=train.learning_rate, weight_decay=train.weight_decay)  # type: ignore[no-untyped-call]
     if name == "muon":

@@ -31,7 +31,7 @@ STEPS = 4
 
 
 def started(lab: Lab, kind: str = "bert", method: str = "lora", **train: Any) -> tuple[TrainingContext, Engine, Loader]:
-    """A run at the beginning of its first task."""
+    """Return a run at the beginning of its first task."""
     context, open_engine = build(lab.config(kind, method, train=train), WORLD)
     begin_phase(context)
     size = context.train.batch_size
@@ -110,7 +110,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(lab: Lab) -> None:
 
 
 def by_hand(context: TrainingContext, steps: Sequence[list[Batch]]) -> list[float]:
-    """The plainest training loop: mean loss over the targets of the whole step."""
+    """Return the plainest training loop: mean loss over the targets of the whole step."""
     named = {name: p for name, p in context.backbone.named_parameters() if p.requires_grad}
     trainable = list(named.values())
     kept = [p for name, p in named.items() if "bias" in name or "norm" in name.lower()]

@@ -55,7 +55,7 @@ def method() -> IncLora:
 
 @pytest.fixture
 def created(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each tensor that is made from stored bytes."""
+    """Return bytes of each tensor that is made from stored bytes."""
     collected: list[int] = []
     make = stored._flat
     monkeypatch.setattr(stored, "_flat", lambda memory: collected.append(len(memory)) or make(memory))

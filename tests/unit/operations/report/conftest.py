@@ -45,7 +45,7 @@ def _result(method: str = "sapt", seed: int = 0, ap: float = 81.667) -> dict[str
 
 
 def _routed(tasks: list[str], router: str = "discriminant", slots: int = 4, **settings: Any) -> dict[str, Any]:
-    """A run of SLM over these tasks: keys around a direction of each task, in six groups of eight dimensions."""
+    """Return a run of SLM over these tasks: keys around a direction of each task, in six groups of eight dimensions."""
     draw, groups = np.random.default_rng(0), 6
     result = _result("slm", **settings)
     blank = [[None] * len(tasks) for _ in tasks]

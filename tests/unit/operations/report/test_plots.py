@@ -19,7 +19,7 @@ Make = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures behind the files written in a test."""
+    """Return the figures behind the files written in a test."""
     figures: list[Figure] = []
     save = plots.save_png
 

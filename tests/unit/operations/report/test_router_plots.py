@@ -25,7 +25,7 @@ TASKS = ["agnews", "dbpedia", "yahoo"]
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures behind the files written in a test."""
+    """Return the figures behind the files written in a test."""
     figures: list[Figure] = []
     save = router_plots.save_png
 

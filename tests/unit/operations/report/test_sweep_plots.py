@@ -18,7 +18,7 @@ Settings = dict[str, Any]
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures behind the files written in a test."""
+    """Return the figures behind the files written in a test."""
     figures: list[Figure] = []
     save = sweep_plots.save_png
 
@@ -42,7 +42,7 @@ def summary_of(*trials: tuple[Settings, list[float]]) -> dict[str, Any]:
 
 
 def offsets(axes: Axes) -> list[tuple[float, float]]:
-    """Every point of a panel."""
+    """Return every point of a panel."""
     return [tuple(point) for collection in axes.collections for point in np.asarray(collection.get_offsets()).tolist()]
 
 

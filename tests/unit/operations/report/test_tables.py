@@ -161,7 +161,7 @@ def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -
 
 
 def accuracies(result: dict[str, Any]) -> dict[str, Any]:
-    """The run with accuracies beside its scores, and their means."""
+    """Return the run with accuracies beside its scores, and their means."""
     for cell, accuracy in zip(result["matrix"][-1], (80.0, 90.0, 97.0), strict=True):
         cell["extra"]["accuracy"] = accuracy
     cells = [[cell and Score(**cell) for cell in row] for row in result["matrix"]]

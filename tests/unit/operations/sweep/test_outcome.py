@@ -172,7 +172,7 @@ def test_a_sweep_without_a_finished_trial_has_a_table_all_the_same(tmp_path: Pat
 
 @pytest.fixture
 def summary(tmp_path: Path) -> dict[str, Any]:
-    """Two metrics, settings of all kinds."""
+    """Return two metrics, settings of all kinds."""
     space = {
         "train.learning_rate": {"loguniform": [1e-5, 1e-2]},
         "method": {"choice": ["lora", {"name": "lora", "rank": 4}]},

@@ -161,7 +161,7 @@ def finish(searcher: TpeSearcher, name: str, value: float) -> None:
 
 
 def open_trials(searcher: TpeSearcher) -> dict[str, dict[str, Any]]:
-    """All trials, none of which ends: by Tune's id."""
+    """Return all trials, none of which ends: by Tune's id."""
     trials: dict[str, dict[str, Any]] = {}
     while (proposed := searcher.suggest(f"id{len(trials)}")) != "FINISHED":
         assert isinstance(proposed, dict)
@@ -223,7 +223,7 @@ def test_a_resumed_tpe_sweep_keeps_equal_trials(tmp_path: Path) -> None:
 
 
 def decisions(scheduler: AtTaskEnds, curves: dict[int, list[float]]) -> dict[int, int]:
-    """Trials in turn, each until it is stopped: tasks that each learned."""
+    """Return trials in turn, each until it is stopped: tasks that each learned."""
     learned = {}
     for number, curve in curves.items():
         trial: Any = type("T", (), {"trial_id": f"t{number}", "config": {"number": number}})()

@@ -19,7 +19,7 @@ READY = sorted((REPO / "sweeps").glob("*.yaml"))
 
 
 def sweep(**changes: Any) -> SweepConfig:
-    """A small sweep with changes."""
+    """Return a small sweep with changes."""
     tree = {
         "name": "s",
         "base": {"method": "lora", "modifiers": ["migu"], "train": {"epochs": 2}},
