@@ -29,13 +29,13 @@ from raycl.methods.pseudo_samples.samples import PseudoSamples
 from raycl.methods.sapt.reflection import ReplayEntry
 from raycl.methods.sapt.sapt import Sapt
 from raycl.methods.slm.slm import Slm
-from raycl.run.assembly import build
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.phase.step import train_step
 from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
 from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import AdapterState, Batch, Phase
 
 LIMITS = {"slm": (1.1, 1.5), "sapt": (2.0, 2.0)}

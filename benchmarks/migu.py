@@ -27,10 +27,10 @@ from raycl.methods.capabilities import Constraint
 from raycl.methods.migu.migu import FIRST, MEASURED, Migu, MiguConfig
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class
-from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import NONE, TorchEngine, Transform
+from raycl.training.optimizers.settings import TrainConfig
 from raycl.training.phase.step import train_step
-from raycl.training.settings import TrainConfig
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import IGNORE, Batch, Phase, Task
 
 BUSY = 0.5

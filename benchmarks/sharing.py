@@ -32,10 +32,10 @@ from raycl.methods.base import packed
 from raycl.methods.lora.inclora import IncLora, IncLoraConfig
 from raycl.storage import Storage
 from raycl.testing.tiny_models import word_tokenizer
-from raycl.training.memory import return_freed_memory
 from raycl.training.records.bank_start import read_training_state
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.workers.memory import return_freed_memory
 from raycl.types import AdapterState
 
 MIB = 2**20

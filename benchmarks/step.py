@@ -29,12 +29,12 @@ from raycl.backbone.load import wrap_model
 from raycl.methods.lora.lora import Lora
 from raycl.methods.lora_settings import LoraConfig
 from raycl.testing.tiny_models import word_tokenizer
-from raycl.training.distributed import DistributedContext
 from raycl.training.engines.compilation import compile_layers
 from raycl.training.engines.engine import TorchEngine
-from raycl.training.memory import forget_peak, peak_memory_mb, resident_memory_mb, return_freed_memory
+from raycl.training.optimizers.settings import TrainConfig
 from raycl.training.phase.step import train_step
-from raycl.training.settings import TrainConfig
+from raycl.training.workers.distributed import DistributedContext
+from raycl.training.workers.memory import forget_peak, peak_memory_mb, resident_memory_mb, return_freed_memory
 from raycl.types import IGNORE, Batch, Phase, Task
 
 SIZES = {

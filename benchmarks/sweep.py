@@ -25,7 +25,7 @@ from raycl.launch.prepared_run import prepare
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.drive import run_sweep
 from raycl.operations.sweep.outcome import SweepOutcome
-from raycl.run.config import RunConfig
+from raycl.training.setup.run_config import RunConfig
 
 log = logging.getLogger("benchmarks")
 

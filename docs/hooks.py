@@ -35,8 +35,8 @@ from raycl.operations.banks.commands import COMMANDS
 from raycl.operations.plan.methods_table import BACKBONES, methods_table
 from raycl.operations.sweep.comparison import ComparisonConfig
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
-from raycl.run.config import RunConfig
 from raycl.serve.settings import ServeConfig
+from raycl.training.setup.run_config import RunConfig
 
 REPO = Path(__file__).resolve().parents[1]
 INCLUDE = re.compile(r"^::: (\S+\.md)$", re.MULTILINE)

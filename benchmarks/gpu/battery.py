@@ -18,13 +18,13 @@ import torch
 from benchmarks.figures import Figure
 from raycl import config as configs
 from raycl.data.benchmarks import builtin
-from raycl.run.assembly import build
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.testing.tiny_models import Stop, save_model, stopping
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.records.progress import read_trace
+from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.workers.distributed import DistributedContext
 
 KINDS = ("bert", "t5", "llama")
 TASKS = ("topic", "sentiment")

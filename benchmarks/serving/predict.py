@@ -25,7 +25,6 @@ from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.data.loader import batch_of
 from raycl.data.sources.fields import Columns
 from raycl.generation.batch_answers import predict as answer
-from raycl.run.banks import snapshot_at
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.offline.model import WINDOW, OfflineModel
 from raycl.serve.offline.prediction_files import write_predictions
@@ -33,6 +32,7 @@ from raycl.serve.offline.prediction_input import Input, files_at
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import adapters_of, router_of
 from raycl.storage import Storage
+from raycl.training.records.named_bank import snapshot_at
 
 log = logging.getLogger(__name__)
 

@@ -29,15 +29,15 @@ from raycl import config as configs
 from raycl.errors import RunError
 from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
-from raycl.run.assembly import build
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.training.control import Control
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.engines.engine import Engine, Transform
-from raycl.training.memory import return_freed_memory
 from raycl.training.phase.trainer import OpenEngine
+from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.workers.control import Control
+from raycl.training.workers.distributed import DistributedContext
+from raycl.training.workers.memory import return_freed_memory
 from raycl.types import Batch
 
 EVERY_S = 0.002

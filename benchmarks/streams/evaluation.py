@@ -30,14 +30,14 @@ from raycl import config as configs
 from raycl.backbone import Backbone
 from raycl.methods.lora.lora import Lora
 from raycl.routing.routers import SingleRouter
-from raycl.run.assembly import build
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.evaluation import Observations, evaluate_row
 from raycl.training.phase.routing import PublishedRouter
+from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Mixture
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from benchmarks.streams.sharing import sharing
 from benchmarks.streams.trials import Trial, Typical, run_plain, run_raycl
 from benchmarks.streams.worksheet import write_down
 from raycl import config as configs
-from raycl.run.config import RunConfig
+from raycl.training.setup.run_config import RunConfig
 
 log = logging.getLogger("benchmarks")
 

@@ -16,10 +16,10 @@ from benchmarks.streams.worksheet import Sheet
 from raycl.errors import RunError
 from raycl.launch import driver
 from raycl.launch.prepared_run import prepare
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
 from raycl.training.records.progress import read_trace
+from raycl.training.setup.run_config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from raycl.data.stream import Stream, open_stream
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
 from raycl.methods.lora_settings import LoraConfig
-from raycl.run.config import RunConfig, phases
-from raycl.training.seeds import micro_batch_size, stable_seed
+from raycl.training.definition.seeds import micro_batch_size, stable_seed
+from raycl.training.setup.run_config import RunConfig, phases
 from raycl.types import Batch, Phase, TextCodec
 
 Sheet = dict[str, Any]

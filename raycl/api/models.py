@@ -11,9 +11,9 @@ from raycl.data.sources.chats import conversation_of
 from raycl.data.sources.conversation import text_of
 from raycl.data.sources.fields import half_character
 from raycl.errors import DataError, RunError
-from raycl.run.banks import snapshot_at
 from raycl.serve.offline.model import OfflineModel, Prediction, settings_here
 from raycl.serve.settings import ServeConfig
+from raycl.training.records.named_bank import snapshot_at
 
 Text = str | Sequence[Mapping[str, str]]
 """A text, or a conversation as messages with role and content."""

@@ -22,10 +22,10 @@ from raycl.launch.repeating import repeating
 from raycl.metrics.run_results import method_of, metric_of, read_results, tasks_of, values_of
 from raycl.operations.report.plots import heatmap
 from raycl.operations.report.tables import matrix_table
-from raycl.run import config as run_config
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
 from raycl.training.records.publish import open_bank
+from raycl.training.setup import run_config
 
 POLL_S = 0.5
 

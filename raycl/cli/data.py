@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from raycl.data.check import TaskCheck
-    from raycl.run.config import RunConfig
+    from raycl.training.setup.run_config import RunConfig
 
 LABELS_FILE = "labels.json"
 """The file of a label set, next to the files of a task."""
@@ -146,7 +146,7 @@ def _write_labels(options: argparse.Namespace) -> int:
 def _config(options: argparse.Namespace) -> RunConfig:
     """Return the run that would read the data."""
     from raycl.data.settings import TaskSpec
-    from raycl.run.places import load_present
+    from raycl.training.setup.places import load_present
 
     if options.config:
         return load_present(local_or_installed(options.config), options.overrides)

@@ -26,7 +26,7 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Print a line for each."""
-    from raycl.run.plugins_list import plugins_list
+    from raycl.training.setup.plugins_list import plugins_list
 
     usable, problems = plugins_list()
     for plugin in usable:

@@ -28,8 +28,8 @@ from ray.util.state.exception import RayStateApiException
 
 from raycl.errors import LaunchError
 from raycl.launch.repeating import repeating
-from raycl.launch.termination import exit_on_sigterm, exits_on_sigterm
-from raycl.training.job import Resources
+from raycl.training.definition.job import Resources
+from raycl.training.workers.stopping import exit_on_sigterm, exits_on_sigterm
 
 log = logging.getLogger("raycl")
 

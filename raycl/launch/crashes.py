@@ -11,9 +11,9 @@ from typing import Any
 from raycl.config import Tree
 from raycl.errors import RayclError, RunError
 from raycl.storage import Storage
-from raycl.training.control import Control
-from raycl.training.distributed import DistributedContext
-from raycl.training.memory import is_out_of_memory, out_of_memory
+from raycl.training.workers.control import Control
+from raycl.training.workers.distributed import DistributedContext
+from raycl.training.workers.memory import is_out_of_memory, out_of_memory
 
 SETUP = ("starting", "preparing")
 """Activities before a phase's first step."""

@@ -15,14 +15,13 @@ from raycl import config as configs
 from raycl.errors import RunError, StoppedError, UnreachableError
 from raycl.launch.console import LOGS
 from raycl.launch.prepared_run import Prepared, finish, resume_line
-from raycl.launch.termination import StopOnSignal, stopped_by
-from raycl.run import config as run_config
-from raycl.training.job import Resources, TrainingJob
+from raycl.training.definition.job import Resources, TrainingJob
+from raycl.training.records.decisions import is_stopped
 from raycl.training.records.journal import read_state
 from raycl.training.records.publish import open_bank, publish_again
-from raycl.training.records.stops.request import HostStop
-from raycl.training.records.stops.signal import is_stopped
 from raycl.training.records.tensor_objects import SharedReader
+from raycl.training.setup import run_config
+from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by
 
 if TYPE_CHECKING:
     from raycl.launch.warm_workers import WarmWorkers
@@ -38,7 +37,7 @@ class RunOptions:
         share: runs that share the cluster, where the config does not set the CPUs of a worker.
         label: prefix of the run's progress lines.
         awaits_decision: after every phase but the last, the workers wait for a decision
-            (`raycl.training.records.stops.signal`).
+            (`raycl.training.records.decisions`).
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: place in which the host requests that its runs stop.
         warm: workers that stay between runs; None: each run has new ones.
@@ -125,7 +124,11 @@ def _attempt(prepared: Prepared, options: RunOptions, driver: str) -> Iterator[N
         StoppedError: a signal or the host stopped them. RunError: they ended without a reason.
     """
     done = prepared.done
-    signals = StopOnSignal(prepared.storage, driver, prepared.config.launch.grace_s)
+
+    def has_begun() -> bool:
+        return any(attempt.get("driver") == driver for attempt in read_state(prepared.storage.with_retries(0)).attempts)
+
+    signals = StopOnSignal(prepared.storage, driver, prepared.config.launch.grace_s, has_begun)
     try:
         with signals:
             yield

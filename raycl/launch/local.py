@@ -17,11 +17,11 @@ import torch
 from raycl.errors import LaunchError, RayclError, RunError, StorageError, UnreachableError
 from raycl.launch.crashes import leave_error
 from raycl.launch.worker import Worker, work
-from raycl.run.settings import LaunchConfig
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.job import Resources, TrainingJob
-from raycl.training.memory import forget_peak
+from raycl.training.definition.job import Resources, TrainingJob
+from raycl.training.setup.launch_settings import LaunchConfig
+from raycl.training.workers.distributed import DistributedContext
+from raycl.training.workers.memory import forget_peak
 
 if TYPE_CHECKING:
     from raycl.launch.driver import RunOptions

@@ -12,18 +12,17 @@ from raycl.config import trust
 from raycl.config.addresses import announce
 from raycl.data.stream import Stream
 from raycl.errors import AlreadyExistsError, ResumeError, RunError
-from raycl.run import checks
-from raycl.run import config as run_config
-from raycl.run.config import RunConfig
-from raycl.run.extension import other_changes, own_limits, with_tasks
-from raycl.run.fingerprints import inputs_of
-from raycl.run.folder import CONFIG, resume_arguments, run_at
 from raycl.storage import Storage
 from raycl.storage.records import hashed
+from raycl.training.definition.settings import EXEMPT
+from raycl.training.definition.training_context import RunInfo
 from raycl.training.records.journal import RunState, check_inputs, check_owner, last_attempt, read_state
 from raycl.training.records.results import build_results
-from raycl.training.settings import EXEMPT
-from raycl.training.training_context import RunInfo
+from raycl.training.records.run_folder import CONFIG, resume_arguments, run_at
+from raycl.training.setup import checks, run_config
+from raycl.training.setup.extension import other_changes, own_limits, with_tasks
+from raycl.training.setup.fingerprints import inputs_of
+from raycl.training.setup.run_config import RunConfig
 from raycl.types import Phase
 
 
@@ -115,7 +114,7 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
     """Go on with the run in `folder`, finished or not, with more tasks at the end of its stream.
 
     Args:
-        added: see `raycl.run.extension.with_tasks`.
+        added: see `raycl.training.setup.extension.with_tasks`.
 
     Raises:
         ResumeError: there is no run, its method takes no more tasks, or another setting differs.

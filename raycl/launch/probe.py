@@ -12,11 +12,9 @@ from raycl.bank import Bank
 from raycl.config import Tree, trust
 from raycl.errors import ConfigError, RunError, StorageError
 from raycl.launch.prepared_run import run_in
-from raycl.run.assembly import build
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.storage.records import hashed, without_hash
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.phase.output_probe import as_tree, large_outputs, probed_tasks
 from raycl.training.phase.routing import PublishedRouter
 from raycl.training.records.bank_start import read_training_state
@@ -25,6 +23,8 @@ from raycl.training.records.journal import RunState
 from raycl.training.records.publish import open_bank
 from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.distributed import DistributedContext
 
 log = logging.getLogger("raycl")
 

@@ -27,10 +27,10 @@ from raycl.launch.console import follow
 from raycl.launch.crashes import error_file, leave_error
 from raycl.launch.prepared_run import resume_line
 from raycl.launch.worker import Worker, work
-from raycl.run.config import RunConfig
-from raycl.run.folder import CONFIG
-from raycl.training.distributed import DistributedContext
-from raycl.training.job import Resources, TrainingJob
+from raycl.training.definition.job import Resources, TrainingJob
+from raycl.training.records.run_folder import CONFIG
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.distributed import DistributedContext
 
 if TYPE_CHECKING:
     from raycl.launch.driver import RunOptions
@@ -160,8 +160,8 @@ def _report(record: Tree) -> None:
 def _fit(trainer: TorchTrainer) -> None:
     """Train, in a thread where this is the main one.
 
-    There Ray would put its own handler of Ctrl-C in the place of the command's (`raycl.launch.termination`), which
-    aborts without a checkpoint. The thread ends with Ray at the latest.
+    There Ray would put its own handler of Ctrl-C in the place of the command's (`StopOnSignal`), which aborts without a
+    checkpoint. The thread ends with Ray at the latest.
     """
     if threading.current_thread() is not threading.main_thread():
         trainer.fit()

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import yaml
 
 from raycl.errors import ConfigError
-from raycl.run import config as run_config
-from raycl.run.config import RunConfig
-from raycl.run.extension import task_of
-from raycl.run.places import load_present
 from raycl.storage import Storage
 from raycl.training.records.publish import open_bank, went_back
+from raycl.training.setup import run_config
+from raycl.training.setup.extension import task_of
+from raycl.training.setup.places import load_present
+from raycl.training.setup.run_config import RunConfig
 
 if TYPE_CHECKING:
     from raycl.launch.prepared_run import Prepared

@@ -13,12 +13,12 @@ from typing import Any
 from raycl import config as configs
 from raycl.errors import StorageError
 from raycl.launch.console import LOGS, is_log
-from raycl.run.folder import CONFIG, run_at
 from raycl.storage import Storage
 from raycl.storage.records import without_hash
-from raycl.training.control import BEAT_S, HEARTBEAT
 from raycl.training.records.journal import JournalReader, RunState
-from raycl.training.records.stops.request import StopRequest, stop_of
+from raycl.training.records.run_folder import CONFIG, run_at
+from raycl.training.workers.control import BEAT_S, HEARTBEAT
+from raycl.training.workers.stopping import StopRequest, stop_of
 
 FRESH_S = 6 * BEAT_S
 """Age of a heartbeat up to which its run is alive: a busy machine beats late, and clocks differ a little."""

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raycl.errors import BankError, RunError, StorageError
-from raycl.run.banks import snapshot_at
 from raycl.storage import Storage
-from raycl.training.control import Control
-from raycl.training.distributed import DistributedContext
+from raycl.training.definition.settings import BankConfig
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.evaluation import Observations, evaluate_row
 from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
+from raycl.training.records.named_bank import snapshot_at
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
-from raycl.training.settings import BankConfig
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.control import Control
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Score
 
 log = logging.getLogger("raycl")

@@ -13,10 +13,10 @@ from datetime import datetime
 from typing import Any, Literal
 
 from raycl.launch.run_files import RunFiles, read_run
-from raycl.run.folder import resume_arguments
 from raycl.storage import Storage
+from raycl.training.records.decisions import is_stopped
 from raycl.training.records.progress import TraceReader, clock
-from raycl.training.records.stops.signal import is_stopped
+from raycl.training.records.run_folder import resume_arguments
 
 RESTART_S = 120.0
 """Seconds in which Ray Train restarts workers."""

@@ -26,10 +26,10 @@ from raycl.launch import cluster as clusters
 from raycl.launch.console import follow
 from raycl.launch.local import in_process_worker
 from raycl.launch.ray_train import LOWER, cause_of, raise_failed, raise_left, work_as, worker_resources
-from raycl.run.config import RunConfig
-from raycl.training.distributed import DistributedContext
-from raycl.training.job import Resources, TrainingJob
-from raycl.training.records.stops.request import HostStop
+from raycl.training.definition.job import Resources, TrainingJob
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.distributed import DistributedContext
+from raycl.training.workers.stopping import HostStop
 
 if TYPE_CHECKING:
     from raycl.launch.driver import RunOptions

@@ -18,22 +18,22 @@ from raycl.launch.console import LOGS
 from raycl.launch.crashes import Crashes, error_file, leave_error
 from raycl.launch.starting import scores_of, start_from_bank
 from raycl.plugins import require
-from raycl.run import assembly
-from raycl.run.config import RunConfig
-from raycl.run.folder import CONFIG
 from raycl.storage import Storage
-from raycl.tracking import Tracker, open_tracker
-from raycl.training.control import Control, hang_file
-from raycl.training.distributed import DistributedContext
-from raycl.training.inputs import version_changes
-from raycl.training.job import TrainingJob
+from raycl.training import assembly
+from raycl.training.definition.inputs import version_changes
+from raycl.training.definition.job import TrainingJob
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.trainer import OpenEngine
+from raycl.training.records.decisions import wait_for_decision
 from raycl.training.records.fork_points import save_fork_point
 from raycl.training.records.journal import read_state
-from raycl.training.records.stops.signal import wait_for_decision
+from raycl.training.records.run_folder import CONFIG
 from raycl.training.records.tensor_objects import SharedReader
+from raycl.training.records.tracking import Tracker, open_tracker
+from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.control import Control, hang_file
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Score
 
 log = logging.getLogger("raycl")

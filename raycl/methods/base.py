@@ -196,7 +196,7 @@ class Learned:
     Attributes:
         adapters: name -> what it holds; they go to the bank.
         model: tensors of a Hugging Face model folder by name, for methods that change all weights; workers may share
-            each of them out (`raycl.training.distributed.whole`).
+            each of them out (`raycl.training.workers.distributed.whole`).
         labels: rows of the model's label head (`head.weight`, `head.bias` among its tensors).
         extras: adapter -> kind -> tensors that are kept beside it in the bank (pseudo-samples).
         owners: adapter -> names of its tasks, in the order of learning and of earlier phases too, for methods with

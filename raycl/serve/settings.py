@@ -15,7 +15,7 @@ from raycl.config import Location, PathOrUri, Section, trust
 from raycl.config.addresses import announce
 from raycl.config.trust import Permissions
 from raycl.config.unused import refuse, unused_written
-from raycl.run.banks import bank_at
+from raycl.training.records.named_bank import bank_at
 
 
 class LimitsConfig(Section):

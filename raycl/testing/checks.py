@@ -24,13 +24,13 @@ from raycl.methods.modifier import GradientModifier
 from raycl.plugins import Kind
 from raycl.routing.router import Owners, Router
 from raycl.routing.routers import make_router, without
-from raycl.run.assembly import build
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.testing.packages import on_path, write_package
 from raycl.testing.runs import KINDS, TASKS, Done, Lab, Stop, exported, matrix, opened, run, trace
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.optimizers.base import OptimizerKind
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import RouterState
 
 SUFFIXES = {"safetensors", "json", "jsonl"}

@@ -22,22 +22,22 @@ from raycl.bank import Bank, Snapshot
 from raycl.generation.batch_answers import predict
 from raycl.generation.route_batch import route_batch
 from raycl.methods.registry import method_class
-from raycl.run.assembly import build
-from raycl.run.config import RunConfig
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.request_mixtures import heads_of
 from raycl.serve.snapshots.parts import adapters_of, backbone_of, router_of
 from raycl.storage import Storage
 from raycl.testing import tiny_models as models
-from raycl.tracking import Tracker
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.routing import PublishedRouter
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import read_state
 from raycl.training.records.progress import read_trace
 from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.records.tracking import Tracker
+from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 WORDS = (

@@ -13,22 +13,22 @@ from functools import partial
 from typing import Any
 
 from raycl.storage import Storage
-from raycl.tracking import Tracker
-from raycl.training.control import Control
-from raycl.training.distributed import DistributedContext
-from raycl.training.memory import peak_memory_mb, resident_memory_mb
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.evaluation import evaluate_untrained
 from raycl.training.phase.scoring import score_phase
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
-from raycl.training.recorder import OnPhase, Recorder
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
 from raycl.training.records.publish import complete_bank, restore_objects
+from raycl.training.records.recorder import OnPhase, Recorder
 from raycl.training.records.results import untrained_cells
 from raycl.training.records.resume import newest_resume_point
-from raycl.training.records.stops.request import StopRequested
 from raycl.training.records.tensor_objects import SharedReader
-from raycl.training.training_context import TrainingContext
+from raycl.training.records.tracking import Tracker
+from raycl.training.workers.control import Control
+from raycl.training.workers.distributed import DistributedContext
+from raycl.training.workers.memory import peak_memory_mb, resident_memory_mb
+from raycl.training.workers.stopping import StopRequested
 from raycl.types import Phase
 
 log = logging.getLogger("raycl")
@@ -114,7 +114,7 @@ class StreamLoop:
             StopRequested: the run is to stop here; there is nothing to write.
         """
         self.control.progress(activity, phase=phase.index, phases=len(self.context.phases), task=task)
-        if self.control.stop_requested(now=True):
+        if self.control.stop.requested(now=True):
             raise StopRequested
 
     def _restore(self) -> Checkpoint | None:

@@ -39,7 +39,7 @@ sys.path.insert(0, {str(REPO / "tests" / "lab")!r})
 from tiny import run
 from raycl import config as configs
 from raycl.errors import RayclError
-from raycl.run.config import RunConfig
+from raycl.training.setup.run_config import RunConfig
 from raycl.storage import Storage
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 try:

@@ -10,9 +10,9 @@ import torch
 from tiny import Complete, Lab, matrix, run, trace
 
 from raycl.errors import BackboneError, ConfigError
-from raycl.run.checks import check
 from raycl.storage import Storage
 from raycl.training.engines import compilation
+from raycl.training.setup.checks import check
 
 COMPILED = {"compile": True}
 MIGU = [{"name": "migu", "threshold": 0.5}]

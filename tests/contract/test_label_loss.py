@@ -16,11 +16,11 @@ from raycl.data.loader import batch_of
 from raycl.errors import ConfigError
 from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate_batch
-from raycl.run.assembly import build
-from raycl.run.checks import check
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.setup.checks import check
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.workers.distributed import DistributedContext
 
 ALONE = DistributedContext.alone(torch.device("cpu"))
 

@@ -15,10 +15,10 @@ from raycl.methods.modifier import Modifiers
 from raycl.metrics.run_results import read_results
 from raycl.operations.report.output_rows import OutputRows
 from raycl.operations.report.tables import output_rows_table
-from raycl.run.checks import read_singles
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.storage.records import hashed
+from raycl.training.setup.checks import read_singles
+from raycl.training.setup.run_config import RunConfig
 
 MIGU = {"name": "migu", "threshold": 0.7, "skip_first_task": False}
 ALL_CASES = [

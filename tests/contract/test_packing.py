@@ -12,8 +12,8 @@ from tiny import VARIANTS, Complete, Lab, Stop, run, trace
 from raycl.backbone import causal
 from raycl.backbone.positions import PackedRows, pack
 from raycl.errors import ConfigError
-from raycl.run.checks import check
 from raycl.storage import Storage
+from raycl.training.setup.checks import check
 
 PACKED = {"packing": True}
 MIGU = {"modifiers": [{"name": "migu", "threshold": 0.5, "skip_first_task": False}]}

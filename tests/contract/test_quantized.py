@@ -18,10 +18,10 @@ from raycl.bank import Bank
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, BankError, ConfigError
 from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, mixed
-from raycl.run.checks import check
 from raycl.serve.offline.model import OfflineModel
 from raycl.serve.snapshots.parts import backbone_of
 from raycl.storage import Storage
+from raycl.training.setup.checks import check
 from raycl.types import Mixture
 
 CPU = torch.device("cpu")

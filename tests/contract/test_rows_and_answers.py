@@ -19,11 +19,11 @@ from tiny import NOT_SERVED, RUNS_BY_KIND, Complete, Lab, last_checkpoint, on_ma
 from raycl.data.sources.conversation import messages_of
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import ConfigError
-from raycl.run.checks import check
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.scoring import ScoredRow, score_phase
-from raycl.training.training_context import TrainingContext
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 
 TEMPLATE = (
     "{% for m in messages %}{{ {'system': 'very', 'user': 'a', 'assistant': 'Output :'}[m['role']] }} "

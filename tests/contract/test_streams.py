@@ -19,15 +19,16 @@ from tiny import ENGINES, KINDS, RUNS, RUNS_BY_KIND, TASKS, Complete, Done, Lab,
 from raycl.bank import Bank
 from raycl.errors import StorageError
 from raycl.operations.banks.maintenance import verify
-from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.testing.checks import check_files, check_frozen, check_results, check_resume, check_same
-from raycl.training import recorder, stream_loop
-from raycl.training.distributed import DistributedContext
+from raycl.training import stream_loop
+from raycl.training.assembly import build
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.phase import scoring, step
+from raycl.training.records import recorder
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import read_state
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 SHARDING = ("fsdp", "zero2", "zero3")

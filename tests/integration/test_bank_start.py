@@ -25,12 +25,12 @@ from raycl.methods.base import at
 from raycl.operations.banks.maintenance import prune, verify
 from raycl.operations.banks.merge import merge
 from raycl.operations.banks.unlearning import forget
-from raycl.run import config as run_config
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.storage.records import seal, unseal
 from raycl.training.records.journal import Journal, read_state
 from raycl.training.records.tensor_objects import SharedReader
+from raycl.training.setup import run_config
+from raycl.training.setup.run_config import RunConfig
 
 GENERATED = {
     "name": "replay",

@@ -18,8 +18,8 @@ from raycl.errors import BankError, ConfigError, ResumeError
 from raycl.generation.requests import Sampling
 from raycl.launch import prepared_run
 from raycl.operations.banks.merge import merge
-from raycl.run import config as run_config
 from raycl.storage import Storage
+from raycl.training.setup import run_config
 
 REPO = Path(__file__).resolve().parents[2]
 NONE = {"bos": "none"}

@@ -15,10 +15,10 @@ from raycl.backbone import load_codec
 from raycl.cli import main
 from raycl.data.sources.conversation import messages_of
 from raycl.data.stream import StreamConfig, open_stream
-from raycl.run.banks import snapshot_at
-from raycl.run.config import RunConfig
 from raycl.serve.offline.model import OfflineModel
 from raycl.storage import Storage
+from raycl.training.records.named_bank import snapshot_at
+from raycl.training.setup.run_config import RunConfig
 
 TEMPLATE = (
     "{% for m in messages %}{{ {'system': 'very', 'user': 'a', 'assistant': 'Output :'}[m['role']] }} "

@@ -15,9 +15,9 @@ from tiny import Lab, work
 from raycl import config as configs
 from raycl.errors import ResumeError, StorageError
 from raycl.launch import console, prepared_run
-from raycl.run.config import RunConfig, fingerprint
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
+from raycl.training.setup.run_config import RunConfig, fingerprint
 
 REFUSED = r"'.*race' is a run with other settings, claimed on .*: train\.learning_rate is 0\.01 there, 0\.5 here; "
 

@@ -14,8 +14,8 @@ from raycl.bank.training_state import has_state
 from raycl.cli import main
 from raycl.launch.status import status_of
 from raycl.operations.banks.maintenance import verify
-from raycl.run.folder import CONFIG
 from raycl.storage import Storage
+from raycl.training.records.run_folder import CONFIG
 
 
 def files(folder: Path) -> dict[str, int]:

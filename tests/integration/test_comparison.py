@@ -22,12 +22,12 @@ from raycl.errors import ConfigError, StoppedError
 from raycl.launch import cluster, driver, prepared_run
 from raycl.launch.driver import RunOptions
 from raycl.launch.prepared_run import Prepared
-from raycl.launch.termination import stopped_by
 from raycl.metrics.run_results import find_results
 from raycl.operations.report.tables import comparison_table
 from raycl.operations.sweep.comparison import ComparisonConfig, plan, run_comparison
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
+from raycl.training.workers.stopping import stopped_by
 
 
 @pytest.mark.parametrize("at_once", [1, 2])

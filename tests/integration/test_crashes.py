@@ -15,10 +15,10 @@ from raycl.errors import RunError
 from raycl.launch import prepared_run
 from raycl.launch.prepared_run import Prepared
 from raycl.launch.status import status_of
-from raycl.run import assembly
-from raycl.run.config import RunConfig
+from raycl.training import assembly
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.records.journal import read_state
+from raycl.training.setup.run_config import RunConfig
 
 
 @pytest.fixture

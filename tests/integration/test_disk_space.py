@@ -12,9 +12,8 @@ import pytest
 from tiny import Lab, Stop, run
 
 from raycl.storage import Storage
-from raycl.training import disk_space
-from raycl.training.disk_space import DiskPlan, Growth, growth, moments, shortage
-from raycl.training.phase import trainer
+from raycl.training.phase import disk_space, trainer
+from raycl.training.phase.disk_space import DiskPlan, Growth, growth, moments, shortage
 
 Usage = namedtuple("Usage", "total used free")
 

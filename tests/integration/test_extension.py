@@ -15,15 +15,15 @@ from raycl.bank import Bank
 from raycl.bank.branches import Branch, line_of
 from raycl.errors import ConfigError, ResumeError, RunError
 from raycl.launch import prepared_run, requested_run
-from raycl.run.checks import check
-from raycl.run.config import RunConfig
-from raycl.run.extension import with_tasks
-from raycl.run.folder import CONFIG
 from raycl.serve.offline.model import OfflineModel
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import read_checkpoint
 from raycl.training.records.journal import read_state
+from raycl.training.records.run_folder import CONFIG
 from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.setup.checks import check
+from raycl.training.setup.extension import with_tasks
+from raycl.training.setup.run_config import RunConfig
 
 
 def halves(lab: Lab, method: Any) -> tuple[RunConfig, RunConfig, str]:

@@ -17,12 +17,12 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.sweep.trials.prefix import prefix_keys
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import read_checkpoint
 from raycl.training.records.fork_points import read_fork_point, save_fork_point, start_from
 from raycl.training.records.journal import read_state
 from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.setup.run_config import RunConfig
 
 MIGU = {"name": "migu", "layers": ["attention", "ffn"]}
 

@@ -23,11 +23,11 @@ from raycl.errors import BankError, ResumeError
 from raycl.launch import prepared_run, requested_run
 from raycl.operations.banks.merge import merge
 from raycl.operations.report.tables import matrix_table
-from raycl.run import config as run_config
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.storage.records import seal, unseal
 from raycl.training.records.journal import FORMAT, read_state
+from raycl.training.setup import run_config
+from raycl.training.setup.run_config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from raycl.operations.sweep.comparison import ComparisonConfig, run_comparison
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.drive import make_plan
-from raycl.run.config import load_config
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
+from raycl.training.setup.run_config import load_config
 
 WITHOUT_RAY = """
 import sys

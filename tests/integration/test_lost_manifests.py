@@ -12,7 +12,7 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.launch import driver, prepared_run
 from raycl.operations.banks.maintenance import verify
-from raycl.run.folder import CONFIG
+from raycl.training.records.run_folder import CONFIG
 
 
 @pytest.mark.parametrize("snapshot", ["there", "gone"])

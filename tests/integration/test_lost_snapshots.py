@@ -24,9 +24,9 @@ from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter
 from raycl.errors import BankError, RunError
 from raycl.launch import driver, prepared_run
 from raycl.operations.banks.maintenance import prune, verify
-from raycl.run.config import RunConfig
-from raycl.run.folder import CONFIG
 from raycl.storage import Storage
+from raycl.training.records.run_folder import CONFIG
+from raycl.training.setup.run_config import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
 

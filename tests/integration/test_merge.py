@@ -20,8 +20,8 @@ from raycl.launch import prepared_run
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.merge import merge
 from raycl.operations.banks.unlearning import forget
-from raycl.run import config as run_config
 from raycl.storage import Storage
+from raycl.training.setup import run_config
 
 REPO = Path(__file__).resolve().parents[2]
 

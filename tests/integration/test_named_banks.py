@@ -13,10 +13,10 @@ from raycl.bank.activations import Activations
 from raycl.bank.branches import Branch
 from raycl.cli import main
 from raycl.errors import BackboneError, BankError
-from raycl.run.banks import snapshot_at
 from raycl.serve.deployment.app import build_from
 from raycl.serve.deployment.endpoint import activate
 from raycl.serve.settings import ServeConfig, at_bank
+from raycl.training.records.named_bank import snapshot_at
 
 
 def uri(complete: Complete, kind: str) -> str:

@@ -18,13 +18,13 @@ from raycl.cli import main
 from raycl.config.addresses import Server, addresses, announce, require_named
 from raycl.errors import ConfigError, DamagedError, RayclError
 from raycl.operations.banks.unlearning import RecordedSources, forget
-from raycl.run.banks import find_bank
-from raycl.run.config import from_tree
 from raycl.serve.gate.judge import judge
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
 from raycl.storage.records import seal
 from raycl.training.records.fork_points import FORK_POINT, FORMAT, read_fork_point
+from raycl.training.records.named_bank import find_bank
+from raycl.training.setup.run_config import from_tree
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from tiny import Lab, exported, matrix, run, trace
 
 from raycl.bank import Bank
 from raycl.methods.registry import method_class
-from raycl.run.config import load_config
 from raycl.storage import Storage
+from raycl.training.setup.run_config import load_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "jobs/configs/paper"
 NAMES = ("mnli", "copa")

@@ -19,12 +19,12 @@ from tiny import Complete, Lab, matrix, run
 from raycl.bank import Bank
 from raycl.cli import main
 from raycl.errors import ConfigError
-from raycl.run.banks import snapshot_at
-from raycl.run.checks import check
 from raycl.serve.offline.model import WINDOW, OfflineModel
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import router_of
 from raycl.storage import Storage
+from raycl.training.records.named_bank import snapshot_at
+from raycl.training.setup.checks import check
 
 Model = Callable[..., OfflineModel]
 

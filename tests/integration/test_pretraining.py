@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tiny import ENGINES, TASKS, Done, Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.workers.distributed import DistributedContext
 
 CASES = [
     ("masked", "mlm", "finetune"),

@@ -21,10 +21,10 @@ from raycl.data.settings import StreamConfig
 from raycl.data.stream import open_stream
 from raycl.methods.registry import method_class, modifier_class
 from raycl.routing.routers import router_class
-from raycl.run.plugins_list import plugins_list
 from raycl.storage import Storage
 from raycl.testing import check_method, check_modifier, check_optimizer, check_router
 from raycl.training.optimizers.registry import optimizer_class
+from raycl.training.setup.plugins_list import plugins_list
 from raycl.types import RouterState
 
 REPO = Path(__file__).resolve().parents[2]

@@ -20,12 +20,12 @@ from raycl.methods.pseudo_samples.generator import Generator, GeneratorConfig, T
 from raycl.methods.pseudo_samples.samples import Volume, take_real
 from raycl.methods.replay.replay import Replay
 from raycl.methods.sapt.sapt import Sapt
-from raycl.run.assembly import build
-from raycl.run.checks import check
-from raycl.run.config import load_config
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.phase.data import PhaseData
+from raycl.training.setup.checks import check
+from raycl.training.setup.run_config import load_config
+from raycl.training.workers.distributed import DistributedContext
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
 WRITER = {"steps": 30, "rate": 0.02, "max_tokens": 8}

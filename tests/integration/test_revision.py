@@ -21,10 +21,10 @@ from raycl.launch import requested_run
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import forget
 from raycl.operations.report.tables import matrix_table
-from raycl.run import config as run_config
 from raycl.serve.gate.judge import judge
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
+from raycl.training.setup import run_config
 
 SAMPLE = ("slm", "inclora", "olora", "sapt text", "separate tasks")
 METHODS = (*SAMPLE, "slm text", "sapt") if FULL else SAMPLE

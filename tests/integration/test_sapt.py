@@ -30,11 +30,11 @@ from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import evaluate, forget
 from raycl.routing.attention import Attention, AttentionRouter, max_pooled
 from raycl.routing.statistics.discriminant import KINDS_OF_OUTLINES
-from raycl.run.assembly import build
-from raycl.run.checks import check
 from raycl.serve.snapshots.parts import router_of
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import AdapterState, Batch, Mixture, Objective
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

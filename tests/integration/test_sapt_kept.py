@@ -16,7 +16,7 @@ from raycl.methods.base import activate, trained_names
 from raycl.methods.pseudo_samples.samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
 from raycl.routing.attention import max_pooled
-from raycl.run.assembly import build
+from raycl.training.assembly import build
 from raycl.types import Batch, Mixture
 
 

@@ -26,10 +26,10 @@ from raycl.methods.sapt.sapt import Sapt
 from raycl.operations.banks.unlearning import evaluate
 from raycl.routing.attention import hard_weights
 from raycl.routing.routers import make_router
-from raycl.run.assembly import build
-from raycl.run.checks import check
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
 WRITER = {"steps": 30, "rate": 0.02, "max_tokens": 8}

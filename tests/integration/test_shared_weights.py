@@ -13,10 +13,10 @@ import torch
 from mapped_file import file_at
 from tiny import Complete, Lab, matrix, run, trace
 
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.workers.distributed import DistributedContext
 
 ALONE = DistributedContext.alone(torch.device("cpu"))
 

@@ -20,10 +20,10 @@ from raycl.errors import ConfigError
 from raycl.launch import driver
 from raycl.operations.sweep.trials import single_tasks
 from raycl.operations.sweep.trials.single_tasks import FOLDER, separate_key, separate_tree, singles_of, write_pointer
-from raycl.run.checks import read_singles
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.storage.records import seal
+from raycl.training.setup.checks import read_singles
+from raycl.training.setup.run_config import RunConfig
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from tiny import Lab, run
 
 from raycl.bank import Bank
 from raycl.methods.sapt.sapt import Sapt
-from raycl.run.assembly import build
 from raycl.storage import Storage
+from raycl.training.assembly import build
 
 
 def test_tasks_of_different_ranks_have_scales_of_their_own(lab: Lab, tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import evaluate, forget
 from raycl.operations.report.routing_tables import RouterSummary
 from raycl.routing.memory_slots.slots import SlotRouter
-from raycl.run.assembly import build
 from raycl.serve.offline.model import OfflineModel
 from raycl.storage import Storage
 from raycl.testing.tiny_models import tiny_model
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import AdapterState, Batch, Mixture
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
@@ -341,7 +341,7 @@ def test_memory_of_the_papers_slots() -> None:
     ],
 )
 def test_bad_settings_are_refused_before_training(lab: Lab, settings: dict[str, Any], said: str) -> None:
-    from raycl.run.checks import check
+    from raycl.training.setup.checks import check
 
     with pytest.raises(RayclError, match=said):
         check(lab.config("bert", {"name": "slm", **settings}))

@@ -15,10 +15,11 @@ from at_step import learn, started
 from tiny import Complete, Lab, work
 
 from raycl.errors import ResumeError, RunError
-from raycl.launch import console, prepared_run, run_files, termination
+from raycl.launch import console, prepared_run, run_files
 from raycl.launch.status import Status, status_of
-from raycl.training import control as controls
-from raycl.training.records.stops.request import request_stop
+from raycl.training.workers import control as controls
+from raycl.training.workers import stopping
+from raycl.training.workers.stopping import request_stop
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -122,7 +123,7 @@ def test_the_command_line(
     done = complete("bert", "lora", "torch")
     _, storage = started(done, tmp_path)
     job = runpy.run_path(str(REPO / "jobs" / "train_stream.py"))
-    monkeypatch.setattr(termination, "exit_on_sigterm", lambda: None)
+    monkeypatch.setattr(stopping, "exit_on_sigterm", lambda: None)
     monkeypatch.setattr(console, "log_to_stderr", lambda: None)
 
     def said(*arguments: str) -> tuple[int, str, str]:

@@ -31,9 +31,8 @@ from raycl.launch.page import server
 from raycl.launch.page.progress import POINTS
 from raycl.launch.page.server import RunReader, make_app
 from raycl.storage import Storage
-from raycl.training import control
-from raycl.training.phase.step import StepResult
-from raycl.training.records.progress import Trace, read_trace
+from raycl.training.records.progress import StepResult, Trace, read_trace
+from raycl.training.workers import control
 
 TASKS = ["colour", "animal"]
 

@@ -12,13 +12,13 @@ from tiny import Complete, exported, matrix, run, trace
 
 from raycl.bank import Bank
 from raycl.operations.banks.maintenance import verify
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.control import Control
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.records.journal import read_state
-from raycl.training.records.stops.request import HostStop, request_stop, stop_of
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.workers.control import Control
+from raycl.training.workers.distributed import DistributedContext
+from raycl.training.workers.stopping import HostStop, request_stop, stop_of
 
 ALONE = DistributedContext.alone(torch.device("cpu"))
 

@@ -23,13 +23,12 @@ from raycl.launch import prepared_run
 from raycl.operations.banks.unlearning import RecordedSources, forget
 from raycl.operations.sweep.comparison import load_comparison
 from raycl.operations.sweep.definition.sweep_config import load_sweep
-from raycl.run import checks
-from raycl.run import config as run_config
 from raycl.serve.gate.judge import judge
 from raycl.serve.service.opening import close_service, open_service
 from raycl.serve.settings import ServeConfig, load_serve_config
 from raycl.serve.snapshots.parts import backbone_of
 from raycl.storage import Storage
+from raycl.training.setup import checks, run_config
 
 REPO = Path(__file__).resolve().parents[2]
 TYPED = "backbone.trust_remote_code=true"

@@ -21,11 +21,11 @@ from raycl.operations.report.run_comparison import to_csv
 from raycl.operations.report.tables import comparison_table, matrix_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
 from raycl.operations.sweep.trials.single_tasks import separate_key, separate_tree
-from raycl.run.checks import check, read_singles
-from raycl.run.config import RunConfig
-from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.training.phase import scoring
+from raycl.training.records.run_folder import CONFIG
+from raycl.training.setup.checks import check, read_singles
+from raycl.training.setup.run_config import RunConfig
 from raycl.types import Batch
 
 

@@ -22,10 +22,10 @@ from raycl.operations.report.run_comparison import compare, to_csv
 from raycl.operations.report.tables import comparison_table, matrix_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
 from raycl.operations.sweep.trials.single_tasks import separate_tree
-from raycl.run.checks import check
-from raycl.run.config import RunConfig
-from raycl.run.folder import CONFIG
 from raycl.storage import Storage
+from raycl.training.records.run_folder import CONFIG
+from raycl.training.setup.checks import check
+from raycl.training.setup.run_config import RunConfig
 
 ALL = {*TASKS, "mixed"}
 

@@ -20,12 +20,12 @@ from tiny import Lab, Taught
 from raycl.bank import Bank
 from raycl.bank.branches import Move
 from raycl.routing.routers import TextRouter
-from raycl.run.assembly import build
 from raycl.serve.snapshots.manager import SnapshotManager
 from raycl.storage import Storage
 from raycl.storage.records import seal
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.workers.distributed import DistributedContext
 
 ENDLESS = {"model": "base", "prompt": "a sleeps", "max_tokens": 4000}
 """A prompt to which this T5 answers `much` without end; 40 s of it, with fixture `slow`."""

@@ -16,12 +16,11 @@ LAYERS = (
     ("errors", "types"),
     ("plugins", "storage"),
     ("config",),
-    ("backbone", "data", "adapters", "kernels", "bank", "metrics", "tracking"),
+    ("backbone", "data", "adapters", "kernels", "bank", "metrics"),
     ("routing",),
     ("generation", "scoring"),
     ("methods",),
     ("training",),
-    ("run",),
     ("launch",),
     ("serve",),
     ("operations",),
@@ -62,9 +61,9 @@ DOORS = {
     "sentence_transformers": ("raycl/routing/sentence_encoder.py",),
     "triton": ("raycl/kernels/",),
     "matplotlib": ("raycl/operations/report/",),
-    "wandb": ("raycl/tracking.py",),
-    "tensorboard": ("raycl/tracking.py",),
-    "tensorboardX": ("raycl/tracking.py",),
+    "wandb": ("raycl/training/records/tracking.py",),
+    "tensorboard": ("raycl/training/records/tracking.py",),
+    "tensorboardX": ("raycl/training/records/tracking.py",),
     "pickle": (),
     "cloudpickle": (),
     "dill": (),
@@ -89,7 +88,7 @@ KINDS_KNOWN_AT = ("raycl/backbone/", "benchmarks/streams/plain.py")
 """Only these know the kinds of backbone (the plain loop has none of raycl's classes); others read `capabilities`."""
 
 ROUTER_CLASSES = {"SingleRouter", "SumRouter", "TaskRouter", "TextRouter", "AttentionRouter", "SlotRouter"}
-ROUTERS_KNOWN_AT = ("raycl/routing/", "raycl/methods/", "raycl/run/", "benchmarks/")
+ROUTERS_KNOWN_AT = ("raycl/routing/", "raycl/methods/", "raycl/training/setup/", "benchmarks/")
 """Only the package itself, methods, the assembly and benchmarks name a concrete router; others read `needs`."""
 
 METHODS_AT = "raycl/methods/registry.py"

@@ -9,13 +9,13 @@ import torch
 from tiny import Done
 
 from raycl.launch import prepared_run
-from raycl.run import assembly
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.training.control import Control
-from raycl.training.distributed import DistributedContext
-from raycl.training.records.stops.request import HostStop
+from raycl.training import assembly
+from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.workers.control import Control
+from raycl.training.workers.distributed import DistributedContext
+from raycl.training.workers.stopping import HostStop
 
 
 class At:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from raycl.training.optimizers.base import OptimizerKind, ParameterSpec
 from raycl.training.optimizers.groups import groups_of
 from raycl.training.optimizers.registry import optimizer_kind
-from raycl.training.settings import TrainConfig
+from raycl.training.optimizers.settings import TrainConfig
 
 Specs = Mapping[str, ParameterSpec]
 

@@ -28,7 +28,7 @@ from raycl.serve.engine.engine_requests import FAILURES, AdapterSelection, Engin
 from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
 from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Mixture
 
 STOP_AFTER = 3

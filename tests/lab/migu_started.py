@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from raycl.data.loader import Collate
 from raycl.methods.base import activate_batch
 from raycl.methods.migu.migu import Migu
-from raycl.run.assembly import build
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.engines.engine import Engine
-from raycl.training.phase.step import StepResult, train_step
+from raycl.training.phase.step import train_step
+from raycl.training.records.progress import StepResult
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

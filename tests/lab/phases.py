@@ -10,12 +10,12 @@ from torch import Tensor
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.methods.base import Learned, Method, trained_names
 from raycl.methods.context import Step, TaskContext
-from raycl.training.distributed import DistributedContext
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase import trainer
 from raycl.training.phase.data import PhaseData
 from raycl.training.phase.routing import PublishedRouter, router_record
 from raycl.training.records.checkpoint import Checkpoint
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Mixture, Phase
 
 

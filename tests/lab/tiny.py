@@ -38,9 +38,9 @@ from raycl.testing.runs import (
     tokenizer,
     trace,
 )
-from raycl.training.distributed import DistributedContext
-from raycl.training.job import Resources
+from raycl.training.definition.job import Resources
 from raycl.training.records.tensor_objects import SharedReader
+from raycl.training.workers.distributed import DistributedContext
 
 __all__ = [
     "KINDS",

@@ -16,8 +16,8 @@ from two_workers import joined
 from raycl import config as configs
 from raycl.methods.pseudo_samples.generator import Generator
 from raycl.methods.sapt.sapt import Sapt
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
+from raycl.training.setup.run_config import RunConfig
 
 
 def main(rank: int, rendezvous: Path, folder: Path) -> None:

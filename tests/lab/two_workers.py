@@ -15,9 +15,9 @@ from tiny import Stop, run
 
 from raycl import config as configs
 from raycl.errors import RayclError
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.distributed import DistributedContext
 
 
 def joined(rank: int, rendezvous: Path) -> DistributedContext:

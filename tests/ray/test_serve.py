@@ -21,14 +21,14 @@ from tiny import Lab, on_main
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.branches import Branch
-from raycl.run.assembly import build
 from raycl.serve.deployment.app import build_from
 from raycl.serve.deployment.application import start
 from raycl.serve.service.metrics import metrics_urls
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.workers.distributed import DistributedContext
 
 CLIENTS, PORT, NAME = 16, 8917, "mine"
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")

@@ -26,10 +26,10 @@ from raycl.launch.status import status_of
 from raycl.operations.sweep.definition.sweep_config import load_sweep
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.drive import run_sweep
-from raycl.run.config import RunConfig, load_config
-from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
+from raycl.training.records.run_folder import CONFIG
+from raycl.training.setup.run_config import RunConfig, load_config
 
 REPO = Path(__file__).resolve().parents[2]
 DASHBOARD = True

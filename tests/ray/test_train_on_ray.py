@@ -28,11 +28,11 @@ from raycl.errors import LaunchError, ResumeError, RunError
 from raycl.launch import driver as launch
 from raycl.launch import prepared_run
 from raycl.launch.status import status_of
-from raycl.run import config as run_config
 from raycl.storage import Storage
 from raycl.training.records import progress
 from raycl.training.records.journal import RunState, read_state
 from raycl.training.records.progress import read_trace
+from raycl.training.setup import run_config
 
 pytestmark = [pytest.mark.usefixtures("s3_uri", "ray_cluster"), pytest.mark.timeout(900)]
 """In this order: the cluster's workers take the store's credentials from the environment."""

@@ -15,8 +15,8 @@ from raycl.cli.files import FOLDER, local_or_installed
 from raycl.config import to_yaml
 from raycl.errors import ConfigError
 from raycl.operations.sweep.comparison import load_comparison, plan
-from raycl.run.folder import CONFIG
 from raycl.storage import Storage
+from raycl.training.records.run_folder import CONFIG
 
 REPO = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "ray", "numpy", "pydantic", "omegaconf", "matplotlib")

@@ -52,7 +52,7 @@ def test_named_files_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_settings_on_command_lines_exist(path: Path) -> None:
     from raycl import config
-    from raycl.run.config import RunConfig
+    from raycl.training.setup.run_config import RunConfig
 
     for words in commands(path.read_text()):
         if words[0] != "jobs/train_stream.py":

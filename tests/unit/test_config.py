@@ -18,7 +18,7 @@ from raycl.cli.main import main
 from raycl.config import Section, sections
 from raycl.config.environment import allowing
 from raycl.errors import ConfigError
-from raycl.run.config import load_config
+from raycl.training.setup.run_config import load_config
 
 
 class Lora(Section):

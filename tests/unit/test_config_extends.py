@@ -16,8 +16,8 @@ from raycl.config.sections import sections_in
 from raycl.errors import ConfigError
 from raycl.operations.sweep.comparison import ComparisonConfig
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
-from raycl.run.config import RunConfig, load_config
 from raycl.serve.settings import ServeConfig
+from raycl.training.setup.run_config import RunConfig, load_config
 
 BASE = """
 seed: 1

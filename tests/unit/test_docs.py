@@ -12,7 +12,7 @@ from mkdocs.config import load_config
 
 from raycl.config.reference import groups
 from raycl.operations.banks.commands import COMMANDS
-from raycl.run.config import RunConfig
+from raycl.training.setup.run_config import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDERS = {"raycl", "jobs", "sweeps", "tests", "cluster", "docs"}

@@ -12,9 +12,9 @@ from raycl.data.benchmarks.layout import check_name
 from raycl.errors import ConfigError, DataError
 from raycl.operations.sweep.comparison import ComparisonConfig
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
-from raycl.run import config as run_config
-from raycl.run.config import load_config
 from raycl.storage import Storage
+from raycl.training.setup import run_config
+from raycl.training.setup.run_config import load_config
 
 GOOD = ("my run ü", "größe", "任务 1", "задача", "وظيفة", "a.b-c_d+e (1)", "ü" * (LONGEST // 2), "50%?#")
 BAD = (

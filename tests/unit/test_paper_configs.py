@@ -21,7 +21,7 @@ from published_sapt import SAPT
 
 from raycl import config as configs
 from raycl.data.benchmarks.orders import find
-from raycl.run.config import RunConfig, load_config
+from raycl.training.setup.run_config import RunConfig, load_config
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDER = REPO / "jobs/configs/paper"

@@ -20,10 +20,10 @@ from raycl.metrics.per_example import score
 from raycl.operations.plan.methods_table import methods_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
 from raycl.routing.routers import make_router, router_class, with_package
-from raycl.run.config import RunConfig, load_config, plugins_of
-from raycl.run.plugins_list import plugins_list
 from raycl.testing.packages import write_package
-from raycl.training.inputs import different_versions, versions
+from raycl.training.definition.inputs import different_versions, versions
+from raycl.training.setup.plugins_list import plugins_list
+from raycl.training.setup.run_config import RunConfig, load_config, plugins_of
 from raycl.types import RouterState
 
 MODULE = '''
@@ -278,7 +278,7 @@ def test_built_in_names_read_no_entry_points() -> None:
     """In a process of its own: the default run, `--help` and every built-in method."""
     code = (
         "import raycl.plugins; raycl.plugins.distributions = None\n"
-        "from raycl.run.config import load_config, plugins_of\n"
+        "from raycl.training.setup.run_config import load_config, plugins_of\n"
         f"for name in {[*METHODS]}: plugins_of(load_config(None, ['method=' + name, 'modifiers=[migu]']))\n"
         "from raycl.data.stream import open_stream; open_stream(load_config(None, []).stream, 0)\n"
     )

@@ -30,10 +30,10 @@ from raycl.errors import ConfigError
 from raycl.operations.banks.commands import COMMANDS
 from raycl.operations.sweep.comparison import load_comparison
 from raycl.operations.sweep.definition.sweep_config import load_sweep
-from raycl.run import config as run_config
-from raycl.run.config import RunConfig
-from raycl.run.extension import task_of
 from raycl.serve.settings import ServeConfig
+from raycl.training.setup import run_config
+from raycl.training.setup.extension import task_of
+from raycl.training.setup.run_config import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "cluster/README.md", "docs/hooks.py")

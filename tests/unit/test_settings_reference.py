@@ -14,8 +14,8 @@ from raycl.config import Section
 from raycl.config.reference import commented_yaml, groups
 from raycl.operations.sweep.comparison import ComparisonConfig
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
-from raycl.run.config import RunConfig, load_config
 from raycl.serve.settings import ServeConfig, load_serve_config
+from raycl.training.setup.run_config import RunConfig, load_config
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -14,8 +14,8 @@ from raycl import config as configs
 from raycl.errors import ConfigError
 from raycl.operations.sweep.comparison import load_comparison, plan
 from raycl.operations.sweep.definition.sweep_config import load_sweep
-from raycl.run.config import fingerprint, load_config
 from raycl.serve.settings import load_serve_config
+from raycl.training.setup.run_config import fingerprint, load_config
 
 
 def file(folder: Path, tree: Any) -> str:

@@ -14,7 +14,7 @@ from benchmarks.gpu.setup import TOLERANCE, Case, Setup, check_close, check_equa
 from benchmarks.migu import CONTENDERS, LIMITS, Twin, text_batch
 from raycl.backbone import Backbone
 from raycl.methods.migu.migu import FIRST, MEASURED
-from raycl.training.distributed import DistributedContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 MODELS: dict[str, tuple[Callable[[Setup], Backbone], tuple[int, int, int]]] = {

@@ -38,11 +38,12 @@ from raycl.methods.sapt.settings import SaptConfig
 from raycl.methods.slm.slm import Slm, SlmConfig
 from raycl.routing.memory_slots.keys import KeyConfig
 from raycl.routing.sentence_encoder import EncoderConfig
-from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.engines.fsdp import FSDPEngine, Root
-from raycl.training.phase.step import StepResult, train_step
-from raycl.training.settings import TrainConfig
+from raycl.training.optimizers.settings import TrainConfig
+from raycl.training.phase.step import train_step
+from raycl.training.records.progress import StepResult
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import AdapterState, Batch, Phase, Task
 
 SLM_LIMIT = 1.10

@@ -89,7 +89,7 @@ def split(argument_parser: argparse.ArgumentParser, words: Sequence[str]) -> arg
 
 def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfig]:
     """Return what answers, and how."""
-    from raycl.run.banks import snapshot_at
+    from raycl.training.records.named_bank import snapshot_at
 
     bank, snapshot = snapshot_at(options.bank)
     from raycl.serve.offline.model import settings_here

@@ -35,8 +35,8 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 def run(options: argparse.Namespace) -> int:
     """Show sizes, then remove."""
     from raycl.operations.sweep.disk import EFFECTS, removable, remove
-    from raycl.run import config as run_config
     from raycl.storage import Storage
+    from raycl.training.setup import run_config
 
     items = removable(Storage.at(options.folder or run_config.default_directory()), options.only)
     for item in items:

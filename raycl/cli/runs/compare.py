@@ -43,11 +43,12 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 def run(options: argparse.Namespace) -> int:
     """Run what is missing, print the table."""
     file = local_or_installed(options.comparison)
-    from raycl.launch import console, termination
+    from raycl.launch import console
     from raycl.operations.sweep.comparison import load_comparison, run_comparison
+    from raycl.training.workers import stopping
 
     console.log_to_stderr()
-    termination.exit_on_sigterm()
+    stopping.exit_on_sigterm()
     comparison = load_comparison(file, options.overrides)
     if options.status:
         from raycl.operations.sweep.comparison import states

@@ -45,7 +45,7 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Print the status, or serve its page."""
-    from raycl.run.folder import run_at
+    from raycl.training.records.run_folder import run_at
 
     run_at(options.run)
     if options.web:

@@ -41,12 +41,13 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 def run(options: argparse.Namespace) -> int:
     """Run the trials, sum up."""
     file = local_or_installed(options.sweep)
-    from raycl.launch import console, termination
+    from raycl.launch import console
     from raycl.operations.sweep.definition.sweep_config import load_sweep
-    from raycl.run import config as run_config
+    from raycl.training.setup import run_config
+    from raycl.training.workers import stopping
 
     console.log_to_stderr()
-    termination.exit_on_sigterm()
+    stopping.exit_on_sigterm()
     directory = options.dir or run_config.default_directory()
     sweep = load_sweep(file, options.set)
     from raycl.operations.sweep.drive import run_sweep

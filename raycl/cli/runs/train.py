@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     config = options.config and local_or_installed(options.config)
     if options.print_config:
         from raycl.config.reference import commented_yaml
-        from raycl.run import config as run_config
+        from raycl.training.setup import run_config
 
         echo(commented_yaml(run_config.load_config(config, options.overrides)), end="")
         return 0
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plan:
         return _plan(options, config)
     if run_folder := options.status or options.resume:
-        from raycl.run.folder import run_at
+        from raycl.training.records.run_folder import run_at
 
         run_at(run_folder)
     if options.status:
@@ -113,10 +113,11 @@ def run(options: argparse.Namespace) -> int:
 
         echo(status_of(options.status))
         return 0
-    from raycl.launch import console, requested_run, termination
+    from raycl.launch import console, requested_run
+    from raycl.training.workers import stopping
 
     console.log_to_stderr()
-    termination.exit_on_sigterm()
+    stopping.exit_on_sigterm()
     prepared = requested_run.prepared(config, options.overrides, options.resume, options.add, options.revise)
     from raycl.launch import driver
     from raycl.operations.report.plots import heatmap
@@ -135,7 +136,7 @@ def _plan(options: argparse.Namespace, config: str | None) -> int:
     """Print what the run would need."""
     from raycl.operations.plan.arithmetic import Cluster, gpu_named
     from raycl.operations.plan.report import plan, text, tree
-    from raycl.run import config as run_config
+    from raycl.training.setup import run_config
 
     settings = run_config.load_config(config, options.overrides)
     gpus = options.gpus or settings.launch.workers

@@ -13,7 +13,7 @@ from raycl.bank.manifest import snapshot_file
 from raycl.errors import BankError, BranchMovedError
 from raycl.operations.banks import merge as merging
 from raycl.operations.banks.command_result import CommandResult, table
-from raycl.run.banks import bank_and_reference
+from raycl.training.records.named_bank import bank_and_reference
 
 
 def branches(bank: Bank, options: Namespace) -> CommandResult:

@@ -20,10 +20,10 @@ from raycl.operations.banks.maintenance import Named, diff, prune, verify
 from raycl.operations.banks.sample_listing import sample_texts, stored_samples
 from raycl.operations.banks.vllm import MIXTURE, export_vllm
 from raycl.routing.routers import router_class
-from raycl.run.banks import bank_at, find_bank
 from raycl.serve.snapshots.parts import backbone_of, router_of
 from raycl.storage import Storage
 from raycl.training.records.journal import last_attempt, read_state
+from raycl.training.records.named_bank import bank_at, find_bank
 
 
 def _list(bank: Bank, options: Namespace) -> CommandResult:

@@ -21,8 +21,8 @@ from raycl.errors import BankError
 from raycl.methods.base import at
 from raycl.methods.registry import method_config
 from raycl.routing.routers import router_class
-from raycl.run.start import LIMITS
-from raycl.training.inputs import changes, different_versions, joined
+from raycl.training.definition.inputs import changes, different_versions, joined
+from raycl.training.setup.snapshot_start import LIMITS
 from raycl.types import RouterState
 
 log = logging.getLogger("raycl")

@@ -23,12 +23,12 @@ from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class
 from raycl.metrics.settings import EvalConfig
 from raycl.routing.routers import without
-from raycl.run.start import settings_by_task
 from raycl.serve.offline.model import OfflineModel, settings_here
 from raycl.serve.offline.snapshot_scores import score_snapshot
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.recorded_data import recorded_data
 from raycl.training.records.bank_start import PARAMETERS, adapters_of_task, without_task
+from raycl.training.setup.snapshot_start import settings_by_task
 from raycl.types import Score
 
 log = logging.getLogger("raycl")

@@ -254,7 +254,7 @@ class RunLoad:
     Attributes:
         steps: optimizer steps of each phase; empty: not known without the data.
         optimizer_bytes: what the optimizer keeps for a trained parameter, on average.
-        disk: name -> bytes (`raycl.training.disk_space`).
+        disk: name -> bytes (`raycl.training.phase.disk_space`).
         extra: passes beside those of the steps, as a share of these (`MethodConfig.extra_passes`).
     """
 

@@ -7,7 +7,7 @@ from raycl.errors import ConfigError, RayclError
 from raycl.methods.registry import METHODS, method_class, method_config
 from raycl.operations.plan.numbers import opened, phases_of
 from raycl.plugins import installed
-from raycl.run.config import RunConfig
+from raycl.training.setup.run_config import RunConfig
 
 BACKBONES = {"T5-large": "google-t5/t5-large", "MiniLM": "minilm"}
 """Name in the table -> backbone. Parameters are counted on the first one that a method works with."""

@@ -30,19 +30,19 @@ from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class
 from raycl.operations.plan.arithmetic import MASTER, EngineLoad, Linear, ModelLoad, RunLoad, StepLoad
 from raycl.routing.sentence_encoder import EncoderConfig
-from raycl.run.checks import make_modifiers
-from raycl.run.config import RunConfig, info_of
-from raycl.run.method_checks import check_engine, check_quantized
-from raycl.training.disk_space import answers_of, growth, plan_from
+from raycl.training.definition.seeds import micro_batch_size
+from raycl.training.definition.settings import DeepSpeedConfig, EngineConfig, FSDPConfig
+from raycl.training.definition.task_order import SCHEDULES
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.compilation import layers
 from raycl.training.optimizers.groups import specs_of
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.optimizers.state import state_bytes
 from raycl.training.phase.data import order_of, rows_of
-from raycl.training.schedule import SCHEDULES
-from raycl.training.seeds import micro_batch_size
-from raycl.training.settings import DeepSpeedConfig, EngineConfig, FSDPConfig
-from raycl.training.training_context import TrainingContext
+from raycl.training.phase.disk_space import answers_of, growth, plan_from
+from raycl.training.setup.checks import make_modifiers
+from raycl.training.setup.method_checks import check_engine, check_quantized
+from raycl.training.setup.run_config import RunConfig, info_of
 from raycl.types import Phase, Task
 
 SAMPLE = 64
@@ -440,7 +440,7 @@ def engine_of(config: EngineConfig, model: ModelLoad, workers: int) -> EngineLoa
 
 
 def _run(opened: Opened, most: Trained) -> RunLoad:
-    """Return steps, and what `raycl.training.disk_space` says, without what a method keeps beside adapters (keys,
+    """Return steps, and what `raycl.training.phase.disk_space` says, without what a method keeps beside adapters (keys,
     texts)."""
     context = opened.context
     phase = context.phases[-1]

@@ -24,8 +24,8 @@ from raycl.operations.plan.arithmetic import (
     traffic,
 )
 from raycl.operations.plan.numbers import numbers, opened
-from raycl.run.config import RunConfig
-from raycl.training.seeds import micro_batch_size
+from raycl.training.definition.seeds import micro_batch_size
+from raycl.training.setup.run_config import RunConfig
 
 DISK_NAMES = {
     "checkpoint": "a checkpoint",

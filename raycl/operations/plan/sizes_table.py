@@ -9,8 +9,8 @@ from raycl import config as configs
 from raycl.operations.plan.arithmetic import GPUS, Cluster
 from raycl.operations.plan.numbers import engine_of, numbers, opened
 from raycl.operations.plan.report import Report, report
-from raycl.run.config import RunConfig
-from raycl.training.settings import DeepSpeedConfig, EngineConfig, FSDPConfig, TorchConfig
+from raycl.training.definition.settings import DeepSpeedConfig, EngineConfig, FSDPConfig, TorchConfig
+from raycl.training.setup.run_config import RunConfig
 
 BACKBONES = {
     "T5-large, 0.7B": "google-t5/t5-large",

@@ -27,13 +27,12 @@ from raycl.config.names import FolderName
 from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch.status import status_of
-from raycl.launch.termination import StopOnSignal, stopped_by
 from raycl.metrics.published import Published, row_of
-from raycl.run.checks import check_singles
-from raycl.run.config import RunConfig
-from raycl.run.folder import CONFIG
 from raycl.storage import Storage
-from raycl.training.records.stops.request import HostStop
+from raycl.training.records.run_folder import CONFIG
+from raycl.training.setup.checks import check_singles
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by
 
 if TYPE_CHECKING:
     from raycl.launch.driver import RunOptions
@@ -225,7 +224,7 @@ def _on_ray(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], dire
     with joined(next(iter(planned.values())).launch.address):
         at_once = comparison.at_once or runs_held(planned.values())
         pool, running = ThreadPoolExecutor(at_once, "run"), dict[str, Future[Tree]]()
-        signals = StopOnSignal(host, stop.driver, grace_s, many=True)
+        signals = StopOnSignal(host, stop.driver, grace_s, has_begun=lambda: True)
         with signals, WarmWorkers(len(planned)) as warm, _left_at_once(), ExitStack() as stack:
             stack.callback(pool.shutdown, cancel_futures=True)
             with _left_at_once():  # without waiting for the threads

@@ -14,10 +14,10 @@ from raycl.data.sources.cache import cache_folder
 from raycl.errors import BankError, RunError, StorageError
 from raycl.launch.status import status_of
 from raycl.operations.sweep.definition.sweep_folder import SWEEP
-from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import FOLDER as CHECKPOINTS
 from raycl.training.records.publish import open_bank
+from raycl.training.records.run_folder import CONFIG
 
 PREFIXES, BEST = "prefixes", "best.yaml"
 DEPTH = 3

@@ -20,7 +20,6 @@ from raycl.data.stream import open_stream
 from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError
 from raycl.launch import cluster as clusters
 from raycl.launch.ray_train import worker_resources
-from raycl.launch.termination import StopOnSignal, stopped_by
 from raycl.operations.sweep.definition.space import Settings
 from raycl.operations.sweep.definition.sweep_config import SweepConfig, examples
 from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder, plain
@@ -29,13 +28,12 @@ from raycl.operations.sweep.search.searchers import Planned, RecordingSearcher, 
 from raycl.operations.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.operations.sweep.trials.prefix import prefix_keys, shared_keys
 from raycl.operations.sweep.trials.trial import TrialWork, as_trainable
-from raycl.run import checks
-from raycl.run import config as run_config
-from raycl.run.config import RunConfig
-from raycl.run.settings import LaunchConfig
 from raycl.storage import Storage
-from raycl.training.job import Resources
-from raycl.training.records.stops.request import HostStop
+from raycl.training.definition.job import Resources
+from raycl.training.setup import checks, run_config
+from raycl.training.setup.launch_settings import LaunchConfig
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by
 
 log = logging.getLogger("raycl")
 
@@ -178,7 +176,7 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
     log.info("%s: %d of %d trials to run, %d at a time", folder.storage.uri, todo, plan.total, at_once)
     stop = HostStop(folder.storage.address, uuid.uuid4().hex[:12])
     work = TrialWork(configs.as_tree(sweep), directory, stop, plan.shared)
-    signals = StopOnSignal(folder.storage, stop.driver, _launch(sweep).grace_s, many=True)
+    signals = StopOnSignal(folder.storage, stop.driver, _launch(sweep).grace_s, has_begun=lambda: True)
     searcher.stop = stop
     try:
         with signals:

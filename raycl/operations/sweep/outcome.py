@@ -14,8 +14,8 @@ from raycl.operations.sweep.definition.measure import measured
 from raycl.operations.sweep.definition.space import Settings
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import State, SweepFolder
-from raycl.run.config import RunConfig
 from raycl.training.records.results import wall_seconds
+from raycl.training.setup.run_config import RunConfig
 
 NUMBERS = ("ap", "f_ra", "bwt", "fwt")
 """Numbers of every run, in addition to the sweep's own metrics."""

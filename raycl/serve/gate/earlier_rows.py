@@ -16,9 +16,9 @@ from raycl.config import Tree
 from raycl.data.resolve import missing_files
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.data.tokens import Split
-from raycl.run.fingerprints import rows_of
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.recorded_data import recorded_data
+from raycl.training.setup.fingerprints import rows_of
 from raycl.types import Task
 
 log = logging.getLogger("raycl")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raycl.training.distributed import DistributedContext
+from raycl.training.workers.distributed import DistributedContext
 
 BUCKET_BYTES = 25 * 2**20
 """The size of a bucket, as in torch's DistributedDataParallel."""

@@ -25,15 +25,17 @@ from torch.nn import functional
 from raycl.backbone import Backbone, Output
 from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
-from raycl.training.distributed import DistributedContext, ensure_process_group
-from raycl.training.engines.engine import NO_RATES, NONE, Share, Transform, advance, names_of, schedule
+from raycl.training.definition.settings import DeepSpeedConfig
+from raycl.training.engines.engine import NO_RATES, NONE, Share, Transform, names_of
+from raycl.training.engines.learning_rate import advance, schedule
 from raycl.training.engines.module_traces import hooks_of, put_parameters, remove_traces
 from raycl.training.engines.zero_config import zero_config
-from raycl.training.memory import MappedFiles, return_freed_memory
 from raycl.training.optimizers.base import ParameterSpec
 from raycl.training.optimizers.groups import groups_of, specs_of
 from raycl.training.optimizers.registry import optimizer_kind
-from raycl.training.settings import DeepSpeedConfig, TrainConfig
+from raycl.training.optimizers.settings import TrainConfig
+from raycl.training.workers.distributed import DistributedContext, ensure_process_group
+from raycl.training.workers.memory import MappedFiles, return_freed_memory
 from raycl.types import Batch
 
 

@@ -14,18 +14,17 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from raycl.backbone import Backbone, Output
 from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
-from raycl.training.distributed import DistributedContext, Scattered, load_parameters, own_rows, rows_of, whole
 from raycl.training.engines.buckets import GradientBuckets
+from raycl.training.engines.learning_rate import advance, schedule
 from raycl.training.optimizers.groups import groups_of, specs_of
 from raycl.training.optimizers.registry import optimizer_kind
+from raycl.training.optimizers.settings import TrainConfig
 from raycl.training.optimizers.state import hold, release, set_state, state_of
-from raycl.training.settings import TrainConfig
+from raycl.training.workers.distributed import DistributedContext, Scattered, load_parameters, own_rows, rows_of, whole
 from raycl.types import Batch
 
 NONE = Modifiers()
@@ -114,16 +113,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free everything that belongs to this phase and leave whole parameters in the backbone."""
         ...
-
-
-def schedule(optimizer: Optimizer, train: TrainConfig, steps: int) -> LambdaLR:
-    """Return the Hugging Face schedule of that name over `steps` optimizer steps."""
-    from transformers import get_scheduler  # brings peft: a third of a driver's start, which makes none
-
-    warmup = train.warmup(steps)
-    scheduler = get_scheduler(train.lr_scheduler, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-    assert isinstance(scheduler, LambdaLR), f"{train.lr_scheduler} is no function of the step, so it cannot be resumed"
-    return scheduler
 
 
 class TorchEngine:
@@ -360,12 +349,3 @@ def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
     return (
         value if value.stride() == parameter.stride() else torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     )
-
-
-def advance(scheduler: LambdaLR, steps: int) -> None:
-    """Put a fresh schedule where it would be after `steps` steps."""
-    state = scheduler.state_dict()
-    rates = [base * rate(steps) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-    scheduler.load_state_dict({**state, "last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates})
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate

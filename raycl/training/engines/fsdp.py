@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from raycl.backbone import Backbone, Output
-from raycl.training.distributed import DistributedContext, ensure_process_group, own_part
 from raycl.training.engines.compilation import layers
 from raycl.training.engines.engine import NO_RATES, TorchEngine
-from raycl.training.settings import TrainConfig
+from raycl.training.optimizers.settings import TrainConfig
+from raycl.training.workers.distributed import DistributedContext, ensure_process_group, own_part
 from raycl.types import Batch
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from raycl.backbone import Backbone
+from raycl.training.definition.settings import DeepSpeedConfig
 from raycl.training.engines.compilation import layers
-from raycl.training.settings import DeepSpeedConfig, TrainConfig
+from raycl.training.optimizers.settings import TrainConfig
 
 
 def gathered_elements(backbone: Backbone) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from raycl.training.settings import TrainConfig
+    from raycl.training.optimizers.settings import TrainConfig
 
 Group = dict[str, Any]
 """A parameter group as `torch.optim` takes it: `params`, and `lr` and `weight_decay` where they are its own."""

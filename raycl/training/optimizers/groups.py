@@ -11,7 +11,7 @@ from torch import nn
 
 from raycl.backbone import Backbone
 from raycl.training.optimizers.base import Group, ParameterSpec
-from raycl.training.settings import TrainConfig
+from raycl.training.optimizers.settings import TrainConfig
 
 
 def specs_of(backbone: Backbone, train: TrainConfig, rates: Mapping[str, float]) -> dict[str, ParameterSpec]:

@@ -13,7 +13,7 @@ from raycl.plugins import load_class, names
 
 if TYPE_CHECKING:
     from raycl.training.optimizers.base import OptimizerKind
-    from raycl.training.settings import TrainConfig
+    from raycl.training.optimizers.settings import TrainConfig
 
 OPTIMIZERS: dict[str, str] = {
     "adamw": "raycl.training.optimizers.adamw:AdamWKind",

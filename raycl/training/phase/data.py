@@ -17,9 +17,9 @@ from raycl.data.text_objectives import TextObjective
 from raycl.data.tokens import TokenRows
 from raycl.methods.base import activate_batch
 from raycl.methods.context import Quantity, TaskContext
-from raycl.training.distributed import DistributedContext
-from raycl.training.seeds import micro_batch_size, stable_seed
-from raycl.training.training_context import TrainingContext
+from raycl.training.definition.seeds import micro_batch_size, stable_seed
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Phase, Task
 
 

@@ -23,10 +23,10 @@ from raycl.methods.base import activate
 from raycl.metrics.text_scores import score_texts
 from raycl.scoring.scored_task import Predictions, ScoredTask, line_of, merge, predict_share
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.adaptation import answer_each
 from raycl.training.phase.routing import PublishedRouter, TextAlone
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Mixture, Phase, Score, Task
 
 log = logging.getLogger("raycl")

@@ -21,10 +21,10 @@ from raycl.methods.migu.magnitudes import OutputMagnitudes, large_units
 from raycl.methods.migu.observed_layers import layout_of_outputs, observed_layers
 from raycl.methods.migu.row_selection import Rule
 from raycl.methods.migu.summary import packed_rows
-from raycl.training.distributed import DistributedContext
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.evaluation import OBJECTIVE_SEED
 from raycl.training.phase.routing import PublishedRouter
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Task
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from raycl.data.tokens import Split
 from raycl.routing.sentence_encoder import SentenceEncoder
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase
 
 log = logging.getLogger("raycl")

@@ -25,9 +25,9 @@ from raycl.methods.base import Learned, Method, under
 from raycl.routing.router import Owners, Router, heads_of_tasks
 from raycl.routing.routers import make_router
 from raycl.storage import Storage
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.publish import open_bank
-from raycl.training.training_context import TrainingContext
 from raycl.types import Batch, Mixture, RouterState, Task
 
 

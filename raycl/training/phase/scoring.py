@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.evaluation import (
     Before,
     Observations,
@@ -18,7 +18,7 @@ from raycl.training.phase.evaluation import (
 )
 from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.records.checkpoint import Checkpoint
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase, Score
 
 log = logging.getLogger("raycl")

@@ -13,11 +13,11 @@ from statistics import fmean
 from torch import Tensor
 
 from raycl.methods.base import trained_names
-from raycl.training.distributed import DistributedContext
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import Engine, Share
 from raycl.training.phase.evaluation import dev_score
 from raycl.training.records.checkpoint import Checkpoint, Extent
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase
 
 log = logging.getLogger("raycl")

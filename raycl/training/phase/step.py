@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -13,29 +12,13 @@ from raycl.backbone.base import loss_count
 from raycl.errors import RunError
 from raycl.methods.base import Method, activate_batch
 from raycl.methods.modifier import Modifiers
-from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import NONE, Engine
+from raycl.training.records.progress import StepResult
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 NOTE = "in a micro-batch of the rows "
 """Begins what an exception is noted to be of."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of a step, summed over all workers.
-
-    Attributes:
-        loss: mean task loss per loss position, before the update, penalties left out.
-        grad_norm: norm of the whole gradient, after modifiers and before clipping.
-        learning_rate: the rate that was used.
-        tokens: source and target tokens read.
-    """
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    tokens: int
 
 
 def train_step(

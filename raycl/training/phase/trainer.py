@@ -16,23 +16,23 @@ from raycl.data.loader import GlobalOrder, Loader
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import Step, TaskContext
 from raycl.routing.routers import with_package
-from raycl.training.control import Control
-from raycl.training.disk_space import growth, plan_of, shortage
-from raycl.training.distributed import DistributedContext, load_parameters, whole
+from raycl.training.definition.seeds import stable_seed
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import Engine, Share, scattered, weights_of
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.phase.data import PhaseData, nothing, order_of, rows_of
+from raycl.training.phase.disk_space import growth, plan_of, shortage
 from raycl.training.phase.gradient_check import GradientMaskCheck
 from raycl.training.phase.preparation import encode_texts
 from raycl.training.phase.routing import router_record
 from raycl.training.phase.selection import Selection
 from raycl.training.phase.step import noted_rows, train_step
-from raycl.training.recorder import Recorder
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.publish import open_bank
-from raycl.training.records.stops.request import StopRequested
-from raycl.training.seeds import stable_seed
-from raycl.training.training_context import TrainingContext
+from raycl.training.records.recorder import Recorder
+from raycl.training.workers.control import Control
+from raycl.training.workers.distributed import DistributedContext, load_parameters, whole
+from raycl.training.workers.stopping import StopRequested
 from raycl.types import Phase
 
 log = logging.getLogger("raycl")
@@ -207,7 +207,7 @@ class TaskTrainer:
 
         Its files may be written until the next update: the passes before that change nothing that is trained.
         """
-        stops = now.step < now.steps and self.control.stop_requested()
+        stops = now.step < now.steps and self.control.stop.requested()
         if stops or is_due(now.step, now.steps, self.context.checkpoint.every_steps):
             self._save_inside(now, self.context.checkpoint.asynchronous and not stops)
         if stops:

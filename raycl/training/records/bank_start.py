@@ -22,11 +22,11 @@ from raycl.errors import BankError, CheckpointError
 from raycl.methods.base import Method, State, under
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.routing.routers import without
-from raycl.training.inputs import Inputs, changes
+from raycl.training.definition.inputs import Inputs, changes
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal
 from raycl.training.records.tensor_objects import TensorObjects
-from raycl.training.training_context import TrainingContext
 from raycl.types import RouterState, Score
 
 PARAMETERS = "parameters"

@@ -29,9 +29,9 @@ from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.storage.records import MAX_BYTES, fields_of, seal, unseal
 from raycl.storage.unfinished import Buffer
-from raycl.training.distributed import is_shared_out, whole
 from raycl.training.records.schema import Natural, Publication, RouterRecord
 from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.workers.distributed import is_shared_out, whole
 
 FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.safetensors"

@@ -21,12 +21,12 @@ from raycl.config.names import FolderName
 from raycl.errors import AlreadyExistsError, CheckpointError, DamagedError
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
+from raycl.training.definition.training_context import RunInfo
 from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records import progress
 from raycl.training.records.journal import Journal, read_state
 from raycl.training.records.schema import PhaseRecord
 from raycl.training.records.tensor_objects import TensorObjects
-from raycl.training.training_context import RunInfo
 
 log = logging.getLogger("raycl")
 

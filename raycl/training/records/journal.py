@@ -30,10 +30,10 @@ from raycl.config.names import FolderName
 from raycl.errors import AlreadyExistsError, DamagedError, FormatError, ResumeError, RunError, StaleAttemptError
 from raycl.storage import Storage
 from raycl.storage.records import fields_of, numbered, numbers, read_fields, seal
-from raycl.training.inputs import Inputs, changes, joined
+from raycl.training.definition.inputs import Inputs, changes, joined
+from raycl.training.definition.settings import EXEMPT
+from raycl.training.definition.training_context import RunInfo
 from raycl.training.records.schema import AttemptRecord, PhaseRecord
-from raycl.training.settings import EXEMPT
-from raycl.training.training_context import RunInfo
 
 FOLDER, OLDER_FOLDER = "journal", "ledger"
 FORMAT = 5
@@ -55,7 +55,7 @@ class RunState:
             number of inherited phases, and the rest of the claim, for every attempt so far.
         config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
         fingerprint: fingerprint of that config; empty for runs of versions that did not record it.
-        inputs: fingerprints of what the run reads (`raycl.training.inputs`), as the claims recorded them.
+        inputs: fingerprints of what the run reads (`raycl.training.definition.inputs`), as the claims recorded them.
     """
 
     checkpoints: list[str] = field(default_factory=list)

@@ -7,16 +7,32 @@ import logging
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from raycl.errors import StorageError
 from raycl.storage import Storage
-from raycl.training.phase.step import StepResult
 
 log = logging.getLogger("raycl")
 FOLDER = "trace"
 _TRACE = re.compile(r"attempt-\d{4,}\.jsonl")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step, summed over all workers.
+
+    Attributes:
+        loss: mean task loss per loss position, before the update, penalties left out.
+        grad_norm: norm of the whole gradient, after modifiers and before clipping.
+        learning_rate: the rate that was used.
+        tokens: source and target tokens read.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
 
 
 class Trace:

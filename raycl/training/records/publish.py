@@ -19,15 +19,15 @@ from raycl.bank.training_state import has_state
 from raycl.errors import BankError, BranchMovedError, CheckpointError, RunError, StorageError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.inputs import of_tasks, versions
+from raycl.training.definition.inputs import of_tasks, versions
+from raycl.training.definition.settings import BankConfig
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.records.bank_start import put_training_state, restore_training_state
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, read_snapshot
 from raycl.training.records.journal import RunState
 from raycl.training.records.rebuild import BankObject, lost_objects, objects_of, rebuild
 from raycl.training.records.tensor_objects import TensorObjects
-from raycl.training.settings import BankConfig
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase, Task
 
 log = logging.getLogger("raycl")

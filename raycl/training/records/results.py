@@ -11,9 +11,9 @@ from raycl.data.stream import Stream
 from raycl.metrics.averages import averages
 from raycl.metrics.matrix import AccuracyMatrix, summary
 from raycl.metrics.variants import compute_variants
-from raycl.training.inputs import version_changes, versions
+from raycl.training.definition.inputs import version_changes, versions
+from raycl.training.definition.training_context import RunInfo
 from raycl.training.records.journal import RunState
-from raycl.training.training_context import RunInfo
 from raycl.types import Phase, Score, Task
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from raycl.errors import BankError, CheckpointError, RunError, StorageError
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import RunState
 from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.workers.distributed import DistributedContext
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from raycl.data.prompts import Prompt
 from raycl.data.sources.conversation import Message, messages_of, text_of
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.errors import BackboneError, ConfigError, DataError
-from raycl.run.config import from_tree
 from raycl.testing.tiny_models import word_tokenizer
+from raycl.training.setup.run_config import from_tree
 
 ROLES = ("system", "user", "assistant", "model")
 LLAMA = (

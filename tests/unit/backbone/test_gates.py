@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from raycl.backbone.gates import gated
 from raycl.data.loader import eval_batches
 from raycl.generation.batch_answers import predict
-from raycl.run.assembly import build
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

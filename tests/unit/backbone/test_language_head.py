@@ -25,11 +25,11 @@ from raycl.backbone import Backbone, BackboneConfig, BackboneOptions, load_backb
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.errors import ConfigError
 from raycl.methods.finetune import Finetune
-from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.testing.tiny_models import SIZES, tiny_model
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.records.checkpoint import write_model
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import IGNORE, Batch, Phase, Task
 
 CPU = torch.device("cpu")

@@ -35,10 +35,10 @@ from raycl.backbone.load import known_kind, pick_dtype, wrap_model
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
 from raycl.generation.batch_answers import predict
-from raycl.run.assembly import build
-from raycl.run.checks import check
 from raycl.testing.tiny_models import SIZES, tiny_model
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import IGNORE, Batch
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from raycl.backbone import Backbone
 from raycl.backbone.base import loss_count
 from raycl.data.loader import Collate
 from raycl.generation.batch_answers import predict
-from raycl.run.assembly import build
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import IGNORE, TENSORS, Batch
 
 

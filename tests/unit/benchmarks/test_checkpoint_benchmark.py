@@ -11,7 +11,7 @@ import pytest
 from benchmarks.streams.checkpoint import tree_of
 from benchmarks.streams.memory import ENGINES
 from raycl import config as configs
-from raycl.run.config import RunConfig
+from raycl.training.setup.run_config import RunConfig
 
 MIB = 2**20
 

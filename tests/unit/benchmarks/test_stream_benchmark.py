@@ -13,12 +13,12 @@ from benchmarks.streams import plain, stream
 from benchmarks.streams.trials import Trial, Typical
 from benchmarks.streams.worksheet import write_down
 from raycl.errors import ConfigError
-from raycl.run import assembly
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training import assembly
 from raycl.training.records.progress import read_trace
+from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.workers.distributed import DistributedContext
 
 
 def options(*flags: str) -> argparse.Namespace:

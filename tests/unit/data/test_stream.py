@@ -16,7 +16,7 @@ from raycl.config import as_tree, load, validate
 from raycl.data.sources import ingest, source
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.errors import ConfigError, DataError, MissingTasksError
-from raycl.training.schedule import Joint, Schedule
+from raycl.training.definition.task_order import Joint, Schedule
 from raycl.types import Task
 
 

@@ -14,7 +14,7 @@ from raycl.data.benchmarks.orders import ALIASES, ORDERS
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import ConfigError, DataError, MissingTasksError
 from raycl.storage import Storage
-from raycl.training.schedule import Joint, Schedule
+from raycl.training.definition.task_order import Joint, Schedule
 
 POEM = "task833_poem_sentiment_classification"
 

@@ -18,9 +18,9 @@ from raycl.data.loader import batch_of
 from raycl.generation import dynamic_cache, shared_prompt
 from raycl.generation.answer_batch import AnswerBatch, Prompts, answers_continuously
 from raycl.generation.batch_answers import predict
-from raycl.run.assembly import build
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.phase import evaluation
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import AdapterState, Mixture
 
 SOURCES = (

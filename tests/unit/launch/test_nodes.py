@@ -12,8 +12,8 @@ from raycl.errors import LaunchError
 from raycl.launch.cluster import even_cpus, held
 from raycl.launch.ray_train import worker_resources
 from raycl.launch.warm_workers import runs_held, stays_warm
-from raycl.run.config import RunConfig
-from raycl.training.job import Resources
+from raycl.training.definition.job import Resources
+from raycl.training.setup.run_config import RunConfig
 
 UNEVEN = [Resources(2.0), Resources(16.0), Resources(16.0)]
 

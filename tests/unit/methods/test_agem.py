@@ -14,10 +14,10 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.methods.gradients.agem import Agem, AgemConfig, project
-from raycl.run.assembly import build
-from raycl.run.checks import check
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
 AGEM = {"name": "agem", "share": 0.5, "batch": 4}

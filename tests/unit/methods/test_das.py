@@ -18,11 +18,11 @@ from raycl.errors import ConfigError
 from raycl.methods.base import trained_names
 from raycl.methods.masks.das import Das, contrast, contrast_in_batch, standardized
 from raycl.methods.masks.units import Units, parameters_of, units_of
-from raycl.run.assembly import build
-from raycl.run.method_checks import check_dropout
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.data import PhaseData
-from raycl.training.training_context import TrainingContext
+from raycl.training.setup.method_checks import check_dropout
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

@@ -16,10 +16,10 @@ from raycl.data.loader import eval_batches
 from raycl.methods.adapters.demix import Demix
 from raycl.methods.base import activate, trained_names
 from raycl.methods.context import TaskContext
-from raycl.run.assembly import build
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.data import PhaseData
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Mixture
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

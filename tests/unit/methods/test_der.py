@@ -19,11 +19,11 @@ from raycl.methods.context import Step, TaskContext
 from raycl.methods.replay.der import Der, DerConfig
 from raycl.methods.replay.outputs import StoredOutputs, positions, squared_error
 from raycl.methods.replay.stored_rows import StoredRows, numbers_of
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.data import PhaseData
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

@@ -18,10 +18,10 @@ from raycl.errors import ConfigError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import trained_names
 from raycl.methods.prompts.epi import Epi
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Task
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

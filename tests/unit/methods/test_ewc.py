@@ -16,11 +16,11 @@ from raycl.backbone.base import Output
 from raycl.errors import ConfigError
 from raycl.methods.label_rows import in_present_rows
 from raycl.methods.regularization.ewc import Ewc, EwcConfig, merged
-from raycl.run.assembly import build
-from raycl.run.checks import check
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

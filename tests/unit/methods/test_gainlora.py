@@ -20,12 +20,12 @@ from raycl.methods.lora.gainlora import FeatureSubspaces, GainLora
 from raycl.methods.lora.inflora import Subspace
 from raycl.operations.banks.unlearning import forget
 from raycl.routing.gates import PARTS, GateRouter, TaskGates, gates, mean_embedding
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.phase.step import train_step
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

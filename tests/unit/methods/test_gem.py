@@ -14,10 +14,10 @@ from raycl.errors import ConfigError
 from raycl.methods.gradients import agem
 from raycl.methods.gradients.gem import GemConfig, dual, project
 from raycl.methods.gradients.products import product
-from raycl.run.assembly import build
-from raycl.run.checks import check
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
 GEM = {"name": "gem", "rows": 7}

@@ -13,9 +13,9 @@ from torch import Tensor
 from raycl.data.loader import eval_batches
 from raycl.methods.base import activate, activate_batch, trained_names
 from raycl.methods.masks.hat import Hat
-from raycl.run.assembly import build
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Mixture
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

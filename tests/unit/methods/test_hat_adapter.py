@@ -18,10 +18,10 @@ from raycl.methods.base import activate, activate_batch, trained_names
 from raycl.methods.context import Step
 from raycl.methods.masks.hard_attention import HardAttention, annealed, freedom
 from raycl.methods.masks.hat_adapter import HatAdapter
-from raycl.run.assembly import build
-from raycl.run.method_checks import check_optimizer
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.setup.method_checks import check_optimizer
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Mixture
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

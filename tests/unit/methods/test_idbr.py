@@ -18,14 +18,14 @@ from raycl.methods.replay.idbr.centroids import nearest_to_centroids
 from raycl.methods.replay.idbr.disentangled import DisentangledHead, TaskHead
 from raycl.methods.replay.idbr.halves import HALVES, halves_of, is_halves, is_real, orders
 from raycl.methods.replay.idbr.idbr import Idbr, IdbrConfig
-from raycl.run.assembly import build
-from raycl.run.banks import snapshot_at
-from raycl.run.checks import check
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.phase.data import PhaseData
-from raycl.training.training_context import TrainingContext
+from raycl.training.records.named_bank import snapshot_at
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import IGNORE, Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

@@ -15,10 +15,10 @@ from tiny import KINDS, Lab, exported, matrix, run, trace
 from raycl.data.loader import eval_batches
 from raycl.methods.base import activate_batch
 from raycl.methods.lora.inflora import InfLora, Subspace, designed, observed_inputs, outside
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

@@ -20,10 +20,10 @@ from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.prompts.l2p import L2p
 from raycl.routing.prompt_pool import PromptPool, PromptPoolRouter, mean_pooled
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import IGNORE, Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

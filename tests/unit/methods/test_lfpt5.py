@@ -27,10 +27,10 @@ from raycl.methods.pseudo_samples.self_generated import (
     batch_of_pairs,
     mean_losses,
 )
-from raycl.run.assembly import build
-from raycl.run.checks import check
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import IGNORE, TENSORS, Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

@@ -16,11 +16,11 @@ from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.regularization.lwf import Lwf, LwfConfig, divergence
-from raycl.run.assembly import build
-from raycl.run.checks import check
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

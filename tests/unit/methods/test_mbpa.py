@@ -20,13 +20,13 @@ from raycl.methods.context import Step, TaskContext
 from raycl.methods.replay.mbpa import Mbpa, MbpaConfig
 from raycl.methods.replay.memory import ExampleMemory, KeyedRows
 from raycl.methods.replay.stored_rows import numbers_of
-from raycl.run.assembly import build
-from raycl.run.banks import snapshot_at
-from raycl.run.checks import check
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.adaptation import adapt, alone, answer_each
-from raycl.training.training_context import TrainingContext
+from raycl.training.records.named_bank import snapshot_at
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Task
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

@@ -12,9 +12,9 @@ from tiny import ENGINES, RUNS, TASKS, Lab
 
 from raycl.methods.base import Method, phase_labels, trained_names
 from raycl.methods.wrapper import Wrapper
-from raycl.run.assembly import build
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase, Task
 
 LABELS = {task: sorted(label for label, _ in classes) for task, classes in TASKS.items()}

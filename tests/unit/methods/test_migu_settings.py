@@ -21,10 +21,10 @@ from raycl.methods.migu.row_selection import masked_count
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import METHODS, WRAPPERS, method_class
 from raycl.methods.wrapper import Wrapper
-from raycl.run.checks import check
 from raycl.storage import Storage
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.step import train_step
-from raycl.training.training_context import TrainingContext
+from raycl.training.setup.checks import check
 from raycl.types import Objective, Phase
 
 # ---- adapters ------------------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ from raycl.methods.prompts.mocl import Mocl
 from raycl.operations.banks.unlearning import evaluate, forget
 from raycl.routing.routers import make_router, without
 from raycl.routing.task_keys import TaskKeys
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import IGNORE, Batch, RouterState
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

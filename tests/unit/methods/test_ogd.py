@@ -13,11 +13,11 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.methods.gradients.ogd import Ogd, OgdConfig, grown, outside
-from raycl.run.assembly import build
-from raycl.run.checks import check
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.engines.engine import TorchEngine
+from raycl.training.setup.checks import check
+from raycl.training.workers.distributed import DistributedContext
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
 OGD = {"name": "ogd", "rows": 5}

@@ -18,11 +18,11 @@ from raycl.bank import Bank
 from raycl.data.loader import eval_batches
 from raycl.methods.base import Method, activate_batch
 from raycl.methods.lora.olora import OLora, abssum
-from raycl.run.assembly import build
 from raycl.serve.snapshots.parts import backbone_of
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import AdapterState, Batch, Mixture
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

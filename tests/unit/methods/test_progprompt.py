@@ -20,10 +20,10 @@ from raycl.generation.requests import Sampling
 from raycl.methods.base import activate, activate_batch, activate_trainable, trained_names
 from raycl.methods.prompts.progprompt import ProgPrompt
 from raycl.routing.routers import make_router
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, RouterState
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

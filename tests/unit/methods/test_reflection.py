@@ -16,9 +16,9 @@ from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, counts_o
 from raycl.methods.pseudo_samples.sources import read_file, read_texts
 from raycl.methods.sapt.reflection import Reflection, ReflectionConfig, ReplayEntry
 from raycl.routing.attention import Attention, AttentionConfig, divergence
-from raycl.run.assembly import build
-from raycl.run.config import load_config
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.setup.run_config import load_config
+from raycl.training.workers.distributed import DistributedContext
 
 WIDE = 8
 

@@ -10,7 +10,7 @@ from raycl.methods.lora_settings import LoraConfig
 from raycl.methods.migu.migu import MiguConfig
 from raycl.methods.registry import METHODS, MODIFIERS, method_class, modifier_class
 from raycl.methods.replay.replay import ReplayConfig
-from raycl.run.config import RunConfig, fingerprint, load_config
+from raycl.training.setup.run_config import RunConfig, fingerprint, load_config
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -15,10 +15,10 @@ from tiny import TRAIN_ROWS, Lab, matrix, run, trace
 from raycl.bank import Bank
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import ConfigError
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
 from raycl.training.phase.data import PhaseData
+from raycl.training.workers.distributed import DistributedContext
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
 

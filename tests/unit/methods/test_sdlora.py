@@ -18,10 +18,10 @@ from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.lora.sdlora import SdLora, least_squares, norm_of, product, scaled
 from raycl.operations.banks.unlearning import forget
 from raycl.routing.routers import make_router, without
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import AdapterState, Batch, RouterState
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

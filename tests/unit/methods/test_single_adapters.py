@@ -17,9 +17,9 @@ from raycl.data.loader import eval_batches
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.single_adapter import SingleAdapter
-from raycl.run.assembly import build
-from raycl.training.distributed import DistributedContext
-from raycl.training.training_context import TrainingContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

@@ -11,13 +11,13 @@ from tiny import ENGINES, Lab, Stop, run, trace
 
 from raycl.config import as_tree, validate
 from raycl.errors import ConfigError
-from raycl.run.checks import check
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.phase import selection
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import read_state
 from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.setup.checks import check
+from raycl.training.setup.run_config import RunConfig
 
 SCORES = (10.0, 40.0, 40.0, 30.0)
 """Of the dev rows after each epoch; the second is the first of the best."""

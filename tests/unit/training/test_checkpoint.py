@@ -17,7 +17,6 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.bank.tensors import packed
 from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
 from raycl.training.records.checkpoint import (
     Checkpoint,
     begin_checkpoint,
@@ -32,6 +31,7 @@ from raycl.training.records.checkpoint import (
 from raycl.training.records.journal import Journal, read_state
 from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.workers.distributed import DistributedContext
 
 
 def made(step: int = 3) -> Checkpoint:

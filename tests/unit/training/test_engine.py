@@ -19,12 +19,12 @@ from torch.optim import AdamW, Optimizer
 from raycl.backbone import Backbone
 from raycl.data.loader import Collate
 from raycl.methods.base import activate_trainable, trained_names
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext, whole
+from raycl.training.assembly import build
 from raycl.training.engines.engine import TorchEngine, advance, schedule
+from raycl.training.optimizers.settings import SCHEDULERS, TrainConfig
 from raycl.training.phase.step import train_step
-from raycl.training.settings import SCHEDULERS, TrainConfig
+from raycl.training.workers.distributed import DistributedContext, whole
 from raycl.types import AdapterState, Mixture
 
 WORLD, LINEAR = DistributedContext.alone(torch.device("cpu")), nn.functional.linear

@@ -21,19 +21,19 @@ from raycl.config.unused import unused_in
 from raycl.errors import ConfigError
 from raycl.methods.base import trained_names
 from raycl.operations.plan.numbers import numbers, opened
-from raycl.run.assembly import build
-from raycl.run.config import RunConfig
-from raycl.run.method_checks import check_engine, check_optimizer
 from raycl.storage import Storage
-from raycl.training.disk_space import plan_of
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.optimizers.base import Group, OptimizerKind, ParameterSpec, StateTensor
 from raycl.training.optimizers.groups import specs_of
 from raycl.training.optimizers.registry import OPTIMIZERS, optimizer_kind, register_optimizer
+from raycl.training.optimizers.settings import TrainConfig
 from raycl.training.optimizers.state import hold, release, set_state, state_bytes, state_of
-from raycl.training.settings import TrainConfig
-from raycl.training.training_context import TrainingContext
+from raycl.training.phase.disk_space import plan_of
+from raycl.training.setup.method_checks import check_engine, check_optimizer
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.distributed import DistributedContext
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
 

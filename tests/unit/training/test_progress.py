@@ -10,9 +10,8 @@ import torch
 
 from raycl.errors import StorageError
 from raycl.storage import Storage
-from raycl.training.memory import forget_peak, peak_memory_mb
-from raycl.training.phase.step import StepResult
-from raycl.training.records.progress import Progress, Trace, clock, read_trace
+from raycl.training.records.progress import Progress, StepResult, Trace, clock, read_trace
+from raycl.training.workers.memory import forget_peak, peak_memory_mb
 
 
 @pytest.mark.parametrize(

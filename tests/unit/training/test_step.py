@@ -18,12 +18,12 @@ from raycl.data.loader import Collate, GlobalOrder, Loader
 from raycl.errors import RunError
 from raycl.methods.base import Method, activate_batch
 from raycl.methods.modifier import Modifiers
-from raycl.run.assembly import build
-from raycl.training.distributed import DistributedContext
+from raycl.training.assembly import build
+from raycl.training.definition.seeds import micro_batch_size, stable_seed
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import Engine, TorchEngine
 from raycl.training.phase.step import token_count, train_step
-from raycl.training.seeds import micro_batch_size, stable_seed
-from raycl.training.training_context import TrainingContext
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from raycl.data.loader import Collate
 from raycl.methods.base import activate_trainable
-from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext, Scattered, whole
+from raycl.training.assembly import build
 from raycl.training.engines.deepspeed import DeepSpeedEngine
 from raycl.training.engines.engine import Share, scattered
 from raycl.training.engines.zero_config import gathered_elements
 from raycl.training.phase import selection
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
+from raycl.training.workers.distributed import DistributedContext, Scattered, whole
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
 

@@ -25,7 +25,7 @@ from raycl.errors import ConfigError
 from raycl.operations.sweep.definition.expressions import Expression, parse
 from raycl.operations.sweep.definition.measure import read_metric
 from raycl.operations.sweep.definition.space import Draw, Settings, crossed, in_order, key_of, planned
-from raycl.run.config import RunConfig, from_tree
+from raycl.training.setup.run_config import RunConfig, from_tree
 
 Mode = Literal["max", "min"]
 

@@ -20,9 +20,9 @@ from raycl.operations.sweep.definition.space import Draw, Settings, in_order, ke
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder, plain
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
-from raycl.run.config import plugins_of
-from raycl.training.records.stops.request import HostStop
-from raycl.training.records.stops.signal import is_stopped
+from raycl.training.records.decisions import is_stopped
+from raycl.training.setup.run_config import plugins_of
+from raycl.training.workers.stopping import HostStop
 
 log = logging.getLogger("raycl")
 

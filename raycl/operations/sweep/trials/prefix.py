@@ -22,8 +22,8 @@ from typing import Any
 from raycl import __version__
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.run.config import RunConfig, plugins_of
-from raycl.training.settings import EXEMPT
+from raycl.training.definition.settings import EXEMPT
+from raycl.training.setup.run_config import RunConfig, plugins_of
 
 BY_PHASE = ("epochs", "epochs_by_task", "learning_rate", "learning_rate_by_task")
 """Settings of training that act in each phase by its name."""

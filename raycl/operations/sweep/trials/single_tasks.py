@@ -21,9 +21,9 @@ from raycl.errors import DamagedError, FormatError
 from raycl.launch import driver
 from raycl.launch.prepared_run import prepare
 from raycl.methods.registry import method_class
-from raycl.run.config import RunConfig, plugins_of
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
+from raycl.training.setup.run_config import RunConfig, plugins_of
 
 log = logging.getLogger("raycl")
 

@@ -10,7 +10,7 @@ from raycl import config as configs
 from raycl.methods.migu.migu import MiguConfig
 from raycl.methods.registry import METHODS, MODIFIERS, method_class, modifier_class
 from raycl.operations.sweep.trials.prefix import fork_records, prefix_keys, shared_keys
-from raycl.run.config import RunConfig
+from raycl.training.setup.run_config import RunConfig
 
 TASKS = ["topic", "sentiment", "intent"]
 

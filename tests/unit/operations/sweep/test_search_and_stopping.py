@@ -17,10 +17,10 @@ from raycl.operations.sweep.search.searchers import Planned, TpeSearcher
 from raycl.operations.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.operations.sweep.trials.single_tasks import separate_key, separate_tree
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.training.records.stops.request import HostStop, request_stop
-from raycl.training.records.stops.signal import is_stopped, read_decision, write_decision
+from raycl.training.records.decisions import is_stopped, read_decision, write_decision
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.stopping import HostStop, request_stop
 
 
 def sweep(**changes: Any) -> SweepConfig:

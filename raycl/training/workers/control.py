@@ -1,4 +1,4 @@
-"""The control thread of one worker: polls for stop requests and writes the run's heartbeat.
+"""The control thread of one worker, which writes the run's heartbeat.
 
 The thread writes `heartbeat.json` (rank 0) and ends a worker that makes no progress for too long: a hung collective or
 file system raises no error, and only a new process recovers from it.
@@ -16,10 +16,10 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-from raycl.errors import StorageError, UnreachableError
+from raycl.errors import StorageError
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.records.stops.request import HostStop, is_stop_requested, request_stop
+from raycl.training.workers.distributed import DistributedContext
+from raycl.training.workers.stopping import HostStop, StopPoll
 
 log = logging.getLogger("raycl")
 
@@ -40,10 +40,10 @@ def hang_file(driver: str, rank: int) -> str:
 
 
 class Control:
-    """Stop requests, heartbeat and hang detection of one worker; as a context manager it runs the thread.
+    """Heartbeat, requests to stop and hang detection of one worker; as a context manager it runs the thread.
 
     Attributes:
-        activity: the worker's present activity, for messages.
+        activity: the worker's present activity, for messages. stop: looks for requests to stop.
         failed_rows: rows of the micro-batch that raised an exception, with their tasks.
     """
 
@@ -65,12 +65,12 @@ class Control:
         """
         self.storage = storage.with_retries(0)  # what it reads and writes can wait for the next time
         self.world, self.driver = world, driver
-        self.hang_s, self.poll_s, self.host = hang_s, poll_s, host
+        self.hang_s = hang_s
+        self.stop = StopPoll(self.storage, world, driver, host, poll_s)
         self.activity = "starting"
         self.failed_rows: list[str] = []
         self._summary: dict[str, Any] = {}
         self._progress = time.monotonic()
-        self._looked, self._calls, self._skip, self._stop = time.monotonic(), 0, 0, False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run_checks, name="control", daemon=True)
 
@@ -89,32 +89,6 @@ class Control:
         known."""
         known = {key: value for key, value in self._summary.items() if key in ("phase", "task", "step")}
         return {"activity": self.activity, **known}
-
-    def stop_requested(self, now: bool = False) -> bool:
-        """Return whether a stop was requested. Collective; the storage is polled at most every `poll_s` seconds.
-
-        Args:
-            now: poll in any case.
-        """
-        self._calls += 1
-        if not self.driver or self._stop or (self._calls <= self._skip and not now):
-            return self._stop
-        elapsed = time.monotonic() - self._looked
-        calls = int(self.poll_s * self._calls / max(elapsed, 1e-3))  # that many of them take poll_s
-        is_requested = self.world.is_first and self._look()
-        self._stop, self._skip = self.world.broadcast((is_requested, 0 if now else calls))
-        self._looked, self._calls = time.monotonic(), 0
-        return self._stop
-
-    def _look(self) -> bool:
-        """Return whether there is a request; the host's is copied to the run's folder, so that the run's status shows
-        it."""
-        try:
-            if self.host is not None and (reason := self.host.reason):
-                request_stop(self.storage, self.driver, reason)
-            return is_stop_requested(self.storage, self.driver)
-        except UnreachableError:
-            return False
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -8,8 +8,8 @@ import pytest
 from tiny import Lab
 
 from raycl.errors import ConfigError
-from raycl.run.checks import check
-from raycl.run.method_checks import check_engine
+from raycl.training.setup.checks import check
+from raycl.training.setup.method_checks import check_engine
 
 PROMPTS: dict[str, tuple[dict[str, Any], int]] = {
     "prompt": ({"prompt_length": 41}, 41),

@@ -81,7 +81,7 @@ def out_of_memory(activity: str, tree: dict[str, Any], workers: int, where: str)
     """Return what was out of memory, and which settings to lower, in one sentence.
 
     Args:
-        activity: the worker's activity (`raycl.training.control`). tree: the run's config. where: the worker.
+        activity: the worker's activity (`Control.activity`). tree: the run's config. where: the worker.
     """
     train, evaluation, backbone = tree["train"], tree["eval"], tree["backbone"]
     micro = train["micro_batch_size"] or max(1, train["batch_size"] // workers)

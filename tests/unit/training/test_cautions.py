@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from raycl.backbone.linears import cpu
 from raycl.backbone.load import wrap_model
 from raycl.methods.registry import METHODS, method_class
-from raycl.run.checks import check
-from raycl.run.method_checks import check_roles
+from raycl.training.setup.checks import check
+from raycl.training.setup.method_checks import check_roles
 
 
 def said(lab: Lab, caplog: pytest.LogCaptureFixture, method: Any, **sections: Any) -> list[str]:

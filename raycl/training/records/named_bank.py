@@ -12,10 +12,10 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import MAIN, NOT_SERVED, missing_branch, resolve
 from raycl.config.addresses import announce
 from raycl.errors import BankError
-from raycl.run.folder import CONFIG
 from raycl.storage import Storage
+from raycl.training.definition.settings import BankConfig
 from raycl.training.records.publish import open_bank
-from raycl.training.settings import BankConfig
+from raycl.training.records.run_folder import CONFIG
 
 PARTS = ("snapshots", "adapters", "objects", "pruned", "branches", NOT_SERVED)
 """Names that only the folder of a bank has."""

@@ -27,14 +27,9 @@ from raycl.methods.lora_settings import LoraConfig
 from raycl.methods.registry import METHODS, MODIFIER_NAMES, MODIFIERS, MethodChoice, ModifierChoice, method_class
 from raycl.metrics.per_example import METRICS
 from raycl.metrics.settings import EvalConfig
-from raycl.run.settings import LaunchConfig, OutputConfig
-from raycl.run.start import read_start, refuse_changes
 from raycl.storage import Storage
-from raycl.tracking import TrackingConfig
-from raycl.training.inputs import Inputs
-from raycl.training.optimizers.registry import OPTIMIZERS
-from raycl.training.schedule import SCHEDULES
-from raycl.training.settings import (
+from raycl.training.definition.inputs import Inputs
+from raycl.training.definition.settings import (
     EXEMPT,
     BankConfig,
     CheckpointConfig,
@@ -42,9 +37,14 @@ from raycl.training.settings import (
     EngineConfig,
     FSDPConfig,
     TorchConfig,
-    TrainConfig,
 )
-from raycl.training.training_context import RunInfo
+from raycl.training.definition.task_order import SCHEDULES
+from raycl.training.definition.training_context import RunInfo
+from raycl.training.optimizers.registry import OPTIMIZERS
+from raycl.training.optimizers.settings import TrainConfig
+from raycl.training.records.tracking import TrackingConfig
+from raycl.training.setup.launch_settings import LaunchConfig, OutputConfig
+from raycl.training.setup.snapshot_start import read_start, refuse_changes
 from raycl.types import Phase
 
 if TYPE_CHECKING:

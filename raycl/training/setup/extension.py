@@ -16,8 +16,8 @@ from raycl.backbone import load_codec, load_skeleton
 from raycl.data.stream import open_stream
 from raycl.errors import ConfigError, ResumeError
 from raycl.methods.registry import method_class
-from raycl.run.config import RunConfig
-from raycl.run.start import changes_beside_tasks, keep_limits
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.setup.snapshot_start import changes_beside_tasks, keep_limits
 
 
 def with_tasks(config: RunConfig, added: Sequence[str], learned: Collection[str] = ()) -> RunConfig:

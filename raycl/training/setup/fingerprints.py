@@ -18,9 +18,9 @@ from raycl.data.sources.source import SourceFile
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split
 from raycl.routing.sentence_encoder import EncoderConfig
-from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.training.inputs import Inputs
+from raycl.training.definition.inputs import Inputs
+from raycl.training.setup.run_config import RunConfig
 from raycl.types import Task
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")

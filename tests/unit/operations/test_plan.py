@@ -32,13 +32,13 @@ from raycl.operations.plan.arithmetic import (
 )
 from raycl.operations.plan.numbers import longest_of, numbers, opened
 from raycl.operations.plan.report import plan
-from raycl.run.assembly import build
-from raycl.run.config import RunConfig
-from raycl.training.distributed import DistributedContext, ensure_process_group
+from raycl.training.assembly import build
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.phase.data import PhaseData
 from raycl.training.phase.step import train_step
-from raycl.training.training_context import TrainingContext
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.distributed import DistributedContext, ensure_process_group
 from raycl.types import Batch
 
 

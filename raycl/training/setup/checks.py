@@ -25,11 +25,14 @@ from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class, modifier_class
 from raycl.metrics.per_example import check_labels, check_metric, taken_for_same
 from raycl.metrics.run_results import read_results
-from raycl.run.banks import snapshot_at
-from raycl.run.config import RunConfig
-from raycl.run.extension import check_takes_more_tasks
-from raycl.run.fingerprints import inputs_of
-from raycl.run.method_checks import (
+from raycl.training.definition.seeds import micro_batch_size
+from raycl.training.definition.settings import DeepSpeedConfig
+from raycl.training.definition.task_order import SCHEDULES
+from raycl.training.records.bank_start import check_snapshot_inputs
+from raycl.training.records.named_bank import snapshot_at
+from raycl.training.setup.extension import check_takes_more_tasks
+from raycl.training.setup.fingerprints import inputs_of
+from raycl.training.setup.method_checks import (
     check_adaptation,
     check_chosen,
     check_compiled,
@@ -42,10 +45,7 @@ from raycl.run.method_checks import (
     check_quantized,
     check_roles,
 )
-from raycl.training.records.bank_start import check_snapshot_inputs
-from raycl.training.schedule import SCHEDULES
-from raycl.training.seeds import micro_batch_size
-from raycl.training.settings import DeepSpeedConfig
+from raycl.training.setup.run_config import RunConfig
 from raycl.types import Task, TextCodec
 
 PER_LABEL, PER_TASK = 5, 20

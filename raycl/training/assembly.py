@@ -10,19 +10,19 @@ from functools import partial
 from raycl.backbone import BackboneOptions, identity, load_backbone, load_codec, load_skeleton
 from raycl.data.stream import open_stream
 from raycl.methods.registry import method_class
-from raycl.run.checks import make_modifiers
-from raycl.run.config import RunConfig, info_of
-from raycl.run.fingerprints import inputs_of
-from raycl.run.method_checks import check_language_head
-from raycl.training.distributed import DistributedContext
+from raycl.training.definition.settings import DeepSpeedConfig, FSDPConfig
+from raycl.training.definition.task_order import SCHEDULES
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.compilation import compile_layers
 from raycl.training.engines.engine import Engine, TorchEngine
 from raycl.training.engines.fsdp import FSDPEngine, Root, shard
 from raycl.training.optimizers.registry import optimizer_class
 from raycl.training.phase.trainer import OpenEngine
-from raycl.training.schedule import SCHEDULES
-from raycl.training.settings import DeepSpeedConfig, FSDPConfig
-from raycl.training.training_context import TrainingContext
+from raycl.training.setup.checks import make_modifiers
+from raycl.training.setup.fingerprints import inputs_of
+from raycl.training.setup.method_checks import check_language_head
+from raycl.training.setup.run_config import RunConfig, info_of
+from raycl.training.workers.distributed import DistributedContext
 
 
 def build(

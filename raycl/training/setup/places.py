@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from raycl.backbone.pretrained import resolve as resolve_backbone
 from raycl.data.resolve import resolve
 from raycl.data.sources.source import SourceFile
-from raycl.run.config import RunConfig, read_config, refuse_unused
+from raycl.training.setup.run_config import RunConfig, read_config, refuse_unused
 
 
 def load_present(path: str | None, overrides: Sequence[str]) -> RunConfig:

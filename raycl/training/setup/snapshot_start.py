@@ -20,9 +20,9 @@ from raycl.errors import BankError, ConfigError
 from raycl.methods.base import at
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class, method_config
-from raycl.run.banks import snapshot_at
+from raycl.training.definition.settings import EXEMPT
 from raycl.training.records.bank_start import adapters_of_task
-from raycl.training.settings import EXEMPT
+from raycl.training.records.named_bank import snapshot_at
 
 log = logging.getLogger("raycl")
 

@@ -20,18 +20,17 @@ from raycl.errors import StorageError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.storage.records import hashed
-from raycl.tracking import Tracker
-from raycl.training.distributed import DistributedContext
-from raycl.training.inputs import versions
-from raycl.training.phase.step import StepResult
+from raycl.training.definition.inputs import versions
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records.checkpoint import Checkpoint, WrittenFile
 from raycl.training.records.journal import Journal, RunState, read_state
-from raycl.training.records.progress import Progress, Trace, clock
+from raycl.training.records.progress import Progress, StepResult, Trace, clock
 from raycl.training.records.publish import move_branch, open_bank, publish
 from raycl.training.records.results import build_results, curves, matrix_of
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
-from raycl.training.training_context import TrainingContext
+from raycl.training.records.tracking import Tracker
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase
 
 log = logging.getLogger("raycl")

@@ -14,9 +14,9 @@ from raycl.data.prompts import Prompt
 from raycl.errors import ConfigError
 from raycl.methods.base import Method
 from raycl.methods.registry import method_class
-from raycl.run.config import RunConfig
+from raycl.training.definition.settings import DeepSpeedConfig, FSDPConfig
 from raycl.training.optimizers.registry import optimizer_class, optimizer_names
-from raycl.training.settings import DeepSpeedConfig, FSDPConfig
+from raycl.training.setup.run_config import RunConfig
 from raycl.types import Task
 
 log = logging.getLogger("raycl")

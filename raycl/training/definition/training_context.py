@@ -14,10 +14,11 @@ from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.metrics.settings import EvalConfig
 from raycl.plugins import Used
-from raycl.training.distributed import load_parameters
-from raycl.training.inputs import Inputs
-from raycl.training.schedule import Schedule
-from raycl.training.settings import BankConfig, CheckpointConfig, EngineConfig, TrainConfig
+from raycl.training.definition.inputs import Inputs
+from raycl.training.definition.settings import BankConfig, CheckpointConfig, EngineConfig
+from raycl.training.definition.task_order import Schedule
+from raycl.training.optimizers.settings import TrainConfig
+from raycl.training.workers.distributed import load_parameters
 from raycl.types import Phase
 
 
@@ -30,7 +31,7 @@ class RunInfo:
         singles: task -> score of the task trained alone by the same method, for FWT.
         replaces: fingerprint of the config that the run had so far, where it continues with more tasks.
         plugins: parts of other packages that it uses, which its records name (`raycl.plugins`).
-        inputs: fingerprints of what it reads (`raycl.training.inputs`); empty where nothing is to be learned.
+        inputs: fingerprints of what it reads (`raycl.training.definition.inputs`); empty: nothing is to be learned.
     """
 
     seed: int

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from raycl import config, tracking
+from raycl import config
 from raycl.errors import ConfigError
-from raycl.tracking import TrackingConfig, open_tracker, wandb_run_id
+from raycl.training.records import tracking
+from raycl.training.records.tracking import TrackingConfig, open_tracker, wandb_run_id
 
 SERVER = "https://api.wandb.ai"
 

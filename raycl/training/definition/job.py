@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from raycl.config import Tree
 from raycl.plugins import Used
 from raycl.storage import Storage
-from raycl.training.records.stops.request import HostStop
+from raycl.training.workers.stopping import HostStop
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TrainingJob:
         commit: commit of the backbone on the hub; None: it is in a folder.
         plugins: parts of other packages that the run uses, which every worker must have.
         awaits_decision: after every phase but the last, workers wait for a decision
-            (`raycl.training.records.stops.signal`).
+            (`raycl.training.records.decisions`).
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: where a sweep or a comparison requests that its runs stop.
     """
