@@ -12,7 +12,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def shared_copy(model: ModelT, own: Iterable[Tensor] = ()) -> ModelT:
-    """Modules of its own over the same weights, so that adapters and modes of one do not touch the other.
+    """Return modules of its own over the same weights, so that adapters and modes of one do not touch the other.
 
     Args:
         own: weights that are copied.

@@ -1,4 +1,4 @@
-"""What packages add to raycl: methods, routers, modifiers, metrics, optimizers, file formats, orders of tasks.
+"""Plug-ins of other packages: methods, routers, modifiers, metrics, optimizers, file formats, orders of tasks.
 
 A package names each of them in an entry point of the group of its kind, `raycl.methods` for a method. Why lazily: entry
 points are read when a name is not built in, and a package is imported when it is used, so that commands start at once
@@ -47,7 +47,7 @@ class Plugin:
 
     @property
     def source(self) -> str:
-        """`my-package 1.0`."""
+        """The package's name and version, such as `my-package 1.0`."""
         return f"{self.package} {self.version}"
 
     def loaded(self) -> Any:

@@ -197,7 +197,7 @@ def test_every_rule_has_a_test_case() -> None:
 
 
 def _package(**imports: str) -> list[Module]:
-    """Modules of raycl/data: `sources__cache` is sources/cache.py."""
+    """Return modules of raycl/data: `sources__cache` is sources/cache.py."""
     paths = {f"raycl/data/{name.replace('__', '/')}.py": code for name, code in imports.items()}
     return [Module.of(path, DOC + code + "\n") for path, code in paths.items()]
 

@@ -20,7 +20,7 @@ SCALE = 0.05
 
 
 def drawn_adapters(model: nn.Module, targets: Sequence[str], count: int, rank: int) -> dict[str, AdapterState]:
-    """`a0`, `a1`, ...: the first is drawn, the others are its values in another order, which takes less time."""
+    """Return `a0`, `a1`, ...: the first is drawn, the others are its values in another order, which takes less time."""
     draw = torch.Generator().manual_seed(0)
     paths, shapes = linear_names(model, targets), linear_shapes(model)
 

@@ -72,7 +72,7 @@ class Setup:
         return torch.randn(*shape, device=self.device).to(dtype or self.dtype)
 
     def replayed(self, run: Callable[[], None]) -> Callable[[], Any]:
-        """`run` as a CUDA graph where there are such; it must write its results where it wrote them before."""
+        """Return `run` as a CUDA graph where there are such; it must write its results where it wrote them before."""
         return captured(run).replay if self.is_cuda else run
 
     def turns(self, runs: Mapping[str, Callable[[], Any] | Contender], seconds: float) -> dict[str, Times]:

@@ -92,7 +92,7 @@ def damaged_snapshot(bank: Bank, number: int) -> int:
 
 
 def drawn_bank(folder: Path, name: str, count: int, texts: Sequence[str]) -> Bank:
-    """`count` adapters of drawn weights, one slot a task, keys around the queries of real sentences."""
+    """Return `count` adapters of drawn weights, one slot a task, keys around the queries of real sentences."""
     bank = Bank.at(folder)
     config = BackboneConfig(name=name)
     codec = load_codec(config, 64, 32)

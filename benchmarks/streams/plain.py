@@ -72,7 +72,7 @@ class Model:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def padded(self, rows: Sequence[list[int]], value: int) -> Tensor:
-        """`[len(rows), longest]`, padded on the right."""
+        """Return `[len(rows), longest]`, padded on the right."""
         width = max(map(len, rows))
         return torch.tensor([row + [value] * (width - len(row)) for row in rows], device=self.device)
 
@@ -118,7 +118,7 @@ class Encoder(Model):
         return [*super().trained(), self.weight, self.bias]
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
-        """`[B, labels]`."""
+        """Return `[B, labels]`."""
         inputs = self.sources(rows)
         mask = inputs["attention_mask"].unsqueeze(-1)
         states = self.model(**inputs).last_hidden_state

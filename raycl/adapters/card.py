@@ -28,10 +28,10 @@ QUANTIZED = {
     "nf4": '`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)`',
     "int8": "`BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)`",
 }
-"""How the backbone's weights were stored -> the same for Transformers."""
+"""Type of the backbone's stored weights -> Transformers' name for it."""
 
 PIPELINES = {"label": "text-classification", "text": "text-generation"}
-"""How a backbone answers -> the hub's name for such a model."""
+"""Kind of answers -> the hub's name for such a model."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CardTask:
 
 @dataclass(frozen=True)
 class CardMetadata:
-    """What the card of an adapter contains.
+    """The content of an adapter's card.
 
     Attributes:
         kind: name of the backbone's kind. capabilities: what the backbone can do.

@@ -18,7 +18,7 @@ from raycl.types import Mixture
 
 @dataclass
 class MixturePlan:
-    """What layers need while a mixture is active.
+    """The rows and gates that layers need while a mixture is active.
 
     Attributes:
         mixture: the mixture that was activated.

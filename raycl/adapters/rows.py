@@ -1,4 +1,4 @@
-"""Which rows of the pool belong to which loaded adapter: allocation, least-recently-used eviction, pins.
+"""The rows of the pool that belong to each loaded adapter: allocation, least-recently-used eviction, pins.
 
 A bank may hold 10,000 adapters, a device keeps the few that are in use. Rows, not fixed-size slots, are handed out, so
 adapters of any rank share one pool.

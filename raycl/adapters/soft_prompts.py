@@ -55,7 +55,7 @@ PLAIN = PromptForm()
 
 @dataclass(frozen=True)
 class PromptUse:
-    """How the prompt of an adapter is mixed with others.
+    """The use of an adapter's prompt in a mixture.
 
     Attributes:
         concatenated: it stands beside the sum of the others instead of being added to it.
@@ -73,7 +73,7 @@ UseOf = Callable[[str], PromptUse]
 
 
 def used_alike(how: How, adapter: str) -> PromptUse:
-    """All prompts are added up, or all are concatenated in the order of their adapters' names."""
+    """Return a use under which all prompts are summed, or concatenated in the order of their adapters' names."""
     return PromptUse(how == "concat", (0, adapter))
 
 
@@ -92,7 +92,7 @@ class MixedPrompts(nn.Module):
         """Mix the prompts of a stack's adapters.
 
         Args:
-            width: of a position.
+            width: width of a position.
             use_of: asked in each forward pass for the adapters of the mixture.
         """
         super().__init__()

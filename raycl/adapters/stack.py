@@ -359,8 +359,8 @@ class AdapterStack:
             plan.own = own_form(weights, owners, rows)
 
     def _in_order(self, names: Sequence[str]) -> list[str]:
-        """Sums of floats depend on their order. Without a limit it is that of loading, which a run that was resumed
-        has too, whichever adapters were used first; with one, that of the rows."""
+        """Sort adapters, since sums of floats depend on their order. Without a limit it is that of loading, which a run
+        that was resumed has too, whichever adapters were used first; with one, that of the rows."""
         if self.grows:
             wanted = set(names)
             return [name for name in self.states if name in wanted]

@@ -135,7 +135,7 @@ class Run:
         """Learn one task again, with new data if given; returns a new run, this one stays as it is.
 
         Args:
-            name: of the new run's folder. options: on_phase, quiet: see `train`.
+            name: name of the new run's folder. options: on_phase, quiet: see `train`.
         """
         (spec,) = _specs([task], self._directory)
         given = json.dumps(spec) if isinstance(spec, dict) else spec

@@ -76,7 +76,7 @@ def task(
             path or URI of a file, for all of them. dev: None: a part of train. train alone: a folder, a dataset's
             folder or a name on the hub (`hf://fancyzhx/ag_news`), as `path` of `stream.tasks`. Rows with `messages`
             are conversations.
-        text, label: names of the columns. group: of the column that `stream.group` names, which is kept with the rows.
+        text, label: names of the columns. group: the column that `stream.group` names, which is kept with the rows.
         settings: settings of `stream.tasks` (metric, labels, definition, format).
 
     Raises:

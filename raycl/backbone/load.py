@@ -190,7 +190,7 @@ def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens
 
 @dataclass(frozen=True)
 class BackboneOptions:
-    """What a backbone is loaded for.
+    """Options of loading a backbone.
 
     Attributes:
         learns_texts: texts themselves will be learned: encoder-only models come with the head that guesses hidden

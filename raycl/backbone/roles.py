@@ -1,4 +1,4 @@
-"""Which linear layers of a model play which role, so that `attention.query` means the same everywhere."""
+"""The roles of a model's linear layers, so that `attention.query` means the same everywhere."""
 
 from __future__ import annotations
 

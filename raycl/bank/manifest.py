@@ -51,7 +51,7 @@ def _hash(value: str) -> str:
 
 
 PUBLISHED_WITH = ("run", "fingerprint", "phase", "phase_name")
-"""What the provenance of an adapter and that of the snapshot that it is published with both say."""
+"""The fields that the provenances of an adapter and of its snapshot both say."""
 
 Name = Annotated[str, AfterValidator(_name)]
 Sha256 = Annotated[str, AfterValidator(_hash)]
@@ -77,7 +77,7 @@ class ObjectInfo(Section):
 
     @property
     def file(self) -> str:
-        """Its place in the bank."""
+        """Its file in the bank."""
         return f"objects/{self.sha256[:2]}/{self.sha256}.safetensors"
 
 
@@ -115,7 +115,7 @@ class AdapterManifest(Section):
 
     @property
     def file(self) -> str:
-        """Its place in the bank."""
+        """Its file in the bank."""
         return manifest_file(self.name, self.version)
 
 
@@ -186,7 +186,7 @@ class Snapshot(Section):
 
     @property
     def file(self) -> str:
-        """Its place in the bank."""
+        """Its file in the bank."""
         return snapshot_file(self.number)
 
     def adapter(self, name: str) -> SnapshotAdapter:

@@ -40,12 +40,12 @@ class TensorGroups(Mapping[str, Tensor]):
             return tensors
         groups: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            group, inner = _place(name)
+            group, inner = _position(name)
             groups.setdefault(group, {})[inner] = tensor
         return TensorGroups(groups)
 
     def __getitem__(self, name: str) -> Tensor:
-        group, inner = _place(name)
+        group, inner = _position(name)
         if inner not in self.groups.get(group, ()):
             raise KeyError(name)
         return self.groups[group][inner]
@@ -54,7 +54,7 @@ class TensorGroups(Mapping[str, Tensor]):
         """Check for a name without creating a tensor, unlike the default."""
         if not isinstance(name, str):
             return False
-        group, inner = _place(name)
+        group, inner = _position(name)
         return inner in self.groups.get(group, ())
 
     def __iter__(self) -> Iterator[str]:
@@ -95,7 +95,7 @@ class TensorGroups(Mapping[str, Tensor]):
         return TensorGroups(groups)
 
 
-def _place(name: str) -> tuple[str, str]:
+def _position(name: str) -> tuple[str, str]:
     """Return the group of a tensor, and its name there."""
     kind, _, rest = name.partition("/")
     first, slash, last = rest.partition("/")
@@ -107,7 +107,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _name(group: str, inner: str) -> str:
-    """Invert `_place`."""
+    """Invert `_position`."""
     kind, is_router, _ = group.partition("//")
     if is_router:
         return f"{kind}/{inner}"

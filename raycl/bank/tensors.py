@@ -144,7 +144,7 @@ class StoredAdapter(AdapterState):
 
     @property
     def linears(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """As in `AdapterState`."""
+        """See `AdapterState`."""
         paths = [name.removesuffix(A) for name in self._tensors if name.endswith(A)]
         return {path: (self._tensors[path + A], self._tensors[path + B]) for path in paths}
 
@@ -155,17 +155,17 @@ class StoredAdapter(AdapterState):
 
     @property
     def head_weight(self) -> Tensor | None:
-        """As in `AdapterState`."""
+        """See `AdapterState`."""
         return self._tensors.get(HEAD_WEIGHT)
 
     @property
     def head_bias(self) -> Tensor | None:
-        """As in `AdapterState`."""
+        """See `AdapterState`."""
         return self._tensors.get(HEAD_BIAS)
 
     @property
     def rank(self) -> int:
-        """As in `AdapterState`."""
+        """See `AdapterState`."""
         return max((self._tensors.shape(name)[0] for name in self._tensors if name.endswith(A)), default=0)
 
     def tensors(self) -> StoredTensors:
@@ -256,7 +256,7 @@ def _flat(memory: memoryview) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpectedAdapter:
-    """What the manifest of an adapter says about its tensors.
+    """The tensors of an adapter according to its manifest.
 
     Attributes:
         layout: linear path -> its inputs and outputs.

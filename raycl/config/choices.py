@@ -19,7 +19,7 @@ UNKNOWN = "unknown_choice"
 
 @dataclass(frozen=True)
 class Choice:
-    """Beside a union of built-in sections in an annotation: a name that is none of theirs is looked up in packages.
+    """An annotation of a union of built-in sections: a name that is none of theirs is looked up in packages.
 
     Attributes:
         names: all that can be chosen.

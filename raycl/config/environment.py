@@ -18,7 +18,7 @@ from omegaconf.resolvers import oc
 from raycl.errors import ConfigError
 
 ALWAYS = ("RAYCL_DATA", "RAYCL_MODELS")
-"""Where data and models lie, as the shipped configs name it."""
+"""The variables of data and models in the shipped configs."""
 
 _allowed: ContextVar[Collection[str]] = ContextVar("allowed environment variables", default=())
 _lock = threading.Lock()

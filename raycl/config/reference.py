@@ -1,4 +1,4 @@
-"""What can be set: path, type, default and description of every setting, from the config classes themselves.
+"""Path, type, default and description of every setting, from the config classes themselves.
 
 The reference in the documentation and the comments of `--print-config` are generated, so they describe the settings of
 this version.

@@ -1,4 +1,4 @@
-"""What may run code of others: decided by the command that trains or serves, never by a file.
+"""Permissions to run code of others: given by the command that trains or serves, never by a file.
 
 A model's folder can bring Python code, and pickled weights can run some. A config, a sweep, a run or a snapshot of
 another author may request either; the user permits it on the command line, and workers inherit that.
@@ -22,7 +22,7 @@ RISKS = {
 
 @dataclass(frozen=True)
 class Permissions:
-    """What the command that was typed allows."""
+    """The permissions of the typed command."""
 
     trust_remote_code: bool = False
     allow_pickle: bool = False

@@ -1,4 +1,4 @@
-"""How a task's data is understood: rows, labels, lengths, what would be cut, mistakes, examples.
+"""Checks of a task's data: rows, labels, lengths, what would be cut, mistakes, examples.
 
 Most mistakes in data are obvious as soon as somebody looks at it before training.
 """
@@ -87,12 +87,12 @@ class Example:
 
 @dataclass
 class TaskCheck:
-    """How a task is understood.
+    """The data of a task as a run reads it.
 
     Attributes:
         kind: `labels`, `free text`, `conversations`, or `texts` (without answers).
-        notes: how its files were read, where that is not the usual way.
-        mistakes: what is probably not intended. problem: why a run could not start; "": it could.
+        notes: unusual ways in which its files were read.
+        mistakes: probable mistakes. problem: reason why a run could not start; "": it could.
     """
 
     name: str

@@ -129,7 +129,7 @@ class Loader:
         Args:
             label_ids: label text -> row of the label head; None where there is no head.
             texts: batches carry their input texts.
-            text_objective: what makes source and target of a text that is learned itself.
+            text_objective: returns source and target of a text that is learned itself.
 
         Raises:
             ConfigError: see `check_batch`.
@@ -142,11 +142,11 @@ class Loader:
         self._rank, self._world, self._micro = rank, world_size, micro_batch_size
 
     def named(self, rows: Sequence[int]) -> list[str]:
-        """`row 3 of task 'topic'` for each of these rows (`Batch.rows`), by its number in its file."""
+        """Return `row 3 of task 'topic'` for each of these rows (`Batch.rows`), by its number in its file."""
         return self._collate.named(rows)
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This worker's share of optimizer step `step`: always `accumulation` micro-batches.
+        """Yield this worker's share of optimizer step `step`: always `accumulation` micro-batches.
 
         `Batch.rows` counts through the concatenated tables.
         """
@@ -165,7 +165,7 @@ def eval_batches(
     texts: bool = False,
     text_objective: TextObjective | None = None,
 ) -> Iterator[Batch]:
-    """One worker's share of a split, sorted by length; every worker yields equally many batches.
+    """Yield one worker's share of a split, sorted by length; every worker yields equally many batches.
 
     The real rows of all workers together are each row of the table once.
     """
@@ -202,7 +202,7 @@ class Collate:
         return int(self._starts[-1])
 
     def by_length(self, rows: Indices) -> Indices:
-        """`rows` with the shortest prompt first; rows of one length stay in ascending order of row."""
+        """Return `rows` with the shortest prompt first; rows of one length stay in ascending order of row."""
         return rows[np.lexsort((rows, self._lengths[rows]))]
 
     def __call__(self, rows: Indices, size: int, epoch: int = 0) -> Batch:

@@ -38,8 +38,8 @@ class Mistake:
     """Something in the data of a task that is probably not intended.
 
     Attributes:
-        kind: what was found. count: how many.
-        which: examples. mend: what to do about it.
+        kind: kind of mistake. count: number of cases.
+        which: examples. mend: remedy.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class SeenRow(NamedTuple):
 
 @dataclass
 class SeenRows:
-    """What is kept of the rows of train and dev.
+    """The recorded properties of train and dev rows.
 
     Attributes:
         labels: first answer -> rows of train. texts: text -> its first row. groups: groups that rows belong to.
@@ -143,7 +143,7 @@ def _key(text: str) -> int:
 
 
 def _beginning(text: str, answer: str) -> int:
-    """Hash of the first question of a conversation and the answer to it."""
+    """Return the hash of the first question of a conversation and the answer to it."""
     contents = [message.content for message in messages_of(text) if message.role != "system"]
     return hash(tuple([*contents, answer][:2]))
 

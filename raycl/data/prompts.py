@@ -16,7 +16,7 @@ from raycl.types import TextCodec
 
 
 class PromptRecord(Protocol):
-    """What snapshots and configs keep of a prompt."""
+    """The record of a prompt in snapshots and configs."""
 
     @property
     def prompt(self) -> tuple[str, str]: ...
@@ -30,7 +30,7 @@ class PromptRecord(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is put around an input text.
+    """The text around an input.
 
     Attributes:
         chat_template: Jinja source, as tokenizers have it: the text is a conversation that it renders

@@ -1,4 +1,4 @@
-"""From a stream's config to plans: which files make each task and how they are read.
+"""Resolves a stream's config to plans: the files of each task and their format.
 
 Named benchmarks, folders of tasks, custom tasks and the builtin stream all end in one list.
 """
@@ -40,8 +40,8 @@ class TaskPlan:
         files: split -> file; empty for a task of the builtin stream.
         metric: name of its score; None: exact_match with labels, else rouge_l.
         definition: instruction; None: that of the file.
-        group, dataset: what `prompt_names` writes.
-        prompt: what `prompt: auto` means for a text backbone.
+        group, dataset: names that `prompt_names` writes.
+        prompt: meaning of `prompt: auto` for a text backbone.
         recorded: the task has no data; this is what is known of it.
         type: the task's kind.
     """
@@ -304,7 +304,7 @@ def _task_files(
 
 
 def _hub_files(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:
-    """Splits of a dataset; one for dev only where dev comes from files."""
+    """Return splits of a dataset; one for dev only where dev comes from files."""
     assert spec.path is not None, "a dataset has a path"
     names = {"train": spec.splits.train}
     if spec.splits.test is not None:

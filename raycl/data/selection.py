@@ -1,4 +1,4 @@
-"""Which rows are used: the dev split, samples, few-shot subsets, one reference of several.
+"""Selection of rows: the dev split, samples, few-shot subsets, one reference of several.
 
 Every process must choose the same rows, so each choice is a pure function of the seed, the task's name and the rows,
 drawn from a generator of its own. Where rows belong together (turns of a conversation), a cut takes whole groups;
@@ -77,5 +77,5 @@ def per_class(seed: int, task: str, rows: Indices, labels: Indices, limit: int, 
 
 
 def pick_reference(seed: int, task: str, split: str, counts: Indices) -> Indices:
-    """For each row one reference out of its `counts`, uniformly: the official loaders' choice, but seeded."""
+    """Pick for each row one reference out of its `counts`, uniformly: the official loaders' choice, but seeded."""
     return generator(seed, task, split, "reference").integers(0, counts).astype(np.int64)

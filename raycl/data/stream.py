@@ -86,7 +86,7 @@ class Stream:
         return self._config.token_limits
 
     def limits(self, task: Task, codec: TextCodec) -> TokenLimits:
-        """Most tokens of a source and of a target of a task."""
+        """Return most tokens of a source and of a target of a task."""
         source, target = self._config.limits_of(task.name)
         return TokenLimits(min(source, codec.max_source_tokens), min(target, codec.max_target_tokens))
 

@@ -174,7 +174,7 @@ class AnswerBatch:
         return self._constraints.get(allowed)
 
     def _step(self) -> Iterator[RowAnswer]:
-        """One token for every row; gives the answers that end with it."""
+        """Decode one token for every row, and return the answers that end with it."""
         if self._state is None:
             return
         tokens = self._next(self._state.logits)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn (the usual terms).
+    """Settings of drawing tokens (the usual terms).
 
     Attributes:
         as_trained: `max_tokens` is not the request's, so an answer is no longer than those of the task that it is from.
@@ -28,13 +28,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class ResponseMetadata:
-    """How an answer was made.
+    """Details of an answer.
 
     Attributes:
         snapshot: number of the snapshot. weights: active adapter -> weight.
         template: task whose prompt was put around the text, "" for none.
         cut_tokens: tokens cut from the prompt to fit the snapshot's limits in training.
-        ood_score: from 0 to 1, near 1 for a text unlike all learned tasks; None: not computed.
+        ood_score: score from 0 to 1, near 1 for a text unlike all learned tasks; None: not computed.
         queue_ms, retrieval_ms: time in the queue, and of routing (encoder, search, weights; shared by a routed batch).
     """
 

@@ -1,4 +1,4 @@
-"""From logits to tokens to pieces of text, each answer with its own settings, draws and ends."""
+"""Converts logits to tokens and pieces of text; each answer has its own settings, draws and ends."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ WIDTH = 8
 
 
 class WeightRows(NamedTuple):
-    """Some rows of a weight `[O, D]`.
+    """Rows of a weight `[O, D]`.
 
     Attributes:
         formed: `[number]` rows whose gradients are computed: the chosen ones, and with a width others.

@@ -128,7 +128,7 @@ def _importing_as_here() -> Iterator[None]:
 
 
 class _LateStart:
-    """What Ray raises where it does not start in time, which has no class of its own, becomes an error of raycl."""
+    """Turns Ray's error for a late start, which has no class of its own, into an error of raycl."""
 
     def __enter__(self) -> None:
         pass

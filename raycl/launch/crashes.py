@@ -31,7 +31,7 @@ def leave_error(storage: Storage, driver: str, error: Exception) -> None:
 
 
 class Crashes:
-    """While it is entered, exceptions that end this worker become errors of ours where a new start cannot help.
+    """A context in which exceptions that end this worker become errors of ours where a restart cannot help.
 
     Memory that does not suffice is an error with what to lower. Where workers are started again, from the last
     checkpoint, an exception that came back at the same step would come back each time; one of the set-up is not tried

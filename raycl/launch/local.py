@@ -1,4 +1,4 @@
-"""This process as the only worker of a run: no Ray, no other process, so a debugger stops inside a method."""
+"""Runs in this process as their only worker: no Ray, no other process, so a debugger stops inside a method."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def in_process_worker() -> Iterator[None]:
 
 
 class _Left:
-    """While it is entered, an exception that is none of ours is left for the status of the run, and goes on."""
+    """A context that records exceptions other than ours for the status of the run, and raises them again."""
 
     def __init__(self, storage: Storage, driver: str) -> None:
         self.storage, self.driver = storage, driver

@@ -12,7 +12,7 @@ def repeating(work: Callable[[], None], every_s: float, name: str) -> Iterator[N
     """Call `work` every so many seconds while this is open.
 
     Args:
-        work: it must not raise. name: of the thread.
+        work: function that must not raise. name: name of the thread.
     """
     over = threading.Event()
 

@@ -50,7 +50,7 @@ def stays_warm(config: RunConfig) -> bool:
 
 
 class WarmProcess:
-    """What an actor does: one job after another."""
+    """The actor: it runs one job after another."""
 
     def __init__(self, gpus: float) -> None:
         log.handlers = [logging.NullHandler()]  # a run has a log file of its own
@@ -68,7 +68,7 @@ class WarmWorker:
     """An actor on what it holds of the cluster.
 
     Attributes:
-        actor: of `WarmProcess`. room: the placement group that it is in.
+        actor: handle of a `WarmProcess`. room: its placement group.
     """
 
     actor: Any
@@ -97,7 +97,7 @@ class WarmWorkers:
     """
 
     def __init__(self, runs: int) -> None:
-        """Nothing is started.
+        """Start nothing.
 
         Args:
             runs: so many will begin.
@@ -117,7 +117,7 @@ class WarmWorkers:
 
     @contextmanager
     def next_run(self) -> Iterator[None]:
-        """Inside is one run; after it, workers that none of those to come needs are ended."""
+        """Enter a run; after it, workers that no later run needs are ended."""
         with self._lock:
             self._to_come -= 1
         yield
@@ -128,10 +128,10 @@ class WarmWorkers:
 
     @contextmanager
     def waiting_for(self, resources: Resources | None) -> Iterator[None]:
-        """Inside, workers of other kinds end as soon as they have no run.
+        """Let workers of other kinds end as soon as they have no run, inside.
 
         Args:
-            resources: of the worker that is waited for; None: of a group of Ray Train.
+            resources: resources of the awaited worker; None: those of a group of Ray Train.
         """
         with self._lock:
             self._waiting.append(resources)
@@ -144,7 +144,7 @@ class WarmWorkers:
 
     @contextmanager
     def lent(self, resources: Resources, stop: HostStop | None) -> Iterator[WarmWorker | None]:
-        """A worker for one run; None: a stop was requested while it was waited for.
+        """Lend a worker for one run; None: a stop was requested during the wait.
 
         A worker is ended if what is inside raises.
         """
@@ -196,11 +196,11 @@ class WarmRun:
     """Launches a run of one worker on a process that stays.
 
     Attributes:
-        resources: of the worker.
+        resources: resources of the worker.
     """
 
     def __init__(self, workers: WarmWorkers, prepared: Prepared, options: RunOptions) -> None:
-        """Nothing is started.
+        """Start nothing.
 
         Raises:
             LaunchError: the cluster can never provide the worker.

@@ -86,12 +86,12 @@ class MethodConfig(Section):
         """Float32 values that the device holds for each trained parameter at most, beside training itself.
 
         Args:
-            tasks: of the run.
+            tasks: tasks of the run.
         """
         return 0
 
     def extra_passes(self, epochs: int) -> float:
-        """Cost of passes over a task's rows beside those of its steps, as a share of these, for plans.
+        """Return the cost of passes over a task's rows beside those of its steps, as a share of these, for plans.
 
         A pass without gradients costs half of one with them. Evaluation is in no plan.
 
@@ -109,7 +109,7 @@ class MethodConfig(Section):
         """Return the positions of positions that soft prompts take beside each text at most.
 
         Args:
-            tasks: of the run.
+            tasks: tasks of the run.
         """
         return 0
 
@@ -221,7 +221,7 @@ class Method:
         stack: adapters over the backbone, if there are any.
         learner: the method that learns: itself, or the one that it is around.
         encoder: the sentence encoder whose embeddings route texts, or None.
-        needs_texts: as `MethodConfig.needs_texts`.
+        needs_texts: see `MethodConfig.needs_texts`.
         router_module: the trained module that routes, or None.
         constraint: property that updates of trained parameters must keep, or None.
         task_id_given: evaluation gives the task id of each text (schedule `separate`).

@@ -41,7 +41,7 @@ class SampleGenerator(Protocol):
     """The settings of a generator of pseudo-samples, as far as a run's checks need them.
 
     Attributes:
-        writes: input, or instruction_and_input. max_tokens: of a text that it writes.
+        writes: input, or instruction_and_input. max_tokens: limit of a written text.
         backbone: its own; None: that of the run.
     """
 

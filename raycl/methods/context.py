@@ -129,7 +129,7 @@ class TaskContext:
         return leaves_room(self.stream.prompt(task, self.codec, instruction), self.codec, limit)
 
     def target_limit(self, task: Task) -> int:
-        """Most tokens of an answer of a task."""
+        """Return most tokens of an answer of a task."""
         return self.stream.limits(task, self.codec).target
 
     def targets(self, task: Task, answers: Sequence[str]) -> list[list[int]]:

@@ -186,7 +186,7 @@ class Modifiers:
             member.end_task()
 
     def summary(self) -> dict[str, Any]:
-        """`{"modifiers": {name: its summary}}`; empty without modifiers."""
+        """Return `{"modifiers": {name: its summary}}`; empty without modifiers."""
         return {"modifiers": {name: member.summary() for name, member in self.members.items()}} if self.members else {}
 
     def state(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Modifiers:
         return {name: member.state()[0] for name, member in self.members.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """`modifier/<name>/<tensor>` of each."""
+        """Return `modifier/<name>/<tensor>` of each."""
         return {
             f"modifier/{name}/{key}": tensor
             for name, member in self.members.items()

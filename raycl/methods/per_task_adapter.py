@@ -39,12 +39,12 @@ PromptFormSetting = Annotated[
 
 @dataclass(frozen=True)
 class AdapterForm:
-    """What the adapters of a method are.
+    """The form of a method's adapters.
 
     Attributes:
         targets: roles or regular expressions of linear paths; empty for none.
-        scale: of every update (see `AdapterState`), unless a task has its own.
-        head_rule: how label heads are mixed (`raycl.adapters.head`).
+        scale: scale of every update (see `AdapterState`), unless a task has its own.
+        head_rule: rule of mixing label heads (`raycl.adapters.head`).
         activation: between A and B of each adapter.
         prompts: adapters are soft prompts, mixed in this way; None: they are not.
     """

@@ -33,12 +33,12 @@ class WrapperConfig(MethodConfig):
         return named(value, "lora")
 
     def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
-        """As the learner, below `learner`."""
+        """See the learner; paths are below `learner`."""
         for path, why in self.learner.unused_with(has_label_head, reason):
             yield f"learner.{path}", why
 
     def settings_by_task(self) -> dict[str, dict[str, Any]]:
-        """As the learner, below `learner`."""
+        """See the learner; paths are below `learner`."""
         return {f"learner.{path}": given for path, given in self.learner.settings_by_task().items()}
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
@@ -64,7 +64,7 @@ class WrapperConfig(MethodConfig):
 
     @property
     def innermost(self) -> MethodConfig:
-        """The learner's."""
+        """The innermost method of the learner."""
         return self.learner.innermost
 
     @property

@@ -41,13 +41,13 @@ Compute = Callable[[Answers], tuple[float, dict[str, float]]]
 
 @dataclass(frozen=True)
 class Metric:
-    """How answers become a score, and what callers must know of it.
+    """A metric: the function from answers to a score, and its requirements.
 
     Attributes:
         overlap: it measures overlapping text, to which the off-task rule does not apply.
         mean_of_rows: it is the mean of what it gives for each row alone, so that a score of a sample has an interval.
         needs_sources: it compares with the input texts.
-        library: the optional module that it needs. install: what installs it.
+        library: the optional module that it needs. install: the extra that installs it.
     """
 
     compute: Compute

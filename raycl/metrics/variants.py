@@ -102,7 +102,7 @@ def _bwt_clamped(values: Values) -> float | None:
 
 
 def _bwt_all_phases(values: Values) -> float | None:
-    """`2 / (M (M-1)) * sum_{i>=3} sum_{j<=i-2} (a[i][j] - a[j][j])`; the task just before phase i is skipped."""
+    """Return `2 / (M (M-1)) * sum_{i>=3} sum_{j<=i-2} (a[i][j] - a[j][j])`; the task just before phase i is skipped."""
     if not is_sequence(values) or len(values) < 3:
         return None
     tasks = len(values)
@@ -112,7 +112,8 @@ def _bwt_all_phases(values: Values) -> float | None:
 
 
 def _forgetting_skipping(values: Values) -> float | None:
-    """`sum_{j<=M-2} (a[j][j] - a[M][j]) / (M-1)`; the last task but one is skipped, yet counted below the line."""
+    """Return `sum_{j<=M-2} (a[j][j] - a[M][j]) / (M-1)`; the last task but one is skipped, yet counted below the
+    line."""
     losses = mean(changes(values)[:-1])
     return None if losses is None else -losses * (len(values) - 2) / (len(values) - 1)
 

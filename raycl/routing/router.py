@@ -73,7 +73,7 @@ class Router(ABC):
         """Return weights `[B, N]` over the snapshot's adapters.
 
         Args:
-            tasks: of each text where it is known; kinds that work without a task id ignore it.
+            tasks: task of each text where it is known; kinds that work without a task id ignore it.
 
         Raises:
             BankError: `needs` names an input that is not given.
@@ -83,7 +83,7 @@ class Router(ABC):
         """Return weights `[B, N]` from the backbone's vectors, for routers that need `embeddings` or `hidden_states`.
 
         Args:
-            tasks: of each text where it is known; kinds that work without a task id ignore it.
+            tasks: task of each text where it is known; kinds that work without a task id ignore it.
 
         Raises:
             BankError: `needs` names the task id, and it is not given.

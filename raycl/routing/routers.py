@@ -58,7 +58,7 @@ class SumRouter(Router):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
-        """Over the snapshot's adapters."""
+        """Restore the router over the snapshot's adapters."""
         return cls(owners)
 
     def __init__(self, owners: Owners) -> None:
@@ -108,7 +108,7 @@ class TaskRouter(Router):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
-        """Over the snapshot's adapters."""
+        """Restore the router over the snapshot's adapters."""
         return cls(owners)
 
     def __init__(self, owners: Owners) -> None:
@@ -225,7 +225,7 @@ ROUTER_NAMES = Names("router", ROUTERS)
 
 
 class KindOfRouter(Protocol):
-    """What names a kind of router: the state of one, or its entry in a snapshot."""
+    """The name of a kind of router, from its state or its entry in a snapshot."""
 
     @property
     def kind(self) -> str: ...

@@ -213,7 +213,7 @@ class ServeConfig(Section):
 
     @property
     def gates(self) -> int:
-        """Of following with a gate: 1 or 0."""
+        """The number of gates: 1 for following with a gate, else 0."""
         return int(self.follow.enabled and self.follow.gated and not self.forwards)
 
     @property

@@ -108,7 +108,7 @@ def test_a_run_warns_once_before_it_trains(
     monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
 
     def said(folder: str, free: int) -> list[int]:
-        """Places of the warning among the lines of a run."""
+        """Return places of the warning among the lines of a run."""
         caplog.clear()
         with monkeypatch.context() as patch:
             patch.setattr(disk_space.shutil, "disk_usage", lambda path: Usage(0, 0, free))

@@ -59,7 +59,7 @@ def without(bank: Bank, task: str) -> Snapshot:
 
 
 def mixtures(bank: Bank, snapshot: Snapshot, tasks: list[str] | None) -> list[dict[str, float]]:
-    """Weight of each adapter for some texts."""
+    """Return the weight of each adapter for some texts."""
     texts = ["fire is warm", "the barks runs much", "it purrs a sleeps"]
     mixture = opened(bank, snapshot).router.route(texts, tasks)
     return [dict(zip(mixture.names, row, strict=True)) for row in mixture.weights.tolist()]

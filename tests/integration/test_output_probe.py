@@ -28,7 +28,7 @@ MIGU = [{"name": "migu", "threshold": 0.7, "skip_first_task": False}]
 
 
 def finished(lab: Lab, folder: Path, name: str, kind: str = "t5", method: Any = "finetune", **sections: Any) -> str:
-    """Address of a complete run."""
+    """Return the address of a complete run."""
     config = lab.config(kind, method, output={"dir": str(folder), "name": name}, **sections)
     work(prepared_run.prepare(config))
     return str(folder / name)

@@ -41,7 +41,7 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 def tasks(lab: Lab, count: int) -> list[dict[str, Any]]:
-    """So many tasks, over and over the two that the laboratory has."""
+    """Return so many tasks, over and over the two that the laboratory has."""
     return [{"name": f"task{number}", "path": lab.tasks[number % 2]["path"]} for number in range(count)]
 
 

@@ -48,7 +48,7 @@ def row(name: str, version: str, license: str) -> str:
 
 
 def rows(page: str) -> dict[str, str]:
-    """Line of the table by canonical name."""
+    """Return the line of the table by canonical name."""
     matches = re.finditer(r"^\| (\S+) \| \S+ \| .+ \|$", page, re.MULTILINE)
     return {canonicalize_name(item[1]): item[0] for item in matches if item[1] != "package"}
 

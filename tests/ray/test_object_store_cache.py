@@ -64,7 +64,7 @@ def is_right(state: AdapterState, number: int) -> bool:
 
 
 def cache_actor_pid(object_store_cache: ObjectStoreCache) -> int:
-    """Process of the cache actor."""
+    """Return the process of the cache actor."""
     actor = ray.get_actor(object_store_cache.name, namespace=NAMESPACE)
     pid: int = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
     return pid

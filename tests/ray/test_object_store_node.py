@@ -49,7 +49,7 @@ def two_nodes(one_at_a_time: FileLock) -> Iterator[Cluster]:
 
 
 def node_of(object_store_cache: ObjectStoreCache) -> str:
-    """Id of the cache actor's node; "" while it is on none."""
+    """Return the id of the cache actor's node; "" while it is on none."""
     actor = ray.get_actor(object_store_cache.name, namespace=NAMESPACE)
     try:
         node: str = ray.get(actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()))

@@ -79,7 +79,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def asked(port: int) -> int:
-    """Status of a text's answer; 0: nobody listens."""
+    """Return the status of a text's answer; 0: nobody listens."""
     body = json.dumps({"input": "fire is warm"}).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/classify", body, {"Content-Type": "application/json"}, method="POST"

@@ -86,7 +86,7 @@ def head(one_at_a_time: FileLock) -> Iterator[str]:
 
 
 def started_head(folder: str) -> tuple[subprocess.Popen[bytes], str]:
-    """`ray start --head` in `folder`, and where its dashboard will be."""
+    """Return `ray start --head` in `folder`, and where its dashboard will be."""
     dashboard = free_port()
     command = [RAY, "start", "--head", "--block", f"--port={free_port()}", "--num-cpus=2", f"--temp-dir={folder}"]
     command += ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]

@@ -50,7 +50,7 @@ class Swept:
 
 
 def start(file: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`jobs/sweep.py` as a process of its own, on the module's cluster."""
+    """Return `jobs/sweep.py` as a process of its own, on the module's cluster."""
     command = [sys.executable, str(REPO / "jobs/sweep.py"), str(file), "--dir", str(file.parent), *arguments]
     return subprocess.Popen(command, cwd=file.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -59,7 +59,7 @@ def prepared(small: Path, folder: Path, *overrides: str) -> prepared_run.Prepare
 
 
 def losses(storage: Storage) -> list[tuple[int, int, float]]:
-    """(phase, step, loss) of every step."""
+    """Return (phase, step, loss) of every step."""
     return [(row["phase"], row["step"], row["loss"]) for row in read_trace(storage)]
 
 

@@ -132,7 +132,7 @@ class Decoder:
             self.slots.step(self.slots.logits.argmax(-1), self._under)
 
     def ids(self) -> Tensor:
-        """`[rows, steps]`: the tokens that it chooses."""
+        """Return `[rows, steps]`: the tokens that it chooses."""
         self.prepare()
         collected = []
         for _ in range(self.steps):

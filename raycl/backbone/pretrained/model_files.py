@@ -85,10 +85,10 @@ def resolve(name: str) -> str:
 
 @dataclass(frozen=True)
 class FetchedFiles:
-    """Which files of a hub model are fetched beside config and tokenizer.
+    """The files of a hub model that are fetched in addition to config and tokenizer.
 
     Attributes:
-        weights: safetensors. pickles: with the weights pickled ones too, where there are no safetensors.
+        weights: fetch safetensors. pickles: fetch pickled weights where there are no safetensors.
         code: Python files.
     """
 

@@ -20,7 +20,7 @@ from raycl.cli.files import add_allow_env, local_or_installed
 from raycl.cli.terminal import echo
 
 GPU_NAMES = ("a10g-24", "l4-24", "a100-40", "a100-80", "h100-80", "h200-141")
-"""Those of `raycl.operations.plan.arithmetic`, so that `--help` does not wait for it."""
+"""The names in `raycl.operations.plan.arithmetic`, repeated here so that `--help` does not import it."""
 
 SETTINGS = """settings that matter first (all: --print-config, and docs/reference):
   method=lora|slm|sapt|...       how tasks are learned          stream.name, stream.tasks   what is learned

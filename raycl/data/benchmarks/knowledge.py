@@ -1,4 +1,4 @@
-"""What is known about the public tasks: label sets, metrics, folder names, prompt habits.
+"""Facts about the public tasks: label sets, metrics, folder names, prompts.
 
 Files do not contain which answers are allowed or how a paper scores them. Sources: SAPT's and O-LoRA's data releases
 and papers; metrics as each paper reports them.
@@ -28,10 +28,10 @@ class PublishedTask:
         metric: name of its score.
         folders: further names of its folder on disk (case, `-` and `_` never matter).
         group: O-LoRA's task group, which chooses the instruction; empty outside that benchmark.
-        prompt: what `prompt: auto` means for text backbones (O-LoRA's file layout means `olora`).
+        prompt: meaning of `prompt: auto` for text backbones (O-LoRA's file layout means `olora`).
         unlabelled: label texts that mark a row without a label.
-        instruction: what the paper writes before every input; None: what the file has, if it has one.
-        columns: where its published files have text and answer.
+        instruction: the paper's text before every input; None: the file's, if it has one.
+        columns: columns of text and answer in its published files.
         type: its kind, in SAPT's table 3.
         words: label -> the single word that stands for it where answers are one word each.
     """
@@ -234,7 +234,7 @@ def folder_names(name: str, info: PublishedTask | None = None) -> frozenset[str]
     """Folded names that the task's folder may have on disk.
 
     Args:
-        info: what is known of it; None: what `TASKS` says.
+        info: facts about the task; None: those in `TASKS`.
     """
     info = info or TASKS.get(name)
     return frozenset({fold(name), *(fold(other) for other in (info.folders if info else ()))})

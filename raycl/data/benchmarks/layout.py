@@ -1,4 +1,4 @@
-"""Where the files of a benchmark's tasks lie below a root folder.
+"""The locations of a benchmark's files below a root folder.
 
 Two releases share the name `CL_Benchmark` and lay it out differently, and people unpack them at different depths; a
 task's folder may be in the root, in `SuperNI` or `Long_Sequence`, or in an O-LoRA group. Other tasks come as one file,
@@ -50,7 +50,7 @@ def task_folder(folder: Storage, one_file: bool = False, format: str = "auto") -
     """Return the split files `{train,dev,test}.*` directly in `folder`, else folders of CSV files for each split.
 
     Args:
-        one_file: without any, a single data file is train. format: of the files, whose suffix may also be its name.
+        one_file: a single data file is train. format: format of the files, whose suffix may also be its name.
     """
     names, suffixes = _list(folder), (*_SUFFIXES, f".{format}")
     files: dict[str, SourceFile | SourceFiles] = {

@@ -43,7 +43,7 @@ _UNREAD_OF_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "think
 _NOTHING: tuple[Any, ...] = (None, "", "[]", "{}", "null", [], {})
 
 Turns = Literal["all", "last"]
-"""Which of the assistant's turns are learned."""
+"""The assistant's turns that are learned."""
 
 
 def is_chat(value: Any) -> bool:
@@ -56,7 +56,7 @@ def is_chat(value: Any) -> bool:
 def turns_of(
     value: Any, number: int, answered: bool, refuse: Refuse, turns: Turns = "all", system: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """(conversation up to a user's message, the assistant's answer to it) for each turn whose `weight` is not 0.
+    """Yield (conversation up to a user's message, the assistant's answer to it) for each turn whose `weight` is not 0.
 
     Args:
         answered: the assistant's turns are wanted; else only the conversation up to its last user message.

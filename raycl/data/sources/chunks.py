@@ -40,7 +40,7 @@ class ChunkedRows:
         return self._numbers[column][np.asarray(rows, dtype=np.int64)]
 
     def lists(self, column: str, rows: RowIndices) -> list[NDArray[np.int32]]:
-        """Views of a list<int32> column's rows into the mapped file."""
+        """Return views of a list<int32> column's rows into the mapped file."""
         chunks = self._table.column(column).chunks
         views = []
         for chunk, offset in self._positions(rows):
@@ -49,7 +49,7 @@ class ChunkedRows:
         return views
 
     def list_lengths(self, column: str) -> NDArray[np.int64]:
-        """Length of every row of a list column, `[rows]`; touches the offsets alone."""
+        """Return the length of every row of a list column, `[rows]`; touches the offsets alone."""
         chunks = [np.diff(chunk.offsets.to_numpy()) for chunk in self._table.column(column).chunks]
         return np.concatenate([*chunks, np.zeros(0)]).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""From an item of a file to rows: which of its fields are the text and the answers.
+"""Converts items of a file to rows: finds the fields of the text and the answers.
 
 Every format ends in items with named fields, and people name them differently: text and label, instruction with input
 and output, prompt and completion, messages of a conversation.
@@ -47,7 +47,7 @@ class SourceRow(NamedTuple):
         text: the input.
         references: acceptable answers, at least one; an empty text where no answers are read.
         is_chat: the text stands for the messages of a conversation (`raycl.data.sources.conversation`).
-        group: what it shares with the rows that belong to it, by `Columns.group`; "" without one.
+        group: value shared by rows that belong together, by `Columns.group`; "" without one.
         others: the item's other fields, where `Columns.others` keeps them; else None.
     """
 

@@ -1,4 +1,4 @@
-"""What is noticed while a source is read: how it was read, and rows that cannot be used.
+"""Findings while a source is read: how it was read, and rows that cannot be used.
 
 The user is told once where a file is read differently than it looks, or with fewer rows than it has.
 """
@@ -36,8 +36,8 @@ class Findings:
 
     Attributes:
         on_bad_row: refuse: the first bad row is an error; skip: bad rows are left out and counted.
-        left_out: bad rows so far. problems: what is wrong with the first of them.
-        notes: how the source was read, where that is not the usual way.
+        left_out: bad rows so far. problems: problems of the first of them.
+        notes: unusual ways in which the source was read.
     """
 
     on_bad_row: OnBadRow = "refuse"
@@ -63,5 +63,5 @@ class Findings:
             self.notes.append(sentence)
 
     def tree(self) -> dict[str, Any]:
-        """Without the setting, for JSON."""
+        """Return the findings as a tree without the setting, for JSON."""
         return {"left_out": self.left_out, "problems": self.problems, "notes": self.notes}

@@ -27,10 +27,10 @@ from raycl.errors import DataError, PluginError, meant
 from raycl.plugins import Names, find, load_function
 
 AUTO = "auto"
-"""In the place of a format: by the file's suffix, and for `.json` by how the file begins."""
+"""The setting under which the format is detected by suffix, and for `.json` by the file's beginning."""
 
 Source = SourceFile | SourceFiles | HubSplit
-"""Where the rows of a split come from."""
+"""The source of a split's rows."""
 
 Reader = Callable[[SourceFile, Columns, Findings], Iterator[SourceRow]]
 """Reads a file: its columns of text and label, and where bad rows are noted."""
@@ -236,7 +236,7 @@ def _parquet(file: SourceFile, columns: Columns, findings: Findings) -> Iterator
 
 
 def _phrasebank(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
-    """`sentence@sentiment` on each line, in Latin-1, as the Financial PhraseBank is published."""
+    """Yield `sentence@sentiment` on each line, in Latin-1, as the Financial PhraseBank is published."""
     for number, line in file.lines("latin-1"):
         sentence, at, label = line.strip().rpartition("@")
         if not at or not sentence.strip() or label not in _SENTIMENTS:

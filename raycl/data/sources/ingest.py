@@ -1,4 +1,4 @@
-"""From a file to checked raw rows in the node's cache.
+"""Reads a file into checked raw rows in the node's cache.
 
 A source is read once per node, streaming, and every row is checked before any worker starts.
 """
@@ -40,7 +40,7 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class FileReading:
-    """How a file is to be read.
+    """Settings of reading a file.
 
     Attributes:
         labels: the closed set that every label must be in, "auto" to gather it, None for free text.

@@ -1,4 +1,4 @@
-"""How large a row may be, how deep its JSON, and how far a compressed file may expand.
+"""Limits on the size of a row, the depth of its JSON, and the expansion of a compressed file.
 
 A file of a few kilobytes must not fill memory or disk; larger limits can be set for files that need them.
 """

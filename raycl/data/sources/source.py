@@ -75,7 +75,7 @@ class SourceFile:
 
     @property
     def uri(self) -> str:
-        """What error messages call it."""
+        """Its name in error messages."""
         return f"{self.folder.uri}/{self.name}"
 
     def refuse(self, problem: str, row: int | None = None) -> NoReturn:
@@ -218,7 +218,7 @@ class SourceFiles:
 
     @property
     def uri(self) -> str:
-        """What error messages call it."""
+        """Its name in error messages."""
         return f"{self.folder.uri} ({len(self.files)} files)"
 
     def refuse(self, problem: str, row: int | None = None) -> NoReturn:

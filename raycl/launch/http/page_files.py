@@ -25,7 +25,7 @@ POLICY = (
     "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""Only these files, no script or style in the page itself, no other host, and no text that becomes markup."""
+"""The policy: these files alone, no script or style in the page itself, no other host, no text as markup."""
 
 HEADERS = {
     "Content-Security-Policy": POLICY,

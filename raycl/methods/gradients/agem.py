@@ -78,7 +78,7 @@ class Agem(StoredRowsWrapper):
 
 
 def project(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`g - (g.r / r.r) r` where `g.r < 0`, else g itself; one vector over all parameters of `gradients`.
+    """Return `g - (g.r / r.r) r` where `g.r < 0`, else g itself; one vector over all parameters of `gradients`.
 
     Products are summed in float64. A reference of zeros changes nothing.
     """

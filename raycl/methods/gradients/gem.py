@@ -58,7 +58,7 @@ class Gem(StoredRowsWrapper):
     Config = GemConfig
 
     def new_buffer(self) -> RowBuffer:
-        """So many rows of each task."""
+        """Return so many rows of each task."""
         return RowBuffer(limit=self.config.rows)
 
     def projected(self, gradients: dict[str, Tensor], context: TaskContext) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class Gem(StoredRowsWrapper):
 
 
 def project(gradients: Gradients, references: Sequence[Gradients], margin: float) -> dict[str, Tensor]:
-    """`g + M^T v` where some reference has a negative product with g, else g itself."""
+    """Return `g + M^T v` where some reference has a negative product with g, else g itself."""
     products = [product(gradients, reference) for reference in references]
     if min(products) >= 0:
         return dict(gradients)

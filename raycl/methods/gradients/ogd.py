@@ -111,7 +111,7 @@ class Ogd(Wrapper):
 
 
 def outside(gradients: Gradients, basis: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`g - V V^T g`; V is parameter -> `[K, *shape]`."""
+    """Return `g - V V^T g`; V is parameter -> `[K, *shape]`."""
     flat = {name: (gradient, basis[name].flatten(1)) for name, gradient in gradients.items() if name in basis}
     if not flat:
         return dict(gradients)

@@ -26,7 +26,7 @@ def gram(gradients: Sequence[Gradients]) -> Tensor:
 
 
 def plus(gradients: Gradients, weights: Sequence[float], others: Sequence[Gradients]) -> dict[str, Tensor]:
-    """`g + sum_k weights_k other_k`, in the dtype of g."""
+    """Return `g + sum_k weights_k other_k`, in the dtype of g."""
     sums = {}
     for name, gradient in gradients.items():
         total = gradient.float()

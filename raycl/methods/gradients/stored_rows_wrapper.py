@@ -52,7 +52,7 @@ class StoredRowsWrapper(Wrapper):
         """Return gradients that the optimizer is given, where rows are stored."""
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """Rows of all earlier tasks are in the buffer."""
+        """Check that rows of all earlier tasks are in the buffer."""
         self.buffer.fill(context)
         self._context = context
         self.learner.begin_task(phase, context)

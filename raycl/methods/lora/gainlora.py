@@ -147,7 +147,8 @@ class GainLora(OLora, InfLora):
 
     @torch.no_grad()
     def _covariances_of(self, context: TaskContext, gate: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Part of a gate -> `[D, D]` float64 sum of x x^T over what it reads of the phase's training prompts.
+        """Return the part of a gate -> `[D, D]` float64 sum of x x^T over what it reads of the phase's training
+        prompts.
 
         Every worker reads all of them, so that all agree to the bit.
         """
@@ -252,7 +253,7 @@ class FeatureSubspaces:
         return stretched.reshape(after.shape).to(after.dtype)
 
     def projected(self, name: str, before: Tensor, after: Tensor) -> Tensor:
-        """`W_new - (W_new - W_old) Q Q^T`, float64."""
+        """Return `W_new - (W_new - W_old) Q Q^T`, float64."""
         part, device = name.rpartition(".")[2], after.device
         if part not in self._there or self._there[part].basis.device != device:
             self._there[part] = replace(self.held[part], basis=self.held[part].basis.to(device))

@@ -221,7 +221,7 @@ class TaskMagnitudes(nn.Module):
         self.frozen = {name: float(torch.tensor(value)) for name, value in values.items()}  # as a checkpoint keeps them
 
     def forward(self, examples: int) -> Tensor:
-        """`[examples, t]`, the same in each row."""
+        """Return `[examples, t]`, the same in each row."""
         values = torch.tensor(list(self._frozen.values())) if self.values is None else self.values.float()
         return torch.ones(examples, 1, device=values.device) * values
 

@@ -122,7 +122,7 @@ class Das(Finetune):
             self._add(self._measured(context, self._disagreement))
 
     def end_task(self, context: TaskContext) -> Learned:
-        """Importance to what was learned."""
+        """Return the importance to what was learned."""
         self._add(self._measured(context, lambda batch: self.backbone(batch).loss_sum))
         return super().end_task(context)
 
@@ -211,7 +211,7 @@ class Das(Finetune):
 
 
 def standardized(gradient_U: Tensor) -> Tensor:
-    """Importance of one layer's units from their gradients; zero where all are the same."""
+    """Return the importance of one layer's units from their gradients; zero where all are the same."""
     deviation = gradient_U.std()
     if len(gradient_U) < 2 or float(deviation) == 0.0:
         return torch.zeros_like(gradient_U)
@@ -219,7 +219,7 @@ def standardized(gradient_U: Tensor) -> Tensor:
 
 
 def contrast(first_BD: Tensor, second_BD: Tensor, third_BD: Tensor, temperature: float) -> Tensor:
-    """`[B]`: cross-entropy of finding an example's second features rather than its third, by its first."""
+    """Return `[B]`: cross-entropy of finding an example's second features rather than its third, by its first."""
     cosines = [cosine_similarity(first_BD, other, dim=-1) for other in (second_BD, third_BD)]
     return -log_softmax(torch.stack(cosines, dim=1) / temperature, dim=1)[:, 0]
 
@@ -227,7 +227,7 @@ def contrast(first_BD: Tensor, second_BD: Tensor, third_BD: Tensor, temperature:
 def contrast_in_batch(
     first_BD: Tensor, second_BD: Tensor, third_BD: Tensor, is_real_B: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """`[B]`: the same among the second and third features of all examples, and 1 for those that are real."""
+    """Return `[B]`: the same among the second and third features of all examples, and 1 for those that are real."""
     cosines_BK = torch.cat(
         [cosine_similarity(first_BD[:, None], other[None], dim=-1) for other in (second_BD, third_BD)], dim=1
     )

@@ -89,14 +89,14 @@ class HardAttention(nn.Module):
         return share
 
     def compensated(self, gradient: Tensor) -> Tensor:
-        """Gradient of e as if s did not flatten the sigmoid; after `sparsity`."""
+        """Return the gradient of e as if s did not flatten the sigmoid; after `sparsity`."""
         assert self._read is not None, "the masks of this step were not read"
         e, scale = self._read[0].to(gradient.device), self._read[1]
         steep = (scale * e).clamp(-STEEPEST, STEEPEST).cosh() + 1
         return gradient * (self.max_scale / scale * steep / (e.cosh() + 1)).to(gradient.dtype)
 
     def in_use(self, key: Key) -> Tensor:
-        """`used` of one layer's units."""
+        """Return `used` of one layer's units."""
         return self.used[self.places[key]]
 
     def end(self, task: str, embedding: Tensor) -> None:
@@ -127,7 +127,8 @@ def annealed(step: int, steps: int, max_scale: float) -> float:
 
 
 def freedom(outputs_O: Tensor | None, inputs_I: Tensor | None) -> Tensor:
-    """`1 - min(used of output, used of input)` for a weight `[O, I]`; a side without masks (None) is always in use.
+    """Return `1 - min(used of output, used of input)` for a weight `[O, I]`; a side without masks (None) is always in
+    use.
 
     With one side alone: shaped to broadcast to `[O, I]`.
     """

@@ -84,7 +84,7 @@ class RowCounts:
 
 
 def _most_often(counts_O: Tensor, steps: int) -> dict[str, Any]:
-    """As many rows as a step keeps, those that were kept in most steps; of equal ones the first."""
+    """Return as many rows as a step keeps, those that were kept in most steps; of equal ones the first."""
     size = round(float(counts_O.sum()) / steps)
     kept_O = torch.zeros(len(counts_O), dtype=torch.bool)
     kept_O[torch.argsort(counts_O, descending=True, stable=True)[:size]] = True
@@ -92,6 +92,6 @@ def _most_often(counts_O: Tensor, steps: int) -> dict[str, Any]:
 
 
 def packed_rows(kept_O: Tensor) -> dict[str, Any]:
-    """`{rows, kept}` of a layer, as in `RowCounts.summary`."""
+    """Return `{rows, kept}` of a layer, as in `RowCounts.summary`."""
     bits = np.packbits(kept_O.numpy().astype(np.uint8))
     return {"rows": len(kept_O), "kept": base64.b64encode(bits.tobytes()).decode()}

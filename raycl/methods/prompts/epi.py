@@ -246,7 +246,8 @@ class Epi(PerTaskAdapter):
 
 
 def classes_of(context: TaskContext) -> Tensor:
-    """`[N]`: class of each training row of a phase, -1 without one; each task has its own, those without rows none."""
+    """Return `[N]`: class of each training row of a phase, -1 without one; each task has its own, those without rows
+    none."""
     classes, first = [], 0
     for table in context.tables("train"):
         codes = torch.from_numpy(table.labels(range(len(table)))).long()

@@ -100,7 +100,7 @@ class Lfpt5Config(MethodConfig):
 
     @property
     def generates_samples(self) -> bool:
-        """By the model itself."""
+        """Whether samples are generated, here by the model itself."""
         return self.source == "generated"
 
     @property
@@ -253,7 +253,7 @@ class Lfpt5(Method):
     # ---- the loss --------------------------------------------------------------------------------------------
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """`l_lm L_gen + l_kd KL`; of which parts run depends on settings and phase alone, never on the batch."""
+        """Return `l_lm L_gen + l_kd KL`; of which parts run depends on settings and phase alone, never on the batch."""
         counts_B = (batch.target_ids != IGNORE).sum(1)
         terms = []
         if self.config.lm_weight:

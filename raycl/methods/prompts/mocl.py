@@ -81,7 +81,7 @@ class MoclConfig(MethodConfig):
 
     @property
     def needs_texts(self) -> bool:
-        """Where the task id restricts the composition: batches name their tasks."""
+        """Whether batches name their tasks, which they must where the task id restricts the composition."""
         return self.task_id
 
     @property

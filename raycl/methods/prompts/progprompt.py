@@ -55,7 +55,7 @@ class ProgPromptConfig(MethodConfig):
 
     @property
     def needs_texts(self) -> bool:
-        """Where the task id picks the prompts."""
+        """Whether batches name their tasks, which they must where the task id selects the prompts."""
         return self.task_id
 
     def prompt_positions(self, tasks: int) -> int:

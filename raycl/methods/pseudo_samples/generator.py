@@ -211,7 +211,8 @@ class Generator:
         )
 
     def _samples_like(self, texts: Texts, count: int, seed: int) -> list[tuple[str, str]]:
-        """`count` pairs of instruction ("" for none) and input like these, or fewer; one that diverged writes none."""
+        """Return `count` pairs of instruction ("" for none) and input like these, or fewer; one that diverged writes
+        none."""
         backbone, was_training = self.backbone, self.backbone.training
         unfrozen = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
         torch.manual_seed(seed)
@@ -230,7 +231,7 @@ class Generator:
             backbone.train(was_training)
 
     def _start(self) -> nn.Parameter:
-        """`[P, D]`: the prompt, initialized with random words, and [Gen], with the mean of all."""
+        """Return `[P, D]`: the prompt, initialized with random words, and [Gen], with the mean of all."""
         words = self.backbone.model.get_input_embeddings().weight.detach()
         chosen = torch.randint(len(words), (self.config.positions - 1,)).to(words.device)
         return nn.Parameter(torch.cat([words[chosen].float(), words.float().mean(0, keepdim=True)]))
@@ -295,7 +296,8 @@ class Generator:
 
     @torch.no_grad()
     def _sample(self, start_PD: Tensor, count: int, texts: Texts) -> list[tuple[str, str]]:
-        """`count` texts that are not empty, one after another by top-k sampling; fewer if `TRIES` rounds give fewer."""
+        """Return `count` texts that are not empty, one after another by top-k sampling; fewer if `TRIES` rounds give
+        fewer."""
         backbone, config, samples = self.backbone.eval(), self.config, list[tuple[str, str]]()
         for _ in range(TRIES):
             for start in range(0, count, config.batch):

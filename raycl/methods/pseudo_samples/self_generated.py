@@ -107,7 +107,8 @@ class Sampler:
 
     @torch.no_grad()
     def samples(self, task: Task, count: int, seed: int) -> list[tuple[str, str]]:
-        """`count` inputs of a task with answers, those of its label set where it has one; fewer if it writes fewer.
+        """Return `count` inputs of a task with answers, those of its label set where it has one; fewer if it writes
+        fewer.
 
         Samples are drawn until enough of them are such.
         """

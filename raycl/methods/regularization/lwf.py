@@ -91,7 +91,7 @@ class Lwf(Wrapper):
 
     @torch.no_grad()
     def _old_logits(self, batch: Batch) -> Tensor:
-        """`Output.logits` of the model before the task."""
+        """Return `Output.logits` of the model before the task."""
         own, model = dict(self.backbone.named_parameters()), self.backbone.model
         self._old = {name: value.to(own[name]) for name, value in self._old.items()}
         was_training = model.training
@@ -145,6 +145,6 @@ class Routed(nn.Module):
 
 
 def divergence(old_MC: Tensor, new_MC: Tensor, temperature: float) -> Tensor:
-    """`[M]`: KL(softmax(old / T), softmax(new / T)) in float32."""
+    """Return `[M]`: KL(softmax(old / T), softmax(new / T)) in float32."""
     old_MC, new_MC = (log_softmax(logits.float() / temperature, dim=-1) for logits in (old_MC, new_MC))
     return kl_div(new_MC, old_MC, reduction="none", log_target=True).sum(-1)

@@ -139,7 +139,7 @@ class ExampleMemory(ReplayBuffer[KeyedRows]):
         return self._opened[1:]
 
     def tensors(self) -> dict[str, Tensor]:
-        """`memory/<task>/<part>`."""
+        """Return `memory/<task>/<part>`."""
         return {f"memory/{task}/{part}": rows.tensors[part] for task, rows in self for part in PARTS}
 
     def values(self) -> list[Any]:

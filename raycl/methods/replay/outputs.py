@@ -71,7 +71,7 @@ class StoredOutputs:
 
 
 def positions(output: Output) -> Tensor:
-    """`[P]`: the positions with loss, example by example, in the order of the text."""
+    """Return `[P]`: the positions with loss, example by example, in the order of the text."""
     at = (output.labels != IGNORE).nonzero().squeeze(1)
     return at[torch.argsort(output.rows[at], stable=True)]
 

@@ -60,12 +60,12 @@ class ReplayConfig(WrapperConfig):
 
     @property
     def generates_samples(self) -> bool:
-        """By a generator of its own."""
+        """Whether samples are generated, here by a generator of its own."""
         return self.source == "generated" or super().generates_samples
 
     @property
     def sample_generator(self) -> GeneratorConfig:
-        """Of pseudo-samples."""
+        """The generator of pseudo-samples."""
         return self.generator
 
     @property

@@ -115,7 +115,7 @@ class Reflection(ReplayBuffer[ReplayEntry]):
         }
 
     def term(self, attention: Attention, step: Step) -> Tensor | None:
-        """`lambda * sum_i mean KL(abar_i || alpha)` of a step; None if there is none."""
+        """Return `lambda * sum_i mean KL(abar_i || alpha)` of a step; None if there is none."""
         if not self.is_due(step):
             return None
         drawn = self.draw(step)
@@ -129,14 +129,14 @@ class Reflection(ReplayBuffer[ReplayEntry]):
         return total * (self.weight * (step.micro_batches if self.config.kl_scale_with_accum else 1))
 
     def target(self, task: str, keys: int) -> Tensor:
-        """`[1, keys]`: the kept mean weights, 0 for keys that came later."""
+        """Return `[1, keys]`: the kept mean weights, 0 for keys that came later."""
         abar = self.entries[task].abar
         return torch.nn.functional.pad(abar, (0, keys - len(abar)))[None]
 
     # ---- keeping ---------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """`abar/<task>`, `pseudo/<task>/<what>`."""
+        """Return `abar/<task>`, `pseudo/<task>/<what>`."""
         tensors: dict[str, Tensor] = {}
         for task, entry in self:
             tensors[f"abar/{task}"] = entry.abar

@@ -220,7 +220,7 @@ class Sapt(PerTaskAdapter):
 
     @torch.no_grad()
     def _mean_weights(self, context: TaskContext) -> Tensor:
-        """`[i]`: over the split `abar_split` (dev by default); over the training rows where there are none."""
+        """Return `[i]`: over the split `abar_split` (dev by default); over the training rows where there are none."""
         if self._is_alone:
             return torch.eye(len(self._learned))[-1]
         sources = sources_of(context, self.config.arm.abar_split) or sources_of(context, "train")

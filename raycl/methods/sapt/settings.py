@@ -85,17 +85,17 @@ class SaptConfig(MethodConfig):
 
     @property
     def generates_samples(self) -> bool:
-        """For reflection, or the ablations that train on them."""
+        """Whether samples are generated, for reflection or ablations that train on them."""
         return self.arm.source == "generated"
 
     @property
     def sample_generator(self) -> GeneratorConfig:
-        """Of pseudo-samples."""
+        """The generator of pseudo-samples."""
         return self.generator
 
     @property
     def publishes_samples(self) -> bool:
-        """So that later runs reflect on them."""
+        """Whether samples are published, so that later runs reflect on them."""
         return True
 
     @property

@@ -204,7 +204,7 @@ class Slm(PerTaskAdapter):
         super().begin_task(phase, context)
 
     def fit(self, phase: Phase, queries_NC: Tensor, dev_MC: Tensor) -> None:
-        """Keys of a phase from queries of its training texts; those of its dev texts are kept to compare routers."""
+        """Fit keys of a phase to queries of its training texts; those of its dev texts are kept to compare routers."""
         router, config = self._ahead if self.config.fits_ahead else self.router, self.config.keys.of(phase.name)
         if self.task_id_given:  # keys of other tasks never compete
             config = config.model_copy(update={"centrifugal": 0.0})

@@ -14,7 +14,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command found; `ok` False makes the job fail."""
+    """The answer of a command; `ok` False makes the job fail."""
 
     text: str
     tree: Any

@@ -53,12 +53,12 @@ class UnlearningResult:
 
 @dataclass(frozen=True)
 class RecordedSources:
-    """Where the data and the backbone of a snapshot are now, and what its author may do here.
+    """The present locations of a snapshot's data and backbone, and the permissions of its author.
 
     Attributes:
         overrides: dotted settings of the stream, for data that has moved (`stream.root=...`, `stream.test_rows=200`).
-        backbone: where it is now, if not where it was.
-        permissions: what the snapshot's author may run here.
+        backbone: present location of the backbone, if it has moved.
+        permissions: code that the snapshot's author may run here.
         storage: addresses of storage, beside the bank's, at which the snapshot's record may name data.
     """
 
@@ -78,7 +78,7 @@ def forget(
 
     Args:
         scores: also evaluate every other task before and after.
-        sources: where data and backbone are now.
+        sources: present locations of data and backbone.
 
     Raises:
         BankError: the task is unknown or the only one, or shares an adapter with others.

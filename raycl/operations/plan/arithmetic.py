@@ -68,7 +68,7 @@ NODE = 8
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a plan runs.
+    """The cluster of a plan.
 
     Attributes:
         gpus: all of them, one worker each. per_node: on each node, which has that share of a node of eight.
@@ -125,7 +125,7 @@ class Linear:
     """A linear layer.
 
     Attributes:
-        role: of `raycl.backbone.roles.ROLES`, or "" (a head over the vocabulary).
+        role: a role of `raycl.backbone.roles.ROLES`, or "" (a head over the vocabulary).
         side: whose positions it works on. keys: those that its attention looks at, for query projections.
         adapted: adapters are attached. trained: its own weight is. gated: one of two that are multiplied.
         keeps_input: its input is kept for a weight's or an adapter's gradient, and for no other layer's.
@@ -149,15 +149,15 @@ class ModelLoad:
     """A backbone and what a method trains of it.
 
     Attributes:
-        parameters: of the backbone, before anything is added.
+        parameters: number of the backbone's parameters, before anything is added.
         trained: parameters that are trained in each phase. trained_base: of these, the backbone's own, in each phase.
         adapters: parameters of all adapters when the last phase has ended.
         rows: ranks of all of them added up. pool: adapter parameters that the device keeps of earlier tasks, at last.
         method: float32 values that the method keeps for each trained parameter, at most.
-        linears: every one. vocabulary: of the logits; 0: label heads.
-        heads: attention heads. score_bytes: that attention keeps of each pair of positions and head; 0: none.
-        in_layers: parameters of the backbone's layers. largest_layer: of the largest of them.
-        weight_bytes: of a frozen parameter, on average. compute_bytes: of an activation, and of a weight
+        linears: all linears. vocabulary: width of the logits; 0: label heads.
+        heads: attention heads. score_bytes: bytes that attention keeps of each pair of positions and head; 0: none.
+        in_layers: parameters of the backbone's layers. largest_layer: parameters of the largest layer.
+        weight_bytes: mean bytes of a frozen parameter. compute_bytes: bytes of an activation, and of a weight
             as it is loaded.
         mapped: files have the dtype that computes, so that a node's workers share one memory-mapped copy.
     """
@@ -181,7 +181,7 @@ class ModelLoad:
 
     @property
     def most_trained(self) -> int:
-        """Of the phase that trains most."""
+        """The trained parameters of the phase that trains most."""
         return max(self.trained)
 
     @property
@@ -216,15 +216,15 @@ class StepLoad:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How an engine divides what it holds among workers.
+    """How an engine divides parameters among workers.
 
     Attributes:
-        name: as in the config. workers: of the run.
+        name: name in the config. workers: number of workers of the run.
         weights, gradients, optimizer: into how many parts each is divided; 1: each worker has all.
         separate_masters: float32 copies of trained weights beside those that are computed with; else in their place.
-        gradient_bytes: of a gradient. bucket: parameters whose gradients are summed at once, beside them.
+        gradient_bytes: bytes of a gradient. bucket: parameters whose gradients are summed at once, in extra memory.
         gathered: parameters of divided weights that are whole at a time.
-        layers_alone: what stands outside of the model's layers, adapters too, is whole on every worker.
+        layers_alone: parameters outside of the model's layers, and adapters, are complete on every worker.
         loads_whole: each worker has all weights on its device before they are divided.
         on_host: masters and optimizer state are in CPU memory.
     """
@@ -311,7 +311,7 @@ def activations(model: ModelLoad, step: StepLoad, recompute: bool | None = None)
     """Return bytes that autograd keeps of one forward pass of the longest examples.
 
     Args:
-        recompute: with gradient checkpointing; None: as configured.
+        recompute: use gradient checkpointing; None: as configured.
     """
     whole = sum(kept_of(model, linear, step) for linear in model.linears)
     whole += sum(scores_of(model, linear, step) for linear in model.linears)
@@ -388,7 +388,7 @@ def writing(model: ModelLoad, on_node: int) -> float:
 # ---- traffic ---------------------------------------------------------------------------------------------------------
 
 PASSES = 2
-"""For which weights are gathered: forward, and backward with what it recomputes."""
+"""The passes for which weights are gathered: forward, and backward with recomputation."""
 
 
 @dataclass(frozen=True)
@@ -396,8 +396,8 @@ class Traffic:
     """One worker's bytes of an optimizer step.
 
     Attributes:
-        gradients: given to sums over workers. parameters: of weights that are
-            gathered, over all passes. sent: by each worker, of both.
+        gradients: bytes summed over workers. parameters: bytes of weights that are
+            gathered, over all passes. sent: bytes of both that each worker sends.
     """
 
     gradients: float
@@ -406,7 +406,7 @@ class Traffic:
 
 
 def traffic(model: ModelLoad, step: StepLoad, engine: EngineLoad) -> Traffic:
-    """Nothing for one worker. Gradients are those of what is trained alone: never of a frozen backbone."""
+    """Return the traffic of a step, which is 0 for one worker. Only trained parameters have gradients."""
     workers = engine.workers
     if workers == 1:
         return Traffic(0.0, 0.0, 0.0)
@@ -443,9 +443,9 @@ class Seconds:
     """Expected seconds.
 
     Attributes:
-        compute: of a step's operations. network: of its bytes. step: the larger of both, where they overlap, and
-            their sum where they do not. loading: of the weights, once.
-        training: of all steps and the method's extra passes; 0 where their number is not known.
+        compute: time of a step's operations. network: time of its bytes. step: the larger of both, where they overlap,
+            and their sum where they do not. loading: time of loading the weights, once.
+        training: time of all steps and the method's extra passes; 0 where their number is unknown.
     """
 
     compute: float

@@ -25,7 +25,8 @@ HEAD = (
 
 
 def methods_table() -> str:
-    """As Markdown: a row for each method with its default settings, and a line for each of a package that has none."""
+    """Return the table as Markdown: a row for each method with its default settings, and a line for each of a package
+    that has none."""
     lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}", *(f"| {' | '.join(row(name))} |" for name in METHODS)]
     left_out = []
     for name in (plugin.name for plugin in installed("method") if plugin.name not in METHODS):

@@ -71,9 +71,9 @@ class Opened:
     """A run to make a plan for.
 
     Attributes:
-        config: of the run. context: its parts. notes: what was assumed in the place of what is not there.
-        steps: of each phase; empty if not known.
-        lengths: of texts of each task; empty if not known.
+        config: config of the run. context: its parts. notes: assumptions about missing data.
+        steps: number of steps of each phase; empty if unknown.
+        lengths: lengths of texts of each task; empty if unknown.
     """
 
     config: RunConfig
@@ -138,7 +138,7 @@ class _SampledRows:
 
 
 def _stream(config: RunConfig, notes: list[str]) -> _SampledRows:
-    """With its rows, else tasks by name alone."""
+    """Return the stream with its rows, or else tasks by name alone."""
     try:
         return _SampledRows(open_stream(config.stream, config.seed), True)
     except (DataError, StorageError, ConfigError) as error:
@@ -153,7 +153,7 @@ def _stream(config: RunConfig, notes: list[str]) -> _SampledRows:
 
 
 def _lengths(context: TrainingContext) -> tuple[SampledLengths, ...]:
-    """Of a sample of each task's training rows."""
+    """Return the lengths of a sample of each task's training rows."""
     stream, codec = context.stream, context.backbone.codec
     lengths = []
     for task in stream.tasks:

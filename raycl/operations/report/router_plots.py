@@ -63,7 +63,7 @@ def router_maps(results: Sequence[Tree], path: str | Path) -> Path:
 
 
 def _scale(routings: Sequence[RouterSummary]) -> Normalize:
-    """From 0, or the lowest cosine of all runs, to 1."""
+    """Return the limits of the scale: from 0, or the lowest cosine of all runs, to 1."""
     lowest = min((value for routing in routings for row in routing.cosines for value in row), default=0.0)
     return Normalize(min(0.0, np.floor(lowest * 10) / 10), 1)
 
@@ -129,7 +129,7 @@ def _draw_plane(axes: Axes, routing: RouterSummary) -> None:
 
 
 def _draw_found(axes: Axes, routing: RouterSummary, size: float) -> None:
-    """For each task a bar per kind, the first task on top; numbers at the bars where there is room."""
+    """Draw for each task a bar per kind, the first task on top, with numbers where there is room."""
     count = len(routing.tasks)
     thick = 0.8 / len(KINDS)
     for number, (kind, title) in enumerate(KINDS.items()):

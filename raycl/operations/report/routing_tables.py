@@ -1,4 +1,4 @@
-"""What a run's router was like after its last phase, read from its result file.
+"""The quality of a run's router after its last phase, read from its result file.
 
 Tables and pictures of routing share one reading of `phase_summary`.
 """
@@ -32,7 +32,7 @@ class RouterSummary:
 
     Attributes:
         used: the kind that chose in the evaluation of the last phase; `task` where the task id was given.
-        tasks: in the order in which they were learned.
+        tasks: tasks in the order in which they were learned.
         found: kind -> task -> percent of its dev texts that find it; tasks without dev texts are missing.
         novelty: task -> how well its dev texts stood out before it was learned (AUROC in percent), if known.
         owners: task of each row of `cosines`: one a slot, or (runs of earlier versions) one a task.
@@ -50,7 +50,7 @@ class RouterSummary:
 
     @staticmethod
     def of(result: Tree) -> RouterSummary:
-        """Of a run.
+        """Read the routing of a run.
 
         Raises:
             RunError: it has no router, or none was measured yet.
@@ -82,7 +82,7 @@ def has_routing(result: Tree) -> bool:
 
 
 def mean_of(shares: Mapping[str, float]) -> float | None:
-    """Over tasks; None where no task was measured."""
+    """Return the mean over tasks; None where no task was measured."""
     return sum(shares.values()) / len(shares) if shares else None
 
 

@@ -329,7 +329,7 @@ def _routing(result: Tree) -> list[RenderableType]:
 
 
 def _routing_rows(group: Sequence[RouterSummary], tasks: Sequence[str]) -> list[list[str]]:
-    """For each kind: its title, whether it was used, a cell per task and the mean over the tasks."""
+    """Yield for each kind its title, whether it was used, a cell per task and the mean over the tasks."""
     rows = []
     for kind, title in KINDS.items():
         uses = sum(routing.used == kind for routing in group)

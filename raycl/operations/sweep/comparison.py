@@ -104,7 +104,7 @@ class ComparisonConfig(Section):
 
 @dataclass(frozen=True)
 class ComparisonOutcome:
-    """What became of the runs: result trees by run name, and the error of each that failed."""
+    """The outcome of the runs: result trees by run name, and the error of each failed run."""
 
     results: dict[str, dict[str, Any]]
     failed: dict[str, str]
@@ -238,7 +238,7 @@ def _on_ray(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], dire
 
 @contextmanager
 def _left_at_once() -> Iterator[None]:
-    """A signal whose grace is over, or a second Ctrl-C, ends the process here.
+    """End the process after the grace of a signal, or at a second Ctrl-C.
 
     Threads inside Ray cannot be interrupted, and taking Ray away from them aborts the process. Workers and a cluster of
     our own end with it, and the journals keep what is done.

@@ -69,5 +69,5 @@ class CodeIndex:
 
 
 def search_threads(count: int) -> None:
-    """Threads of every search of this process; FAISS uses all cores by default."""
+    """Set the threads of every search of this process; FAISS uses all cores by default."""
     faiss.omp_set_num_threads(count)

@@ -1,4 +1,5 @@
-"""From cosines to mixture weights: the rules of SLM (section 3.2, eq. 4), per example unless configured otherwise."""
+"""Converts cosines to mixture weights: the rules of SLM (section 3.2, eq. 4), per example unless configured
+otherwise."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class EngineRequest(GenerationRequest):
 
     @cached_property
     def reading(self) -> PromptReading:
-        """How its snapshot reads the text."""
+        """The text as the snapshot reads it."""
         return self.loaded.reading(self.text, self.is_chat, self.selection.task)
 
     @property

@@ -72,7 +72,7 @@ class GenerationOptions:
         return {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.request.model}
 
     def usage(self, answers: Sequence[ServedAnswer]) -> dict[str, int]:
-        """A prompt counts once, however many answers it gets."""
+        """Return the usage; a prompt counts once, however many answers it gets."""
         return usage(answers, self.request.answers)
 
 

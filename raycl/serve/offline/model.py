@@ -86,7 +86,7 @@ class OfflineModel:
     """
 
     def __init__(self, engine: ServingEngine, loaded: LoadedSnapshot) -> None:
-        """One that an engine has loaded."""
+        """Wrap a snapshot that an engine has loaded."""
         self.snapshot, self.answers = loaded.snapshot, engine.capabilities.answers
         self.codec = engine.model.backbone.codec
         self._engine, self._loaded, self._has_warned = engine, loaded, False

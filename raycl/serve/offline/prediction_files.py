@@ -85,7 +85,7 @@ def answered(model: OfflineModel, given: Input, rows: Iterable[InputRow], **sett
     """Yield the record of each row, in order; of a row that cannot be answered, the error.
 
     Args:
-        settings: of `OfflineModel.predict`.
+        settings: settings of `OfflineModel.predict`.
 
     Raises:
         DataError: a file cannot be used. RayclError: no text can be answered.
@@ -114,7 +114,7 @@ def write_predictions(
     """Answer all rows that have no part yet; returns the summary.
 
     Args:
-        settings: of `OfflineModel.predict`.
+        settings: settings of `OfflineModel.predict`.
 
     Raises:
         ConfigError: the folder holds answers to other files, of another snapshot or with other settings.

@@ -110,7 +110,7 @@ def files_at(
     Args:
         split, config: parts of a dataset: an `hf://` name, or a local folder in the hub's layout.
         limits: beyond which they are refused; None: the usual ones.
-        format: of the files, whose suffix may also be its name.
+        format: format of the files, whose suffix may also be its name.
 
     Raises:
         DataError: a file does not exist, or a folder has none.

@@ -29,16 +29,16 @@ from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
 
 RESTARTS = 3
-"""Of a worker whose process dies; its part is answered again."""
+"""Restarts of a worker whose process dies; its part is answered again."""
 
 
 @dataclass(frozen=True)
 class PredictionWork:
-    """What every worker needs.
+    """The inputs of every worker.
 
     Attributes:
         bank, snapshot: address and number. config: serving config. to: address of the folder. key: key of its parts.
-        settings: of `OfflineModel.predict`.
+        settings: settings of `OfflineModel.predict`.
     """
 
     bank: str

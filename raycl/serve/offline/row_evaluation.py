@@ -54,7 +54,7 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     Args:
         metric: a name in `raycl.metrics.per_example.METRICS` or of a package; None: that of the task whose rows these
             are (`_task_of`), else `exact_match`.
-        settings: of `OfflineModel.predict`.
+        settings: settings of `OfflineModel.predict`.
 
     Raises:
         ConfigError: no such metric. DataError: no rows, or one cannot be used.

@@ -91,7 +91,7 @@ class Service:
         self.gate_problem = ""
         self.metrics_url: str | None = None
         self._loading = 0
-        self._mailbox: EventQueues | None = None
+        self._event_queues: EventQueues | None = None
 
     @property
     def problem(self) -> str:
@@ -182,14 +182,14 @@ class Service:
             for text in dict.fromkeys(texts):
                 log.info("prompt: %r", text)
         samplings = settings.pop("sampling", None)
-        mailbox = self._mailbox_of(asyncio.get_running_loop())
+        event_queues = self._events_of(asyncio.get_running_loop())
         requests, queues = [], []
         for index, text in enumerate(texts):
             events: asyncio.Queue[Event] = asyncio.Queue()
             sampling = samplings[index] if isinstance(samplings, list) else samplings
             requests.append(
                 EngineRequest(
-                    *(text, partial(mailbox.post, events), sampling),
+                    *(text, partial(event_queues.post, events), sampling),
                     **{"loaded": loaded, "selection": selection, **settings},
                 )
             )
@@ -202,11 +202,11 @@ class Service:
             for request in requests:
                 request.cancelled = True
 
-    def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> EventQueues:
+    def _events_of(self, loop: asyncio.AbstractEventLoop) -> EventQueues:
         """Return the event queue of the loop that waits for answers."""
-        if self._mailbox is None or self._mailbox.loop is not loop:
-            self._mailbox = EventQueues(loop)
-        return self._mailbox
+        if self._event_queues is None or self._event_queues.loop is not loop:
+            self._event_queues = EventQueues(loop)
+        return self._event_queues
 
     async def events(
         self, queue: asyncio.Queue[Event], until: Callable[[Event], bool], deadline: float | None = None
@@ -240,7 +240,7 @@ class Service:
     async def complete(
         self, queue: asyncio.Queue[Event], until: Callable[[Event], bool], deadline: float | None = None
     ) -> ServedAnswer:
-        """One whole answer.
+        """Return a complete answer.
 
         Raises:
             DeadlineExceededError, RayclError: see `events`.

@@ -57,7 +57,7 @@ def router_of(
     """Return the snapshot's router, its tensors read by `reader`.
 
     Args:
-        permissions: what the snapshot's author may run here.
+        permissions: code that the snapshot's author may run here.
         encoders: those that are loaded; the router's own is used if it is among them.
 
     Raises:

@@ -99,7 +99,7 @@ class Engine(Protocol):
         ...
 
     def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """`<parameter>/<state>` (exp_avg, ...) whole on the CPU; None: of all that train. Collective."""
+        """Return `<parameter>/<state>` (exp_avg, ...) whole on the CPU; None: of all that train. Collective."""
         ...
 
     def share(self, names: Iterable[str]) -> Share:

@@ -78,7 +78,7 @@ def objective(context: TrainingContext, mixed: list[Batch]) -> tuple[float, dict
 
 @torch.no_grad()
 def by_hand(context: TrainingContext, batches: list[Batch], mixed: list[Batch]) -> float:
-    """`L(new) + alpha MSE + beta L(stored)`, each from passes over its own rows one by one."""
+    """Return `L(new) + alpha MSE + beta L(stored)`, each from passes over its own rows one by one."""
     method, backbone = context.method, context.backbone
     assert isinstance(method, Der) and method._rows is not None and method._stored is not None
     loss, count = 0.0, 0

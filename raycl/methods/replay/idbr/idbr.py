@@ -245,7 +245,7 @@ class Idbr(Method):
         return distance
 
     def _task_of(self, rows_R: Tensor) -> Tensor:
-        """`[R]`: which of all tasks so far each row belongs to."""
+        """Return `[R]`: which of all tasks so far each row belongs to."""
         rows = rows_R.cpu()
         stored = self._owners[(FIRST - rows).clamp(min=0)]
         tasks: Tensor = torch.where(rows >= 0, len(self.tasks) - 1, stored).to(rows_R.device)

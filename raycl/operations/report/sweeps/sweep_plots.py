@@ -252,7 +252,7 @@ def draw_setting(
 
 
 def _aside(places: Sequence[float], scores: Sequence[float], wide: bool) -> list[float]:
-    """Where points are drawn: those of one value whose scores look alike stand side by side around it.
+    """Return the positions of points; those of one value with similar scores are spread around it.
 
     Args:
         wide: the axis is logarithmic.

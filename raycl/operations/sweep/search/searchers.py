@@ -65,13 +65,13 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
         """Do nothing; the sweep's folder has the state."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def get_state(self) -> dict[str, Any]:
-        """Nothing."""
+        """Do nothing."""
         return {}
 
 

@@ -53,7 +53,7 @@ POLL_S, POLL_REMOTE_S = 0.2, 2.0
 
 @dataclass(frozen=True)
 class TrialWork:
-    """What all trials of a sweep are given; plain values, since they travel to other processes.
+    """The inputs of all trials of a sweep; plain values, since they travel to other processes.
 
     Attributes:
         sweep: the config. directory: address of the parent of the sweep's folder. stop: file in which its driver
@@ -72,7 +72,7 @@ def run_trial(work: TrialWork, number: int, tree: Tree, plugins: Used) -> None:
 
     Args:
         tree: config of its run, all paths absolute: this process works in a folder of Tune's.
-        plugins: what it uses of other packages, as the driver has them.
+        plugins: parts of other packages that it uses, as the driver has them.
     """
     log.handlers = [logging.NullHandler()]  # a run has a log file of its own
     log.propagate = False
@@ -146,7 +146,7 @@ class Trial:
 
     @property
     def _options(self) -> RunOptions:
-        """Where the trial's runs work, and what stops them."""
+        """The options of the trial's runs: their location, and what stops them."""
         here = worker_resources(self.config) if self.sweep.in_process else None
         return RunOptions(here, shared_readers() if self.config.bank.start else None, stop=self.work.stop)
 

@@ -45,7 +45,7 @@ def score(settings: dict[str, Any]) -> float:
 
 
 def go(searcher: Any, count: int) -> list[dict[str, Any]]:
-    """So many trials, one after another."""
+    """Return so many trials, one after another."""
     collected = []
     for number in range(count):
         proposed = searcher.suggest(f"id{number}")
