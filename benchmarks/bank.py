@@ -35,7 +35,7 @@ BUSY = 0.5
 SETTINGS = ("dir", "large_mb", "large", "small", "rank", "opened", "rounds")
 MODEL = ModelInfo(name="bench", sha256="0" * 64)
 WIDTH = 384
-"""As in MiniLM: 0.3 MB at rank 8."""
+"""The width of MiniLM: 0.3 MB at rank 8."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +111,7 @@ def _opening(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def _object_store_cache(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
-    """One reader fills the cache, a second one on the node maps what is there."""
+    """Measure one reader that fills the cache, and a second one on the node that maps it."""
     bank, run = Bank.at(folder / "object_store_cache"), Storage.at(folder / "run")
     states = [_adapter(PATHS, WIDTH, options.rank, number) for number in range(options.small)]
     manifests: list[AdapterManifest] = []
@@ -191,7 +191,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _forget(paths: list[Path]) -> None:
-    """Out of the page cache, so that the next read comes from the device."""
+    """Drop files from the page cache, so that the next read comes from the device."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

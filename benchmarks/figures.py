@@ -29,7 +29,7 @@ class Figure:
         unit: written behind the value; "x" for ratios to the peer.
         target: the limit, or None where the number only informs.
         direction: on which side of the target the value must be.
-        detail: what the number was made from, in words.
+        detail: source of the number, in words.
         spread: first and third quartile of the rounds that `value` is the median of, in the same unit.
         peak_gib: most device memory allocated while it was measured.
     """
@@ -53,11 +53,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Report:
-    """What one benchmark found.
+    """The result of a benchmark.
 
     Attributes:
-        settings: sizes it ran with. notes: what was left out and why.
-        machine: what it ran on, with the load before and after.
+        settings: sizes. notes: omissions and their reasons.
+        machine: the machine, with its load before and after.
     """
 
     name: str
@@ -83,7 +83,7 @@ def _finite(value: float) -> float | None:
 
 
 def machine(load_before: float) -> dict[str, Any]:
-    """This machine and its libraries; call when the measuring is over.
+    """Describe this machine and its libraries; call it after measuring.
 
     Args:
         load_before: load average of the last minute when the measuring began.
@@ -107,7 +107,7 @@ def _accelerator() -> dict[str, str]:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Return the versions of installed packages."""
     versions: dict[str, str] = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -116,7 +116,7 @@ def _versions() -> dict[str, str]:
 
 
 def table(report: Report) -> str:
-    """One line per figure, then machine, settings and notes."""
+    """Return a table with one line per figure, then machine, settings and notes."""
     drawn = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     drawn.add_column(report.name)
     for column in ("measured", "target", ""):

@@ -1,4 +1,4 @@
-"""What a growing bank costs SLM and SAPT after 5, 20 and 100 tasks: time per step and answer, memory, checkpoints.
+"""Costs of a growing bank for SLM and SAPT after 5, 20 and 100 tasks: time per step and answer, memory, checkpoints.
 
 Many small tasks stand for many tasks: each has its own keys (of its own part of the texts), slots and label rows; the
 slots of earlier tasks are drawn, since what they hold does not change what they cost. SAPT applies every task's adapter
@@ -138,12 +138,12 @@ class Grown:
         self.batches: list[Batch] = [collate(chosen, size) for chosen in rows]
 
     def learn(self, tasks: int) -> None:
-        """So many tasks, drawn."""
+        """Learn drawn tasks."""
         raise NotImplementedError
 
     @property
     def stack(self) -> AdapterStack:
-        """The method's."""
+        """The method's stack."""
         assert self.method.stack is not None
         return self.method.stack
 
@@ -166,7 +166,7 @@ class Grown:
         return self.batches[number % len(self.batches)]
 
     def answer(self, number: int) -> None:
-        """To a batch whose queries are known, choosing among all tasks."""
+        """Answer a batch whose queries are known, choosing among all tasks."""
         batch = self.batch(number)
         with activate_batch(self.method, batch):
             predict(self.context.backbone, batch, 1)

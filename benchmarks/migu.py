@@ -1,4 +1,4 @@
-"""What MIGU costs or saves: step time of plain training, masked dense gradients, and row-sparse ones, in one run.
+"""Costs and savings of MIGU: step time of plain training, masked dense gradients, and row-sparse ones, in one run.
 
 The contenders have a model, optimizer and gradients each, and take the same batches in turn, every modified step
 between two plain ones, so that a machine that slows down slows all; medians over the rounds are compared. Processor
@@ -80,7 +80,7 @@ def _on_cpu(method: str, options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def figures(where: str, bench: Bench, batches: list[Batch], rounds: int, limit: float) -> Iterator[Figure]:
-    """One figure for each contender over plain training."""
+    """Return a figure for each contender over plain training."""
     timed = bench.times(batches, rounds)
     for name in list(CONTENDERS)[1:]:
         result = timed[name]
@@ -156,7 +156,7 @@ class Twin:
         backbone.train()
 
     def step(self, batch: Batch, seed: int) -> float:
-        """One optimizer step; the gradient's norm."""
+        """Take an optimizer step, and return the gradient's norm."""
         return train_step(self.engine, self.method, [batch], self.world, seed, self.modifiers).grad_norm
 
     def gradients(self, batch: Batch, seed: int) -> dict[str, Tensor]:

@@ -95,7 +95,8 @@ class _Timed:
     """A contender beside the bare backbone, which ran right before and after it in every round.
 
     Attributes:
-        ratio: of the times. added_ms: their difference. bare_ms: the backbone's. Medians over the rounds.
+        ratio: ratio of the times. added_ms: their difference. bare_ms: time of the backbone. All are medians over
+            rounds.
     """
 
     ratio: float
@@ -201,7 +202,7 @@ class _Bench:
         self.peft(input_ids=self.ids, adapter_names=rows)
 
     def _merge_each(self) -> None:
-        """What serving without a mixture layer does: fold, run one request, take the weights back."""
+        """Serve without a mixture layer: fold, run one request, restore the weights."""
         names = tuple(self.states)[:DENSE]
         for row, weights in enumerate(self._dense(DENSE).tolist()):
             plain = shared_copy(self.bare, [self.bare.get_submodule(path).weight for path in self.paths])

@@ -15,7 +15,7 @@ def bare_context(phase: Phase, queries: dict[Split, Tensor] | None = None) -> Ta
     """Return the context of a phase without rows, for methods that read none.
 
     Args:
-        queries: of the phase's texts, for methods with an encoder.
+        queries: queries of the phase's texts, for methods with an encoder.
     """
     nothing: Any = None
     new = (phase,) if queries else ()

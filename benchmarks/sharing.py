@@ -84,13 +84,13 @@ class Reader:
 
 
 def private_bytes() -> int:
-    """Of this process (USS), without what is freed and kept: records are read by way of larger trees."""
+    """Return private bytes of this process (USS), after returning freed memory."""
     return_freed_memory()
     return int(psutil.Process().memory_full_info().uss)
 
 
 def read_weights(states: Iterable[AdapterState]) -> None:
-    """Every weight, one adapter after another."""
+    """Read every weight, one adapter after another."""
     for state in states:
         for low, high in state.linears.values():
             low.sum(), high.sum()
@@ -123,7 +123,7 @@ def make_snapshot(
 
 
 def figures(bank: Bank, run: Storage, snapshot: Snapshot) -> Iterator[Figure]:
-    """Both ways, on the Ray cluster of this process; the object store is empty before."""
+    """Measure both ways on the Ray cluster of this process; the object store is empty before."""
     size, number = sum(entry.tensors.bytes for entry in snapshot.adapters), snapshot.number
     entry, (layout, *_) = snapshot.adapters[0], snapshot.layouts.values()
     what = f"{len(snapshot.adapters):,} adapters, {size / MIB:.0f} MiB; {WORKERS} workers and {TRIALS} trials"

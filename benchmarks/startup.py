@@ -1,4 +1,4 @@
-"""How long users wait before anything happens: `import raycl`, `raycl --help`, the help of a command."""
+"""The time that users wait before anything happens: `import raycl`, `raycl --help`, the help of a command."""
 
 from __future__ import annotations
 

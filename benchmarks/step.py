@@ -1,4 +1,4 @@
-"""What a training step of a decoder needs: logits of every token or of those with labels, rows padded or packed.
+"""Time and memory of a decoder's training step: logits of every token or of those with labels, rows padded or packed.
 
 LoRA on query and value projections of one LLaMA-shaped model, whose weights the contenders share. They take the same
 batches in turn, so that a machine that slows down slows all, and ratios within a round are compared. Prompts are of
@@ -173,7 +173,7 @@ class Learner:
         own.train()
 
     def step(self, batch: Batch) -> float:
-        """One optimizer step; the loss before it."""
+        """Take an optimizer step, and return the loss before it."""
         return train_step(self.engine, self.method, [batch], self.world, 0).loss
 
 

@@ -70,5 +70,5 @@ def dense(names: Sequence[str], rows: int, seed: int = 0) -> Mixture:
 
 
 def one_each(names: Sequence[str], rows: int) -> Mixture:
-    """One adapter for each row, in turn."""
+    """Return one adapter for each row, in turn."""
     return Mixture(tuple(names), torch.eye(len(names))[torch.arange(rows) % len(names)])

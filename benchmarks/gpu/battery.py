@@ -32,7 +32,7 @@ ROWS, TEST_ROWS, STEPS = 14, 8, 4
 """Train and test rows of a task; 14 rows in batches of 4 are 4 steps, the last one short."""
 POSITIONS = 96
 EPSILON = 1e-4
-"""Of Adam: the usual 1e-8 makes whole steps of gradients that are nothing but rounding, which differs by device."""
+"""Epsilon of Adam: the usual 1e-8 turns gradients of mere rounding, which differ by device, into full steps."""
 CPU = torch.device("cpu")
 
 MIGU = {"migu": {"threshold": 0.5, "skip_first_task": False}}
@@ -57,12 +57,13 @@ class Tolerances:
 
 
 TOLERANCES = {"float32": Tolerances(1e-3, 1e-2, 0.1), "bfloat16": Tolerances(0.05, 0.5, 1.0)}
-"""After steps in bfloat16, tiny models' answers mean little."""
+"""Tolerances by dtype; after steps in bfloat16, tiny models' answers mean little."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave: (loss, gradient norm) of every step, and the answers to the test rows after the last task."""
+    """The outcome of a run: (loss, gradient norm) of every step, and the answers to the test rows after the last
+    task."""
 
     steps: tuple[tuple[float, float], ...]
     answers: tuple[str, ...]
@@ -84,7 +85,7 @@ class Battery:
         return str(folder if folder.is_dir() else save_model(kind, folder, self.words, POSITIONS))
 
     def config(self, kind: str, family: str, dtype: str) -> RunConfig:
-        """Of one run."""
+        """Return the config of one run."""
         method, modifiers = FAMILIES[family]
         if method["name"] == "slm":
             method = {**method, "encoder": {"name": self.model("bert"), "max_tokens": POSITIONS // 2}}
@@ -124,7 +125,7 @@ class Battery:
 
 @contextmanager
 def cache_in(folder: Path) -> Iterator[None]:
-    """Nothing is taken from, or left in, the user's cache."""
+    """Use a cache of its own, so that the user's cache is neither read nor written."""
     before = os.environ.get("RAYCL_CACHE")
     os.environ["RAYCL_CACHE"] = str(folder)
     try:

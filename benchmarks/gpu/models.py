@@ -49,7 +49,7 @@ T5S: dict[str, dict[str, int]] = {
 
 
 def sizes_of(setup: Setup, name: str) -> LlamaSizes:
-    """Of a LLaMA, tiny where everything is."""
+    """Return the sizes of a LLaMA, tiny where everything is tiny."""
     return LLAMAS["tiny" if setup.tiny else name]
 
 

@@ -26,7 +26,7 @@ def markdown(tree: Mapping[str, Any] | None) -> str:
     """Return the page; with a note where there are no figures yet.
 
     Args:
-        tree: as `--json` writes it (`benchmarks.figures.Report.tree`).
+        tree: content of `--json` (`benchmarks.figures.Report.tree`).
     """
     if tree is None:
         return f"{HEAD}\n{NONE}"

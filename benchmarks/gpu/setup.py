@@ -1,4 +1,4 @@
-"""What the parts of the suite share: the device, the sizes, cases, and the check that a result is right."""
+"""Shared parts of the suite: the device, the sizes, cases, and checks of results."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ LIMITS = {"q, v": 1.10, "all linears": 1.25}
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What the device can do at most, as measured.
+    """The measured limits of the device.
 
     Attributes:
-        flops: of a bfloat16 matrix product, per second. bytes: read and written by a copy, per second.
+        flops: operations of a bfloat16 matrix product per second. bytes: bytes read and written by a copy per second.
     """
 
     flops: float
@@ -42,13 +42,13 @@ class MachineLimits:
 
 @dataclass
 class Setup:
-    """Where and at which size everything runs.
+    """The device and the sizes of a run.
 
     Attributes:
         tiny: sizes at which every part ends in seconds on a CPU: its results are checked, its times mean nothing.
-        notes: what was left out and why.
+        notes: omissions and their reasons.
         limits: once they are known (`benchmarks.gpu.context.limits`).
-        closing: what is closed when a part ends.
+        closing: resources that are closed when a part ends.
     """
 
     device: torch.device
@@ -124,7 +124,7 @@ def ratio(name: str, mine: Times, base: Times, target: float | None = None, deta
 
 
 def check_close(what: str, result: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    """Whether a result is the reference's.
+    """Check that a result is close to the reference's.
 
     Args:
         tolerance: None: that of the type of `found`.
@@ -144,7 +144,7 @@ def check_close(what: str, result: Tensor, expected: Tensor, tolerance: float | 
 
 
 def check_equal(what: str, result: object, expected: object) -> None:
-    """Whether a result is exactly the reference's.
+    """Check that a result equals the reference's.
 
     Raises:
         WrongResultError: it is not.

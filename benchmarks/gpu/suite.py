@@ -30,7 +30,7 @@ FAILURES = (
     *(RayclError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError),
     *(RuntimeError, TypeError, ValueError, queue.Empty),
 )
-"""What ends a case and not the suite."""
+"""Errors that end a case and not the suite."""
 
 LOST = "the device is lost: what is missing is measured by a new process (--only NAME)"
 
@@ -40,7 +40,7 @@ class Part:
     """A part of the suite.
 
     Attributes:
-        share: of the suite's time without the reserve, in percent.
+        share: share of the suite's time without the reserve, in percent.
         timed: its targets are about times, which mean nothing at tiny sizes.
         least_s: seconds that its smallest run takes on a GPU; with less left of the suite's time, it is left out.
     """
@@ -71,7 +71,7 @@ PARTS = (
     Part("routing", 3, "routing among 10,000 tasks"),
     Part("large", 13, "a 7B LLaMA's step packed, under FSDP2, in 8 and 4 bits, and its loading over the disk's rate"),
 )
-"""In order of value; those whose single runs are long come last."""
+"""The parts in order of value; those whose single runs are long come last."""
 
 RESERVE = 0.1
 """This share of the suite's time is kept free, since cases are not cut short and may exceed their part's time."""

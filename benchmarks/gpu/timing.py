@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 ROUNDS = (3, 30)
-"""At least and at most."""
+"""The least and the most rounds."""
 
 ONCE = (1, 1)
-"""Where times mean nothing."""
+"""Rounds where times mean nothing."""
 
 SAMPLE_S = 0.02
 """A contender is called as often in a round as takes so long: events and the clock are exact to microseconds."""
@@ -38,10 +38,10 @@ class Contender:
 
 @dataclass(frozen=True)
 class Times:
-    """What was measured of a contender.
+    """The times of a contender.
 
     Attributes:
-        seconds: of one call, a value for each round.
+        seconds: seconds of one call, a value for each round.
         peak_gib: most device memory allocated in a call, what was allocated before included; None on a CPU.
     """
 
@@ -50,7 +50,7 @@ class Times:
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """The median in seconds."""
         return statistics.median(self.seconds)
 
     def over(self, other: Times) -> tuple[float, ...]:
@@ -120,5 +120,5 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """Most device memory allocated since `reset_peak`; None on a CPU."""
+    """Return the most device memory allocated since `reset_peak`; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

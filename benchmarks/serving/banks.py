@@ -51,7 +51,7 @@ def drawn_router(tasks: int, slots: int, groups: int, top_k: int) -> tuple[SlotR
 
 
 def texts_of(count: int) -> list[str]:
-    """Sentences of fourteen words, no two alike."""
+    """Return different sentences of fourteen words."""
     words = WORDS.split()
 
     def word(number: int, position: int) -> str:

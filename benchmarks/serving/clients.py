@@ -26,7 +26,7 @@ RETRIES = 2
 
 @dataclass(frozen=True)
 class Seen:
-    """What clients saw.
+    """The observations of clients.
 
     Attributes:
         ms: latency of every answer, in order of arrival. failed: statuses (or 0: no answer) of requests that were

@@ -59,7 +59,7 @@ class Hostile:
     """Sends one of `REQUESTS` every second, in a thread; of those that are never finished, the connection stays open.
 
     Attributes:
-        statuses: how often each status was answered; 0: the connection was closed or stayed without an answer.
+        statuses: number of answers with each status; 0: the connection was closed or stayed without an answer.
         faults: statuses from 500 on other than 503, with the request's number.
     """
 

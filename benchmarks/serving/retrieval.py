@@ -1,4 +1,4 @@
-"""What routing costs per request: encoder, search and weights; and how well the large index finds the true slots.
+"""Costs of routing per request: encoder, search and weights; and how well the large index finds the true slots.
 
 Keys and texts of the large banks are drawn: every task a centre, its keys and texts around it.
 """
@@ -30,7 +30,7 @@ from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 
 RECALL, BUSY = 0.99, 0.5
 EPOCHS, BATCH = 3, 16
-"""Of the fine-tuning that key learning is compared with."""
+"""Settings of the fine-tuning with which key learning is compared."""
 
 SETTINGS = ("tasks", "slots", "groups", "top_k", "threads", "rounds", "texts")
 

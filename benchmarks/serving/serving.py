@@ -109,7 +109,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
-    """All variants are up at once and measured in turn, since machines change their speed from minute to minute."""
+    """Measure variants in turn while all are up, since machines change their speed from minute to minute."""
     texts = texts_of(UNLIKE)
     banks = {count: drawn_bank(folder / f"labels{count}", "minilm", count, texts[:512]) for count in options.adapters}
     small = banks[options.adapters[0]]
@@ -151,7 +151,7 @@ class LoadTest:
 
 
 class Rounds:
-    """What was seen of every variant, round by round.
+    """The measurements of every variant, round by round.
 
     Attributes:
         load_tests: variant -> its requests.
@@ -166,7 +166,7 @@ class Rounds:
         self.added: list[tuple[float, float, float]] = []
 
     def measure(self) -> None:
-        """One round: each for its share of the seconds, then one client at a time."""
+        """Measure one round: each variant for its share of the seconds, then one client at a time."""
         seconds = self.options.seconds / self.options.rounds
         self.alone.append(self.model.batches(self.texts, seconds / 2))
         for name, load_test in self.load_tests.items():
@@ -231,7 +231,7 @@ class InProcessModel:
         self.host.stack.load(PLAIN, drawn({}, 0, torch.Generator().manual_seed(0)))
 
     def answer(self, texts: Sequence[str]) -> None:
-        """One batch."""
+        """Answer one batch."""
         backbone = self.backbone
         batch = batch_of(backbone.codec.encode_source(texts), backbone.codec.pad_id)
         with torch.no_grad(), self.host.activate(Mixture.same({PLAIN: 1.0}, len(texts))):
@@ -249,7 +249,7 @@ class InProcessModel:
         return done / (time.perf_counter() - began), (time.process_time() - cpu) / done
 
     def one_ms(self, texts: Sequence[str]) -> float:
-        """Of one text alone, after a pause as between two requests: what idled is cold."""
+        """Measure one text alone after a pause as between two requests, when caches are cold."""
         collected = []
         for text in texts[:30]:
             time.sleep(PAUSE_S)
@@ -260,7 +260,7 @@ class InProcessModel:
 
 
 def _following(bank: Bank, url: str, options: argparse.Namespace) -> Iterator[Figure]:
-    """From a snapshot's record in the bank to the first answer made with it, under load."""
+    """Measure the time from a snapshot's record to the first answer with it, under load."""
     waits = []
     for _ in range(options.publishes):
         old = bank.newest()

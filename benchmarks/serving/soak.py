@@ -23,7 +23,7 @@ from raycl.bank import Bank
 
 EVERY_S = 60.0
 FASTEST = 400.0
-"""Most texts per second: none is sent twice."""
+"""The most texts per second; none is sent twice."""
 
 
 def soak(start: Callable[[Bank], str], folder: Path, options: argparse.Namespace) -> Iterator[Figure]:

@@ -42,7 +42,7 @@ from raycl.types import Batch
 
 EVERY_S = 0.002
 LIMIT = 0.3
-"""Of one copy of the trained weights, all workers together."""
+"""The limit for all workers together, relative to one copy of the trained weights."""
 INSIDE, END = "inside a task", "at a task's end"
 
 
@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """For each engine the host memory that a checkpoint takes, over one copy of what is trained, and its size."""
+    """Measure for each engine a checkpoint's size, and its host memory over one copy of the trained weights."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         sizes = map(str, (*SHAPES[options.model], VOCABULARY))
@@ -112,7 +112,7 @@ def run_workers(tree: dict[str, Any], workers: int, folder: Path) -> dict[str, l
 
 
 def work(tree: dict[str, Any], rank: int, workers: int, folder: Path) -> None:
-    """One worker, which leaves what its checkpoints took in `folder/RANK.json`."""
+    """Run one worker, which writes the memory of its checkpoints to `folder/RANK.json`."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=workers)
@@ -144,7 +144,7 @@ class Taken:
         return lambda *phase: cast(Engine, WatchedEngine(open_engine(*phase), self))
 
     def begin(self, again: bool = False) -> None:
-        """From now on; `again`: after a pause, and what was taken before it counts too."""
+        """Begin measuring; `again`: continue after a pause, with the memory before it."""
         taken = self._most - self._level if again else 0
         return_freed_memory()  # it would hide what is taken next
         self._level = private_bytes()
@@ -153,13 +153,13 @@ class Taken:
         threading.Thread(target=self._watch, args=(over,), daemon=True).start()
 
     def pause(self) -> None:
-        """Until now."""
+        """Pause measuring."""
         if self._over is not None:
             self._over.set()
             self._over = None
 
     def end(self, when: str) -> None:
-        """Until now, and what was taken is kept."""
+        """End measuring, and keep the result."""
         if self._over is not None:
             self.pause()
             self.found[when].append(self._most - self._level)
@@ -179,20 +179,20 @@ class WatchedEngine:
         return getattr(self.engine, name)
 
     def forward(self, batch: Batch) -> Any:
-        """A step begins: what came between was a checkpoint, or nothing."""
+        """Begin a step; a checkpoint may have been written since the last one."""
         self.taken.end(INSIDE)
         return self.engine.forward(batch)
 
     def step(
         self, modifiers: Modifiers, transform: Transform | None = None, constraint: Constraint | None = None
     ) -> float:
-        """A step ends."""
+        """End a step."""
         norm = self.engine.step(modifiers, transform, constraint)
         self.taken.begin()
         return norm
 
     def close(self) -> None:
-        """What an engine takes to leave whole parameters is not for the checkpoint."""
+        """Close the engine; its memory for complete parameters does not count for the checkpoint."""
         self.taken.pause()
         self.engine.close()
         self.taken.begin(again=True)
@@ -206,7 +206,7 @@ class UntilEvaluation(Control):
         self.taken = taken
 
     def progress(self, activity: str, **values: Any) -> None:
-        """The last step's checkpoint is written."""
+        """Note that the last step's checkpoint is written."""
         if activity == "evaluating":
             self.taken.end(END)
         super().progress(activity, **values)

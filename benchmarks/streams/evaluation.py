@@ -140,7 +140,7 @@ def _trained(options: argparse.Namespace, storage: Storage) -> TrainingContext:
 
 
 def _learned_by_lora(options: argparse.Namespace) -> dict[str, Any]:
-    """Sections of a run that learns the tasks with LoRA until its answers end, with the sizes of the flags."""
+    """Return sections of a run that learns the tasks with LoRA until its answers end, with the flags' sizes."""
     return {
         "stream": {
             "name": "superni",
@@ -161,7 +161,7 @@ class _VariedRouter(SingleRouter):
     """A weight of its own for each row, near the one that was trained."""
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """By the length of its text."""
+        """Route by the length of a text."""
         mixture = super().route(texts, tasks)
         nudge_B1 = torch.tensor([[1 + 0.01 * (len(text) % 7)] for text in texts])
         return replace(mixture, weights=mixture.weights * nudge_B1)
@@ -180,7 +180,7 @@ def _evaluated(context: TrainingContext, storage: Storage, router: PublishedRout
 
 @contextmanager
 def _as_it_trains(backbone: Backbone) -> Iterator[None]:
-    """Nothing is done for inference."""
+    """Do nothing for inference."""
     head, attention = backbone.model.get_output_embeddings(), backbone.inference_attention
     hooks, by_onednn = dict(head._forward_pre_hooks), backbone.inference_by_onednn
     head._forward_pre_hooks.clear()

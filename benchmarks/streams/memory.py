@@ -41,7 +41,7 @@ SHAPES: dict[str, tuple[int, int, int]] = {
 """Name -> width, layers and attention heads; the last is TinyLlama's, whose vocabulary the others have too."""
 VOCABULARY = 32_000
 LIMIT_GIB = 18.0
-"""Of the 1.1B model, in float32 (4.1 GiB a copy), with two workers."""
+"""The limit of the 1.1B model in float32 (4.1 GiB a copy) with two workers."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """For each engine the peak of the sum of proportional memory over all processes of a run, its traffic and time."""
+    """Measure for each engine the peak of proportional memory over all processes of a run, traffic and time."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         sizes = map(str, (*SHAPES[options.model], VOCABULARY))

@@ -87,7 +87,7 @@ class Model:
         raise NotImplementedError
 
     def answers(self, rows: Sequence[Row], max_new_tokens: int) -> list[str]:
-        """One greedy answer per row."""
+        """Return one greedy answer per row."""
         raise NotImplementedError
 
 
@@ -125,7 +125,7 @@ class Encoder(Model):
         return linear((states * mask).sum(1) / mask.sum(1), self.weight, self.bias)
 
     def loss_sum(self, rows: Sequence[Row]) -> Tensor:
-        """One position per row."""
+        """Return the loss of one position per row."""
         labels = torch.tensor([row.label for row in rows], device=self.device)
         return cross_entropy(self.logits(rows).float(), labels, reduction="sum")
 
@@ -209,7 +209,7 @@ def load(sheet: dict[str, Any]) -> Model:
 
 
 def train(model: Model, rows: Sequence[Row], steps: Sequence[Any], sheet: dict[str, Any]) -> list[dict[str, float]]:
-    """One task: every step is a list of micro-batches, each a list of rows."""
+    """Train one task; every step is a list of micro-batches, each a list of rows."""
     fused = True if model.device.type == "cpu" else None  # as raycl's: ten times as fast there, and other roundings
     optimizer = torch.optim.AdamW(
         model.trained(), **sheet["optimizer"], weight_decay=sheet["weight_decay"], fused=fused

@@ -22,14 +22,14 @@ CHUNK = 512
 
 @dataclass(frozen=True)
 class ReplayEntry:
-    """What one process holds, in KiB: its part of the mapped token files, and private memory elsewhere."""
+    """The memory of one process, in KiB: its part of the mapped token files, and private memory elsewhere."""
 
     mapped_pss: int
     private: int
 
 
 def read_all(table: TokenTable, barrier: Any, out: Connection) -> None:
-    """A reader: every row once; no reader ends before all have measured their memory."""
+    """Read every row once; no reader ends before all have measured their memory."""
     _touch(table, range(min(CHUNK, len(table))))
     before = memory(SMAPS.read_text())
     for start in range(0, len(table), CHUNK):

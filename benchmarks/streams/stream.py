@@ -119,7 +119,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def default_models() -> Path:
-    """Where the larger backbones are looked for."""
+    """Return the folder in which larger backbones are searched."""
     shared = os.environ.get("RAYCL_SHARED")
     return (Path(shared) if shared else REPO.parent / "shared") / "models"
 
@@ -162,7 +162,7 @@ def compare(
 
 
 def config_of(where: str, engine: str, workers: int, options: argparse.Namespace, folder: Path) -> RunConfig:
-    """One trial's run, with folder and cache of its own."""
+    """Return the config of a trial's run, with its own folder and cache."""
     tree = {
         "stream": {
             "tasks": options.tasks,

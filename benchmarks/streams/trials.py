@@ -24,16 +24,16 @@ from raycl.training.setup.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Trial:
-    """What one run of the work took and gave.
+    """Costs and results of one run of the work.
 
     Attributes:
-        losses, step_s: of every optimizer step.
-        eval_s: of all evaluations together.
-        answers: of every test row, after every task.
+        losses, step_s: loss and seconds of every optimizer step.
+        eval_s: seconds of all evaluations together.
+        answers: answers to every test row, after every task.
         tokens: read in all steps.
-        peak_memory_mb: of the largest worker.
-        start_s: from the call of Ray Train until rank 0 has loaded the model and claims the run; 0 for the plain loop.
-        wall_s: of the whole run, processes included.
+        peak_memory_mb: peak memory of the largest worker.
+        start_s: seconds from the call of Ray Train until rank 0 has claimed the run; 0 for the plain loop.
+        wall_s: seconds of the entire run, including processes.
     """
 
     losses: list[float]
@@ -59,16 +59,16 @@ class Typical:
 
     @property
     def step_s(self) -> list[float]:
-        """Per step."""
+        """The seconds per step."""
         return [median(times) for times in zip(*(trial.step_s for trial in self.trials), strict=True)]
 
     def of(self, name: str) -> float:
-        """Median of `eval_s`, `wall_s`, `rest_s`, `start_s` or `peak_memory_mb`."""
+        """Return the median of `eval_s`, `wall_s`, `rest_s`, `start_s` or `peak_memory_mb`."""
         return median(float(getattr(trial, name)) for trial in self.trials)
 
     @property
     def tokens_per_s(self) -> float:
-        """While training."""
+        """The tokens per second in training."""
         return self.trials[0].tokens / sum(self.step_s)
 
 

@@ -43,7 +43,7 @@ Results = dict[str, Tensor]
 
 
 def cases(setup: Setup) -> Iterator[Case]:
-    """From the smallest to the largest."""
+    """Yield the cases from the smallest to the largest."""
     yield Case("kernels", partial(_same, setup, "kernels", _kernels, EXACT))
     for kind in KINDS:
         for dtype in (torch.float32, torch.bfloat16):
@@ -105,7 +105,7 @@ def _kernels(device: torch.device) -> Results:
 
 
 def _gradient_from_16_bits(g_NO: Tensor, x_ND: Tensor, rows: WeightRows) -> Tensor:
-    """In float32, as it is summed, where the device can give it so."""
+    """Check gradients in float32, in which they are summed, where the device supports it."""
     g16_NO, x16_ND = g_NO.bfloat16(), x_ND.bfloat16()
     if not widens(x16_ND, torch.float32):
         g16_NO, x16_ND = g16_NO.float(), x16_ND.float()

@@ -30,7 +30,7 @@ from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
 from raycl.types import AdapterState, Mixture
 
 BANDWIDTH_SHARE = 0.7
-"""Of the speed that the copy rate allows, at least."""
+"""The least share of the speed that the copy rate allows."""
 
 ROWS, TINY_ROWS = (32, 1, 8), (3, 1)
 PROMPT, STEPS, TINY_PROMPT, TINY_STEPS = 64, 64, 5, 4
@@ -44,7 +44,7 @@ kernels may be chosen otherwise in a capture, and every choice rounds otherwise.
 
 
 def cases(setup: Setup) -> Iterator[Case]:
-    """One for each number of rows, then prefill; they share one model."""
+    """Yield one case for each number of rows, then prefill; they share one model."""
     models = Models(setup)
     for rows in TINY_ROWS if setup.tiny else ROWS:
         yield Case(f"{rows} rows", partial(_decoding, models, rows))
@@ -59,7 +59,7 @@ class Models:
 
     @cached_property
     def bare(self) -> Backbone:
-        """Without adapters."""
+        """Whether there are no adapters."""
         return decoder(self.setup, "7B")
 
     @cached_property
@@ -115,19 +115,19 @@ class Decoder:
         return self.host.activate(self.mixture)
 
     def open(self, stack: ExitStack) -> None:
-        """The mixture at fixed addresses, until the stack is closed."""
+        """Activate the mixture at fixed addresses, until the stack is closed."""
         self.slots.joined(self._begun)
         if self.host is not None and self.mixture is not None:
             placed = self.slots.placed(self.mixture.weights)
             self._under = stack.enter_context(self.host.activate_static(self.mixture, placed))
 
     def prepare(self) -> None:
-        """Back to the end of the prompts."""
+        """Go back to the end of the prompts."""
         self.slots.kept([])
         self.slots.joined(self._begun)
 
     def run(self) -> None:
-        """Every step."""
+        """Run every step."""
         for _ in range(self.steps):
             self.slots.step(self.slots.logits.argmax(-1), self._under)
 
@@ -203,7 +203,7 @@ def _bytes(setup: Setup, backbone: Backbone, rows: int, tokens: float) -> float:
 
 @torch.no_grad()
 def check_chosen(what: str, backbone: Backbone, prompts: Sequence[Sequence[int]], ids_BT: Tensor) -> None:
-    """Each token must be the best one, to rounding, of a plain pass over all before it; the mixture must be open.
+    """Check that each token is the best one, to rounding, of a plain pass over its prefix; the mixture must be open.
 
     Args:
         prompts: ids, of equal length.
@@ -232,7 +232,7 @@ def _plain_logits(backbone: Backbone, prompts: Sequence[Sequence[int]], ids_BT: 
 
 @torch.no_grad()
 def check_graphs(what: str, item: Decoder, ids_BT: Tensor, logits_TBV: Tensor) -> None:
-    """The same steps without graphs give the same logits, as far as rounding lets a plain pass give them.
+    """Check that steps without graphs give the same logits, up to rounding.
 
     Raises:
         WrongResultError: they do not.
@@ -278,7 +278,7 @@ def _prefill(models: Models, seconds: float) -> Iterator[Figure]:
 
 @torch.no_grad()
 def _check_folded(models: Models, prompt: list[int], weights_N: Tensor, logits: dict[str, Tensor]) -> None:
-    """The first row's logits are those of a model whose weights hold its mixture."""
+    """Check that the first row's logits are those of a model whose weights contain its mixture."""
     name = "q, v"
     adapters = models.adapters[name]
     paths = next(iter(adapters.values())).linears

@@ -1,4 +1,4 @@
-"""What large backbones need, at 7B: packed rows, loading, FSDP2 on one GPU, weights in eight and four bits.
+"""Measures large backbones, at 7B: packed rows, loading, FSDP2 on one GPU, weights in eight and four bits.
 
 Steps are LoRA's, over the same unquantized weights under torch's engine, which take turns with the contender. Files are
 those of the drawn model, in a temporary folder (TMPDIR says where), and are loaded as users' files are.
@@ -39,13 +39,13 @@ UNLIKE, TINY_UNLIKE = (16, 448, 64), (6, 16, 3)
 
 PACKED_LIMIT, FSDP_LIMIT, LOADING_LIMIT = 0.75, 1.10, 1.5
 QUANTIZED_LIMIT = 1.5
-"""Of a step's time."""
+"""The limit of a step's time, relative to float weights."""
 WEIGHTS: dict[Quantization, float] = {"int8": 0.55, "nf4": 0.32}
 """Memory of quantized weights over bfloat16's, embeddings included: 1/2 and 1/4 without them."""
 NEAR_LOSS = 0.05
-"""Of first losses with quantized weights."""
+"""The tolerance of first losses with quantized weights."""
 ROUNDS = 2
-"""Of loading."""
+"""The rounds of loading."""
 PIECE = 2**26
 """Bytes that are read at once."""
 
@@ -69,12 +69,12 @@ class Large:
 
     @cached_property
     def base(self) -> Backbone:
-        """On the device."""
+        """The model on the device."""
         return decoder(self.setup, SIZE)
 
     @cached_property
     def folder(self) -> Path:
-        """With the weights of `base`."""
+        """The folder with the weights of `base`."""
         folder = Path(self.setup.closing.enter_context(tempfile.TemporaryDirectory()))
         self.base.model.save_pretrained(folder)
         return folder
@@ -87,7 +87,7 @@ class Large:
         return batch_to_learn(self.setup, rows, tokens, answers, vocabulary).to(self.setup.device)
 
     def load(self, quantization: Quantization = "none") -> Backbone:
-        """From the files to the device."""
+        """Load the files to the device."""
         dtype: Any = str(self.setup.dtype).removeprefix("torch.")
         config = BackboneConfig(name=str(self.folder), dtype=dtype, quantization=quantization)
         return load_backbone(config, self.base.codec, self.setup.device, 0, BackboneOptions(trains=True))
@@ -170,14 +170,14 @@ class Large:
 
 
 def _in_turn(setup: Setup, learners: dict[str, Learner], tolerance: float, seconds: float) -> dict[str, Times]:
-    """Times of a step; first losses are the first learner's, since new adapters add nothing."""
+    """Measure a step; first losses are the first learner's, since new adapters add nothing."""
     losses = torch.tensor([learner.step().loss for learner in learners.values()])
     check_close(f"first losses of {', '.join(learners)}", losses, losses[:1], tolerance)
     return setup.turns({name: learner.step for name, learner in learners.items()}, seconds)
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Of all weights, with the scales of quantized ones."""
+    """Return the bytes of all weights, with the scales of quantized ones."""
     return sum(
         tensor.numel() * tensor.element_size() for weight in model.parameters() for tensor in _tensors_of(weight)
     )

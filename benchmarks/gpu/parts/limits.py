@@ -1,4 +1,4 @@
-"""What the device can do at most: a large bfloat16 matrix product, and a copy within its memory.
+"""The limits of the device: a large bfloat16 matrix product, and a copy within its memory.
 
 Random values, since a product of zeros takes less power and is faster than any real one.
 """
@@ -20,7 +20,7 @@ COPIED, TINY_COPIED = 2**32, 2**16
 
 
 def cases(setup: Setup) -> Iterator[Case]:
-    """Both at once."""
+    """Return both measurements as one case."""
     yield Case("product and copy", partial(_figures, setup))
 
 
@@ -54,5 +54,5 @@ def _figures(setup: Setup, seconds: float) -> Iterator[Figure]:
 
 
 def _rates(times: Times, work: float) -> tuple[float, float]:
-    """Quartiles of trillions a second."""
+    """Return quartiles of trillions a second."""
     return quartiles(tuple(work / seconds / 1e12 for seconds in times.seconds))

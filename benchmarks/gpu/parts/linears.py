@@ -28,7 +28,7 @@ GROUPS = {
     "all linears": ("attention", "ffn"),
 }
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 1.5e-2}
-"""Of one layer, where rounding has not added up yet."""
+"""Tolerances of one layer, where rounding has not accumulated."""
 COUNTS, TINY_COUNTS = (1, 4, DENSE, 64), (1, 4)
 PHASES = {"prefill": (8, 512), "decode 1": (1, 1), "decode 8": (8, 1), "decode 32": (32, 1)}
 TINY_PHASES = {"prefill": (2, 8), "decode 8": (8, 1)}
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 def cases(setup: Setup) -> Iterator[Case]:
-    """The 7B model's with all counts, then the 13B model's with the mixtures that targets are about, then PEFT."""
+    """Yield cases of the 7B model with all counts, of the 13B model with the targets' mixtures, then PEFT."""
     for group in GROUPS:
         counts = TINY_COUNTS if setup.tiny else COUNTS
         yield Case(f"7B, {group}", partial(_compared, setup, "7B", group, counts))
@@ -96,17 +96,17 @@ class _Bench:
         return _Bench(layer, stack, paths, adapters, placed)
 
     def inputs(self, setup: Setup, rows: int, tokens: int) -> dict[int, Tensor]:
-        """By width."""
+        """Return the inputs by width."""
         torch.manual_seed(1)
         widths = sorted({layer.inputs for layer in self.stack.layers.values()})
         return {width: setup.randn(rows, tokens, width) for width in widths}
 
     def bare(self, inputs: dict[int, Tensor]) -> list[Tensor]:
-        """Without adapters."""
+        """Run the linears without adapters."""
         return [layer.base(inputs[layer.inputs]) for layer in self.stack.layers.values()]
 
     def naive(self, inputs: dict[int, Tensor], mixture: Mixture) -> list[Tensor]:
-        """One adapter after another, as the formula is written."""
+        """Run one adapter after another, as the formula is written."""
         bare = self.bare(inputs)
         weights_BN = mixture.weights.to(bare[0].device, bare[0].dtype)
         for column, name in enumerate(mixture.names):
@@ -206,7 +206,7 @@ def _beside_peft(setup: Setup, seconds: float) -> Iterator[Figure]:
 
 
 def _fill(theirs: Any, bench: _Bench) -> None:
-    """The same weights."""
+    """Fill with the same weights."""
     for path in bench.paths:
         layer = theirs.get_submodule(f"base_model.model.{path}")
         for name in bench.adapters:

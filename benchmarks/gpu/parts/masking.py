@@ -24,7 +24,7 @@ MODELS: dict[str, tuple[Callable[[Setup], Backbone], tuple[int, int, int]]] = {
 """Model -> what makes it, and the rows, tokens and answer tokens of a batch."""
 TINY_BATCH = (4, 12, 3)
 SEED = 1
-"""Of a step whose gradients are not measured for the report; those of seed `MEASURED` are, in all rows."""
+"""The seed of a step whose gradients are not measured for the report; those of seed `MEASURED` are, in all rows."""
 
 
 def cases(setup: Setup) -> Iterator[Case]:

@@ -37,7 +37,7 @@ since the last chosen key may be as near as the next one but for rounding."""
 
 
 def cases(setup: Setup) -> Iterator[Case]:
-    """One for each kind of router."""
+    """Yield a case for each kind of router."""
     for kind in KINDS:
         yield Case(kind, partial(_slots, setup, kind))
     yield Case("attention", partial(_attention, setup))
@@ -101,7 +101,7 @@ def _figure(
 
 
 def _expected_by_keys(router: SlotRouter, keys_TMC: Tensor, queries_BC: Tensor) -> list[Weights]:
-    """From all cosines."""
+    """Return the expected mixture from all cosines."""
     flat_NgH = keys_TMC.reshape(-1, GROUPS, WIDTH // GROUPS)
     weights_BN = slot_weights(cosines(split_groups(queries_BC, GROUPS), flat_NgH), router.config)
     names = [slot for task in router.tasks for slot in router.slots(task)]
@@ -122,7 +122,7 @@ def _expected_by_discriminant(router: SlotRouter, keys_TMC: Tensor, queries_BC: 
 
 
 def _expected_by_attention(attention: Attention, pooled_BD: Tensor) -> list[Weights]:
-    """From a softmax in double precision; weights below the pruning threshold are left out."""
+    """Return the expected mixture of a softmax in double precision, without weights below the pruning threshold."""
     keys_TD = torch.stack(list(attention.keys.values())).double()
     alpha_BT = torch.softmax(attention.query(pooled_BD).double() @ keys_TD.T / attention.tau, dim=1)
     kept_BT = torch.where(alpha_BT >= attention.config.pruning_threshold / len(keys_TD), alpha_BT, 0.0)
@@ -135,7 +135,7 @@ def _named(names: list[str] | tuple[str, ...], weights_N: Tensor) -> Weights:
 
 
 def check_same(what: str, mixture: Mixture, expected: list[Weights]) -> None:
-    """Whether texts have the mixtures of the reference.
+    """Check that texts have the mixtures of the reference.
 
     Raises:
         WrongResultError: more than one in `UNLIKE` have another one.

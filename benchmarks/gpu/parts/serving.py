@@ -165,7 +165,8 @@ def _collected(engine_request: EngineRequest, inbox: queue.SimpleQueue[Event]) -
 
 
 def _check_answers(setup: Setup, engine: ServingEngine, snapshot: LoadedSnapshot, requests: Sequence[Request]) -> None:
-    """Every token is the best one of a plain pass, to rounding; in float32 an answer is the one given alone."""
+    """Check that every token is the best one of a plain pass, to rounding; in float32 answers equal those given
+    alone."""
     together = answered(engine, snapshot, requests)
     check_equal("steps were captured", engine.captures > 0, setup.is_cuda)
     checked = 0

@@ -58,12 +58,12 @@ PSEUDO_SAMPLES = 20
 QUERY_WIDTH = 384
 STAGE = Phase(0, "bench", (Task("bench", None, "exact_match"),))
 SAME_LOSS = 2e-4
-"""Of the first losses: drawn weights lose about ln V whatever is added, so only equality is meaningful."""
+"""Tolerance of first losses: drawn weights lose about ln V whatever is added, so only equality is meaningful."""
 CHECKPOINTED = "lora, gradient checkpointing"
 
 
 def cases(setup: Setup) -> Iterator[Case]:
-    """One for each size."""
+    """Yield a case for each size."""
     for size in BATCHES:
         yield Case(size, partial(_figures, setup, size))
 
@@ -75,7 +75,7 @@ class Learner:
         """Begin a task.
 
         Args:
-            root: of a backbone whose layers are shared out (`raycl.training.engines.fsdp.shard`).
+            root: root of a backbone whose layers are partitioned (`raycl.training.engines.fsdp.shard`).
         """
         self.method, self.batch, self.world = method, batch, DistributedContext.alone(setup.device)
         self.context = bare_context(STAGE, drawn_queries(batch) if isinstance(method, Slm) else None)
@@ -89,7 +89,7 @@ class Learner:
         self.number = 0
 
     def step(self) -> StepResult:
-        """One optimizer step."""
+        """Take an optimizer step."""
         self.context.step = Step(self.number, self.number, 1)
         self.number += 1
         return train_step(self.engine, self.method, [self.batch], self.world, self.number)
@@ -153,7 +153,7 @@ def _check_first_steps(setup: Setup, size: str, first: dict[str, StepResult]) ->
 
 
 def plain_lora(backbone: Backbone) -> Lora:
-    """On query and value projections."""
+    """Return a LoRA on query and value projections."""
     return Lora(LoraConfig(rank=RANK), backbone, 0)
 
 
