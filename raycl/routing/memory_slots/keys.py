@@ -114,12 +114,18 @@ def cosines(queries_BgH: Tensor, keys_NgH: Tensor) -> Tensor:
 
 
 def learn_keys(
-    queries_BC: Tensor, config: KeyConfig, top_k: int, seed: int, earlier_NgH: Tensor | None = None
+    queries_BC: Tensor,
+    config: KeyConfig,
+    top_k: int,
+    seed: int,
+    earlier_NgH: Tensor | None = None,
+    log_every_s: float = EVERY_S,
 ) -> Tensor:
     """Run the preparation phase of a task: return `[m, g, h]` keys moved towards its queries, without labels.
 
     Args:
         earlier_NgH: keys of earlier tasks, from which `centrifugal` moves them away; None: there are none.
+        log_every_s: seconds between two log lines about the progress.
 
     Raises:
         RetrievalError: K > m, g does not divide c, no texts.
@@ -138,7 +144,7 @@ def learn_keys(
     began = logged = time.monotonic()
     total = _updates(len(queries_BgH), config)
     for number, (epoch, rows) in enumerate(_batches(len(queries_BgH), config, draw)):
-        if number and (now := time.monotonic()) - logged >= EVERY_S:
+        if number and (now := time.monotonic()) - logged >= log_every_s:
             logged = now
             log.info(
                 "    keys: %d of %d updates, %.0f s left", number, total, (now - began) / number * (total - number)

@@ -59,12 +59,12 @@ def is_stopped(storage: Storage, done: int) -> bool:
     return done > 0 and read_decision(storage, done) is False
 
 
-def wait_for_decision(storage: Storage, done: int) -> bool:
-    """Return whether to continue. After `PATIENCE_S` without a decision (the sweep may have died) the run continues."""
-    end = time.monotonic() + PATIENCE_S
+def wait_for_decision(storage: Storage, done: int, patience_s: float = PATIENCE_S) -> bool:
+    """Return whether to continue. After `patience_s` without a decision (the sweep may have died) the run continues."""
+    end = time.monotonic() + patience_s
     while (decision := read_decision(storage, done)) is None:
         if time.monotonic() > end:
-            log.warning("no decision after %d phases arrived within %.0f s: the run continues", done, PATIENCE_S)
+            log.warning("no decision after %d phases arrived within %.0f s: the run continues", done, patience_s)
             return True
         time.sleep(POLL_S if storage.is_local else 1.0)
     return decision

@@ -12,7 +12,6 @@ from raycl.routing.memory_slots.keys import KeyConfig
 from raycl.routing.memory_slots.slots import SlotRouter
 from raycl.routing.memory_slots.weights import RetrievalConfig
 from raycl.routing.routers import without
-from raycl.routing.statistics import out_of_distribution
 from raycl.routing.statistics.discriminant import Discriminant, Statistics
 from raycl.routing.statistics.out_of_distribution import KEPT, OodCalibrator, sample_rows
 from raycl.types import RouterState
@@ -89,12 +88,14 @@ def test_distances_common_to_all_tasks_count_less() -> None:
     assert order[0] == order[1], "one task alone is its own background"
 
 
-def test_many_kept_texts_are_measured_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_kept_texts_are_measured_in_parts() -> None:
     router, queries = studied("one", "two"), texts_of("two", 50, seed=6)
     whole = router.ood_score(queries)
-    monkeypatch.setattr(out_of_distribution, "ROWS", 7)
     samples = [router.samples["two"], router.samples["one"]]
-    torch.testing.assert_close(OodCalibrator(router.discriminant.relative_distances, samples).scores(queries), whole)
+    calibrator = OodCalibrator(router.discriminant.relative_distances, samples, rows=7)
+    torch.testing.assert_close(calibrator.scores(queries), whole)
+        OodCalibrator(router.discriminant.relative_distances, samples, rows=7).scores(queries), whole
+    )
 
 
 def test_a_sample_is_small_and_depends_on_nothing_but_the_task() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from raycl.storage import Storage
-from raycl.training.records import decisions as stop_signal
 from raycl.training.records.decisions import is_stopped, read_decision, wait_for_decision, write_decision
 
 
@@ -33,6 +32,5 @@ def test_workers_wait_for_the_stop_signal(tmp_path: Path, continues: bool) -> No
     teller.join()
 
 
-def test_a_missing_answer_does_not_block_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_signal, "PATIENCE_S", 0.1)
-    assert wait_for_decision(Storage.at(tmp_path), 1) is True
+def test_a_missing_answer_does_not_block_the_run(tmp_path: Path) -> None:
+    assert wait_for_decision(Storage.at(tmp_path), 1, patience_s=0.1) is True
