@@ -94,8 +94,6 @@ def test_many_kept_texts_are_measured_in_parts() -> None:
     samples = [router.samples["two"], router.samples["one"]]
     calibrator = OodCalibrator(router.discriminant.relative_distances, samples, rows=7)
     torch.testing.assert_close(calibrator.scores(queries), whole)
-        OodCalibrator(router.discriminant.relative_distances, samples, rows=7).scores(queries), whole
-    )
 
 
 def test_a_sample_is_small_and_depends_on_nothing_but_the_task() -> None:
