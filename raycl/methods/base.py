@@ -7,7 +7,7 @@ method does not depend on engines, workers or files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -21,9 +21,9 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.bank.tensors import StoredAdapter, StoredTensors
 from raycl.config import Section, Tree, as_tree
 from raycl.errors import ConfigError
-from raycl.methods.capabilities import Constraint, LocalAdaptation, RouterModule, SampleGenerator
+from raycl.methods.capabilities import Constraint, LocalAdaptation, RouterModule, SampleGenerator, TaskRemoval
 from raycl.methods.context import TaskContext
-from raycl.routing.sentence_encoder import SentenceEncoder
+from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState, Task
 
 State = tuple[dict[str, Any], TensorGroups]
@@ -129,6 +129,11 @@ class MethodConfig(Section):
         return {}
 
     @property
+    def sentence_encoder(self) -> EncoderConfig | None:
+        """Its setting `encoder`: the sentence encoder whose embeddings route texts; None: there is none."""
+        return None
+
+    @property
     def needs_texts(self) -> bool:
         """Whether batches carry their input texts and tasks (`Batch.texts`)."""
         return False
@@ -227,6 +232,8 @@ class Method:
         task_id_given: evaluation gives the task id of each text (schedule `separate`).
         is_wrapped: a method around it may train it on rows of earlier tasks beside those of a task.
         local_adaptation: evaluation adapts weights to each text before it is answered; None: it does not.
+        allocation: creates the parameters that `begin_task` trains without the phase's data, to estimate their size;
+            None: `begin_task` needs none.
         transforms_gradients: it has a `transform_gradients` of its own.
         mixes_gradients: its result for one value depends on other values, so it needs complete gradients.
         adds_penalty: it has a `penalty` of its own.
@@ -234,6 +241,8 @@ class Method:
     Class attributes:
         Config: its settings class.
         own_adapters: every phase leaves adapters of its own; otherwise later phases change those of earlier ones.
+        without_task: takes a task out of a state; None: the method does not keep tasks apart.
+        revisable: a task can be learned again: nothing of it stays in the state where it would be in its own way.
         holds_weights: weights stay where they are because their gradients are set to zero.
         computes_gradients: it calls `TaskContext.gradients` or `row_gradients`, which engines that shard parameters
             cannot give.
@@ -247,6 +256,8 @@ class Method:
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     own_adapters: ClassVar[bool] = False
+    without_task: ClassVar[TaskRemoval | None] = None
+    revisable: ClassVar[bool] = False
     holds_weights: ClassVar[bool] = False
     computes_gradients: ClassVar[bool] = False
     scales_gradients: ClassVar[bool] = False
@@ -268,6 +279,7 @@ class Method:
         self.task_id_given = False
         self.is_wrapped = False
         self.local_adaptation: LocalAdaptation | None = None
+        self.allocation: Callable[[Phase], None] | None = None
         self.transforms_gradients = type(self).transform_gradients is not Method.transform_gradients
         self.mixes_gradients = self.transforms_gradients and not self.scales_gradients
         self.adds_penalty = type(self).penalty is not Method.penalty

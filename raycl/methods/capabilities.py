@@ -3,12 +3,13 @@ parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from raycl.backbone import BackboneConfig
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.types import Batch
 
 
@@ -51,6 +52,21 @@ class SampleGenerator(Protocol):
     def max_tokens(self) -> int: ...
     @property
     def backbone(self) -> BackboneConfig | None: ...
+
+
+class TaskRemoval(Protocol):
+    """Takes a task out of a method's state between tasks."""
+
+    def __call__(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
+    ) -> tuple[dict[str, Any], TensorGroups]:
+        """Return the state (`Method.state_dict`) without the task: its adapters, router entries and own labels.
+
+        Args:
+            adapters: names of the task's adapters.
+            keep: a task whose adapters have these names, learned next, begins with their weights.
+        """
+        ...
 
 
 class LocalAdaptation(Protocol):

@@ -67,7 +67,6 @@ class PerTaskAdapter(Method, ABC):
 
     own_adapters: ClassVar[bool] = True
     revisable: ClassVar[bool] = True
-    """Whether a task can be learned again: nothing of it stays in the state where it would be in its own way."""
 
     def __init__(
         self,
@@ -82,6 +81,7 @@ class PerTaskAdapter(Method, ABC):
             BackboneError: `form.targets` matches no linear.
         """
         super().__init__(config, backbone, seed)
+        self.allocation = self.allocate
         paths = linear_names(backbone.model, tuple(form.targets)) if form.targets else []
         self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=form.activation, query_of=query_of)
         self.scale = form.scale
@@ -236,12 +236,7 @@ class PerTaskAdapter(Method, ABC):
     def without_task(
         cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
     ) -> State:
-        """Return a state between tasks without one of them: its adapters and router entries, and labels of its own.
-
-        Args:
-            adapters: names of the task's adapters.
-            keep: a task whose adapters have these names, learned next, begins with their weights.
-        """
+        """See `raycl.methods.capabilities.TaskRemoval`."""
         own = tuple(f"{kind}/{name}/" for kind in ("slot", PREVIOUS) for name in adapters)
         left = TensorGroups.of(tensors).select(lambda name: not name.startswith(own))
         learned = [pair for pair in values["learned"] if pair[0] not in adapters]

@@ -99,6 +99,9 @@ OTHER_MEANINGS = {"adapter", "prompt", "replay", "lora", "olora", "migu"}
 """Names of methods that are words for other things: adapters of the bank, prompts, PEFT's LoRA, a layout of data files,
 the modifier whose magnitudes a report shows."""
 
+BASE_OF_ADAPTERS = "raycl.methods.per_task_adapter"
+"""Not asked for either: what its methods can do they declare (`Method.allocation`, `without_task`, `revisable`)."""
+
 METHOD_AT, HOOKS = "raycl/methods/base.py", 10
 """Where the contract of a method is, and how many public hooks it may have."""
 
@@ -326,7 +329,7 @@ def method_names(module: Module) -> Iterator[Finding]:
     if not module.path.startswith("raycl/") or module.path.startswith(METHODS_KNOWN_AT):
         return
     methods = _tables_of_methods()
-    own = set(methods.values())
+    own = {*methods.values(), BASE_OF_ADAPTERS}
     for node in module.nodes:
         value = node.value if isinstance(node, ast.Constant) else None
         if isinstance(value, str) and value in methods and value not in OTHER_MEANINGS:

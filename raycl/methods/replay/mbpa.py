@@ -85,6 +85,11 @@ class MbpaConfig(WrapperConfig):
         return super().extra_passes(epochs) + (1 / self.every if self.every else 0.0)
 
     @property
+    def sentence_encoder(self) -> EncoderConfig:
+        """The encoder of the memory's keys."""
+        return self.encoder
+
+    @property
     def needs_texts(self) -> bool:
         """The memory is searched by them."""
         return True

@@ -137,6 +137,11 @@ class SlmConfig(MethodConfig):
         return not self.needs_task
 
     @property
+    def sentence_encoder(self) -> EncoderConfig:
+        """The encoder of the queries."""
+        return self.encoder
+
+    @property
     def needs_texts(self) -> bool:
         """Slots are chosen by the text."""
         return True

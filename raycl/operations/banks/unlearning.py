@@ -19,7 +19,6 @@ from raycl.bank.training_state import get_state, put_state
 from raycl.config.trust import NONE_GIVEN, Permissions
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import BankError
-from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class
 from raycl.metrics.settings import EvalConfig
 from raycl.routing.routers import without
@@ -112,7 +111,7 @@ def _training_without(bank: Bank, snapshot: Snapshot, task: str, adapters: Seque
     if snapshot.training is None or not config:
         return None
     method = method_class(config["method"]["name"])
-    if not issubclass(method, PerTaskAdapter):
+    if method.without_task is None:
         return None
     values, groups = get_state(bank, snapshot)
     parameters = {PARAMETERS: held} if (held := groups.pop(PARAMETERS, None)) else {}

@@ -26,7 +26,6 @@ from raycl.data.stream import Stream, open_stream
 from raycl.errors import BackboneError, ConfigError, DataError, StorageError
 from raycl.methods.base import Method, MethodConfig
 from raycl.methods.context import TaskContext
-from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class
 from raycl.operations.plan.arithmetic import MASTER, EngineLoad, Linear, ModelLoad, RunLoad, StepLoad
 from raycl.routing.sentence_encoder import EncoderConfig
@@ -124,8 +123,8 @@ def opened(config: RunConfig) -> Opened:
 
 def _with_encoder_at_hand(method: MethodConfig, notes: list[str]) -> MethodConfig:
     """Return the packaged sentence encoder in the place of one that would have to be fetched: adapters are as large."""
-    encoder = getattr(method, "encoder", None)
-    if not isinstance(encoder, EncoderConfig) or present_folder(encoder.name, encoder.revision) is not None:
+    encoder = method.sentence_encoder
+    if encoder is None or present_folder(encoder.name, encoder.revision) is not None:
         return method
     notes.append(f"sentence encoder '{encoder.name}' is not on this machine: taken to be as wide as the packaged one")
     return method.model_copy(update={"encoder": EncoderConfig()})
@@ -237,8 +236,8 @@ def is_adapter(name: str) -> bool:
 
 
 def _allocate(method: Method, phase: Phase, context: TrainingContext) -> None:
-    if isinstance(method, PerTaskAdapter):
-        method.allocate(phase)
+    if method.allocation is not None:
+        method.allocation(phase)
     else:
         method.begin_task(phase, TaskContext(phase, 1, context.stream, context.backbone.codec))
 
@@ -247,7 +246,7 @@ def _model(opened: Opened, phases: list[Trained]) -> ModelLoad:
     context = opened.context
     backbone, config = context.backbone, context.backbone.model.config
     method = context.method.learner
-    own = phases if isinstance(method, PerTaskAdapter) else phases[-1:]
+    own = phases if method.without_task is not None else phases[-1:]  # each task's stay, or change with the next
     wanted = opened.config.backbone.dtype
     dtype = torch.float32 if wanted == "float32" else torch.bfloat16  # auto: every GPU of the table has bfloat16
     layers = set(method.stack.layers) if method.stack else set()

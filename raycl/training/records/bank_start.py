@@ -20,7 +20,6 @@ from raycl.bank.tensor_groups import PUBLISHED, TensorGroups
 from raycl.bank.training_state import get_record, put_state, restore_record
 from raycl.errors import BankError, CheckpointError
 from raycl.methods.base import Method, State, under
-from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.routing.routers import without
 from raycl.training.definition.inputs import Inputs, changes
 from raycl.training.definition.training_context import TrainingContext
@@ -81,12 +80,12 @@ def without_task(
     """Return values and frozen tensors of a training state without a task, as far as the method keeps tasks apart.
 
     Args:
-        adapters: names of the task's adapters. keep: see `PerTaskAdapter.without_task`.
+        adapters: names of the task's adapters. keep: see `TaskRemoval`.
 
     Raises:
         BankError: the method has no adapters of its own for each task, or it is the only task.
     """
-    if not issubclass(method, PerTaskAdapter):
+    if method.without_task is None:
         raise BankError(
             f"method {method.__name__} has no adapters of '{task}' alone: expected a method with adapters for "
             "each task, such as slm, sapt or inclora; or train again without the task"

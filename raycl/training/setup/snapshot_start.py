@@ -18,7 +18,6 @@ from raycl.data.resolve import missing_files
 from raycl.data.settings import StreamConfig
 from raycl.errors import BankError, ConfigError
 from raycl.methods.base import at
-from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class, method_config
 from raycl.training.definition.settings import EXEMPT
 from raycl.training.records.bank_start import adapters_of_task
@@ -187,8 +186,7 @@ def _revised(task: str, given: Any, specs: Mapping[str, Any], snapshot: Snapshot
             f"'{task}' there with its new data, or leave stream.tasks out"
         )
     adapters_of_task(snapshot, task)
-    method = method_class(_method_of(snapshot))
-    if not (issubclass(method, PerTaskAdapter) and method.revisable):
+    if not method_class(_method_of(snapshot)).revisable:
         raise ConfigError(
             f"bank.revise={task}: method '{_method_of(snapshot)}' cannot learn a task again, since what it keeps of "
             "all tasks holds that task too: start a new run instead"
