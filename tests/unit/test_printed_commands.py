@@ -96,10 +96,10 @@ def check(line: str, patch: pytest.MonkeyPatch) -> None:
         head, rest = "raycl", [Path(rest[0]).stem.removesuffix("_stream"), *rest[1:]]
     if head == "raycl":
         by_raycl(rest)
-    elif head == ".venv/bin/python":
-        assert rest[:2] in (["-m", "pytest"], ["-m", "mkdocs"]) and all(
-            (REPO / word).exists() for word in rest if word.endswith(".py")
-        )
+    elif head in ("python", ".venv/bin/python"):
+        modules = ("pytest", "mkdocs", "pdb")
+        assert rest[1] in modules if rest[0] == "-m" else rest[0].endswith(".py"), f"not a module or file: {line}"
+        assert all((REPO / word).exists() for word in rest if word.endswith(".py"))
     elif head == "make":
         text = (REPO / "Makefile").read_text()
         known = {*re.findall(r"^([\w-]+):", text, re.MULTILINE), *re.findall(r"\$\(([A-Z_]+)\)", text)}
