@@ -25,13 +25,13 @@ PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "chat", 
 """The prompt around the texts of a task: the wording of a paper, a chat template, or none."""
 
 Objective = Literal["answer", "mlm", "clm"]
-"""What is learned from a text: its answer, or the text itself, by guessing hidden words (encoder-only backbones) or
-each next word (decoder-only ones)."""
+"""The objective of learning from a text: its answer, or the text itself, by guessing hidden words (encoder-only
+backbones) or each next word (decoder-only ones)."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backbone of one kind can do. Callers read these instead of the kind or the class.
+    """The capabilities of a kind of backbone. Callers read these instead of the kind or the class.
 
     Attributes:
         answers: label: a score for every label, so each task needs a closed label set; text: generated tokens.
@@ -71,7 +71,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Phase:
-    """What is trained at once: one task, or all tasks together under the schedule `joint`."""
+    """The tasks that are trained at once: one task, or all tasks together under the schedule `joint`."""
 
     index: int
     name: str
@@ -147,7 +147,7 @@ class TextCodec(Protocol):
     kind: str
     """Name of the backbone's kind, for messages and records."""
     capabilities: Capabilities
-    """What the backbone can do."""
+    """The capabilities of the backbone."""
     mask_id: int
     """The id that replaces a hidden token; -1 where the tokenizer has no such token."""
     special_ids: frozenset[int]

@@ -1,4 +1,4 @@
-"""For authors of packages that add to raycl: the checks that raycl's own methods, routers and the like pass."""
+"""Checks for authors of packages that add to raycl, which raycl's own methods, routers and the like pass."""
 
 from __future__ import annotations
 

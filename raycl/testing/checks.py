@@ -1,4 +1,4 @@
-"""What every method, router, gradient modifier and optimizer must keep, as functions that raise AssertionError.
+"""Contracts of methods, routers, gradient modifiers and optimizers, as functions that raise AssertionError.
 
 raycl's own contract suite calls the same ones. `check_method(MyMethod)` in a test of yours runs MyMethod on tiny models
 for half a minute; nothing is downloaded, and no Ray is started.
@@ -47,8 +47,8 @@ def check_method(
 
     Args:
         method: it need not be installed.
-        settings: of the method, beside its name.
-        kinds: of `bert` (encoder-only), `t5` (encoder-decoder) and `llama` (decoder-only): those that it works with.
+        settings: settings of the method besides its name.
+        kinds: supported kinds: `bert` (encoder-only), `t5` (encoder-decoder) and `llama` (decoder-only).
         sections: other settings of the run by section, for example `{"backbone": {"dropout": 0.1}}`.
 
     Raises:
@@ -71,7 +71,7 @@ def check_modifier(
     """Check that a gradient modifier keeps its contract beside methods, on each kind of backbone.
 
     Args:
-        modifier: it need not be installed. settings: of the modifier, beside its name.
+        modifier: it need not be installed. settings: settings of the modifier besides its name.
 
     Raises:
         AssertionError: it breaks a rule, or changes nothing.
@@ -96,7 +96,7 @@ def check_optimizer(
     """Check that an optimizer trains, stops and resumes bit for bit.
 
     Args:
-        optimizer: it need not be installed. name: of `train.optimizer`. train: other settings of the section.
+        optimizer: it need not be installed. name: value of `train.optimizer`. train: other settings of the section.
 
     Raises:
         AssertionError: it does not, or its `state` names other tensors than it keeps.
@@ -117,7 +117,7 @@ def check_router(
 
     Args:
         router: it need not be installed. kind: its name in snapshots.
-        state: what a method returns in `Learned.router`. owners: adapter -> tasks that it was trained on.
+        state: a method's `Learned.router`. owners: adapter -> tasks that it was trained on.
 
     Raises:
         AssertionError: it breaks a rule.
@@ -148,7 +148,7 @@ def check_router(
 
 @contextmanager
 def installed(kind: Kind, name: str, what: type) -> Iterator[None]:
-    """Inside, a class is found by its name as that of an installed package is; one that is installed stays as it is."""
+    """Make a class available by its name inside, like that of an installed package; an installed one stays as it is."""
     target = f"{what.__module__}:{what.__qualname__}"
     assert "<locals>" not in target, f"{target} is defined inside a function: define it at the top of a module"
     plugin = plugins.find(kind, name)
@@ -282,4 +282,4 @@ def answers_of(done: Done, task: str) -> list[str]:
 
 
 CHECKS = (check_method, check_modifier, check_optimizer, check_router)
-"""What `raycl.testing` offers."""
+"""The checks that `raycl.testing` offers."""

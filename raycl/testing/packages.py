@@ -39,7 +39,7 @@ def write_package(
 
 @contextmanager
 def on_path(folder: Path) -> Iterator[None]:
-    """Packages of the folder can be imported, and are found, inside."""
+    """Make packages of a folder importable inside."""
     sys.path.insert(0, str(folder))
     try:
         yield

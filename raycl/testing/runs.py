@@ -45,7 +45,7 @@ WORDS = (
     *("purrs", "barks", "runs", "sleeps", "warm", "cold", "Output", ":", "very", "much"),
 )
 Stop = models.Stop
-"""What stands for a crash."""
+"""Raised in place of a crash."""
 
 KINDS = ("bert", "t5", "llama")
 """One model of each kind of backbone: encoder, encoder-decoder, decoder."""
@@ -195,10 +195,10 @@ class SnapshotModel:
         self.model.add(self.loaded)
 
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
-        """One answer per example, in the prompts of the batch.
+        """Return one answer per example, in the prompts of the batch.
 
         Args:
-            texts: what is routed. tasks: where they are known.
+            texts: texts to route. tasks: their tasks, where they are known.
         """
         rule = self.loaded.head_rule
         heads = heads_of(self.loaded, tasks) if rule == "label_count" else ()
@@ -253,7 +253,7 @@ class Done:
 
 
 def last_checkpoint(done: Done) -> Checkpoint:
-    """That of the run's end."""
+    """Return the checkpoint at the run's end."""
     objects = TensorObjects(done.storage, done.storage.sub("bank"))
     return read_checkpoint(done.storage, read_state(done.storage).checkpoints[-1], objects)
 

@@ -191,7 +191,7 @@ def test_a_row_that_overflows_fails_alone(taught: Taught, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("decoding", "place"),
+    ("decoding", "function_name"),
     [
         ("dynamic", "raycl.generation.dynamic_cache.step"),
         ("static", "raycl.generation.static_cache.StaticKVCache.step"),
@@ -203,7 +203,7 @@ def test_an_internal_error_fails_one_request_only(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     decoding: str,
-    place: str,
+    function_name: str,
 ) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     with serving(bank, decoding=decoding) as client:
@@ -226,7 +226,7 @@ def test_an_internal_error_fails_one_request_only(
             raise ZeroDivisionError("in a step")
 
         with monkeypatch.context() as patch:
-            patch.setattr(place, step)
+            patch.setattr(function_name, step)
             assert "the model failed" in client.ask("fire is", weights={}).error and broken.is_set()
         assert client.ask("fire is", weights={}).finish and client.engine.pending == 0
 

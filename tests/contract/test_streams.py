@@ -132,7 +132,7 @@ def test_stopped_between_training_and_evaluation(
 
 
 @pytest.mark.parametrize(
-    ("method", "module", "place"),
+    ("method", "module", "function_name"),
     [
         ("finetune", recorder.checkpoints, "write_model"),
         ("finetune", recorder.checkpoints, "commit_checkpoint"),
@@ -142,11 +142,11 @@ def test_stopped_between_training_and_evaluation(
     ],
 )
 def test_stopped_around_the_export(
-    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, module: Any, place: str
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, module: Any, function_name: str
 ) -> None:
     done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(module, place, stop)
+        patch.setattr(module, function_name, stop)
         run(done.config, storage)
     result = verify(Bank(storage.sub("bank")))
     assert result.problems == [] and result.snapshots <= 1, "a half-written publish is invisible"

@@ -31,7 +31,7 @@ from raycl.training.setup.run_config import RunConfig
 
 
 @dataclass(frozen=True)
-class Place:
+class RunInputs:
     """A folder with a model, a sentence encoder, samples and data of its own, and the config tree of a run on them."""
 
     folder: Path
@@ -44,21 +44,21 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    folder = tmp_path_factory.mktemp("place")
+def inputs(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> RunInputs:
+    folder = tmp_path_factory.mktemp("inputs")
     shutil.copytree(lab.root / "tasks", folder / "tasks")
     for name in ("model", "encoder"):
         shutil.copytree(lab.model_folder("bert"), folder / name)
     tasks = [{"name": task["name"], "path": str(folder / "tasks" / task["name"])} for task in lab.tasks]
     slots = lab.slots(router="keys", encoder={"name": str(folder / "encoder"), "max_tokens": 64})
     tree = lab.tree("bert", slots, backbone={"name": str(folder / "model")}, stream={"tasks": tasks})
-    return Place(folder, {**tree, "output": {"dir": str(folder / "runs")}})
+    return RunInputs(folder, {**tree, "output": {"dir": str(folder / "runs")}})
 
 
 @pytest.fixture(scope="module")
-def stopped(place: Place) -> Storage:
+def stopped(inputs: RunInputs) -> Storage:
     """Return a run that died inside its second task."""
-    tree = {**place.tree, "output": {**place.tree["output"], "name": "stopped"}}
+    tree = {**inputs.tree, "output": {**inputs.tree["output"], "name": "stopped"}}
     prepared = prepared_run.prepare(configs.validate(RunConfig, tree))
     with pytest.raises(Stop):
         run(prepared.config, prepared.storage, after=6)
@@ -66,9 +66,9 @@ def stopped(place: Place) -> Storage:
 
 
 @pytest.fixture(scope="module")
-def first(place: Place) -> Storage:
+def first(inputs: RunInputs) -> Storage:
     """Return a finished run of the first task."""
-    tree = {**place.tree, "output": {**place.tree["output"], "name": "first"}}
+    tree = {**inputs.tree, "output": {**inputs.tree["output"], "name": "first"}}
     tree["stream"] = {**tree["stream"], "tasks": tree["stream"]["tasks"][:1]}
     prepared = prepared_run.prepare(configs.validate(RunConfig, tree))
     work(prepared)
@@ -110,7 +110,7 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 
 @contextmanager
-def changed(position: Place, case: str) -> Iterator[str]:
+def changed(position: RunInputs, case: str) -> Iterator[str]:
     """While it is entered, a file is another one; gives what the refusal says."""
     name, change, message = CHANGES[case]
     path = position.folder / name
@@ -123,11 +123,11 @@ def changed(position: Place, case: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_resume_with_other_inputs_is_refused(place: Place, stopped: Storage, case: str, tmp_path: Path) -> None:
+def test_a_resume_with_other_inputs_is_refused(inputs: RunInputs, stopped: Storage, case: str, tmp_path: Path) -> None:
     """By the command, before Ray starts, and by the workers, which may see other files."""
     folder = Storage.at(shutil.copytree(stopped.root, tmp_path / "run"))
     prepared = prepared_run.reopen(folder.uri)
-    with changed(place, case) as message:
+    with changed(inputs, case) as message:
         sentence = rf"^'{folder.uri}' cannot continue, since what it reads has changed: {message}.*; restore what it"
         with pytest.raises(ResumeError, match=sentence):
             prepared_run.reopen(folder.uri)
@@ -137,10 +137,10 @@ def test_a_resume_with_other_inputs_is_refused(place: Place, stopped: Storage, c
 
 
 def test_the_restored_inputs_are_those_that_it_began_with(
-    place: Place, stopped: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: RunInputs, stopped: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also on another node, whose cache has none of the rows, and where files have other times."""
-    for path in place.folder.glob("tasks/*/*.jsonl"):
+    for path in inputs.folder.glob("tasks/*/*.jsonl"):
         path.write_bytes(path.read_bytes())
     monkeypatch.setenv("RAYCL_CACHE", str(tmp_path))
     folder = Storage.at(shutil.copytree(stopped.root, tmp_path / "copy"))
@@ -149,33 +149,33 @@ def test_the_restored_inputs_are_those_that_it_began_with(
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_what_starts_from_a_run_or_its_snapshots_reads_the_same(place: Place, first: Storage, case: str) -> None:
+def test_what_starts_from_a_run_or_its_snapshots_reads_the_same(inputs: RunInputs, first: Storage, case: str) -> None:
     """`--add`, `bank.start`, `--revise` of another task; the task that is revised may have other rows."""
     bank = f"{first.uri}/bank"
-    start = {"bank": {"start": bank, "branch": "other"}, "output": place.tree["output"]}
-    third = {**start, "stream": {"tasks": [json.loads(place.third)]}}
-    with changed(place, case) as message:
+    start = {"bank": {"start": bank, "branch": "other"}, "output": inputs.tree["output"]}
+    third = {**start, "stream": {"tasks": [json.loads(inputs.third)]}}
+    with changed(inputs, case) as message:
         with pytest.raises(ResumeError, match=f"cannot continue, since what it reads has changed: {message}"):
-            requested_run.prepared(None, [], first.uri, [place.third], None)
+            requested_run.prepared(None, [], first.uri, [inputs.third], None)
         with pytest.raises(BankError, match=rf"cannot start from snapshot 1, which was learned .* inputs: .*{message}"):
             prepared_run.prepare(run_config.from_tree(third))
 
 
 def test_a_task_is_learned_again_from_other_rows_and_beside_the_same_ones(
-    place: Place, lab: Lab, tmp_path: Path
+    inputs: RunInputs, lab: Lab, tmp_path: Path
 ) -> None:
-    tree = {**place.tree, "output": {"dir": str(tmp_path), "name": "two"}}
+    tree = {**inputs.tree, "output": {"dir": str(tmp_path), "name": "two"}}
     prepared = prepared_run.prepare(configs.validate(RunConfig, tree))
     work(prepared)
     folder = prepared.storage
-    with changed(place, "train rows") as message:
+    with changed(inputs, "train rows") as message:
         assert requested_run.prepared(None, ["output.name=a"], folder.uri, [], "colour").config.bank.revise == "colour"
         with pytest.raises(BankError, match=message):
             requested_run.prepared(None, ["output.name=b"], folder.uri, [], "animal")
-    _check_merge(place, folder)
+    _check_merge(inputs, folder)
 
 
-def _check_merge(inputs: Place, folder: Storage) -> None:
+def _check_merge(inputs: RunInputs, folder: Storage) -> None:
     """Snapshots on both sides of a changed file are not merged; other libraries are a warning that is kept."""
     bank = Bank(folder.sub("bank"))
     item = bank.open(2)
@@ -200,7 +200,7 @@ def _published(bank: Bank, provenance: dict[str, Any]) -> int:
 
 
 def test_other_libraries_are_a_warning_that_stays_in_the_results(
-    place: Place, stopped: Storage, tmp_path: Path
+    inputs: RunInputs, stopped: Storage, tmp_path: Path
 ) -> None:
     """The first claim records another version, as if the run had begun with it."""
     folder = Storage.at(shutil.copytree(stopped.root, tmp_path / "run"))
@@ -235,11 +235,11 @@ def test_samples_in_files_are_inputs_too(lab: Lab, tmp_path: Path) -> None:
         prepared_run.reopen(prepared.storage.uri)
 
 
-def test_a_run_that_has_learned_nothing_may_get_other_rows(place: Place) -> None:
+def test_a_run_that_has_learned_nothing_may_get_other_rows(inputs: RunInputs) -> None:
     """A file that was mended before the first step is mixed with nothing."""
-    tree = {**place.tree, "output": {**place.tree["output"], "name": "begun"}}
+    tree = {**inputs.tree, "output": {**inputs.tree["output"], "name": "begun"}}
     prepared = prepared_run.prepare(configs.validate(RunConfig, tree))
     with pytest.raises(Stop):
         run(prepared.config, prepared.storage, after=1)
-    with changed(place, "train rows"):
+    with changed(inputs, "train rows"):
         assert prepared_run.reopen(prepared.storage.uri).done == 0

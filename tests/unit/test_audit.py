@@ -36,7 +36,7 @@ FROM_0 = {"introduced": "0"}
 
 
 @pytest.mark.parametrize(
-    ("version", "found", "affected"),
+    ("version", "entry", "affected"),
     [
         ("1.9", advisory("Some_Package", FROM_0, {"fixed": "1.10"}), True),
         ("1.10", advisory("Some_Package", FROM_0, {"fixed": "1.10"}), False),
@@ -56,9 +56,9 @@ FROM_0 = {"introduced": "0"}
         ("1.0", advisory("some-package-2", FROM_0), False),
     ],
 )
-def test_versions_are_compared_as_osv_says(tmp_path: Path, version: str, found: dict[str, Any], affected: bool) -> None:
+def test_versions_are_compared_as_osv_says(tmp_path: Path, version: str, entry: dict[str, Any], affected: bool) -> None:
     pins = f"other==1.0\nsome-package=={version}  # a comment\n"
-    assert check(tmp_path, pins, found, advisory("elsewhere", FROM_0)) == (
+    assert check(tmp_path, pins, entry, advisory("elsewhere", FROM_0)) == (
         audit.VULNERABLE if affected else audit.CLEAN
     )
 
@@ -80,7 +80,7 @@ def test_what_is_pinned_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("content", "reason"),
     [
         ([], "has no advisory about packages of PyPI"),
         ([advisory("some-package", FROM_0, ecosystem="npm")], "has no advisory about packages of PyPI"),
@@ -92,9 +92,9 @@ def test_what_is_pinned_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_an_export_that_cannot_be_used_is_no_clean_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: list[Any], reason: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: list[Any], reason: str
 ) -> None:
-    assert check(tmp_path, "some-package==1.0\n", *found) == audit.NO_SOURCE
+    assert check(tmp_path, "some-package==1.0\n", *content) == audit.NO_SOURCE
     said = capsys.readouterr()
     assert said.out == "" and reason in said.err
     assert said.err.startswith("make audit: no source of advisories, so nothing was checked: ")

@@ -60,10 +60,10 @@ def schema_of(folder: Path, kind: str) -> Any:
     return schema
 
 
-@pytest.mark.parametrize(("name", "found"), RAY, ids=[name for name, _ in RAY])
-def test_manifests_fit_kuberays_schemas(shared: Path, name: str, found: dict[str, Any]) -> None:
-    assert found["apiVersion"] == "ray.io/v1"
-    jsonschema.Draft202012Validator(schema_of(shared / "schemas", found["kind"])).validate(found)
+@pytest.mark.parametrize(("name", "manifest"), RAY, ids=[name for name, _ in RAY])
+def test_manifests_fit_kuberays_schemas(shared: Path, name: str, manifest: dict[str, Any]) -> None:
+    assert manifest["apiVersion"] == "ray.io/v1"
+    jsonschema.Draft202012Validator(schema_of(shared / "schemas", manifest["kind"])).validate(manifest)
 
 
 @pytest.mark.parametrize("path", [("spec", "rayClusterConfig", "enableInTreeAutoscalling"), ("spec", "serveConfig")])
@@ -77,14 +77,16 @@ def test_a_misspelt_field_is_found(shared: Path, path: tuple[str, ...]) -> None:
         jsonschema.Draft202012Validator(schema_of(shared / "schemas", "RayService")).validate(tree)
 
 
-@pytest.mark.parametrize(("name", "found"), RAY, ids=[name for name, _ in RAY])
-def test_groups_that_may_grow_have_an_autoscaler(name: str, found: dict[str, Any]) -> None:
-    cluster = cluster_of(found)
+@pytest.mark.parametrize(("name", "manifest"), RAY, ids=[name for name, _ in RAY])
+def test_groups_that_may_grow_have_an_autoscaler(name: str, manifest: dict[str, Any]) -> None:
+    cluster = cluster_of(manifest)
     grows = [group for group in cluster["workerGroupSpecs"] if group["maxReplicas"] > group["replicas"]]
     assert not grows or cluster.get("enableInTreeAutoscaling") is True
     if cluster.get("enableInTreeAutoscaling"):
         assert cluster["autoscalerOptions"]["version"] == "v2"
-        assert all(pod["restartPolicy"] == "Never" for _, pod in pods(found)), "its pods are never used a second time"
+        assert all(pod["restartPolicy"] == "Never" for _, pod in pods(manifest)), (
+            "its pods are never used a second time"
+        )
 
 
 def test_the_service_can_scale_to_its_maximum() -> None:
@@ -140,20 +142,20 @@ def test_every_secret_is_made_by_a_printed_command() -> None:
     assert used and used <= secrets_made()
 
 
-@pytest.mark.parametrize(("name", "found"), RAY, ids=[name for name, _ in RAY])
-def test_gpu_pods_find_gpu_nodes(name: str, found: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "manifest"), RAY, ids=[name for name, _ in RAY])
+def test_gpu_pods_find_gpu_nodes(name: str, manifest: dict[str, Any]) -> None:
     """Nodes with GPUs are tainted nearly everywhere, and a label says which they are."""
-    for _, pod in pods(found):
+    for _, pod in pods(manifest):
         if "nvidia.com/gpu" not in pod["containers"][0]["resources"]["limits"]:
             continue
         assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
         assert pod["nodeSelector"]
 
 
-@pytest.mark.parametrize(("name", "found"), RAY, ids=[name for name, _ in RAY])
-def test_every_pod_has_the_hub_token(name: str, found: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "manifest"), RAY, ids=[name for name, _ in RAY])
+def test_every_pod_has_the_hub_token(name: str, manifest: dict[str, Any]) -> None:
     """Gated backbones; where there is no such secret the pods start all the same."""
-    for group, pod in pods(found):
+    for group, pod in pods(manifest):
         tokens = [
             item["valueFrom"]["secretKeyRef"] for item in pod["containers"][0]["env"] if item["name"] == "HF_TOKEN"
         ]

@@ -364,7 +364,7 @@ class Texts:
 
 
 def _instruction(context: TaskContext, task: Task, written: Sequence[str], seed: int) -> str | None:
-    """One of the written instructions, drawn at random from those that leave room for a text; None: the task's own."""
+    """Return a written instruction, drawn from those that leave room for a text; None: the task's own."""
     order = torch.randperm(len(written), generator=torch.Generator().manual_seed(seed)).tolist()
     drawn = (written[number] for number in order if written[number])
     return next((instruction for instruction in drawn if context.takes_instruction(task, instruction)), None)

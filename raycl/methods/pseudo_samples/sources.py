@@ -175,7 +175,7 @@ def _released(path: Path) -> list[tuple[str, str]]:
 
 
 def _answer(value: Any) -> str:
-    """One answer, the first of several references, or "" for none."""
+    """Return an answer, the first of several references, or "" for none."""
     first = (value[0] if value else None) if isinstance(value, list) else value
     return "" if first is None else str(first).strip()
 

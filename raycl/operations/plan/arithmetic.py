@@ -253,7 +253,7 @@ class RunLoad:
 
     Attributes:
         steps: optimizer steps of each phase; empty: not known without the data.
-        optimizer_bytes: what the optimizer keeps for a trained parameter, on average.
+        optimizer_bytes: mean bytes that the optimizer keeps for a trained parameter.
         disk: name -> bytes (`raycl.training.phase.disk_space`).
         extra: passes beside those of the steps, as a share of these (`MethodConfig.extra_passes`).
     """

@@ -30,7 +30,7 @@ class AdapterChoice:
         """Return the adapter of each text; `base` where the router activates none.
 
         Args:
-            task: of all texts, where it is known. is_chat: the texts stand for conversations.
+            task: task of all texts, where it is known. is_chat: the texts stand for conversations.
 
         Raises:
             BankError: the router needs the task, or does not know it.

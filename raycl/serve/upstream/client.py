@@ -45,7 +45,7 @@ class UpstreamClient:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Connections of this event loop are kept while this is open."""
+        """Keep connections of this event loop inside."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -70,7 +70,7 @@ class UpstreamClient:
         """Return the engine's answer to a JSON body: status, body and events are its own.
 
         Args:
-            headers: of the client's request. added: to the answer.
+            headers: headers of the client's request. added: headers that are added to the answer.
 
         Raises:
             UnavailableError, DeadlineExceededError: no answer. BusyError: too many requests are unanswered.

@@ -8,14 +8,14 @@ from raycl.errors import ConfigError, StorageError
 from raycl.storage import Storage
 
 RECORD = "export.json"
-"""Beside the adapters; written last, so that an export that has one is complete."""
+"""The record next to the adapters, written last, so that an export that has one is complete."""
 
 
 class ExportRecord(BaseModel):
-    """What was exported.
+    """The record of an export.
 
     Attributes:
-        snapshot, sha256: of the bank. base: what requests call the bare backbone.
+        snapshot, sha256: number and hash of the snapshot. base: name of the bare backbone in requests.
         models: exported adapter -> what requests call it. mixtures: exported adapter -> the bank's adapters -> weight.
     """
 

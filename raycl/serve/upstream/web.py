@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class UpstreamFields(Wire):
-    """What a request says about its adapter."""
+    """The fields of a request that name its adapter."""
 
     task: Name | None = Field(None, description="the text's task, for routers that go by it")
     input: Text | None = Field(None, description="what the router reads; null: the whole prompt")
@@ -48,14 +48,14 @@ class UpstreamFields(Wire):
 
 
 class RoutedRequest(Wire):
-    """What is read of a request; all else is the engine's."""
+    """The fields of a request that are read; all others are the engine's."""
 
     model: Name = AUTO
     raycl: UpstreamFields | None = None
 
 
 class ChatTexts(Wire):
-    """What the router reads of a chat."""
+    """The texts of a chat for the router."""
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
 
@@ -64,7 +64,7 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class PromptTexts(Wire):
-    """What the router reads of a completion."""
+    """The texts of a completion for the router."""
 
     prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
 

@@ -1,1 +1,1 @@
-"""What a run is, as all of training reads it: settings, tasks in their order, parts, and the job of its workers."""
+"""The definition of a run: settings, tasks in their order, parts, and the job of its workers."""

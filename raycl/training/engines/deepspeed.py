@@ -187,7 +187,7 @@ class DeepSpeedEngine:
             self.library.utils.lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
 
     def _transform(self, transform: Transform) -> None:
-        """All whole gradients at once; a parameter without one counts as zero."""
+        """Transform all full gradients at once; a parameter without one counts as zero."""
         utils = self.library.utils
         gradients = {
             name: parameter.grad if self._is_plain else utils.safe_get_full_grad(parameter)
@@ -270,7 +270,7 @@ class DeepSpeedEngine:
         }
 
     def share(self, names: Iterable[str]) -> Share:
-        """This worker's part of each tensor, flat, as DeepSpeed divides it; nothing is copied."""
+        """Return this worker's part of each tensor, flat, as DeepSpeed divides it; nothing is copied."""
         own = dict(self.backbone.named_parameters())
         if self._is_plain:
             if not self.world.is_first:
@@ -304,7 +304,7 @@ class DeepSpeedEngine:
         return (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel) if mapping else (0, 0)
 
     def _part(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
-        """This worker's part of the float32 master, or of a moment, in DeepSpeed's own memory."""
+        """Return this worker's part of the float32 master, or of a moment, in DeepSpeed's own memory."""
         if self.stage == 3:  # its public function copies what is on the CPU to the device
             fragment = self.engine.optimizer._get_fp32_opt_state_partition(parameter, True, moment)[0]
         else:
@@ -373,7 +373,7 @@ class DeepSpeedEngine:
         return_freed_memory()  # the library's objects refer to each other: else ten tasks of ZeRO 3 keep 65 MiB
 
     def _plain(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A whole one to take its place, in the same memory where that has not changed."""
+        """Return a full parameter as replacement, in the same memory if that has not changed."""
         value = self._mapped.get(id(parameter))
         if value is None and (self.stage == 3 or parameter.requires_grad):
             with self._gathered([parameter]):
@@ -389,7 +389,7 @@ def _mapped_weights(backbone: Backbone) -> dict[int, Tensor]:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    """Of the whole parameter, where ZeRO 3 keeps parts."""
+    """Return the number of values of the full parameter, where ZeRO 3 keeps parts."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 

@@ -67,7 +67,7 @@ class Engine(Protocol):
         ...
 
     def forward(self, batch: Batch) -> Output:
-        """Teacher-forced pass."""
+        """Run a teacher-forced pass."""
         ...
 
     def backward(self, loss_sum: Tensor, total: float) -> None:
@@ -182,7 +182,7 @@ class TorchEngine:
         return part
 
     def _own(self, name: str, value: Tensor) -> Tensor:
-        """This worker's part of a whole tensor of the parameter's shape."""
+        """Return this worker's part of a full tensor of the parameter's shape."""
         return _laid_out_as(self.parts[name], value)
 
     def _norm(self) -> Tensor:
@@ -190,7 +190,7 @@ class TorchEngine:
         return nn.utils.get_total_norm([part.grad for part in self.parts.values() if part.grad is not None])
 
     def forward(self, batch: Batch) -> Output:
-        """Teacher-forced pass."""
+        """Run a teacher-forced pass."""
         output: Output = self.backbone(batch)
         return output
 
@@ -236,7 +236,7 @@ class TorchEngine:
         return float(norm)
 
     def _transform(self, transform: Transform) -> None:
-        """All whole gradients at once."""
+        """Transform all full gradients at once."""
         gradients = {name: self._whole(name, part.grad) for name, part in self.parts.items() if part.grad is not None}
         for name, gradient in transform(gradients).items():
             self.parts[name].grad = self._own(name, gradient)

@@ -116,7 +116,7 @@ class TrainConfig(Section):
             yield "warmup_ratio", f"warmup_steps={self.warmup_steps}"
 
     def epochs_of(self, task: str) -> int:
-        """Epochs of a phase by its name."""
+        """Return the epochs of a phase by its name."""
         return self.epochs_by_task.get(task, self.epochs)
 
     def of_task(self, task: str) -> TrainConfig:

@@ -178,7 +178,7 @@ def nothing(batch: Batch) -> None:
 
 
 def order_of(context: TrainingContext, phase: Phase, rows: int) -> GlobalOrder:
-    """In which order so many rows of a phase are trained; depends on nothing but the config."""
+    """Return the order in which so many rows of a phase are trained, which depends on the config alone."""
     train, seed = context.train, stable_seed(context.info.seed, "order", phase.index)
     return GlobalOrder(rows, train.batch_size, train.epochs_of(phase.name), seed, train.max_steps)
 

@@ -194,7 +194,7 @@ def _scored(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict
 
 
 def _generated(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict[str, Predictions]:
-    """This worker's answers to all tasks, decoded in one continuous batch."""
+    """Return this worker's answers to all tasks, decoded in one continuous batch."""
     backbone, method = context.backbone, context.method
     decoder = AnswerBatch(backbone, partial(activate, method), context.evaluation.batch_size)
 
@@ -216,7 +216,7 @@ def _generated(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> d
 
 
 def _predicted(context: TrainingContext, task: Task, row: _Pass) -> Predictions:
-    """This worker's answers, batch by batch."""
+    """Return this worker's answers, batch by batch."""
     scored, backbone = _opened(context, task, row), context.backbone
     batches, limit = _batches(context, scored, row, context.evaluation.batch_size), scored.limit
     backbone.allowed_labels = scored.allowed
@@ -241,7 +241,7 @@ def _opened(context: TrainingContext, task: Task, row: _Pass) -> ScoredTask:
 
 
 def _batches(context: TrainingContext, scored: ScoredTask, row: _Pass, size: int) -> Iterator[Batch]:
-    """This worker's share of a task's rows."""
+    """Return this worker's share of a task's rows."""
     codec, routes_texts = context.backbone.codec, row.router is not None and "text" in row.router.router.needs
     reads = context.method.needs_texts or row.alone is not None or routes_texts
     objective = context.stream.text_objective(codec, OBJECTIVE_SEED)

@@ -51,7 +51,7 @@ class GradientMaskCheck:
             self._before = self.engine.optimizer_state(self.names)
 
     def after_step(self) -> None:
-        """Compare.
+        """Compare moments with the mask.
 
         Raises:
             RunError: the optimizer saw a gradient where there should be none.

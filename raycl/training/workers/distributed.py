@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This worker among `size` workers.
+    """The position of this worker among `size` workers.
 
     Attributes:
         rank: 0 .. size - 1; rank 0 writes files.
@@ -181,7 +181,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_rows(tensor: Tensor) -> Tensor:
-    """This worker's part of a tensor where workers share it out, else all of it; the same memory."""
+    """Return this worker's part of a partitioned tensor, else all of it; the memory is the same."""
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
@@ -192,7 +192,7 @@ def rows_of(tensor: Tensor, world: DistributedContext) -> tuple[int, int]:
 
 
 def own_part(shared: DTensor, value: Tensor) -> Tensor:
-    """This worker's part of a whole `value`, laid out as `shared`; nothing is communicated."""
+    """Return this worker's part of a full `value`, laid out as `shared`; nothing is communicated."""
     from torch.distributed.tensor import distribute_tensor
 
     distributed = distribute_tensor(value.to(shared.device), shared.device_mesh, shared.placements, src_data_rank=None)

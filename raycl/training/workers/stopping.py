@@ -1,4 +1,4 @@
-"""How a run is stopped, from the signal to the worker that writes a checkpoint.
+"""Stopping a run, from the signal to the worker that writes a checkpoint.
 
 Schedulers send SIGTERM before they take a machine away, `ray job stop` before it kills; people press Ctrl-C. The
 command (`StopOnSignal`) writes a request, one small file of the run for each driver: training may happen in other
@@ -145,7 +145,7 @@ def stopped_by(reason: str, text: str) -> StoppedError:
 
 
 class StopOnSignal:
-    """While it is entered (in the main thread), SIGTERM and Ctrl-C request workers to stop, and exit if they are late.
+    """A context of the main thread in which SIGTERM and Ctrl-C request workers to stop, and exit if they are late.
 
     A second Ctrl-C does not wait for them; schedulers may send SIGTERM more than once.
 

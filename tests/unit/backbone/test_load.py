@@ -200,11 +200,11 @@ def test_a_model_of_several_parts_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "found", "eos"), [("bert", "encoder", -1), ("t5", "encoder-decoder", 1), ("llama", "decoder", 2)]
+    ("kind", "expected_kind", "eos"), [("bert", "encoder", -1), ("t5", "encoder-decoder", 1), ("llama", "decoder", 2)]
 )
-def test_the_kind_is_read_from_the_config(lab: Lab, kind: str, found: str, eos: int) -> None:
+def test_the_kind_is_read_from_the_config(lab: Lab, kind: str, expected_kind: str, eos: int) -> None:
     codec = load_codec(BackboneConfig(name=str(lab.model_folder(kind))), 24, 4)
-    assert (codec.kind, codec.eos_id, codec.needs_labels) == (found, eos, kind == "bert")
+    assert (codec.kind, codec.eos_id, codec.needs_labels) == (expected_kind, eos, kind == "bert")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -262,7 +262,7 @@ def test_names_in_a_strangers_journal_stay_in_its_folder(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(
-    ("change", "place"),
+    ("change", "field_path"),
     [
         ({"checkpoints": ["a"]}, "hash of checkpoint 'a' is missing"),
         ({"checkpoints": {"a": 1}}, "checkpoints: "),
@@ -276,11 +276,13 @@ def test_names_in_a_strangers_journal_stay_in_its_folder(tmp_path: Path, name: s
         ({"inputs": {"models": 3}}, "inputs.models"),
     ],
 )
-def test_what_a_strangers_journal_adds_up_to_is_checked(tmp_path: Path, change: dict[str, Any], place: str) -> None:
+def test_what_a_strangers_journal_adds_up_to_is_checked(
+    tmp_path: Path, change: dict[str, Any], field_path: str
+) -> None:
     storage = Storage.at(tmp_path)
     Journal.claim(storage, workers=1)
     storage.write("journal/attempt-0001/000001.json", seal({"format": 5, "attempt": 1, "number": 1, "change": change}))
-    with pytest.raises(RunError, match=f"no valid record.*{place}"):
+    with pytest.raises(RunError, match=f"no valid record.*{field_path}"):
         read_state(storage)
 
 

@@ -135,13 +135,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("part", "case", "place", "wrong"), WRONG, ids=[one[0] for one in WRONG])
+@pytest.mark.parametrize(("part", "case", "function_name", "wrong"), WRONG, ids=[one[0] for one in WRONG])
 def test_a_wrong_result_is_a_failure_and_no_figure(
-    monkeypatch: pytest.MonkeyPatch, part: str, case: str, place: str, wrong: Any
+    monkeypatch: pytest.MonkeyPatch, part: str, case: str, function_name: str, wrong: Any
 ) -> None:
     right = measured(part, case)
     assert right and all(figure.ok is not False for figure in right)
-    monkeypatch.setattr(place, wrong)
+    monkeypatch.setattr(function_name, wrong)
     *before, failure = measured(part, case)
     assert len(before) < len(right) and failure.ok is False
     assert "WrongResultError" in failure.detail and "are left out" in failure.detail

@@ -79,7 +79,7 @@ def touch(folder: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
+    "layout",
     [
         "agnews",
         "ag",
@@ -89,10 +89,10 @@ def touch(folder: Path, *names: str) -> None:
         "TC/AG-News",
     ],
 )
-def test_tasks_are_found_in_every_layout(tmp_path: Path, place: str) -> None:
-    touch(tmp_path / place, "train.json", "test.json", "dev.json")
+def test_tasks_are_found_in_every_layout(tmp_path: Path, layout: str) -> None:
+    touch(tmp_path / layout, "train.json", "test.json", "dev.json")
     result = locate(Storage.at(tmp_path), {"agnews": folder_names("agnews")}, ["train", "test"], allow_missing=False)
-    assert result["agnews"].folder.uri == str(tmp_path / place)
+    assert result["agnews"].folder.uri == str(tmp_path / layout)
     assert set(result["agnews"].files) == {"train", "dev", "test"}
 
 

@@ -114,9 +114,9 @@ def tweets(count: int) -> list[dict[str, Any]]:
     return [{"input": f"shares {n}", "output": words[n % 3], "instruction": TWEET} for n in range(count)]
 
 
-@pytest.mark.parametrize("place", ["medical.json", "chatdoctor200k.json", "medical/HealthCareMagic-100k.json"])
-def test_medical_questions_in_one_file(tmp_path: Path, place: str) -> None:
-    save(tmp_path / place, questions(40))
+@pytest.mark.parametrize("file_name", ["medical.json", "chatdoctor200k.json", "medical/HealthCareMagic-100k.json"])
+def test_medical_questions_in_one_file(tmp_path: Path, file_name: str) -> None:
+    save(tmp_path / file_name, questions(40))
     stream = opened(root=str(tmp_path), tasks=("medical",), test_fraction=0.15)
     (task,) = stream.tasks
     assert (task.labels, task.metric) == (None, "bertscore")

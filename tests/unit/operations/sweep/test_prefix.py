@@ -31,7 +31,7 @@ MIGU = {"name": "migu"}
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "phases"),
+    ("first", "other", "phases"),
     [
         ({}, {}, 2),
         ({"seed": 1}, {"seed": 2}, 0),
@@ -72,8 +72,8 @@ MIGU = {"name": "migu"}
         ({"method": "slm"}, {"method": {"name": "slm", "router": "keys"}}, 0),
     ],
 )
-def test_how_far_two_runs_agree(one: dict[str, Any], other: dict[str, Any], phases: int) -> None:
-    assert agree(keys(**one), keys(**other)) == phases
+def test_how_far_two_runs_agree(first: dict[str, Any], other: dict[str, Any], phases: int) -> None:
+    assert agree(keys(**first), keys(**other)) == phases
 
 
 @pytest.mark.parametrize(
