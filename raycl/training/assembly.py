@@ -6,6 +6,7 @@ Does not depend on Ray (`raycl.launch.driver` starts workers that call `build`).
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from raycl.backbone import BackboneOptions, identity, load_backbone, load_codec, load_skeleton
 from raycl.data.stream import open_stream
@@ -15,7 +16,6 @@ from raycl.training.definition.task_order import SCHEDULES
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.compilation import compile_layers
 from raycl.training.engines.engine import Engine, TorchEngine
-from raycl.training.engines.fsdp import FSDPEngine, Root, shard
 from raycl.training.optimizers.registry import optimizer_class
 from raycl.training.phase.trainer import OpenEngine
 from raycl.training.setup.checks import make_modifiers
@@ -23,6 +23,9 @@ from raycl.training.setup.fingerprints import inputs_of
 from raycl.training.setup.method_checks import check_language_head
 from raycl.training.setup.run_config import RunConfig, info_of
 from raycl.training.workers.distributed import DistributedContext
+
+if TYPE_CHECKING:
+    from raycl.training.engines.fsdp import Root
 
 
 def build(
@@ -54,6 +57,8 @@ def build(
     root = None
     if is_sharded:
         trains_layers = make(config.method, load_skeleton(chosen, codec), config.seed).trains_backbone
+        from raycl.training.engines.fsdp import shard  # heavy, as DeepSpeed below
+
         root = shard(backbone, world, trains_layers)
     method = make(config.method, backbone, config.seed)
     check_language_head(method)
@@ -90,6 +95,8 @@ def open_engine(
     train = context.train.of_task(phase)
     rates = context.method.config.learning_rates
     if root is not None:
+        from raycl.training.engines.fsdp import FSDPEngine
+
         return FSDPEngine(root, train, steps, world, accumulation, rates)
     if isinstance(context.engine, DeepSpeedConfig):
         from raycl.training.engines.deepspeed import DeepSpeedEngine  # heavy, and needed with DeepSpeed only

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from raycl.backbone import Backbone, Output
 from raycl.methods.capabilities import Constraint
@@ -24,7 +23,15 @@ from raycl.training.optimizers.groups import groups_of, specs_of
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.optimizers.settings import TrainConfig
 from raycl.training.optimizers.state import hold, release, set_state, state_of
-from raycl.training.workers.distributed import DistributedContext, Scattered, load_parameters, own_rows, rows_of, whole
+from raycl.training.workers.distributed import (
+    DistributedContext,
+    Scattered,
+    is_dtensor,
+    load_parameters,
+    own_rows,
+    rows_of,
+    whole,
+)
 from raycl.types import Batch
 
 NONE = Modifiers()
@@ -318,9 +325,9 @@ def weights_of(backbone: Backbone, names: Iterable[str], world: DistributedConte
     """Return the backbone's own parameters as what this worker writes: its rows of those that are shared out, and on
     the first worker all others. Nothing is copied."""
     own = dict(backbone.named_parameters())
-    mine = {name: own[name] for name in names if world.is_first or isinstance(own[name], DTensor)}
-    places = {name: rows_of(value, world) for name, value in mine.items() if isinstance(value, DTensor)}
-    is_part = any(isinstance(parameter, DTensor) for parameter in own.values())
+    mine = {name: own[name] for name in names if world.is_first or is_dtensor(own[name])}
+    places = {name: rows_of(value, world) for name, value in mine.items() if is_dtensor(value)}
+    is_part = any(is_dtensor(parameter) for parameter in own.values())
     return Share({name: own_rows(value) for name, value in mine.items()}, places=places, is_part=is_part)
 
 

@@ -5,6 +5,7 @@ Everything above works the same with one process (no process group) and with man
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -166,8 +167,12 @@ def is_shared_out(tensor: Tensor) -> bool:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether torch shares a tensor out. Its class takes half a second to import, which settings do not wait
-    for."""
+    """Return whether torch shares a tensor out.
+
+    The module of its class takes half a second to import; where nothing has imported it, there is no such tensor.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
