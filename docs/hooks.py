@@ -101,8 +101,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
     """A notebook with its stored outputs as Markdown, and its pictures by name."""
     resources = {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
-    page, found = MarkdownExporter().from_filename(str(path), resources)
-    return page, found["outputs"]
+    page, resources_written = MarkdownExporter().from_filename(str(path), resources)
+    return page, resources_written["outputs"]
 
 
 def included(path: str) -> str:
@@ -119,8 +119,9 @@ def settings_page(title: str, model: type[Section], text: str) -> str:
 
 def _section(group: SettingsGroup) -> str:
     rows = [
-        f"| `{one.path}` | {_cell(one.type)} | {f'`{one.default}`' if one.default else ''} | {_cell(one.description)} |"
-        for one in group.settings
+        f"| `{setting.path}` | {_cell(setting.type)} | {f'`{setting.default}`' if setting.default else ''} | "
+        f"{_cell(setting.description)} |"
+        for setting in group.settings
     ]
     head = ["| setting | type | default | description |", "|---|---|---|---|"]
     title = f"## {_code(group.choice or group.path)}\n\n" if group.path else ""
@@ -176,7 +177,7 @@ def _helps(name: str) -> Iterator[str]:
     names: list[list[str]] = [[]]
     module = cli.load(name)
     if name == "bank":
-        names += [["--bank", "BANK", one] for one in COMMANDS]
+        names += [["--bank", "BANK", command] for command in COMMANDS]
     for words in names:
         title = f"### `{words[-1]}`\n\n" if words else ""
         parse = partial(module.arguments, prog=f"raycl {name}")

@@ -110,7 +110,7 @@ class RayTrain:
                 _fit(trainer)
         except ray.train.TrainingFailedError as error:
             failures = getattr(error, "worker_failures", {}).values()
-            cause = next((one for one in failures if isinstance(one, UnreachableError)), error)
+            cause = next((failure for failure in failures if isinstance(failure, UnreachableError)), error)
             raise_failed(self._prepared, job, cause)
         raise_left(self._prepared, job)
 

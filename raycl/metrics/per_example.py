@@ -1,8 +1,7 @@
 """Per-task scores: predicted texts against reference texts, one number from 0 to 100.
 
-Why it exists: the papers score the same tasks by different rules (whole string, first word, Rouge-L, F1), so each
-rule has a name, its source, and a test. `METRICS` is the table; packages add to it. A task carries one name.
-What it does not know: how predictions were made, the order of tasks, what is done with scores.
+The papers score the same tasks by different rules (whole string, first word, Rouge-L, F1), so each rule has a name, its
+source, and a test. `METRICS` is the table; packages add to it. A task carries one name.
 
 Labels: `exact_match` ignores case and punctuation, as SAPT does, and would take `-1` for `1` and `C++` for `C`. Where
 it cannot tell two labels of a task apart, the task's answers are compared as they are. Published tasks have no such

@@ -19,24 +19,24 @@ NAMES = [name for name in CASES if FULL or name not in SIMILAR]
 
 
 @pytest.fixture(scope="module")
-def found(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Case -> what was found on the CPU and on the pretended device."""
     folder = tmp_path_factory.mktemp("devices")
     fork_server.run([Call("device_runs:main", (folder, NAMES), folder / "log")], LIMIT_S)
-    results: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    results: dict[str, Any] = json.loads((folder / "outcomes.json").read_text())
     return results
 
 
-def test_operations_without_cuda_support_are_refused(found: dict[str, Any]) -> None:
+def test_operations_without_cuda_support_are_refused(outcomes: dict[str, Any]) -> None:
     """Otherwise the tests below could not fail."""
-    refused = found["refused"]
+    refused = outcomes["refused"]
     assert refused and all(refused.values()), refused
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_on_another_device_gives_the_same(found: dict[str, Any], name: str) -> None:
-    assert "error" not in found[name], found[name].get("error")
-    cpu, device = found[name]["cpu"], found[name]["pretend"]
+def test_a_run_on_another_device_gives_the_same(outcomes: dict[str, Any], name: str) -> None:
+    assert "error" not in outcomes[name], outcomes[name].get("error")
+    cpu, device = outcomes[name]["cpu"], outcomes[name]["pretend"]
     assert (cpu["device"], device["device"]) == ("cpu", "pretend:0")
     assert device["drawn"] == [], "what begins at random must begin alike on all devices"
     assert [step for row in device["trace"] for step in row] == pytest.approx(

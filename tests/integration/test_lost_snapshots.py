@@ -244,7 +244,7 @@ METHODS += [("t5", "sapt-prompt"), ("bert", "slm-adapter")]
 @pytest.mark.parametrize(
     ("kind", "method", "harm"),
     sampled(
-        [(*one, harm) for one in METHODS for harm in ("gone", "flip")],
+        [(*method, harm) for method in METHODS for harm in ("gone", "flip")],
         keep=[("bert", "slm", "gone"), ("bert", "slm", "flip"), ("llama", "sapt", "gone"), ("bert", "sapt", "flip")],
     ),
 )

@@ -163,7 +163,9 @@ def test_a_folder_of_files_is_found_from_wherever_workers_run(monkeypatch: pytes
     assert ReflectionConfig(source="file", files="mine").files == str(tmp_path / "mine")
 
 
-@pytest.mark.parametrize(("kind", "ablation"), sampled([(kind, one) for kind in ("bert", "t5") for one in ABLATIONS]))
+@pytest.mark.parametrize(
+    ("kind", "ablation"), sampled([(kind, ablation) for kind in ("bert", "t5") for ablation in ABLATIONS])
+)
 def test_every_ablation_completes_and_resumes(lab: Lab, tmp_path: Path, kind: str, ablation: str) -> None:
     settings = sapt(ablation=ablation, arm={"fraction": 0.5}, selector={"steps": 20})
     config = lab.config(kind, settings, train={"epochs": 2})

@@ -35,7 +35,7 @@ PLACES = {3: "phase000-step0000003", 7: "phase001-step0000003"}
 RUNS = [("bert", "slm"), ("t5", "lora"), ("llama", "sapt"), ("bert", "finetune")]
 
 
-@pytest.mark.parametrize(("kind", "method", "step"), sampled([(*one, step) for one in RUNS for step in PLACES]))
+@pytest.mark.parametrize(("kind", "method", "step"), sampled([(*run, step) for run in RUNS for step in PLACES]))
 def test_a_run_stopped_inside_a_task_resumes_bit_for_bit(
     complete: Complete, tmp_path: Path, kind: str, method: str, step: int
 ) -> None:

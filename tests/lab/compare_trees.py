@@ -6,7 +6,6 @@ The list of runs comes from this tree's registries: every method on every kind o
 optimizers, engines, readings of evaluation, two workers. Each tree has a process of its own, which calls `raycl.train`
 run after run. A run that is there already is not trained again, as long as the tree's package and its config are the
 same. What is compared comes from runs' folders, by what is in a file and not by its name, so that formats may change.
-What it does not know: which differences are intended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How two runs of the same config differ, as their folders say: what `compare_trees.py` prints.
 
 Files are read by what is in them and not by their names, so that two versions of raycl can be compared.
-What it does not know: who trained the runs, and which differences are intended.
 """
 
 from __future__ import annotations

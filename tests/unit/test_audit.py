@@ -24,10 +24,10 @@ def advisory(name: str, *events: dict[str, str], ecosystem: str = "PyPI", **fiel
     }
 
 
-def check(tmp_path: Path, pins: str, *found: dict[str, Any] | bytes) -> int:
+def check(tmp_path: Path, pins: str, *advisories: dict[str, Any] | bytes) -> int:
     (tmp_path / "pins.txt").write_text(pins)
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
-        for index, item in enumerate(found):
+        for index, item in enumerate(advisories):
             archive.writestr(f"{index}.json", item if isinstance(item, bytes) else json.dumps(item))
     return audit.main([str(tmp_path / "all.zip"), "--requirements", str(tmp_path / "pins.txt")])
 

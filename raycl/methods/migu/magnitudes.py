@@ -71,7 +71,7 @@ class OutputMagnitudes:
         self._hook_removers: list[Callable[[], None]] = []
         for (path, part), units in layout.units.items():
             layer: Any = layers[path]
-            own = self.sums[units.place]
+            own = self.sums[units.span]
             if part == "low":
                 layer.low_observer = partial(self._observe_low, units, own)
                 self._hook_removers.append(partial(setattr, layer, "low_observer", None))
@@ -113,7 +113,7 @@ class OutputMagnitudes:
         if self.co_magnitude is not None:
             self.co_magnitude.add((units.path, "output"), y, tokens.weight_BS)
             return
-        y_NO, start = y.reshape(-1, y.shape[-1]), units.place.start
+        y_NO, start = y.reshape(-1, y.shape[-1]), units.span.start
         if start in self._added:
             own_O += summed_magnitude(y_NO, tokens.weight_N, tokens.rows_K)
         else:
@@ -128,7 +128,7 @@ class OutputMagnitudes:
         if self.co_magnitude is not None:
             self.co_magnitude.add((units.path, "low"), h, tokens.weight_BS)
             return
-        start = units.place.start
+        start = units.span.start
         if start in self._added:
             own_R += summed_gated_magnitude(h, gate_BR, tokens.weight_BS, tokens.rows_K)
         else:
@@ -161,4 +161,4 @@ def large_units(layout: Layout, sums_F: Tensor, threshold: float, rule: Rule) ->
     kept_F = torch.zeros(layout.size, dtype=torch.bool, device=sums_F.device)
     for groups in by_size([size for units in layout.units.values() for size in units.groups], sums_F.device):
         groups.choose(sums_F, threshold, rule, kept_F)
-    return {units.path: kept_F[units.place].cpu() for units in layout.units.values()}
+    return {units.path: kept_F[units.span].cpu() for units in layout.units.values()}

@@ -216,9 +216,9 @@ class Migu(GradientModifier):
         for (path, part), units in self._layout.units.items():
             layer, name = layers[path], f"model.{path}.weight"
             own = self._layout.rows.get(name)
-            owned = own is not None and own.place == units.place  # not by a layer that it is tied to
+            owned = own is not None and own.span == units.span  # not by a layer that it is tied to
             if part == "output" and isinstance(layer, nn.Linear) and owned:
-                result[name] = layer, units.place
+                result[name] = layer, units.span
         modules = self.method.backbone.modules()
         uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
         self._sole = {name for name, (layer, _) in result.items() if uses[id(layer.weight)] == 1}

@@ -23,13 +23,13 @@ class LayerUnits:
     """Units of one layer.
 
     Attributes:
-        path: path in the backbone's model. place: slice of the flat vector. side: text whose tokens the layer
+        path: path in the backbone's model. span: slice of the flat vector. side: text whose tokens the layer
             processes.
         groups: sizes of the sets of units that compete: all outputs; or the units of each slot.
     """
 
     path: str
-    place: slice
+    span: slice
     side: Side
     groups: tuple[int, ...]
 
@@ -38,13 +38,13 @@ class LayerUnits:
 class ParameterUnits:
     """A parameter's units: where they lie in the flat vector, and along which of its axes."""
 
-    place: slice
+    span: slice
     axis: int
     dims: int
 
     def on(self, flat_F: Tensor) -> Tensor:
         """Return the part of a flat vector that belongs to the parameter, shaped to broadcast to it."""
-        return flat_F[self.place].view([-1 if axis == self.axis else 1 for axis in range(self.dims)])
+        return flat_F[self.span].view([-1 if axis == self.axis else 1 for axis in range(self.dims)])
 
 
 @dataclass(frozen=True)

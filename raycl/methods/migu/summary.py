@@ -56,7 +56,7 @@ class RowCounts:
         """Compute the phase's summary; counts are dropped."""
         within, whole = self._squared_norms.tolist()
         counts = self._counts.cpu()
-        outputs = {units.path: counts[units.place] for (_, part), units in layout.units.items() if part == "output"}
+        outputs = {units.path: counts[units.span] for (_, part), units in layout.units.items() if part == "output"}
         layers = {path: _most_often(part, self.steps) for path, part in outputs.items()} if self.steps else {}
         self.summary = {
             "steps": self.steps,

@@ -1,7 +1,4 @@
-"""The interface of an optimizer: how it is built, its state, and the parts of parameters that it updates.
-
-What it does not know: engines, methods, names of parameters.
-"""
+"""The interface of an optimizer: how it is built, its state, and the parts of parameters that it updates."""
 
 from __future__ import annotations
 

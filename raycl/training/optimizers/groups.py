@@ -1,7 +1,4 @@
-"""Specifications of trained parameters for an optimizer, and the groups that they form.
-
-What it does not know: methods; which parameters have rates of their own is an argument.
-"""
+"""Specifications of trained parameters for an optimizer, and the groups that they form."""
 
 from __future__ import annotations
 

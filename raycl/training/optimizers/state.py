@@ -1,7 +1,4 @@
-"""The state of an optimizer as named tensors that a checkpoint holds, and updates that must not move some values.
-
-What it does not know: which optimizer it is; names and shapes are those of `OptimizerKind.state`.
-"""
+"""The state of an optimizer as named tensors that a checkpoint holds, and updates that must not move some values."""
 
 from __future__ import annotations
 

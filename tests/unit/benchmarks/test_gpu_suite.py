@@ -135,7 +135,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("part", "case", "function_name", "wrong"), WRONG, ids=[one[0] for one in WRONG])
+@pytest.mark.parametrize(("part", "case", "function_name", "wrong"), WRONG, ids=[case[0] for case in WRONG])
 def test_a_wrong_result_is_a_failure_and_no_figure(
     monkeypatch: pytest.MonkeyPatch, part: str, case: str, function_name: str, wrong: Any
 ) -> None:

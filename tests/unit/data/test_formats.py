@@ -142,7 +142,7 @@ READ_AS: list[tuple[str, str | bytes, list[tuple[str, str]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "pairs", "note"), READ_AS, ids=[one[0] for one in READ_AS])
+@pytest.mark.parametrize(("name", "content", "pairs", "note"), READ_AS, ids=[case[0] for case in READ_AS])
 def test_what_programs_write_is_read_and_says_how(
     tmp_path: Path, name: str, content: str | bytes, pairs: list[tuple[str, str]], note: str
 ) -> None:

@@ -99,7 +99,7 @@ def test_rows_of_b_alone_make_other_clusters_than_the_merged_weight(lab: Lab) ->
         collected[way] = weight_clusters(started.migu._layout, layers, 4, 0, alone=way == "lora_b")
         units = next(units for (_, part), units in started.migu._layout.units.items() if part == "output")
         if way == "lora_b":
-            assert torch.equal(collected[way][units.place], balanced_kmeans(layers[units.path].lora_B.detach(), 4, 0))
+            assert torch.equal(collected[way][units.span], balanced_kmeans(layers[units.path].lora_B.detach(), 4, 0))
     assert not torch.equal(collected["weight"], collected["lora_b"])
 
 
@@ -109,8 +109,8 @@ def test_members_share_a_bit(lab: Lab) -> None:
     clusters = started.migu._clusters
     assert clusters is not None
     for units in started.migu._layout.units.values():
-        bits, own = started.mask()[units.place], clusters[units.place]
+        bits, own = started.mask()[units.span], clusters[units.span]
         of_cluster = torch.stack([bits[own == number].float().mean() for number in range(8)])
         assert set(of_cluster.tolist()) == {0.0, 1.0}
         assert int((of_cluster == 0).sum()) == masked_count(0.5, 8)
-        assert not torch.equal(bits, kept(started.migu._magnitudes.sums[units.place].unsqueeze(0), 0.5, "floor")[0])
+        assert not torch.equal(bits, kept(started.migu._magnitudes.sums[units.span].unsqueeze(0), 0.5, "floor")[0])

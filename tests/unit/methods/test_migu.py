@@ -90,7 +90,7 @@ def test_only_real_tokens_of_real_examples_count(lab: Lab, kind: str, path: str,
         lengths = (batch.source_mask.sum(1) + (batch.target_ids != IGNORE).sum(1)).unsqueeze(1)
         real = torch.arange(int(lengths.max())) < lengths
     expected = by_hand(started, path, batch, real & (batch.weight > 0).unsqueeze(1))
-    units_slice = started.migu._layout.units[path, "output"].place
+    units_slice = started.migu._layout.units[path, "output"].span
     result = started.magnitudes(batch)[units_slice]
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     alone = sum(started.magnitudes(started.batch([row]))[units_slice] for row in (0, 1, 5))
@@ -103,7 +103,7 @@ def test_pads_count_on_demand(lab: Lab, kind: str, path: str, side: str) -> None
     batch = started.batch([0, 1, 5], size=5)
     assert side == "source" and not batch.source_mask.all()
     everywhere = torch.ones_like(batch.source_mask, dtype=torch.bool) & (batch.weight > 0).unsqueeze(1)
-    result = started.magnitudes(batch)[started.migu._layout.units[path, "output"].place]
+    result = started.magnitudes(batch)[started.migu._layout.units[path, "output"].span]
     torch.testing.assert_close(result, by_hand(started, path, batch, everywhere), rtol=1e-5, atol=1e-5)
 
 
@@ -119,11 +119,11 @@ def test_sign_does_not_matter_and_tokens_do_not_cancel(lab: Lab) -> None:
     units = started.migu._layout.units["encoder.layer.0.attention.self.query", "output"]
     layer = started.parts.backbone.model.get_submodule(units.path)
     batch = started.batch([0, 1])
-    first = started.magnitudes(batch)[units.place]
+    first = started.magnitudes(batch)[units.span]
     with torch.no_grad():
         layer.weight.neg_()
         layer.bias.neg_()
-    assert torch.equal(started.magnitudes(batch)[units.place], first)
+    assert torch.equal(started.magnitudes(batch)[units.span], first)
     started.migu.begin_step(1, 1, lambda tensor: tensor)
     started.migu._magnitudes._real, started.migu._magnitudes._counts = (
         {"source": torch.ones(1, 2, dtype=torch.bool)},
@@ -131,9 +131,9 @@ def test_sign_does_not_matter_and_tokens_do_not_cancel(lab: Lab) -> None:
     )
     magnitudes = started.migu._magnitudes
     magnitudes._observe_output(
-        units, magnitudes.sums[units.place], layer, None, torch.tensor([3.0, -3.0]).view(1, 2, 1).expand(1, 2, 32)
+        units, magnitudes.sums[units.span], layer, None, torch.tensor([3.0, -3.0]).view(1, 2, 1).expand(1, 2, 32)
     )
-    assert started.migu._magnitudes.sums[units.place].tolist() == [6.0] * 32
+    assert started.migu._magnitudes.sums[units.span].tolist() == [6.0] * 32
 
 
 def test_evaluation_and_recomputation_do_not_count(lab: Lab) -> None:
@@ -178,7 +178,7 @@ def test_the_head_is_masked_on_demand(lab: Lab, kind: str, name: str) -> None:
     started = Started(lab, kind, include_lm_head=True)
     assert name in started.migu._layout.rows
     batch, backbone = started.batch([0, 1, 5], size=5), started.parts.backbone
-    result = started.magnitudes(batch)[started.migu._layout.units["lm_head", "output"].place]
+    result = started.magnitudes(batch)[started.migu._layout.units["lm_head", "output"].span]
     backbone.every_position = True  # prompts' tokens count too, though their logits carry no loss
     real = backbone.real_tokens(batch)[backbone.side("lm_head")]
     torch.testing.assert_close(result, by_hand(started, "lm_head", batch, real), rtol=1e-5, atol=1e-5)
@@ -193,7 +193,7 @@ def test_masked_rows_have_no_gradient_and_do_not_move(lab: Lab) -> None:
         after, rows = started.values(), started.migu._layout.rows
         assert any(name.endswith(".bias") for name in rows) is bias
         for name, own in rows.items():
-            still = ~started.mask()[own.place]
+            still = ~started.mask()[own.span]
             moved = (after[name] != before[name]).flatten(1).any(1) if own.dims == 2 else after[name] != before[name]
             assert int(still.sum()) == masked_count(0.5, len(still))
             assert not moved[still].any()
@@ -219,9 +219,9 @@ def test_adam_moves_masked_rows_by_momentum_unless_the_update_is_masked(lab: Lab
         for keeps_first in (True, False):
             started.migu.begin_step(1, 1, lambda tensor: tensor)
             mask = started.migu._mask.zero_()
-            mask[own.place][: own.place.stop - own.place.start] = False
-            mask[own.place.start] = keeps_first
-            mask[own.place.start + 1] = not keeps_first
+            mask[own.span][: own.span.stop - own.span.start] = False
+            mask[own.span.start] = keeps_first
+            mask[own.span.start + 1] = not keeps_first
             started.migu._masked_rows.copy_(~mask)
             for parameter in started.engine.trained.values():  # type: ignore[attr-defined]
                 parameter.grad = torch.ones_like(parameter)
@@ -241,7 +241,7 @@ def test_mask_update_holds_against_weight_decay(lab: Lab) -> None:
         started = Started(lab, mask_update=mask_update, train={"weight_decay": 0.5})
         before = started.values()[name]
         started.step(started.batch([0, 1]))
-        still = ~started.mask()[started.migu._layout.rows[name].place]
+        still = ~started.mask()[started.migu._layout.rows[name].span]
         assert torch.equal(started.values()[name][still], before[still]) is mask_update
 
 

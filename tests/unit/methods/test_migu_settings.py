@@ -41,11 +41,11 @@ def test_lora_masks_a_by_its_units_and_b_by_the_whole_output(lab: Lab) -> None:
     sums = started.magnitudes(batch)
     handle.remove()
     x, real = inputs[0], (batch.source_mask > 0).unsqueeze(-1)
-    low, output = (started.migu._layout.units[path, part].place for part in ("low", "output"))  # type: ignore[index]
+    low, output = (started.migu._layout.units[path, part].span for part in ("low", "output"))  # type: ignore[index]
     torch.testing.assert_close(sums[low], 4 * ((x @ layer.lora_A.T).abs() * real).sum((0, 1)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(sums[output], (layer.base(x).abs() * real).sum((0, 1)), rtol=1e-4, atol=1e-4)
     rows = started.migu._layout.rows
-    assert rows[f"model.{path}.lora_A"].place == low and rows[f"model.{path}.lora_B"].place == output
+    assert rows[f"model.{path}.lora_A"].span == low and rows[f"model.{path}.lora_B"].span == output
     assert int(started.mask()[low].sum()) == 3 and int(started.mask()[output].sum()) == 32 - 22
     assert f"model.{path}.base.weight" not in rows
 
@@ -57,7 +57,7 @@ def test_every_slot_of_slm_competes_by_itself(lab: Lab) -> None:
     for (_, part), units in started.migu._layout.units.items():
         if part == "low":
             assert units.groups == (4, 4, 4, 4)
-            assert started.mask()[units.place].view(4, 4).sum(1).tolist() == [2, 2, 2, 2]
+            assert started.mask()[units.span].view(4, 4).sum(1).tolist() == [2, 2, 2, 2]
 
 
 def test_gpt2_keeps_its_weights_the_other_way_round(lab: Lab) -> None:
@@ -68,7 +68,7 @@ def test_gpt2_keeps_its_weights_the_other_way_round(lab: Lab) -> None:
     name = "model.transformer.h.0.mlp.c_fc.weight"
     own = started.migu._layout.rows[name]
     moved = (started.values()[name] != before[name]).any(0)
-    still = ~started.mask()[own.place]
+    still = ~started.mask()[own.span]
     assert own.axis == 1 and not moved[still].any() and moved[~still].any()
 
 
@@ -82,8 +82,8 @@ def test_the_control_draws_as_many_rows_anew_in_every_step(lab: Lab) -> None:
         train_step(started.engine, started.parts.method, [started.batch([0, 1])], WORLD, seed, started.parts.modifiers)
         masks.append(started.mask())
     for units in started.migu._layout.units.values():
-        size = units.place.stop - units.place.start
-        assert int((~masks[0][units.place]).sum()) == masked_count(0.7, size)
+        size = units.span.stop - units.span.start
+        assert int((~masks[0][units.span]).sum()) == masked_count(0.7, size)
     assert not torch.equal(masks[0], masks[1]) and torch.equal(masks[1], masks[2])
 
 
