@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from raycl.config import Tree
@@ -24,7 +22,7 @@ from raycl.errors import RunError
 from raycl.metrics.run_results import backbone_of, method_of, stream_of
 from raycl.operations.report.output_rows_by_task import TaskRows, unpacked_rows
 from raycl.operations.report.run_comparison import Spread, grouped
-from raycl.operations.report.tables import NOTHING, render
+from raycl.operations.report.tables import grid, points, render
 
 UNTRAINED, ALL = "untrained", "all layers"
 
@@ -117,15 +115,12 @@ def _rows_of(measured: Mapping[str, Tree], model: str) -> TaskRows:
 
 def probe_table(probes: Probes) -> str:
     """Return the table of layer kinds by models: percent of large outputs that two tasks share, mean over pairs."""
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("layers")
-    for model in probes.models:
-        runs = f", {len(model.runs)} runs" if len(model.runs) > 1 and model.title != UNTRAINED else ""
-        table.add_column(f"{model.title}{runs}", justify="right")
+    runs = [f", {len(m.runs)} runs" if len(m.runs) > 1 and m.title != UNTRAINED else "" for m in probes.models]
+    table = grid(["layers", *(f"{model.title}{more}" for model, more in zip(probes.models, runs, strict=True))])
     for kind, paths in probes.kinds.items():
         if kind == ALL:
             table.add_section()
-        table.add_row(f"{kind} ({len(paths)})", *(_cell(model.mean_overlap(paths)) for model in probes.models))
+        table.add_row(f"{kind} ({len(paths)})", *(points(model.mean_overlap(paths)) for model in probes.models))
     head = (
         f"large outputs that two tasks share, in percent, mean over pairs of {len(probes.models[0].tasks)} tasks, "
         f"{probes.rows} texts each: {probes.title}"
@@ -145,9 +140,3 @@ def probe_csv(probes: Sequence[Probes]) -> str:
                 numbers = [None, None] if spread is None else [spread.mean, spread.std]
                 writer.writerow([probe.title, model.title, len(model.runs), kind, len(paths), *numbers, probe.chance])
     return text.getvalue()
-
-
-def _cell(spread: Spread | None) -> str:
-    if spread is None:
-        return NOTHING
-    return f"{spread.mean:.1f}" if spread.std is None else f"{spread.mean:.1f} ± {spread.std:.1f}"

@@ -1,12 +1,9 @@
-"""Text tables of runs: the accuracy matrix and the routing of one, the comparison of several.
-
-The first look at a run is in a terminal or a log.
-"""
+"""Text tables of runs: the accuracy matrix and the routing of one, the comparison of several."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
@@ -78,23 +75,19 @@ def comparison_table(results: Sequence[Tree]) -> str:
     lines = compare(results)
     shown = points_of(lines)
     printed = {name for name in shown if has_published(lines, name)}
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    for column in ("method", "stream", "backbone"):
-        table.add_column(column)
-    points = [title for name in shown for title in ([shown[name], PUBLISHED] if name in printed else [shown[name]])]
-    for column in ("runs", *points, "time", "tokens/s"):
-        table.add_column(column, justify="right")
+    heads = [title for name in shown for title in ([shown[name], PUBLISHED] if name in printed else [shown[name]])]
+    table = grid(["method", "stream", "backbone", "runs", *heads, "time", "tokens/s"], left=3)
     for line in lines:
         method = f"{line.method} ({line.settings})" if line.settings else line.method
-        points = [cell for name in shown for cell in _beside_published(line, name, printed)]
+        scores = [cell for name in shown for cell in _beside_published(line, name, printed)]
         cost = [_duration(line.numbers["wall_s"]), _rate(line.numbers["tokens_per_s"])]
-        table.add_row(method, line.stream, line.backbone, str(line.runs), *points, *cost)
+        table.add_row(method, line.stream, line.backbone, str(line.runs), *scores, *cost)
     sources = dict.fromkeys(line.source for line in lines if line.source)
     return render(Group(table, *(Text(f"{PUBLISHED}: {source}") for source in sources)))
 
 
 def _beside_published(line: Line, name: str, printed: Collection[str]) -> list[str]:
-    own = _points(line.numbers.get(name))
+    own = points(line.numbers.get(name))
     return [own, _number(line.published.get(name), ".2f")] if name in printed else [own]
 
 
@@ -110,12 +103,8 @@ def routing_table(result: Tree) -> str:
     if routing.novelty:
         columns["novelty"] = routing.novelty
         notes.append("novelty: how well its texts stood out before it was learned (AUROC, 50 is chance)")
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("")
-    for title in columns:
-        table.add_column(title, justify="right")
-    for task in routing.tasks:
-        table.add_row(task, *(_number(column.get(task)) for column in columns.values()))
+    rows = ([task, *(_number(column.get(task)) for column in columns.values())] for task in routing.tasks)
+    table = grid(["", *columns], rows)
     table.add_section()
     table.add_row("mean", *(_number(mean_of(column)) for column in columns.values()))
     head = f"dev texts that find their task, in percent: {title_of(result)}"
@@ -132,14 +121,8 @@ def routing_comparison(results: Sequence[Tree]) -> str:
         (settings, members, [RouterSummary.of(result) for result in members]) for settings, members in grouped(results)
     ]
     tasks = list(dict.fromkeys(task for _, _, group in groups for routing in group for task in routing.tasks))
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    for column in ("method", "stream", "backbone"):
-        table.add_column(column)
-    table.add_column("runs", justify="right")
-    for column in ("router", "used"):
-        table.add_column(column)
-    for column in [*short_names(tasks, 14 if len(tasks) <= 6 else 8), "mean"]:
-        table.add_column(column, justify="right")
+    table = grid(["method", "stream", "backbone", "runs", "router", "used", *_heads(tasks), "mean"], left=6)
+    table.columns[3].justify = "right"
     for settings, members, group in groups:
         first = members[0]
         method = f"{method_of(first)} ({settings})" if settings else method_of(first)
@@ -160,10 +143,7 @@ def output_rows_table(result: Tree) -> str:
         RunError: the run had no modifier that keeps rows.
     """
     kept = OutputRows.of(result)
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("")
-    for name in [*short_names(kept.tasks, 14 if len(kept.tasks) <= 6 else 8), "norm kept"]:
-        table.add_column(name, justify="right")
+    table = grid(["", *_heads(kept.tasks), "norm kept"])
     for task, row, norm, masked in zip(kept.tasks, kept.overlap(), kept.norm_kept, kept.masked, strict=True):
         table.add_row(task if masked else f"{task} (not masked)", *map(_number, row), _number(norm))
     head = f"rows kept most often that another task kept too, in percent, mean over {len(kept.layers)} layers"
@@ -182,10 +162,7 @@ def attention_table(result: Tree) -> str:
     parts: list[RenderableType] = []
     maps = {"when it was learned": attention.train, "at the end (test texts)": attention.test}
     for when, weights in maps.items():
-        table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-        table.add_column("")
-        for name in [*short_names(attention.keys, 14 if len(attention.keys) <= 6 else 8), "moved"]:
-            table.add_column(name, justify="right")
+        table = grid(["", *_heads(attention.keys), "moved"])
         for task, row in weights.items():
             cells = [_number(100 * weight) for weight in row]
             table.add_row(task, *cells, _number(moved.get(task)) if when.startswith("at") else "")
@@ -211,12 +188,7 @@ def metrics_line(result: Tree) -> str:
 
 
 def _matrix(result: Tree) -> RenderableType:
-    tasks = tasks_of(result)
-    names = short_names(tasks, 14 if len(tasks) <= 6 else 8)
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("")
-    for name in names:
-        table.add_column(name, justify="right")
+    table = grid(["", *_heads(tasks_of(result))])
     bare = untrained_of(result)
     if bare is not None:
         table.add_row("untrained", *map(_number, values_of(bare)[0]))
@@ -233,7 +205,6 @@ def _matrix(result: Tree) -> RenderableType:
 
 
 def _add_limits(table: Table, limits: Sequence[tuple[float, float] | None]) -> None:
-    """Add the 95 % intervals of the row above, if it has any."""
     if any(limits):
         table.add_row("95 % interval", *("" if pair is None else f"{pair[0]:.1f}–{pair[1]:.1f}" for pair in limits))
 
@@ -249,15 +220,9 @@ def _other_row(result: Tree) -> list[RenderableType]:
 
 
 def _accuracies(result: Tree) -> list[RenderableType]:
-    """Return scores and the accuracies beside them after the last phase, with the means of the first and last two
-    tasks."""
     if not averages_of(result, "accuracy"):
         return []
-    tasks = tasks_of(result)
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("at the end")
-    for name in [*short_names(tasks, 14 if len(tasks) <= 6 else 8), "mean", "first two", "last two"]:
-        table.add_column(name, justify="right")
+    table = grid(["at the end", *_heads(tasks_of(result)), "mean", "first two", "last two"])
     for number, row in (("score", values_of(result)[-1]), ("accuracy", last_accuracies(result))):
         means = averages_of(result, number)
         table.add_row(number, *map(_number, [*row, means["all"], means["first_two"], means["last_two"]]))
@@ -270,26 +235,19 @@ def _revision(result: Tree) -> list[RenderableType]:
     if revision is None:
         return []
     task, scores = revision
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column(f"{task} learned again")
-    for name in short_names(list(scores), 14 if len(scores) <= 6 else 8):
-        table.add_column(name, justify="right")
-    for row, index in (("before", 0), ("after", 1)):
-        table.add_row(row, *(_number(pair[index]) for pair in scores.values()))
-    changes = (None if old is None or new is None else new - old for old, new in scores.values())
-    table.add_row("difference", *map(_number, changes))
-    return [table]
+    before, after = zip(*scores.values(), strict=True)
+    changes = [None if old is None or new is None else new - old for old, new in scores.values()]
+    rows = {"before": before, "after": after, "difference": changes}
+    return [
+        grid([f"{task} learned again", *_heads(scores)], ([name, *map(_number, row)] for name, row in rows.items()))
+    ]
 
 
 def _unseen(result: Tree) -> list[RenderableType]:
-    """Return scores of the tasks that were never trained, and their mean."""
     scores = unseen_of(result)
     if not scores:
         return []
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("")
-    for name in [*short_names(list(scores), 14 if len(scores) <= 6 else 8), "mean"]:
-        table.add_column(name, justify="right")
+    table = grid(["", *_heads(scores), "mean"])
     bare = untrained_of(result)
     rows = {"never trained": result} if bare is None else {"untrained": bare, "never trained": result}
     for name, run_result in rows.items():
@@ -300,17 +258,11 @@ def _unseen(result: Tree) -> list[RenderableType]:
 
 
 def _unseen_types(rows: Mapping[str, Tree]) -> list[RenderableType]:
-    """Return the means of unseen tasks by type, where types are known."""
     types = list(dict.fromkeys(name for result in rows.values() for name in unseen_types(result)))
     if not types:
         return []
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("by type")
-    for name in types:
-        table.add_column(name, justify="right")
-    for title, result in rows.items():
-        table.add_row(title, *(_number(unseen_types(result).get(name)) for name in types))
-    return [table]
+    lines = ([title, *(_number(unseen_types(result).get(name)) for name in types)] for title, result in rows.items())
+    return [grid(["by type", *types], lines)]
 
 
 def _routing(result: Tree) -> list[RenderableType]:
@@ -336,7 +288,7 @@ def _routing_rows(group: Sequence[RouterSummary], tasks: Sequence[str]) -> list[
         used = "" if not uses else "*" if uses == len(group) else f"{uses} of {len(group)}"
         cells = [Spread.over([routing.found[kind].get(task) for routing in group]) for task in tasks]
         mean = Spread.over([mean_of(routing.found[kind]) for routing in group])
-        rows.append([title, used, *map(_points, [*cells, mean])])
+        rows.append([title, used, *map(points, [*cells, mean])])
     return rows
 
 
@@ -354,7 +306,6 @@ def _width(blocks: Sequence[Sequence[str]]) -> int:
 
 
 def _beside(blocks: Sequence[Sequence[str]]) -> str:
-    """Join blocks of lines next to each other, tops aligned."""
     padded = [[set_cell_size(line, _width([block])) for line in block] for block in blocks]
     blanks = [" " * _width([block]) for block in blocks]
     rows = range(max(map(len, padded)))
@@ -364,7 +315,8 @@ def _beside(blocks: Sequence[Sequence[str]]) -> str:
     return "\n".join(GAP.join(parts).rstrip() for parts in picked)
 
 
-def _points(spread: Spread | None) -> str:
+def points(spread: Spread | None) -> str:
+    """Return a mean ± its standard deviation."""
     if spread is None:
         return NOTHING
     return f"{spread.mean:.1f}" if spread.std is None else f"{spread.mean:.1f} ± {spread.std:.1f}"
@@ -386,6 +338,20 @@ def _duration(spread: Spread | None) -> str:
         return f"{spread.mean:.1f} s"
     minutes, seconds = divmod(round(spread.mean), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def grid(titles: Sequence[str], rows: Iterable[Sequence[str]] = (), left: int = 1, heading: str | None = None) -> Table:
+    """Return a table whose first `left` columns are of words, and the others of numbers."""
+    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if number < left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _heads(tasks: Collection[str]) -> list[str]:
+    return short_names(list(tasks), 14 if len(tasks) <= 6 else 8)
 
 
 def render(content: RenderableType) -> str:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from raycl.config import Tree
 from raycl.errors import RunError
 from raycl.operations.report.plots import COLOUR_MAP, COLOURS, new_figure, save_png
-from raycl.operations.report.sweeps.sweep_tables import text
+from raycl.operations.report.sweeps.sweep_tables import last_parts, text
 
 PANEL, HEIGHT = 3.2, 3.0
 """Inches of one setting's panel."""
@@ -44,7 +44,7 @@ def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
     """
     rows = done_rows(summary)
     paths, same = varied(summary["paths"], rows)
-    titles = [*map(_short, paths), *summary["metric"]]
+    titles = [*map(last_parts, paths), *summary["metric"]]
     columns = [Column.of([row["settings"].get(setting_path) for row in rows]) for setting_path in paths]
     columns += [Column.of([row["scores"][index] for row in rows]) for index in range(len(summary["metric"]))]
     figure = new_figure(max(5.0, 1.7 * len(columns)), 4.2)
@@ -86,7 +86,7 @@ def sensitivity(summary: Tree, path: str | Path) -> Path:
         if setting_path in NOMINAL:
             values = list(map(text, values))
         draw_setting(axes, values, [row["scores"][0] for row in rows], kinds if is_numeric(values) else None)
-        axes.set_xlabel(_short(setting_path), fontsize=9)
+        axes.set_xlabel(last_parts(setting_path), fontsize=9)
     panels[0].set_ylabel(summary["metric"][0], fontsize=9)
     figure.tight_layout(rect=(0, 0, 1, 0.94) if same else None)
     _note(figure, same)
@@ -138,7 +138,9 @@ def varied(paths: Sequence[str], rows: Sequence[Tree]) -> tuple[list[str], list[
     different = [path for path in paths if len(values_by_path[path]) > 1]
     if not different:
         return list(paths), []
-    return different, [f"{_short(path)} {next(iter(values_by_path[path]))}" for path in paths if path not in different]
+    return different, [
+        f"{last_parts(path)} {next(iter(values_by_path[path]))}" for path in paths if path not in different
+    ]
 
 
 def _note(figure: Figure, same: Sequence[str]) -> None:
@@ -220,22 +222,15 @@ def draw_setting(
     places = list(values) if numeric else [names.index(text(value)) for value in values]
     aside = _aside(places, scores, numeric and is_wide(values))
     scores_by_kind: dict[str, dict[float, list[float]]] = {}
-    for kind, setting_value, score in zip(kinds or [""] * len(scores), places, scores, strict=True):
+    kind_of = kinds or [""] * len(scores)
+    for kind, setting_value, score in zip(kind_of, places, scores, strict=True):
         scores_by_kind.setdefault(kind, {}).setdefault(setting_value, []).append(score)
     for number, (kind, by_place) in enumerate(scores_by_kind.items()):
         means = sorted((setting_value, fmean(some)) for setting_value, some in by_place.items())
-        at, mean = [setting_value for setting_value, _ in means], [value for _, value in means]
-        mine = [
-            setting_value
-            for setting_value in range(len(scores))
-            if (kinds or [""] * len(scores))[setting_value] == kind
-        ]
-        axes.scatter(
-            [aside[setting_value] for setting_value in mine],
-            [scores[setting_value] for setting_value in mine],
-            color=COLOURS[number if kinds else 5],
-            s=16,
-        )
+        at, mean = zip(*means, strict=True)
+        mine = [trial for trial, own in enumerate(kind_of) if own == kind]
+        colour = COLOURS[number if kinds else 5]
+        axes.scatter([aside[trial] for trial in mine], [scores[trial] for trial in mine], color=colour, s=16)
         if numeric:
             axes.plot(at, mean, color=COLOURS[number], linewidth=1.4, label=kind or None)
         else:
@@ -285,7 +280,3 @@ def _together(rows: Iterable[Tree]) -> dict[tuple[float, float], list[int]]:
 
 def _points(rows: Sequence[Tree]) -> tuple[list[float], list[float]]:
     return [row["scores"][0] for row in rows], [row["scores"][1] for row in rows]
-
-
-def _short(path: str) -> str:
-    return ".".join(path.split(".")[-2:])

@@ -1,7 +1,4 @@
-"""Tables of a sweep: its trials, means over seeds or orders, and the same as CSV.
-
-The best settings come first, with the cost of each, so that no run needs to be opened.
-"""
+"""Tables of a sweep: its trials, the best first, means over seeds or orders, and the same as CSV."""
 
 from __future__ import annotations
 
@@ -9,21 +6,18 @@ import io
 import json
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from raycl.config import Tree
 from raycl.data.sources.spreadsheets import SpreadsheetWriter
-from raycl.operations.report.tables import render
+from raycl.operations.report.tables import grid, render
 
 
 def sweep_table(summary: Tree) -> str:
     """Return a table with a line for each trial, best first; over several metrics, those of the Pareto front are
     marked."""
-    table = _table(f"{summary['name']}")
     paths = summary["paths"]
-    for title in ("trial", *map(_last, paths), "tasks", *summary["metric"], "AP", "F.Ra", "s", ""):
-        table.add_column(title, justify="left" if title in map(_last, paths) else "right")
+    titles = ["trial", *map(last_parts, paths), "tasks", *summary["metric"], "AP", "F.Ra", "s", ""]
+    table = grid(titles, left=1 + len(paths), heading=f"{summary['name']}")
+    table.columns[0].justify = "right"
     for row in summary["rows"]:
         mark = _mark(row, summary)
         cells = [text(row["settings"].get(path)) for path in paths]
@@ -37,10 +31,9 @@ def sweep_table(summary: Tree) -> str:
 
 def group_table(summary: Tree) -> str:
     """Return a table with a line for all trials that differ in `over` alone: mean and standard deviation."""
-    table = _table(f"{summary['name']}, over {', '.join(summary['over'])}")
     paths = [path for path in summary["paths"] if path not in summary["over"]]
-    for title in (*map(_last, paths), "trials", *summary["metric"]):
-        table.add_column(title, justify="left" if title in map(_last, paths) else "right")
+    heading = f"{summary['name']}, over {', '.join(summary['over'])}"
+    table = grid([*map(last_parts, paths), "trials", *summary["metric"]], left=len(paths), heading=heading)
     for group in summary["groups"]:
         cells = [text(group["settings"].get(path)) for path in paths]
         pairs = zip(group["means"], group["spreads"], strict=True)
@@ -95,10 +88,6 @@ def _spread(mean: float | None, spread: float | None) -> str:
     return number(mean) if spread is None else f"{number(mean)} ± {spread:.2f}"
 
 
-def _last(path: str) -> str:
+def last_parts(path: str) -> str:
     """Return the last two parts of a dotted path, for a table."""
     return ".".join(path.split(".")[-2:])
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
