@@ -13,7 +13,7 @@ from raycl import config as configs
 from raycl.errors import ConfigError, RunError
 from raycl.methods.modifier import Modifiers
 from raycl.metrics.run_results import read_results
-from raycl.operations.report.output_rows import OutputRows
+from raycl.operations.report.phase_summaries import OutputRows
 from raycl.operations.report.tables import output_rows_table
 from raycl.storage import Storage
 from raycl.storage.records import hashed

@@ -19,7 +19,7 @@ from raycl.data.stream import open_stream
 from raycl.errors import ConfigError, RunError
 from raycl.launch import prepared_run
 from raycl.launch.probe import FILE, ProbeSettings, probe
-from raycl.operations.report.output_rows_by_task import unpacked_rows
+from raycl.operations.report.phase_summaries import unpacked_rows
 from raycl.storage import Storage
 from raycl.storage.records import hashed
 

@@ -23,7 +23,7 @@ from raycl.methods.base import activate, activate_batch
 from raycl.methods.slm.slm import Slm
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import evaluate, forget
-from raycl.operations.report.routing_tables import RouterSummary
+from raycl.operations.report.phase_summaries import RouterSummary
 from raycl.routing.memory_slots.slots import SlotRouter
 from raycl.serve.offline.model import OfflineModel
 from raycl.storage import Storage

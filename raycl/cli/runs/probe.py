@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
 
     folders = [folder.address for root in options.runs for folder in run_folders(root)]
     from raycl.launch.probe import ProbeSettings, probe
-    from raycl.operations.report.output_row_plots import probe_maps
     from raycl.operations.report.output_row_probe import probe_csv, probe_table, probes_of
+    from raycl.operations.report.plots import probe_maps
 
     settings = ProbeSettings(options.rows, options.threshold)
     measured = [probe(folder, settings, options.set, options.again) for folder in folders]

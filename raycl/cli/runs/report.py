@@ -44,11 +44,9 @@ def run(options: argparse.Namespace) -> int:
     from raycl.metrics.run_results import find_results
 
     results = [result for root in options.runs for result in find_results(root)]
-    from raycl.operations.report.attention_plots import attention_maps
-    from raycl.operations.report.attention_tables import has_attention
-    from raycl.operations.report.plots import heatmaps
+    from raycl.operations.report.phase_summaries import has_attention, has_routing
+    from raycl.operations.report.plots import attention_maps, heatmaps
     from raycl.operations.report.router_plots import router_maps
-    from raycl.operations.report.routing_tables import has_routing
     from raycl.operations.report.run_comparison import runs_to_csv, to_csv
     from raycl.operations.report.tables import comparison_table, routing_comparison, tables_of
 

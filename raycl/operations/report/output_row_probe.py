@@ -20,7 +20,7 @@ from raycl.config import Tree
 from raycl.data.sources.spreadsheets import SpreadsheetWriter
 from raycl.errors import RunError
 from raycl.metrics.run_results import backbone_of, method_of, stream_of
-from raycl.operations.report.output_rows_by_task import TaskRows, unpacked_rows
+from raycl.operations.report.phase_summaries import TaskRows, unpacked_rows
 from raycl.operations.report.run_comparison import Spread, grouped
 from raycl.operations.report.tables import grid, points, render
 

@@ -1,9 +1,7 @@
-"""Pictures of runs: the accuracy matrix as a heat map.
+"""Pictures of runs as heat maps: accuracy matrices, attention, and the overlap of large outputs.
 
-Forgetting is seen at a glance in a picture and hardly in a column of numbers.
-
-Colours: viridis for heat maps, Okabe and Ito's eight for lines, both
-readable with colour-vision deficiencies and in grey print.
+Colours: viridis for heat maps, Okabe and Ito's eight for lines, both readable with colour-vision deficiencies and in
+grey print.
 """
 
 from __future__ import annotations
@@ -24,6 +22,9 @@ from numpy.typing import NDArray
 from raycl.config import Tree
 from raycl.errors import RunError
 from raycl.metrics.run_results import metric_of, short_names, tasks_of, title_of, values_of
+from raycl.operations.report.output_row_probe import ALL, Probes
+from raycl.operations.report.phase_summaries import AttentionWeights
+from raycl.operations.report.run_comparison import labels
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
 SCALE = Normalize(0, 100)
@@ -32,6 +33,9 @@ PIXELS_PER_INCH = 150
 CELL_WIDTH, CELL_HEIGHT = 0.56, 0.42
 """Inches of a cell: three digits and a point fit."""
 MOST_PANELS = 12
+MOST_RUNS, MOST_TASKS = 6, 40
+ATTENTION_ABOVE, ATTENTION_BELOW, PROBE_ABOVE, PROBE_BELOW = 0.6, 0.8, 1.0, 1.1
+"""Inches above the maps of a run for titles, and below them for names."""
 MARGIN = 1.3
 """Inches left of a matrix, for the names of its rows."""
 
@@ -130,3 +134,72 @@ def save_png(figure: Figure, path: str | Path) -> Path:
     with rc_context({"text.parse_math": False}):
         figure.savefig(target, format="png", bbox_inches="tight")
     return target
+
+
+def attention_maps(results: Sequence[Tree], path: str | Path) -> Path:
+    """Draw one row per run as a PNG at `path`: mean weights in percent when each task was learned, and at the end.
+
+    Raises:
+        RunError: no results, more than `MOST_RUNS`, a run without attention or with more than `MOST_TASKS` tasks.
+    """
+    if not 0 < len(results) <= MOST_RUNS:
+        raise RunError(f"a picture of attention in {len(results)} runs cannot be read: give between 1 and {MOST_RUNS}")
+    attention = [AttentionWeights.of(result) for result in results]
+    most = max(len(run.keys) for run in attention)
+    if most > MOST_TASKS:
+        raise RunError(f"a picture of attention to {most} tasks cannot be read: give runs of at most {MOST_TASKS}")
+    widths = [CELL_WIDTH * len(run.keys) for run in attention]
+    heights = [CELL_HEIGHT * max(len(run.train), len(run.test), 1) for run in attention]
+    second = 2 * MARGIN + max(*widths, 3.0)
+    figure = new_figure(
+        second + max(*widths, 3.0) + 1.0, sum(heights) + (ATTENTION_ABOVE + ATTENTION_BELOW) * len(attention)
+    )
+    top = 0.0
+    for title, run, width, height in zip(labels(results), attention, widths, heights, strict=True):
+        top += ATTENTION_ABOVE
+        maps = {f"{title}\nwhen it was learned": (MARGIN, run.train), "at the end (test texts)": (second, run.test)}
+        for head, (left, weights) in maps.items():
+            if not weights:
+                continue
+            axes = axes_at(figure, left, width, CELL_HEIGHT * len(weights), top)
+            draw_cells(axes, 100 * np.array(list(weights.values())), run.keys, list(weights))
+            axes.set_title(head, fontsize=9, loc="left")
+            axes.set_ylabel("texts of", fontsize=9)
+        draw_scale(axes_at(figure, second + width + 0.2, 0.12, height, top))
+        top += height + ATTENTION_BELOW
+    return save_png(figure, path)
+
+
+def probe_maps(probes: Sequence[Probes], path: str | Path) -> Path:
+    """Return a row of maps for each stream and backbone as a PNG at `path`; mean over layers and runs, in percent.
+
+    Raises:
+        RunError: a row has more maps than can be read.
+    """
+    most = max(len(probe.models) for probe in probes)
+    if most > MOST_PANELS:
+        raise RunError(
+            f"a picture of {most} models in a row cannot be read: give runs of at most {MOST_PANELS - 1} settings"
+        )
+    counts = [len(probe.models[0].tasks) for probe in probes]
+    panel = max(CELL_WIDTH * max(counts), 2.2) + MARGIN
+    heights = [CELL_HEIGHT * count for count in counts]
+    figure = new_figure(panel * most + 1.0, sum(heights) + (PROBE_ABOVE + PROBE_BELOW) * len(probes))
+    width, height = figure.get_size_inches()
+    top = 0.0
+    for probe, count, tall in zip(probes, counts, heights, strict=True):
+        top += PROBE_ABOVE
+        layers = f"{len(probe.kinds[ALL])} layers" if len(probe.kinds[ALL]) > 1 else probe.kinds[ALL][0]
+        head = f"large outputs that two tasks share, in percent: {probe.title}, {layers}; {probe.chance:.0f} is chance"
+        figure.text(MARGIN / width, 1 - (top - 0.6) / height, head, fontsize=10, fontweight="bold", va="bottom")
+        for number, model in enumerate(probe.models):
+            axes = axes_at(figure, MARGIN + panel * number, CELL_WIDTH * count, tall, top)
+            draw_cells(axes, np.array(model.overlap(probe.kinds[ALL])), model.tasks, model.tasks)
+            mean = model.mean_overlap(probe.kinds[ALL])
+            number_shown = "" if mean is None else f"   {mean.mean:.1f}"
+            axes_title = model.title.replace(" (", "\n(", 1) + number_shown
+            axes.set_title(axes_title, fontsize=9, loc="left")
+        right = MARGIN + panel * (len(probe.models) - 1) + CELL_WIDTH * count
+        draw_scale(axes_at(figure, right + 0.2, 0.12, max(tall, 1.2), top))
+        top += tall + PROBE_BELOW
+    return save_png(figure, path)

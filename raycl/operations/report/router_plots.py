@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from raycl.config import Tree
 from raycl.errors import RunError
 from raycl.metrics.run_results import short_names
+from raycl.operations.report.phase_summaries import KINDS, RouterSummary, mean_of
 from raycl.operations.report.plots import COLOUR_MAP, COLOURS, MARGIN, axes_at, new_figure, save_png
-from raycl.operations.report.routing_tables import KINDS, RouterSummary, mean_of
 from raycl.operations.report.run_comparison import labels
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

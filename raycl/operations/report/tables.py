@@ -34,9 +34,16 @@ from raycl.metrics.run_results import (
     untrained_of,
     values_of,
 )
-from raycl.operations.report.attention_tables import AttentionWeights, has_attention
-from raycl.operations.report.output_rows import OutputRows, has_output_rows
-from raycl.operations.report.routing_tables import KINDS, RouterSummary, has_routing, mean_of
+from raycl.operations.report.phase_summaries import (
+    KINDS,
+    AttentionWeights,
+    OutputRows,
+    RouterSummary,
+    has_attention,
+    has_output_rows,
+    has_routing,
+    mean_of,
+)
 from raycl.operations.report.run_comparison import Line, Spread, compare, grouped, has_published, points_of
 
 NOTHING = "–"

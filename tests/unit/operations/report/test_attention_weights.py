@@ -10,9 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from raycl.errors import RunError
-from raycl.operations.report import attention_plots
-from raycl.operations.report.attention_plots import attention_maps
-from raycl.operations.report.attention_tables import AttentionWeights, has_attention
+from raycl.operations.report import plots
+from raycl.operations.report.phase_summaries import AttentionWeights, has_attention
+from raycl.operations.report.plots import attention_maps
 from raycl.operations.report.tables import attention_table
 
 Make = Callable[..., dict[str, Any]]
@@ -47,8 +47,8 @@ def test_fallback_samples_are_noted(make_result: Make) -> None:
 
 def test_maps_are_drawn_side_by_side(tmp_path: Path, make_result: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
-    save = attention_plots.save_png
-    monkeypatch.setattr(attention_plots, "save_png", lambda figure, path: save(figures.append(figure) or figure, path))
+    save = plots.save_png
+    monkeypatch.setattr(plots, "save_png", lambda figure, path: save(figures.append(figure) or figure, path))
     result = attended(make_result("sapt"))
     del result["phase_summaries"][-1]["attention"]["test"]["yahoo"]
     assert attention_maps([result], tmp_path / "new" / "a.png").is_file()

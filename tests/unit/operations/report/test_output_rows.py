@@ -10,7 +10,7 @@ import torch
 
 from raycl.errors import RunError
 from raycl.methods.migu.summary import _most_often
-from raycl.operations.report.output_rows import OutputRows, has_output_rows
+from raycl.operations.report.phase_summaries import OutputRows, has_output_rows
 from raycl.operations.report.tables import output_rows_table
 
 Make = Callable[..., dict[str, Any]]

@@ -1,0 +1,259 @@
+"""What the phases of a run say, read from its result file: its router, its attention (`sapt`), its kept rows (`migu`).
+
+Two tasks that update the same rows disturb each other: the share of rows that both kept, layer by layer, is their
+overlap. As many of each layer belong to every task, so it is the same seen from the other; by chance it is the share of
+rows that belong to a task. The similarity map of the MIGU paper is measured in the finished model instead (`probe`).
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycl.config import Tree
+from raycl.errors import RunError
+from raycl.metrics.run_results import title_of
+
+KINDS = {"keys": "keys", "discriminant": "discriminant", "eq13": "eq. 13"}
+"""Way of finding a text's task -> title; eq. 13 is the paper's measure of the keys, no router."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A sub-key in the plane of t-SNE."""
+
+    task: str
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class RouterSummary:
+    """Summary of one run's router.
+
+    Attributes:
+        used: the kind that chose in the evaluation of the last phase; `task` where the task id was given.
+        tasks: tasks in the order in which they were learned.
+        found: kind -> task -> percent of its dev texts that find it; tasks without dev texts are missing.
+        novelty: task -> how well its dev texts stood out before it was learned (AUROC in percent), if known.
+        owners: task of each row of `cosines`: one a slot, or (runs of earlier versions) one a task.
+        cosines: symmetric, mean over groups.
+        points: may be empty: t-SNE is left out for too few keys and for too many.
+    """
+
+    used: str
+    tasks: list[str]
+    found: dict[str, dict[str, float]]
+    novelty: dict[str, float]
+    owners: list[str]
+    cosines: list[list[float]]
+    points: list[Point]
+
+    @staticmethod
+    def of(result: Tree) -> RouterSummary:
+        """Read the routing of a run.
+
+        Raises:
+            RunError: it has no router, or none was measured yet.
+        """
+        if not has_routing(result):
+            raise RunError(
+                f"'{title_of(result)}' has no router in its phase_summaries: only runs of methods that route by "
+                "text (slm) have them, after their first phase"
+            )
+        phases: Sequence[Tree] = result["phase_summaries"]
+        last, names = phases[-1], [str(name) for name in result["phases"]]
+        shares_by_kind = {kind: dict(last.get("found", {}).get(kind) or {}) for kind in KINDS}
+        owners, cosines = _by_slot(phases, names) or _by_task(last, names)
+        measured = [task for shares in shares_by_kind.values() for task in shares]
+        return RouterSummary(
+            used=str(last["router"]),
+            tasks=list(dict.fromkeys([*owners, *measured])),
+            found=shares_by_kind,
+            novelty={task: share for summary in phases for task, share in summary.get("novelty", {}).items()},
+            owners=owners,
+            cosines=cosines,
+            points=[_point(point) for point in last.get("key_plane", ())],
+        )
+
+
+def has_routing(result: Tree) -> bool:
+    """Return whether the summary of the run's last phase has a router."""
+    return "router" in (result.get("phase_summaries") or [{}])[-1]
+
+
+def mean_of(shares: Mapping[str, float]) -> float | None:
+    """Return the mean over tasks; None where no task was measured."""
+    return sum(shares.values()) / len(shares) if shares else None
+
+
+def _by_slot(phases: Sequence[Tree], names: Sequence[str]) -> tuple[list[str], list[list[float]]] | None:
+    """Return the rows of each phase's own slots; None if a phase did not write them."""
+    if not all(summary.get("slot_similarity") for summary in phases):
+        return None
+    rows = [row for summary in phases for row in summary["slot_similarity"]]
+    owners = [name for name, summary in zip(names, phases, strict=False) for _ in summary["slot_similarity"]]
+    places = range(len(rows))
+    return owners, [[float(rows[max(i, j)][min(i, j)]) for j in places] for i in places]
+
+
+def _by_task(last: Tree, names: Sequence[str]) -> tuple[list[str], list[list[float]]]:
+    cosines = [[float(value) for value in row] for row in last.get("key_similarity", ())]
+    return list(names[: len(cosines)]), cosines
+
+
+def _point(coordinates: dict[str, Any]) -> Point:
+    return Point(str(coordinates["slot"]).rpartition(".")[0], float(coordinates["x"]), float(coordinates["y"]))
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Attention weights of one run after its last phase.
+
+    Attributes:
+        keys: adapters in the order of learning.
+        train: task -> weights over the adapters that existed when it was learned, 0 for later ones.
+        test: task -> weights over all adapters; of tasks that were evaluated.
+        pseudo: task -> number of its pseudo-samples.
+        fallback_samples: task -> how many of them are stored training inputs because the generator produced none.
+    """
+
+    keys: list[str]
+    train: dict[str, list[float]]
+    test: dict[str, list[float]]
+    pseudo: dict[str, int]
+    fallback_samples: dict[str, int]
+
+    @staticmethod
+    def of(result: Tree) -> AttentionWeights:
+        """Read the attention of a run.
+
+        Raises:
+            RunError: it has no attention weights.
+        """
+        if not has_attention(result):
+            raise RunError(f"'{title_of(result)}' has no attention weights: only runs with method=sapt do")
+        summary = result["phase_summaries"][-1]["attention"]
+        keys = [str(key) for key in summary["keys"]]
+        train = {task: _padded(weights, len(keys)) for task, weights in summary["train"].items()}
+        test = {task: list(map(float, weights)) for task, weights in summary["test"].items()}
+        return AttentionWeights(keys, train, test, summary["pseudo"], summary.get("fallback_samples", {}))
+
+    def moved(self) -> dict[str, float]:
+        """Return task -> share of its texts' weight that is on other adapters now, in percent (total variation)."""
+        return {
+            task: 50 * sum(abs(now - then) for now, then in zip(self.test[task], weights, strict=True))
+            for task, weights in self.train.items()
+            if task in self.test
+        }
+
+
+def has_attention(result: Tree) -> bool:
+    """Return whether the summary of the run's last phase has attention weights."""
+    return "attention" in (result.get("phase_summaries") or [{}])[-1]
+
+
+def _padded(weights: list[float], length: int) -> list[float]:
+    return [*map(float, weights), *[0.0] * (length - len(weights))]
+
+
+Bits = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TaskRows:
+    """Rows of each task in one model.
+
+    Attributes:
+        tasks: their names.
+        layers: path -> for each task, a bit per row.
+    """
+
+    tasks: list[str]
+    layers: dict[str, list[Bits]]
+
+    @property
+    def chance(self) -> float:
+        """Percent of rows that belong to a task: the overlap of tasks that have nothing to do with each other."""
+        kept = [bits.mean() for layer in self.layers.values() for bits in layer]
+        return 100 * float(np.mean(kept)) if kept else 0.0
+
+    def overlap(self, paths: Sequence[str] | None = None) -> list[list[float]]:
+        """Return percent of the rows of task i that are rows of task j too; mean over layers (None: all)."""
+        chosen = [self.layers[path] for path in (self.layers if paths is None else paths)]
+        places = range(len(self.tasks))
+        return [[100 * float(np.mean([_shared(bits[i], bits[j]) for bits in chosen])) for j in places] for i in places]
+
+    def mean_overlap(self, paths: Sequence[str] | None = None) -> float | None:
+        """Return the mean over all pairs of different tasks; None of fewer than two."""
+        shares = np.array(self.overlap(paths))
+        others = ~np.eye(len(shares), dtype=bool)
+        return float(shares[others].mean()) if len(shares) > 1 else None
+
+    @property
+    def kinds(self) -> dict[str, list[str]]:
+        """`encoder.block.*.layer.*.SelfAttention.q` -> paths of the layers of that kind, whatever their numbers."""
+        paths_by_kind: dict[str, list[str]] = {}
+        for path in self.layers:
+            paths_by_kind.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", path), []).append(path)
+        return paths_by_kind
+
+
+def unpacked_rows(packed: Mapping[str, Any]) -> Bits:
+    """Return a bit per row of `{rows, kept}`, where `kept` has them in base64."""
+    packed_bits = np.frombuffer(base64.b64decode(packed["kept"]), dtype=np.uint8)
+    return np.unpackbits(packed_bits)[: int(packed["rows"])].astype(bool)
+
+
+def _shared(mine: Bits, other: Bits) -> float:
+    """Return the share of `mine` that is in `other`; 0 of nothing."""
+    return float((mine & other).sum() / max(1, mine.sum()))
+
+
+@dataclass(frozen=True)
+class OutputRows(TaskRows):
+    """Kept rows of one run.
+
+    Attributes:
+        tasks: names of its phases, those that were evaluated.
+        layers: without those that not every task observed.
+        masked: the task was trained under the mask, and not only measured (as a skipped first task).
+        norm_kept: share of the observed gradient's norm that the mask kept, in percent, if it was measured.
+    """
+
+    masked: list[bool]
+    norm_kept: list[float | None]
+
+    @staticmethod
+    def of(result: Tree) -> OutputRows:
+        """Read the kept rows of a run.
+
+        Raises:
+            RunError: it had no such modifier, or no phase has ended yet.
+        """
+        if not has_output_rows(result):
+            raise RunError(f"'{title_of(result)}' has no output rows: only runs with modifiers=[migu] do")
+        summaries = [phase["modifiers"]["migu"] for phase in result["phase_summaries"]]
+        paths = [path for path in summaries[0]["layers"] if all(path in summary["layers"] for summary in summaries)]
+        return OutputRows(
+            [str(name) for name in result["phases"][: len(summaries)]],
+            {path: [unpacked_rows(summary["layers"][path]) for summary in summaries] for path in paths},
+            [bool(summary["masked"]) for summary in summaries],
+            [_percent(summary["gradient_norm_kept"]) for summary in summaries],
+        )
+
+
+def has_output_rows(result: Tree) -> bool:
+    """Return whether the summary of every phase so far has its kept rows."""
+    phases = result.get("phase_summaries") or []
+    return bool(phases) and all("layers" in phase.get("modifiers", {}).get("migu", {}) for phase in phases)
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
