@@ -126,7 +126,7 @@ def trained(folder: Path, target: Path) -> EncoderBackbone:
     """Return what fine-tuning leaves of a model whose every weight has moved."""
     backbone = loaded(folder)
     assert isinstance(backbone, EncoderBackbone)
-    method: Any = Finetune(None, backbone, 0)
+    method: Any = Finetune(Finetune.Config(name="finetune"), backbone, 0)
     method.begin_task(STAGE, bare(STAGE))
     with torch.no_grad():
         for parameter in backbone.parameters():

@@ -47,7 +47,7 @@ class Beside(Method):
     """Routes as the run's own method does."""
 
     def __init__(self, context: TrainingContext) -> None:
-        super().__init__(None, context.backbone, 0)
+        super().__init__(context.method.config, context.backbone, 0)
         self.stack = context.method.stack
         self.route = context.method.route  # type: ignore[method-assign]
 
