@@ -12,7 +12,7 @@ python jobs/benchmark.py sweep                         a trial above the run alo
 python jobs/benchmark.py serve                         the endpoint beside the model alone and Ray Serve alone
 python jobs/benchmark.py predict                       answers for files beside the model's own batch loop
 python jobs/benchmark.py evaluation --backbone DIR --data DIR  answers to test sets beside Hugging Face's generate
-python jobs/benchmark.py startup                       how long commands take to begin
+python jobs/benchmark.py startup                       how long commands and runs take to begin, twelve short runs
 python jobs/benchmark.py memory                        what all processes of a run hold, under each engine
 python jobs/benchmark.py gpu                           all that only a GPU can answer, in 8 minutes of one
 python jobs/benchmark.py stream --json figures.json --check

@@ -1,4 +1,7 @@
-"""The time that users wait before anything happens: `import raycl`, the help of a command, a run's first step."""
+"""The time that users wait before anything happens: `import raycl`, the help of a command, a run's first step.
+
+And twelve short runs under `raycl compare`, whose worker stays between runs (`benchmarks.many_runs`).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from statistics import median
 import psutil
 
 from benchmarks.figures import Figure, Report, machine
+from benchmarks.many_runs import measure_runs
 from raycl.errors import WrongResultError
 
 CASES: dict[str, tuple[Sequence[str], float | None]] = {
@@ -39,6 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add flags of sizes."""
     parser.add_argument("--rounds", type=int, default=7, help="starts of each")
     parser.add_argument("--runs", type=int, default=3, help="runs of each mode until their first step")
+    parser.add_argument("--compared", type=int, default=12, help="runs of a comparison; 0: none is measured")
+    parser.add_argument("--before", type=Path, help="another checkout of raycl, whose `raycl compare` is the reference")
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -56,7 +62,11 @@ def measure(options: argparse.Namespace) -> Report:
         for mode, taken in runs.items():
             taken.append(first_step(mode))
     figures += list(_figures(runs)) if options.runs else []
-    return Report("startup", {"rounds": options.rounds, "runs": options.runs}, figures, machine(load))
+    if options.compared:
+        with tempfile.TemporaryDirectory(prefix="raycl-startup-") as folder:
+            figures += measure_runs(options.compared, Path(folder), options.before)
+    settings = {name: getattr(options, name) for name in ("rounds", "runs", "compared")}
+    return Report("startup", {**settings, "before": str(options.before)}, figures, machine(load))
 
 
 def _figures(runs: dict[str, list[tuple[float, float]]]) -> Iterator[Figure]:
