@@ -154,7 +154,7 @@ def test_a_token_that_is_not_the_best_one_is_a_failure(monkeypatch: pytest.Monke
     forward = StaticKVCache._forward
 
     def lost(slots: StaticKVCache) -> None:
-        slots._places.zero_()
+        slots._positions.zero_()
         forward(slots)
 
     monkeypatch.setattr(StaticKVCache, "_forward", lost)
@@ -190,7 +190,7 @@ def test_captured_steps_may_differ_by_rounding_and_no_more(dtype: torch.dtype, m
     stale_row[-1, 1] = result[-2, 1]
     wrong = [logits(ids, mixture.weights.flip(1) * 3)[1], logits(ids, mixture.weights * 0)[1], stale_row]
     forward = StaticKVCache._forward
-    monkeypatch.setattr(StaticKVCache, "_forward", lambda slots: (slots._places.fill_(3), forward(slots)))
+    monkeypatch.setattr(StaticKVCache, "_forward", lambda slots: (slots._positions.fill_(3), forward(slots)))
     for stale in (*wrong, logits(ids)[1]):
         monkeypatch.setattr(StaticKVCache, "_forward", forward)
         with pytest.raises(WrongResultError, match=r"captured steps lie .* of the logits' norm from eager ones"):
