@@ -20,7 +20,8 @@ REPO = Path(__file__).resolve().parents[2]
 TRAIN = [("the sky is blue", "cold"), ("the sea is blue", "cold"), ("the sun is red", "warm"), ("red fire", "warm")] * 3
 TEST = [("blue sky", "cold"), ("red sun", "warm")]
 OTHER = [(text, {"cold": "down", "warm": "up"}[label]) for text, label in TRAIN]
-QUICK: dict[str, Any] = {"quiet": True, "launch": {"mode": "local"}}
+QUICK: dict[str, Any] = {"quiet": True, "launch": {"mode": "local", "cpus_per_worker": 1}}
+"""One thread: by default a local run takes all CPUs, which tests beside it use too, and threads that wait spin."""
 
 
 def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:

@@ -18,22 +18,14 @@ TOO_LONG, TOO_LARGE, TOO_MUCH = (
     "expected at most",
 )
 DOUBLED = "{% set x = namespace(y='ab') %}{% for i in range(60) %}{% set x.y = x.y ~ x.y %}{% endfor %}{{ x.y }}"
-NESTED = "{% set x = namespace(y=['ab']) %}{% for i in range(60) %}{% set x.y = [x.y, x.y] %}{% endfor %}{{ x.y }}"
-TREE = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {
-    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", TOO_LONG),
     "filters": ("{{ range(99999) | map('center', 9999) | map('length') | sum }}" * 99, TOO_LONG),
-    "a tree of macros": (TREE, TOO_LONG),
     "a power of constants": ("{{ 9 ** (9 ** 9) }}", TOO_LONG),
     "a power": ("{% set n = messages | length + 8 %}{{ n ** (n ** n) }}", TOO_LONG),
-    "a list in lists": (NESTED, f"{TOO_LONG}|{TOO_LARGE}"),
     "text times a number": ("{{ 'a' * 10 ** 10 }}", TOO_LARGE),
-    "a list times a number": ("{{ ([1] * 10 ** 10) | length }}", TOO_LARGE),
     "doubled text": (DOUBLED, f"{TOO_LONG}|{TOO_LARGE}"),
-    "a filter": ("{{ 'a' | center(10 ** 10) }}", TOO_LARGE),
-    "a method": ("{{ 'a'.ljust(10 ** 10) }}", TOO_LARGE),
     "a format": ("{{ '%10000000000d' % 1 }}", TOO_LARGE),
-    "a braced format": ("{{ '{:>10000000000}'.format(1) }}", TOO_LARGE),
     "words": ("{{ lipsum(n=10 ** 6) }}", f"{TOO_LONG}|{TOO_LARGE}"),
     "much text": ("{{ 'a' * 10 ** 6 }}", "it writes 1,000,000 characters, expected at most 262,184"),
     "much text in a loop": ("{% for a in range(99999) %}{{ 'abc' }}{% endfor %}", TOO_MUCH),
@@ -61,7 +53,7 @@ def test_a_hostile_template_fails_alone_and_at_once(name: str) -> None:
 
 
 def test_a_template_that_loops_on_long_conversations_alone_is_found_too() -> None:
-    loops = "{% if messages | length > 3 %}" + HOSTILE["loops"][0] + "{% endif %}" + CHATML
+    loops = "{% if messages | length > 3 %}" + LOOPS + "{% endif %}" + CHATML
     refuses = "{% if messages | length > 3 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
     check(refuses, "be warm")
     with pytest.raises(ValueError, match=rf"of system, user, assistant, .*: it takes {TOO_LONG}"):
@@ -78,9 +70,9 @@ def test_the_answers_end_with_the_first_problem_and_long_conversations_are_no_pr
 
 def test_threads_get_their_own_answers() -> None:
     def rendered(number: int) -> bool:
-        template = CHATML if number % 8 else HOSTILE["a power"][0]
+        template = CHATML if number % 16 else HOSTILE["a power"][0]
         (rendered,) = renderer().render(template, TOKENS, [([("user", str(number))], False)])
-        return rendered.ended if number % 8 == 0 else f"user\n{number}<" in rendered.text
+        return rendered.ended if number % 16 == 0 else f"user\n{number}<" in rendered.text
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(rendered, range(1, 33)))
