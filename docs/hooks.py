@@ -32,7 +32,7 @@ from raycl.cli import main
 from raycl.config import Section
 from raycl.config.reference import SettingsGroup, groups
 from raycl.operations.banks.commands import COMMANDS
-from raycl.operations.plan.methods_table import BACKBONES, methods_table
+from raycl.operations.plan.tables import COUNTED_ON, methods_table
 from raycl.operations.sweep.comparison import ComparisonConfig
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.serve.settings import ServeConfig
@@ -155,7 +155,7 @@ def files_page() -> str:
 
 def methods_page() -> str:
     """What each method keeps, needs and trains, from its class."""
-    first, *others = BACKBONES
+    first, *others = COUNTED_ON
     text = (
         "What each method keeps, needs and trains, read from the classes by `raycl train --methods`. The columns are "
         "those of MIGU's table 1 and SLM's table 1: rows, samples or features of earlier tasks are kept; training must "

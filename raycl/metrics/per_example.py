@@ -24,8 +24,8 @@ from functools import lru_cache
 
 from raycl.errors import BackboneError, ConfigError, DataError, meant
 from raycl.metrics.answers import Answers, Labels, Metric, References, mean_best
-from raycl.metrics.averages import ACCURACY
 from raycl.metrics.intervals import interval
+from raycl.metrics.matrix import ACCURACY
 from raycl.metrics.overlap import bleu, edit_similarity, rouge, rouge_ascii
 from raycl.metrics.sari import sari
 from raycl.plugins import Names, load_object

@@ -15,7 +15,7 @@ from raycl.bank.manifest import TaskInfo
 from raycl.data.prompts import Prompt
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.serve.engine.truncation import PromptRequest, Truncation
-from raycl.serve.http.request_schema import ChatRequest
+from raycl.serve.http.schema import ChatRequest
 
 LIMIT = 60
 """Tokens of a prompt, which the longest conversation exceeds."""

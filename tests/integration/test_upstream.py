@@ -33,8 +33,8 @@ from raycl.serve.http.access import Keys
 from raycl.serve.http.server import Listener
 from raycl.serve.settings import AuthConfig, ServeConfig, load_serve_config
 from raycl.serve.snapshots.parts import router_of
-from raycl.serve.upstream.choice import open_choice
 from raycl.serve.upstream.client import UpstreamClient
+from raycl.serve.upstream.export import open_choice
 from raycl.serve.upstream.web import make_front_web
 
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")

@@ -92,7 +92,7 @@ ROUTERS_KNOWN_AT = ("raycl/routing/", "raycl/methods/", "raycl/training/setup/",
 """Only the package itself, methods, the assembly and benchmarks name a concrete router; others read `needs`."""
 
 METHODS_AT = "raycl/methods/registry.py"
-METHODS_KNOWN_AT = ("raycl/methods/", "raycl/data/", "raycl/operations/plan/sizes_table.py", "raycl/testing/")
+METHODS_KNOWN_AT = ("raycl/methods/", "raycl/data/", "raycl/operations/plan/tables.py", "raycl/testing/")
 """Only methods and their registry know methods by name; data has papers' orders and layouts, a page a table, and checks
 for authors train what they check beside a plain method."""
 OTHER_MEANINGS = {"adapter", "prompt", "replay", "lora", "olora", "migu"}

@@ -17,7 +17,7 @@ from raycl.data.stream import open_stream
 from raycl.errors import BankError, ConfigError, PluginError
 from raycl.methods.registry import METHODS, method_class
 from raycl.metrics.per_example import score
-from raycl.operations.plan.methods_table import methods_table
+from raycl.operations.plan.tables import methods_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
 from raycl.routing.routers import make_router, router_class, with_package
 from raycl.testing.packages import write_package

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     given = predict.input_of(options, (options.label,) if options.label else LABEL_NAMES)
     with predict.open_model(options) as model:
         from raycl.operations.report.evaluation_report import confusion_png, evaluation_table
-        from raycl.serve.offline.row_evaluation import evaluate_rows
+        from raycl.serve.offline.evaluation import evaluate_rows
 
         evaluation = evaluate_rows(model, given, options.metric, task=options.task, max_tokens=options.max_tokens)
     tree = asdict(evaluation)

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     directory = options.dir or run_config.default_directory()
     sweep = load_sweep(file, options.set)
     from raycl.operations.sweep.drive import run_sweep
-    from raycl.operations.sweep.write import write_outcome
+    from raycl.operations.sweep.outcome import write_outcome
 
     outcome = run_sweep(sweep, directory, options.resume)
     text, files = write_outcome(outcome, directory)

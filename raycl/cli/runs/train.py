@@ -93,12 +93,12 @@ def run(options: argparse.Namespace) -> int:
         echo(commented_yaml(run_config.load_config(config, options.overrides)), end="")
         return 0
     if options.methods:
-        from raycl.operations.plan.methods_table import methods_table
+        from raycl.operations.plan.tables import methods_table
 
         echo(methods_table())
         return 0
     if options.sizes:
-        from raycl.operations.plan.sizes_table import sizes_table
+        from raycl.operations.plan.tables import sizes_table
 
         echo(sizes_table())
         return 0

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 from raycl.backbone import BackboneConfig, load_codec
 from raycl.bank import AdapterRef, Bank, Snapshot
-from raycl.bank.branches import MAIN, Branch, is_branch_name, resolve
+from raycl.bank.branches import MAIN, Branch, branch_names, head_of, is_branch_name, resolve
+from raycl.bank.manifest import snapshot_file
 from raycl.config.trust import Permissions
-from raycl.errors import BankError, counted
-from raycl.operations.banks import branch_commands
-from raycl.operations.banks.command_result import CommandResult, table
+from raycl.errors import BankError, BranchMovedError, counted
+from raycl.operations.banks import merge as merging
 from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.operations.banks.maintenance import Named, diff, prune, verify
 from raycl.operations.banks.sample_listing import sample_texts, stored_samples
@@ -23,7 +29,166 @@ from raycl.routing.routers import router_class
 from raycl.serve.snapshots.parts import backbone_of, router_of
 from raycl.storage import Storage
 from raycl.training.records.journal import last_attempt, read_state
-from raycl.training.records.named_bank import bank_at, find_bank
+from raycl.training.records.named_bank import bank_and_reference, bank_at, find_bank
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """The answer of a command; `ok` False makes the job fail."""
+
+    text: str
+    tree: Any
+    ok: bool = True
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return columns and rows as text."""
+    drawn = Table(box=box.SIMPLE_HEAD, collapse_padding=True, show_header=any(columns))
+    for column in columns:
+        drawn.add_column(column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(str, row))
+    text = io.StringIO()
+    Console(file=text, width=160, markup=False, highlight=False, emoji=False, color_system=None).print(drawn)
+    return "\n".join(line.rstrip() for line in text.getvalue().split("\n") if line.strip())
+
+
+def branches(bank: Bank, options: Namespace) -> CommandResult:
+    """Return each branch, and what moved it where it is."""
+    tree: list[dict[str, Any]] = []
+    for name in branch_names(bank):
+        last, head = Branch(bank, name).last(), head_of(bank, name)
+        assert last is not None, "a branch that exists has moved"
+        tasks = [task.name for task in head.tasks]
+        tree.append(
+            {
+                "branch": name,
+                "snapshot": head.number,
+                "sha256": head.sha256,
+                "tasks": tasks,
+                "why": last.why,
+                "time": last.time,
+            }
+        )
+    columns = ("branch", "snapshot", "sha256", "tasks", "moved", "by")
+    rows = [
+        (
+            branch["branch"],
+            branch["snapshot"],
+            _digits(branch),
+            ", ".join(branch["tasks"]),
+            _when(branch),
+            branch["why"],
+        )
+        for branch in tree
+    ]
+    return CommandResult(table(columns, rows), tree)
+
+
+def log(bank: Bank, options: Namespace) -> CommandResult:
+    """Return a snapshot's line back to the first: what each added, and what a branch left when it went back there."""
+    entries = []
+    is_branch = is_branch_name(options.branch) and Branch(bank, options.branch).head() is not None
+    back = Branch(bank, options.branch).steps_back() if is_branch else []
+    snapshot: Snapshot | None = resolve(bank, options.branch)
+    while snapshot is not None:
+        parent = snapshot.parent
+        before = bank.open(parent) if parent is not None and bank.storage.exists(snapshot_file(parent)) else None
+        known = {task.name for task in before.tasks} if before else set()
+        entries.append(
+            {
+                "snapshot": snapshot.number,
+                "sha256": snapshot.sha256,
+                "parent": parent,
+                "tasks_added": [task.name for task in snapshot.tasks if task.name not in known],
+                "tasks": [task.name for task in snapshot.tasks],
+                "run": snapshot.provenance.get("run", ""),
+                "went_back_from": [left for left, move in back if move.snapshot == snapshot.number],
+            }
+        )
+        snapshot = before
+    end = "" if entries[-1]["parent"] is None else f"\nsnapshot {entries[-1]['parent']} and those before it were pruned"
+    rows = [
+        (entry["snapshot"], _digits(entry), ", ".join(entry["tasks_added"]), len(entry["tasks"]), entry["run"])
+        for entry in entries
+    ]
+    line = {entry["snapshot"] for entry in entries}
+    steps = [
+        f"\n{_when(asdict(move))}: the branch went back from snapshot {left} to {move.snapshot} ({move.why})"
+        for left, move in back
+        if move.snapshot in line
+    ]
+    return CommandResult(
+        table(("snapshot", "sha256", "tasks added", "tasks", "run"), rows) + end + "".join(steps), entries
+    )
+
+
+def promote(bank: Bank, options: Namespace) -> CommandResult:
+    """Return a branch moved forward to a snapshot that descends from it."""
+    snapshot, target = resolve(bank, options.branch), Branch(bank, options.to)
+    before = target.head()
+    try:
+        target.advance(snapshot, f"promoted from {options.branch}")
+    except BranchMovedError as error:
+        raise BankError(
+            f"'{options.branch}' (snapshot {snapshot.number}) does not descend from snapshot {before}, the head of "
+            f"'{options.to}', so '{options.to}' would lose what it has: train again from '{options.to}', or promote "
+            "onto another branch with --to"
+        ) from error
+    tree = {"branch": options.to, "before": before, "snapshot": snapshot.number, "sha256": snapshot.sha256}
+    moved = f"branch '{options.to}' points at snapshot {snapshot.number}"
+    return CommandResult(f"{moved} (before: {'nothing' if before is None else f'snapshot {before}'})", tree)
+
+
+def rollback(bank: Bank, options: Namespace) -> CommandResult:
+    """Return a branch moved back to a snapshot that it had."""
+    snapshot, branch = resolve(bank, options.to), Branch(bank, options.branch)
+    before = branch.head()
+    branch.go_back(snapshot, options.why)
+    tree = {"branch": branch.name, "before": before, "snapshot": snapshot.number, "sha256": snapshot.sha256}
+    text = (
+        f"branch '{branch.name}' went back from snapshot {before} to {snapshot.number}, and so do endpoints that "
+        f"follow it; the next task is learned from there, and `promote {before} --to {branch.name}` goes forward again"
+    )
+    return CommandResult(text, tree)
+
+
+def merge(bank: Bank, options: Namespace) -> CommandResult:
+    """Return a snapshot with the tasks of two."""
+    ours = resolve(bank, options.ours)
+    other, reference = bank_and_reference(options.theirs) if "@" in options.theirs else (bank, options.theirs)
+    theirs = resolve(other, reference)
+    merged = merging.merge(bank, ours, theirs, other, options.with_samples)
+    tree = {"snapshot": merged.number, "tasks": [task.name for task in merged.tasks], "branch": None}
+    text = f"snapshot {merged.number} has the tasks of snapshots {ours.number} and {theirs.number}"
+    name = options.to or (options.ours if is_branch_name(options.ours) else None)
+    if name is not None:
+        Branch(bank, name).advance(merged, f"{options.theirs} merged")
+        tree["branch"] = name
+        text += f"; branch '{name}' points at it"
+    text += f": {', '.join(task.name for task in merged.tasks)}"
+    back = f"`rollback --to {ours.number}` goes back to one that has"
+    return CommandResult(f"{text}\nit has no training state: it answers, and no run can start from it; {back}", tree)
+
+
+def delete(bank: Bank, options: Namespace) -> CommandResult:
+    """Return a branch deleted."""
+    branch = Branch(bank, options.branch)
+    head = next(branch.newest_first(), None)
+    branch.delete("deleted by hand")
+    text = (
+        f"branch '{options.branch}' is deleted (it was at snapshot {head}); its snapshots stay until they are pruned "
+        f"(prune --keep-snapshots), `promote {head} --to NAME` brings it back"
+    )
+    return CommandResult(text, {"branch": options.branch, "snapshot": head})
+
+
+def _digits(entry: dict[str, Any]) -> str:
+    return str(entry["sha256"])[:12]
+
+
+def _when(entry: dict[str, Any]) -> str:
+    return datetime.fromtimestamp(entry["time"]).isoformat(" ", "seconds")
 
 
 def _list(bank: Bank, options: Namespace) -> CommandResult:
@@ -232,12 +397,12 @@ def _permissions(options: Namespace) -> Permissions:
 
 
 COMMANDS: dict[str, Callable[[Bank, Namespace], CommandResult]] = {
-    "branches": branch_commands.branches,
-    "log": branch_commands.log,
-    "promote": branch_commands.promote,
-    "rollback": branch_commands.rollback,
-    "merge": branch_commands.merge,
-    "delete": branch_commands.delete,
+    "branches": branches,
+    "log": log,
+    "promote": promote,
+    "rollback": rollback,
+    "merge": merge,
+    "delete": delete,
     "list": _list,
     "show": _show,
     "verify": _verify,

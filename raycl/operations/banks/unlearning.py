@@ -22,10 +22,10 @@ from raycl.errors import BankError
 from raycl.methods.registry import method_class
 from raycl.metrics.settings import EvalConfig
 from raycl.routing.routers import without
+from raycl.serve.offline.evaluation import score_snapshot
 from raycl.serve.offline.model import OfflineModel, settings_here
-from raycl.serve.offline.snapshot_scores import score_snapshot
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.recorded_data import recorded_data
+from raycl.serve.snapshots.parts import recorded_data
 from raycl.training.records.bank_start import PARAMETERS, adapters_of_task, without_task
 from raycl.training.setup.snapshot_start import settings_by_task
 from raycl.types import Score

@@ -28,8 +28,7 @@ from raycl.serve.service.opening import close_service, open_service
 from raycl.serve.settings import ServeConfig, at_bank
 from raycl.serve.snapshots.decisions import decide_first
 from raycl.serve.snapshots.parts import backbone_of
-from raycl.serve.upstream.choice import open_choice
-from raycl.serve.upstream.export import read_record
+from raycl.serve.upstream.export import open_choice, read_record
 from raycl.serve.upstream.web import make_front_web
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from raycl.data.resolve import missing_files
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.data.tokens import Split
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.recorded_data import recorded_data
+from raycl.serve.snapshots.parts import recorded_data
 from raycl.training.setup.fingerprints import rows_of
 from raycl.types import Task
 

@@ -16,8 +16,8 @@ from raycl.metrics.settings import EvalConfig
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.gate.earlier_rows import earlier_rows, stream_of
+from raycl.serve.offline.evaluation import score_snapshot
 from raycl.serve.offline.model import OfflineModel
-from raycl.serve.offline.snapshot_scores import score_snapshot
 from raycl.serve.service.opening import close_service, open_service
 from raycl.serve.settings import ServeConfig
 from raycl.types import Score, Task

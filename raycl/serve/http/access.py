@@ -1,4 +1,7 @@
-"""Access control and request size limits: pure ASGI, before anything is parsed."""
+"""Access control, request size limits and disconnected clients: pure ASGI, before anything is parsed.
+
+Frameworks notice that a client has gone only when they write to it, and until then a text is generated in vain.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,58 @@ import asyncio
 import hmac
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from raycl.errors import ConfigError
 from raycl.launch.http.address import is_local, is_loopback
-from raycl.serve.http.disconnects import cancel_on_disconnect
 from raycl.serve.http.error_responses import RETRYABLE, body_of
 from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
+
+
+async def cancel_on_disconnect(app: Any, scope: Any, body: bytes, receive: Any, send: Any) -> None:
+    """Run an ASGI application on a body that has been read; cancelled if the client leaves before the answer's end.
+
+    Args:
+        receive: the server's function after the body; nothing else may read from it.
+    """
+    given, gone, answered = False, asyncio.Event(), False
+
+    async def replayed() -> Any:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def watched(message: Any) -> None:
+        nonlocal answered
+        await send(message)
+        answered = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    work = asyncio.ensure_future(app(scope, replayed, watched))
+    watch = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done() and not work.done():
+            gone.set()
+            if not answered:
+                work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+    finally:
+        watch.cancel()
+        if not work.done():  # we are cancelled ourselves
+            work.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+
+
+async def _left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
 
 OPEN = ("/", "/healthz", "/readyz", "/openapi.json")
 """Paths that need no key, and all below /playground/: the page that prompts for a key, and health probes."""

@@ -11,8 +11,7 @@ from raycl.generation.requests import ResponseMetadata, Sampling
 from raycl.serve.engine.engine_requests import AdapterSelection
 from raycl.serve.engine.multi_snapshot_model import MARK, LoadedSnapshot
 from raycl.serve.errors import LimitExceededError, NotFoundError
-from raycl.serve.http.request_schema import MAX_NUMBER, Generation, Request
-from raycl.serve.http.response_schema import ResponseDetails
+from raycl.serve.http.schema import MAX_NUMBER, Generation, Request, ResponseDetails
 from raycl.serve.service.service import Service
 from raycl.serve.settings import LimitsConfig
 

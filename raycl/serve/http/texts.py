@@ -17,9 +17,8 @@ from raycl.errors import RayclError
 from raycl.generation.requests import Sampling, Started, TextDelta
 from raycl.serve.errors import InvalidRequestError
 from raycl.serve.http.error_responses import error_response
-from raycl.serve.http.request_schema import ChatRequest, CompletionRequest, Generation
 from raycl.serve.http.request_selection import details_of, sampling_of, select
-from raycl.serve.http.response_schema import ChatAnswer, TextAnswer
+from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
 from raycl.serve.service.service import ServedAnswer, Service, finished_text, take
 
 EVENT = {

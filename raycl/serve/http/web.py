@@ -17,11 +17,12 @@ from raycl.serve.errors import InvalidRequestError, NotFoundError
 from raycl.serve.http.access import AccessMiddleware, Keys
 from raycl.serve.http.error_responses import RETRYABLE, body_of, error_response
 from raycl.serve.http.playground import add_playground
-from raycl.serve.http.request_schema import ActivateRequest, ClassifyRequest
 from raycl.serve.http.request_selection import details_of, select
-from raycl.serve.http.response_schema import (
+from raycl.serve.http.schema import (
     ActivateAnswer,
+    ActivateRequest,
     AdaptersAnswer,
+    ClassifyRequest,
     ErrorAnswer,
     HealthAnswer,
     LabelAnswer,

@@ -1,4 +1,4 @@
-"""The parts of an open snapshot: its backbone, its router and its adapters."""
+"""The parts of an open snapshot: its backbone, its router and its adapters; and the data that it was trained on."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from raycl import config as configs
 from raycl.adapters.stack import Source
 from raycl.backbone import BackboneConfig, identity
 from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import ObjectReader
 from raycl.bank.router_states import get_router
+from raycl.config import Tree
+from raycl.config.addresses import addresses, require_named
 from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
 from raycl.errors import BankError
 from raycl.routing.router import Router
@@ -74,3 +77,29 @@ def adapters_of(bank: Bank, snapshot: Snapshot) -> Source:
     """Fetches a snapshot's adapters from the bank itself."""
     entries = {entry.name: entry for entry in snapshot.adapters}
     return lambda name: bank.fetch(entries[name], snapshot.layouts[entries[name].layout])
+
+
+def recorded_data(
+    snapshot: Snapshot, bank: str, overrides: Sequence[str], allowed: Sequence[str], setting: str
+) -> tuple[Tree, int]:
+    """Return the sections `stream` and `eval` of the run that made a snapshot, and its seed.
+
+    Args:
+        bank: its address. overrides: overrides of these sections, for data that has moved.
+        allowed: addresses of storage that the record may name besides the bank's. setting: the setting that names them.
+
+    Raises:
+        BankError: the snapshot does not record it. ConfigError: it names storage that the user does not.
+    """
+    recorded: dict[str, Any] = snapshot.provenance.get("config") or {}
+    if "seed" not in recorded:
+        raise BankError(f"snapshot {snapshot.number} has no record of its training data: it cannot be evaluated")
+    tree = {name: dict(recorded.get(name, {})) for name in ("stream", "eval")}
+    tree["stream"] |= {"unseen": None, "cache_dir": None}
+    given: Tree = {}
+    for override in overrides:
+        configs.apply_override(tree, override)
+        configs.apply_override(given, override)
+    known = [bank, *allowed, *addresses(given).values()]
+    require_named(tree, known, f"snapshot {snapshot.number} of '{bank}'", setting)
+    return tree, int(recorded["seed"])

@@ -20,12 +20,21 @@ from pydantic import Field, ValidationError
 from raycl import __version__
 from raycl.serve.errors import InvalidRequestError, LimitExceededError, UnavailableError
 from raycl.serve.http.access import AccessMiddleware, Keys
-from raycl.serve.http.request_schema import ChatMessage, Name, Text, Texts, Unsupported, Wire, conversation
-from raycl.serve.http.response_schema import HealthAnswer, ModelsAnswer
+from raycl.serve.http.schema import (
+    ChatMessage,
+    HealthAnswer,
+    ModelsAnswer,
+    Name,
+    Text,
+    Texts,
+    Unsupported,
+    Wire,
+    conversation,
+)
 from raycl.serve.http.web import ERROR_RESPONSES, TOO_DEEP, add_errors
 from raycl.serve.settings import ServeConfig
-from raycl.serve.upstream.choice import AdapterChoice
 from raycl.serve.upstream.client import CONNECT_S, UpstreamClient
+from raycl.serve.upstream.export import AdapterChoice
 
 AUTO, CHOSEN = "auto", "x-raycl-model"
 """The model whose adapter is chosen here; header of an answer with what the engine was given for."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from raycl import __version__
 from raycl.data.stream import Stream
-from raycl.metrics.averages import averages
-from raycl.metrics.matrix import AccuracyMatrix, summary
+from raycl.metrics.matrix import AccuracyMatrix, averages, summary
 from raycl.metrics.variants import compute_variants
 from raycl.training.definition.inputs import version_changes, versions
 from raycl.training.definition.training_context import RunInfo

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raycl.metrics.averages import averages
-from raycl.metrics.matrix import AccuracyMatrix
+from raycl.metrics.matrix import AccuracyMatrix, averages
 from raycl.metrics.per_example import score
 from raycl.types import Score
 

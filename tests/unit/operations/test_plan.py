@@ -18,7 +18,6 @@ from raycl.cli.runs import train
 from raycl.errors import BackboneError, ConfigError
 from raycl.methods.base import activate_batch
 from raycl.methods.context import TaskContext
-from raycl.operations.plan import methods_table
 from raycl.operations.plan.arithmetic import (
     GPUS,
     PROCESS,
@@ -32,6 +31,7 @@ from raycl.operations.plan.arithmetic import (
 )
 from raycl.operations.plan.numbers import longest_of, numbers, opened
 from raycl.operations.plan.report import plan
+from raycl.operations.plan.tables import row
 from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import TorchEngine
@@ -327,7 +327,7 @@ def test_the_table_of_sizes_is_what_the_command_prints(capsys: pytest.CaptureFix
     ],
 )
 def test_the_table_of_methods_reads_the_classes(method: str, cells: list[str]) -> None:
-    assert methods_table.row(method)[1:] == cells
+    assert row(method)[1:] == cells
 
 
 def test_rows_are_as_long_as_the_longest_of_their_batch(lab: Lab) -> None:

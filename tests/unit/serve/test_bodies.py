@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from raycl.serve.errors import InvalidRequestError
-from raycl.serve.http.request_schema import ChatRequest, ClassifyRequest
+from raycl.serve.http.schema import ChatRequest, ClassifyRequest
 from raycl.serve.http.web import add_errors
 from raycl.serve.upstream.web import PromptTexts, _json
 

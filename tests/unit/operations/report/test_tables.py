@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from raycl.errors import RunError
-from raycl.metrics.averages import averages
-from raycl.metrics.matrix import AccuracyMatrix
+from raycl.metrics.matrix import AccuracyMatrix, averages
 from raycl.metrics.published import Published
 from raycl.metrics.run_results import find_results
 from raycl.operations.report.run_comparison import Spread, compare, runs_to_csv, to_csv

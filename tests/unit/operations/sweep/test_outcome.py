@@ -26,8 +26,7 @@ from raycl.operations.report.sweeps.sweep_tables import group_table, sweep_csv, 
 from raycl.operations.sweep.definition.space import Settings
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder
-from raycl.operations.sweep.outcome import SweepOutcome, TrialRow, collect, pareto
-from raycl.operations.sweep.write import write_outcome
+from raycl.operations.sweep.outcome import SweepOutcome, TrialRow, collect, pareto, write_outcome
 from raycl.storage.records import hashed
 from raycl.training.records.decisions import write_decision
 from raycl.training.records.journal import Journal

@@ -1,7 +1,8 @@
-"""Scores of a snapshot on rows of any files, which need not be of a task of its stream."""
+"""Scores of a snapshot: on the tasks of a stream, as its run's evaluation scores them, and on rows of any files."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,37 @@ from raycl.bank.manifest import TaskInfo
 from raycl.data.sources.conversation import last_contents, messages_of
 from raycl.data.sources.fields import SourceRow
 from raycl.data.sources.ingest import MAX_AUTO_LABELS
-from raycl.errors import DataError
+from raycl.data.stream import Stream
+from raycl.errors import BankError, DataError
 from raycl.metrics.per_example import check_metric, taken_for_same
 from raycl.metrics.settings import EvalConfig
-from raycl.scoring.scored_task import score_answers
+from raycl.scoring.scored_task import ScoredTask, line_of, score_answers
 from raycl.serve.offline.model import OfflineModel, Text
 from raycl.serve.offline.prediction_input import Input
-from raycl.types import Score
+from raycl.types import Score, Task
+
+log = logging.getLogger("raycl")
+
+
+def score_snapshot(
+    model: OfflineModel, stream: Stream, tasks: Sequence[Task], settings: EvalConfig
+) -> dict[str, Score]:
+    """Return task -> score, for these tasks of the stream.
+
+    Raises:
+        BankError: a task without answers.
+    """
+    scores = {}
+    for task in tasks:
+        if task.objective != "answer":
+            raise BankError(
+                f"task '{task.name}' trains on the texts themselves (stream.objective={task.objective}): it has no "
+                "answers to evaluate a snapshot on: expected tasks with answers; see the run's own matrix"
+            )
+        rows = ScoredTask(stream, task, settings, model.codec)
+        scores[task.name] = rows.score(model.answers_to(rows))
+        log.info("%s", line_of(task.name, scores[task.name]))
+    return scores
 
 
 @dataclass(frozen=True)
