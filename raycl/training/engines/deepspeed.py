@@ -183,6 +183,8 @@ class DeepSpeedEngine:
         """Let parameters find their state: the library does so after the step of its first group (0.19.8), when other
         groups have none."""
         zero = self.engine.optimizer
+        if not hasattr(zero, "bit16_groups"):
+            return  # its optimizer that accumulates gradients in float32 links all groups itself
         for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
             self.library.utils.lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
 
