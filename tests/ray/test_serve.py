@@ -119,7 +119,7 @@ def test_a_task_is_learned_under_load(lab: Lab, tmp_path: Path) -> None:
     """No request fails, the new task is answered, and what one snapshot answers never changes."""
     learner = Learner(lab, "bert", tmp_path)
     bank = learner.learn_one()
-    client = served(bank, layout="colocated", follow={"poll_s": 0.1})
+    client = served(bank, follow={"poll_s": 0.1})
     clients = Clients("/v1/classify", [{"input": text} for text in TEXTS])
     with clients.asking():
         until(lambda: len(clients.answers) > 4 * CLIENTS)
