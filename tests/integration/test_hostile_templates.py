@@ -32,7 +32,7 @@ def test_a_hostile_template_is_never_activated(taught: Taught, tmp_path: Path) -
     done = taught("llama", "separate")
     bank = bank_of(done, tmp_path)
     asked = examples(done, bank, 1)
-    with listening(bank, follow={"enabled": True, "poll_s": 0.2}) as wire:
+    with listening(bank, follow={"enabled": True, "poll_s": 1.0}) as wire:
 
         def answers() -> bool:
             return all(
@@ -41,17 +41,18 @@ def test_a_hostile_template_is_never_activated(taught: Taught, tmp_path: Path) -
             )
 
         assert wire.get("/readyz")["snapshot"] == 2 and answers()
-        for template, said in ((LOOP, "takes more than 1 s of CPU time"), ("{{ 1 / 0 }}", "ZeroDivisionError")):
+        for template, said in (("{{ 1 / 0 }}", "ZeroDivisionError"), (LOOP, "takes more than 1 s of CPU time")):
             hostile = templated(bank, template + CHATML)
             status, message = problem(wire.post("/admin/activate", {"snapshot": hostile.number}))
             assert status == 404 and said in message and f"the chat template of snapshot {hostile.number}" in message
             on_main(bank, hostile)
             wire.until(lambda said=said: said in wire.get("/v1/snapshots")["problem"])
             assert wire.get("/readyz")["snapshot"] == 2 and answers()
-            with pytest.raises(BankError, match=said):
-                OfflineModel.open(bank, hostile)
-            with pytest.raises(BankError, match=said):
-                activate(ServeConfig(bank=bank.storage.uri), str(hostile.number))
+        divides = bank.open(3)
+        with pytest.raises(BankError, match="ZeroDivisionError"):
+            OfflineModel.open(bank, divides)
+        with pytest.raises(BankError, match="ZeroDivisionError"):
+            activate(ServeConfig(bank=bank.storage.uri), str(divides.number))
         assert Activations(bank).latest() is None, "nothing was decided"
 
 

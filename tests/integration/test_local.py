@@ -63,7 +63,7 @@ trainer.train_step = stops
 @pytest.fixture
 def file(lab: Lab, tmp_path: Path) -> Path:
     """Return the config of a small run of this process."""
-    tree = lab.tree("bert", "lora", launch={"mode": "local"}, checkpoint={"every_steps": 2})
+    tree = lab.tree("bert", "lora", launch={"mode": "local", "cpus_per_worker": 1}, checkpoint={"every_steps": 2})
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(tree))
     return file
@@ -156,7 +156,7 @@ def test_what_needs_other_processes_is_refused(file: Path, override: str, messag
 
 
 def test_a_sweep_needs_ray(lab: Lab, tmp_path: Path) -> None:
-    base = lab.tree("bert", launch={"mode": "local"})
+    base = lab.tree("bert", launch={"mode": "local", "cpus_per_worker": 1})
     sweep = configs.validate(SweepConfig, {"name": "mine", "base": base, "space": {"seed": {"grid": [1, 2]}}})
     with pytest.raises(ConfigError, match=r"a sweep runs on Ray.* launch\.mode"):
         make_plan(sweep, SweepFolder(Storage.at(tmp_path), "mine"))
