@@ -44,6 +44,12 @@ class MethodConfig(Section):
     by_task: ClassVar[tuple[str, ...]] = ()
     """Settings that map names of tasks to values, by dotted path."""
 
+    unused_in_first_phase: ClassVar[tuple[str, ...]] = ()
+    """Settings without effect before there are earlier tasks."""
+
+    kept_share: ClassVar[str] = ""
+    """Setting, by dotted path, that says which share of a task's rows is kept for later tasks; "": there is none."""
+
     task_id_in_training: ClassVar[bool] = True
     """Whether training must know which task a text belongs to, or where a task ends (MIGU's table 1, not TIFT)."""
 
@@ -72,6 +78,8 @@ class MethodConfig(Section):
             tasks: names of the phases. learns_texts: texts themselves are learned, not their answers.
         """
         settings = as_tree(self)
+        for name in self.unused_in_first_phase if index == 0 else ():
+            del settings[name]
         for path in () if self.fits_ahead else self.by_task:
             holder, key = at(settings, path)
             holder[key] = {task: value for task, value in holder[key].items() if task == tasks[index]}
@@ -115,8 +123,11 @@ class MethodConfig(Section):
 
     @property
     def sample_share(self) -> tuple[str, float] | None:
-        """Setting, by dotted path, that says which share of a task's rows is kept for later tasks, and its value."""
-        return None
+        """`kept_share` and its value."""
+        if not self.kept_share:
+            return None
+        holder, key = at(as_tree(self), self.kept_share)
+        return self.kept_share, holder[key]
 
     @property
     def innermost(self) -> MethodConfig:

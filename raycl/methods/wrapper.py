@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from operator import attrgetter
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 from torch import Tensor
@@ -19,13 +20,25 @@ from raycl.methods.registry import LearnerChoice, method_class
 from raycl.types import Batch, Mixture, Phase, Task
 
 
+def _of_learner(name: str) -> Any:
+    """Return the property of this name of the learner's settings."""
+    return property(attrgetter(f"learner.{name}"))
+
+
 class WrapperConfig(MethodConfig):
     """Settings of the learner."""
 
     learner: LearnerChoice = Field(LoraConfig(), description="the method that learns, with its settings")
 
-    unused_in_first_phase: ClassVar[tuple[str, ...]] = ()
-    """Settings without effect before there are earlier tasks."""
+    fixed_roles: ClassVar[Any] = _of_learner("fixed_roles")
+    innermost: ClassVar[Any] = _of_learner("innermost")
+    learning_rates: ClassVar[Any] = _of_learner("learning_rates")
+    needs_texts: ClassVar[Any] = _of_learner("needs_texts")
+    publishes_samples: ClassVar[Any] = _of_learner("publishes_samples")
+    needs_task: ClassVar[Any] = _of_learner("needs_task")
+    chooses_task: ClassVar[Any] = _of_learner("chooses_task")
+    needs_dropout: ClassVar[Any] = _of_learner("needs_dropout")
+    fits_ahead: ClassVar[Any] = _of_learner("fits_ahead")
 
     @field_validator("learner", mode="before")
     @classmethod
@@ -42,80 +55,28 @@ class WrapperConfig(MethodConfig):
         return {f"learner.{path}": given for path, given in self.learner.settings_by_task().items()}
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """Return the learner's, and in the first phase without `unused_in_first_phase`."""
         settings = super().cache_key(index, tasks, learns_texts)
         settings["learner"] = self.learner.cache_key(index, tasks, learns_texts)
-        for name in self.unused_in_first_phase if index == 0 else ():
-            del settings[name]
         return settings
 
     def extra_passes(self, epochs: int) -> float:
-        """Forward to the learner."""
         return self.learner.extra_passes(epochs)
 
-    @property
-    def fixed_roles(self) -> tuple[str, ...]:
-        """See the learner."""
-        return self.learner.fixed_roles
-
     def prompt_positions(self, tasks: int) -> int:
-        """Forward to the learner."""
         return self.learner.prompt_positions(tasks)
 
     @property
-    def innermost(self) -> MethodConfig:
-        """The innermost method of the learner."""
-        return self.learner.innermost
-
-    @property
-    def learning_rates(self) -> dict[str, float]:
-        """See the learner."""
-        return self.learner.learning_rates
-
-    @property
-    def needs_texts(self) -> bool:
-        """See the learner."""
-        return self.learner.needs_texts
-
-    @property
     def generates_samples(self) -> bool:
-        """See the learner."""
         return self.learner.generates_samples
 
     @property
     def sample_generator(self) -> SampleGenerator | None:
-        """See the learner."""
         return self.learner.sample_generator
-
-    @property
-    def publishes_samples(self) -> bool:
-        """See the learner."""
-        return self.learner.publishes_samples
-
-    @property
-    def needs_task(self) -> bool:
-        """See the learner."""
-        return self.learner.needs_task
-
-    @property
-    def chooses_task(self) -> bool:
-        """See the learner."""
-        return self.learner.chooses_task
-
-    @property
-    def needs_dropout(self) -> bool:
-        """See the learner."""
-        return self.learner.needs_dropout
 
     @property
     def keeps_data(self) -> bool:
         """Also what the learner keeps."""
         return self.rereads_rows or self.learner.keeps_data
-
-    @property
-    def fits_ahead(self) -> bool:
-        """See the learner."""
-        return self.learner.fits_ahead
 
 
 class Wrapper(Method):
@@ -123,9 +84,20 @@ class Wrapper(Method):
 
     Attributes:
         learner: the method that trains.
+
+    Class attributes:
+        needs_shared: what the learner must not have for each task by itself. adapters: its training on rows of earlier
+            tasks would train nothing of the new task's; parameters: those of earlier tasks are to be held.
     """
 
+    needs_shared: ClassVar[Literal["", "adapters", "parameters"]] = ""
+
     def __init__(self, config: WrapperConfig, backbone: Backbone, seed: int) -> None:
+        """Make the learner.
+
+        Raises:
+            ConfigError: it lacks what `needs_shared` says.
+        """
         super().__init__(config, backbone, seed)
         self.learner = method_class(config.learner.name)(config.learner, backbone, seed)
         self.learner.is_wrapped = True
@@ -138,69 +110,48 @@ class Wrapper(Method):
         self.transforms_gradients = overridden or self.learner.transforms_gradients
         self.mixes_gradients = (overridden and not self.scales_gradients) or self.learner.mixes_gradients
         self.adds_penalty = type(self).penalty is not Wrapper.penalty or self.learner.adds_penalty
+        self._check_learner()
 
-    def _require_shared_adapters(self) -> None:
-        """Check that adapters are shared, for methods that train on rows of earlier tasks.
-
-        Raises:
-            ConfigError: the learner routes each text to its own task's adapters in training, so that rows of earlier
-                tasks would train nothing of the new task's.
-        """
-        if self.learner.needs_texts:  # to route each text (SAPT has its own ablation +Replay)
+    def _check_learner(self) -> None:
+        name = self.learner.config.name
+        if self.needs_shared == "adapters" and self.learner.needs_texts:  # to route each text (SAPT has +Replay)
             raise ConfigError(
-                f"method.learner is {self.learner.config.name}, which trains each task's adapters on its own texts "
-                "alone: expected a learner that trains on every text of its batches, for example lora or finetune"
+                f"method.learner is {name}, which trains each task's adapters on its own texts alone: expected a "
+                "learner that trains on every text of its batches, for example lora or finetune"
             )
-
-    def _require_shared_parameters(self) -> None:
-        """Check that parameters are shared, for methods that hold the parameters of earlier tasks.
-
-        Raises:
-            ConfigError: each task trains parameters of its own, and those of earlier ones are frozen.
-        """
-        if self.learner.own_adapters:
+        if self.needs_shared == "parameters" and self.learner.own_adapters:
             raise ConfigError(
-                f"method.learner is {self.learner.config.name}, which freezes the adapters of earlier tasks, so that "
-                f"method '{self.config.name}' has nothing to hold: expected a learner that trains the same parameters "
-                "in every task, for example lora or finetune"
+                f"method.learner is {name}, which freezes the adapters of earlier tasks, so that method "
+                f"'{self.config.name}' has nothing to hold: expected a learner that trains the same parameters in "
+                "every task, for example lora or finetune"
             )
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Forward to the learner."""
         self.learner.check(tasks)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """Forward to the learner."""
         self.learner.begin_task(phase, context)
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Forward to the learner."""
         return self.learner.prepare_batch(batch)
 
     def route(self, batch: Batch) -> Mixture | None:
-        """Forward to the learner."""
         return self.learner.route(batch)
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """Forward to the learner."""
         return self.learner.penalty(batch, output)
 
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Forward to the learner."""
         return self.learner.transform_gradients(gradients)
 
     def end_task(self, context: TaskContext) -> Learned | None:
-        """Forward to the learner."""
         return self.learner.end_task(context)
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Forward to the learner."""
         return self.learner.summary(observed)
 
     def state_dict(self) -> State:
-        """Forward to the learner."""
         return self.learner.state_dict()
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Forward to the learner."""
         self.learner.load_state_dict(values, tensors)

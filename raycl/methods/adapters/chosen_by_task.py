@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
+from typing import ClassVar
 
 from raycl.adapters.head import MixedHead
 from raycl.methods.base import MethodConfig
@@ -13,15 +14,8 @@ from raycl.types import Batch, Mixture
 class ByTaskConfig(MethodConfig):
     """Settings of a method that needs the task id."""
 
-    @property
-    def needs_task(self) -> bool:
-        """It chooses the adapter."""
-        return True
-
-    @property
-    def needs_texts(self) -> bool:
-        """Batches name their tasks."""
-        return True
+    needs_task: ClassVar[bool] = True
+    needs_texts: ClassVar[bool] = True
 
 
 class ChosenByTask(PerTaskAdapter, ABC):

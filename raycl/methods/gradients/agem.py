@@ -39,12 +39,8 @@ class AgemConfig(StoredRowsConfig):
     )
     batch: int = Field(64, ge=1, description="stored rows of all earlier tasks behind each reference gradient")
 
+    kept_share = "share"
     unused_in_first_phase = ("share", "batch")
-
-    @property
-    def sample_share(self) -> tuple[str, float]:
-        """The share of rows."""
-        return "share", self.share
 
     def values_kept(self, tasks: int) -> int:
         """Return the reference gradient, in a step."""

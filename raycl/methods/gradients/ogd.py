@@ -53,16 +53,11 @@ class Ogd(Wrapper):
     """Any learner that trains the same parameters in every task, with projected gradients."""
 
     Config = OgdConfig
+    needs_shared = "parameters"
     computes_gradients: ClassVar[bool] = True
 
     def __init__(self, config: OgdConfig, backbone: Backbone, seed: int) -> None:
-        """Wrap the learner.
-
-        Raises:
-            ConfigError: see `_require_shared_parameters`.
-        """
         super().__init__(config, backbone, seed)
-        self._require_shared_parameters()
         self._basis: dict[str, Tensor] = {}
         self._labels: list[str] = []
 

@@ -17,10 +17,7 @@ from raycl.types import Phase
 class StoredRowsConfig(WrapperConfig):
     """Settings of the learner."""
 
-    @property
-    def rereads_rows(self) -> bool:
-        """Stored rows are numbers."""
-        return True
+    rereads_rows: ClassVar[bool] = True
 
 
 class StoredRowsWrapper(Wrapper):
@@ -31,15 +28,10 @@ class StoredRowsWrapper(Wrapper):
     """
 
     computes_gradients: ClassVar[bool] = True
+    needs_shared = "adapters"
 
     def __init__(self, config: StoredRowsConfig, backbone: Backbone, seed: int) -> None:
-        """Wrap the learner.
-
-        Raises:
-            ConfigError: see `_require_shared_adapters`.
-        """
         super().__init__(config, backbone, seed)
-        self._require_shared_adapters()
         self.buffer = self.new_buffer()
         self._context: TaskContext | None = None
 

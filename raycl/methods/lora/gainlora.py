@@ -71,10 +71,7 @@ class GainLoraConfig(OLoraSettings, InfLoraSettings):
         "gate_threshold",
     )
 
-    @property
-    def chooses_task(self) -> bool:
-        """Whether a task is chosen, here by the gates."""
-        return True
+    chooses_task: ClassVar[bool] = True
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of the other base; `threshold_tasks` is for gates too."""

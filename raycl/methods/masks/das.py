@@ -62,10 +62,7 @@ class DasConfig(MethodConfig):
     )
     temperature: float = Field(0.05, gt=0, description="temperature of the contrastive loss")
 
-    @property
-    def fixed_roles(self) -> tuple[str, ...]:
-        """The roles of linears whose units are masked, in both kinds of layers."""
-        return "attention", "ffn"
+    fixed_roles: ClassVar[tuple[str, ...]] = ("attention", "ffn")
 
     @property
     def needs_dropout(self) -> bool:

@@ -41,10 +41,7 @@ class HatConfig(HatSettings):
 
     name: Literal["hat"] = "hat"
 
-    @property
-    def fixed_roles(self) -> tuple[str, ...]:
-        """The roles of linears whose units are masked, in both kinds of layers."""
-        return "attention", "ffn"
+    fixed_roles: ClassVar[tuple[str, ...]] = ("attention", "ffn")
 
 
 class Hat(ChosenByTask):

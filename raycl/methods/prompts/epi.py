@@ -72,6 +72,9 @@ class EpiConfig(MethodConfig):
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("ridge",)
     pre_trains: ClassVar[bool] = False
+    needs_texts: ClassVar[bool] = True  # evaluation reports the choices by task
+    chooses_task: ClassVar[bool] = True
+    independent_tasks: ClassVar[bool] = True
 
     @property
     def fixed_roles(self) -> tuple[str, ...]:
@@ -86,27 +89,12 @@ class EpiConfig(MethodConfig):
         """Return the positions of the text's own prompt."""
         return self.length if self.value == "prompt" else 0
 
-    @property
-    def needs_texts(self) -> bool:
-        """Evaluation reports the choices by task."""
-        return True
-
-    @property
-    def chooses_task(self) -> bool:
-        """Whether a task is chosen, here by the nearest class."""
-        return True
-
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of another kind of adapter."""
         others = ("length",) if self.value == "lora" else ("rank", "alpha", "dropout")
         yield from ((name, f"value={self.value}") for name in others)
         if self.value == "prompt":
             yield "targets", "value=prompt"
-
-    @property
-    def independent_tasks(self) -> bool:
-        """Adapters that are trained alone, and statistics of the frozen backbone."""
-        return True
 
 
 class Epi(PerTaskAdapter):

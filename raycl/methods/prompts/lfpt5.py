@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from raycl.adapters import AdapterStack
 from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone, Output
-from raycl.config import Tree
 from raycl.data.tokens import HeldRows, TokenRows, TokenTable
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State, under
@@ -89,6 +88,9 @@ class Lfpt5Config(MethodConfig):
         *("source", "share", "kd_weight", "draws", "top_k", "repetition_penalty"),
     )
     pre_trains: ClassVar[bool] = False
+    kept_share = "share"
+    keeps_data: ClassVar[bool] = True
+    unused_in_first_phase = ("kd_weight",)
 
     def extra_passes(self, epochs: int) -> float:
         """Return the passes that write each row's input and answer; drawing pseudo-samples is not counted."""
@@ -103,11 +105,6 @@ class Lfpt5Config(MethodConfig):
         """Whether samples are generated, here by the model itself."""
         return self.source == "generated"
 
-    @property
-    def sample_share(self) -> tuple[str, float]:
-        """The share of rows or pseudo-samples."""
-        return "share", self.share
-
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of writing, where nothing is written."""
         if self.source == "real":
@@ -117,18 +114,6 @@ class Lfpt5Config(MethodConfig):
     def rereads_rows(self) -> bool:
         """Stored rows are numbers; what was written is kept itself."""
         return self.source == "real"
-
-    @property
-    def keeps_data(self) -> bool:
-        """Rows or pseudo-samples."""
-        return True
-
-    def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """Return the settings that matter; in the first phase there is no previous prompt."""
-        settings = super().cache_key(index, tasks, learns_texts)
-        if index == 0:
-            del settings["kd_weight"]
-        return settings
 
 
 class FixedPrompt(nn.Module):

@@ -61,16 +61,11 @@ class Ewc(Wrapper):
     """Any learner that trains the same parameters in every task, with EWC's penalty."""
 
     Config = EwcConfig
+    needs_shared = "parameters"
     computes_gradients: ClassVar[bool] = True
 
     def __init__(self, config: EwcConfig, backbone: Backbone, seed: int) -> None:
-        """Wrap the learner.
-
-        Raises:
-            ConfigError: see `_require_shared_parameters`.
-        """
         super().__init__(config, backbone, seed)
-        self._require_shared_parameters()
         self._fisher: dict[str, Tensor] = {}
         self._old: dict[str, Tensor] = {}
         self._labels: list[str] = []

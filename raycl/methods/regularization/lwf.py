@@ -51,16 +51,11 @@ class Lwf(Wrapper):
     """Any learner that trains one model for all labels, distilled from itself before the task."""
 
     Config = LwfConfig
+    needs_shared = "adapters"
     replaces_parameters: ClassVar[bool] = True
 
     def __init__(self, config: LwfConfig, backbone: Backbone, seed: int) -> None:
-        """Wrap the learner.
-
-        Raises:
-            ConfigError: see `_require_shared_adapters`.
-        """
         super().__init__(config, backbone, seed)
-        self._require_shared_adapters()
         self._routed = Routed(backbone, self.learner)
         self._old: dict[str, Tensor] = {}
         self._known: list[str] = []

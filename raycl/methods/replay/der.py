@@ -18,8 +18,8 @@ Where it differs from the sources:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from raycl.backbone import Backbone, Output
 from raycl.backbone.base import loss_count
-from raycl.config import Tree
 from raycl.methods.base import Learned, State, activate_batch, under
 from raycl.methods.context import Step, TaskContext
 from raycl.methods.replay.buffer import ReplayBuffer, RowBuffer
@@ -53,29 +52,15 @@ class DerConfig(WrapperConfig):
         32, ge=1, description="largest logits that are stored of each token of an answer; of label heads all are"
     )
 
-    @property
-    def sample_share(self) -> tuple[str, float]:
-        """The share of rows and their outputs."""
-        return "share", self.share
+    kept_share = "share"
+    unused_in_first_phase = ("alpha", "beta")
+    rereads_rows: ClassVar[bool] = True
 
     def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
         """Label heads have few outputs."""
         yield from super().unused_with(has_label_head, reason)
         if has_label_head:
             yield "outputs", reason
-
-    @property
-    def rereads_rows(self) -> bool:
-        """Stored rows are numbers."""
-        return True
-
-    def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """Return the settings that matter; in the first phase nothing is replayed yet."""
-        settings = super().cache_key(index, tasks, learns_texts)
-        settings["learner"] = self.learner.cache_key(index, tasks, learns_texts)
-        if index == 0:
-            del settings["alpha"], settings["beta"]
-        return settings
 
 
 class Der(Wrapper):
@@ -86,15 +71,10 @@ class Der(Wrapper):
     """
 
     Config = DerConfig
+    needs_shared = "adapters"
 
     def __init__(self, config: DerConfig, backbone: Backbone, seed: int) -> None:
-        """Wrap the learner.
-
-        Raises:
-            ConfigError: see `_require_shared_adapters`.
-        """
         super().__init__(config, backbone, seed)
-        self._require_shared_adapters()
         self.buffer = RowBuffer(config.share)
         self.outputs = ReplayBuffer[StoredOutputs]()
         self._context: TaskContext | None = None

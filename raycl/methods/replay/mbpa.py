@@ -35,7 +35,7 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.backbone import Backbone
-from raycl.config import Section, Tree
+from raycl.config import Section
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, State, trained_names
@@ -79,6 +79,10 @@ class MbpaConfig(WrapperConfig):
     encoder: EncoderConfig = EncoderConfig()
 
     pre_trains: ClassVar[bool] = False
+    kept_share = "share"
+    unused_in_first_phase = ("every",)
+    needs_texts: ClassVar[bool] = True  # they search the memory
+    keeps_data: ClassVar[bool] = True
 
     def extra_passes(self, epochs: int) -> float:
         """Return the learner's, and a step in so many has twice the examples."""
@@ -88,29 +92,6 @@ class MbpaConfig(WrapperConfig):
     def sentence_encoder(self) -> EncoderConfig:
         """The encoder of the memory's keys."""
         return self.encoder
-
-    @property
-    def needs_texts(self) -> bool:
-        """The memory is searched by them."""
-        return True
-
-    @property
-    def sample_share(self) -> tuple[str, float]:
-        """The share of rows."""
-        return "share", self.share
-
-    @property
-    def keeps_data(self) -> bool:
-        """Examples with their answers."""
-        return True
-
-    def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """Return the settings that matter; in the first phase nothing is replayed yet."""
-        settings = super().cache_key(index, tasks, learns_texts)
-        settings["learner"] = self.learner.cache_key(index, tasks, learns_texts)
-        if index == 0:
-            del settings["every"]
-        return settings
 
 
 @dataclass(frozen=True)
@@ -142,15 +123,15 @@ class Mbpa(Wrapper):
     """
 
     Config = MbpaConfig
+    needs_shared = "adapters"
 
     def __init__(self, config: MbpaConfig, backbone: Backbone, seed: int) -> None:
         """Wrap the learner.
 
         Raises:
-            ConfigError: see `_require_shared_adapters`; or adapters of earlier tasks are frozen.
+            ConfigError: adapters of earlier tasks are frozen.
         """
         super().__init__(config, backbone, seed)
-        self._require_shared_adapters()
         if self.learner.own_adapters:
             raise ConfigError(
                 f"method.learner is {config.learner.name}, which freezes each task's adapters, and mbpa++ adapts "

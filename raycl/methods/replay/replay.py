@@ -53,6 +53,9 @@ class ReplayConfig(WrapperConfig):
     )
     generator: GeneratorConfig = GeneratorConfig()
 
+    kept_share = "share"
+    keeps_data: ClassVar[bool] = True
+
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of the generator where nothing is generated."""
         if self.source != "generated":
@@ -69,19 +72,9 @@ class ReplayConfig(WrapperConfig):
         return self.generator
 
     @property
-    def sample_share(self) -> tuple[str, float]:
-        """The share of rows or pseudo-samples."""
-        return "share", self.share
-
-    @property
     def rereads_rows(self) -> bool:
         """Stored rows are numbers; pseudo-samples are kept themselves."""
         return self.source == "real"
-
-    @property
-    def keeps_data(self) -> bool:
-        """Rows or pseudo-samples."""
-        return True
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
         """Return the settings that matter; in the first phase nothing is replayed, and stored rows are only numbers."""
@@ -106,15 +99,10 @@ class Replay(Wrapper):
     """
 
     Config = ReplayConfig
+    needs_shared = "adapters"
 
     def __init__(self, config: ReplayConfig, backbone: Backbone, seed: int) -> None:
-        """Wrap the learner.
-
-        Raises:
-            ConfigError: see `_require_shared_adapters`.
-        """
         super().__init__(config, backbone, seed)
-        self._require_shared_adapters()
         self.buffer = RowBuffer(config.share)
         self.samples = ReplayBuffer[PseudoSamples]()
         self.source: SampleSource | None = None

@@ -71,11 +71,9 @@ class SaptConfig(MethodConfig):
     by_task: ClassVar[tuple[str, ...]] = ("rank_by_task", "prompt_length_by_task")
 
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
-
-    @property
-    def needs_texts(self) -> bool:
-        """Evaluation reports attention by task."""
-        return True
+    needs_texts: ClassVar[bool] = True  # evaluation reports attention by task
+    publishes_samples: ClassVar[bool] = True  # later runs reflect on them
+    chooses_task: ClassVar[bool] = True
 
     @property
     def learning_rates(self) -> dict[str, float]:
@@ -92,16 +90,6 @@ class SaptConfig(MethodConfig):
     def sample_generator(self) -> GeneratorConfig:
         """The generator of pseudo-samples."""
         return self.generator
-
-    @property
-    def publishes_samples(self) -> bool:
-        """Whether samples are published, so that later runs reflect on them."""
-        return True
-
-    @property
-    def chooses_task(self) -> bool:
-        """Whether a task is chosen, here by attention."""
-        return True
 
     @property
     def keeps_data(self) -> bool:

@@ -96,6 +96,7 @@ class SlmConfig(MethodConfig):
     encoder: EncoderConfig = EncoderConfig()
 
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
+    needs_texts: ClassVar[bool] = True
 
     by_task: ClassVar[tuple[str, ...]] = ("rank_by_task", "prompt_length_by_task", "keys.slots_by_task")
 
@@ -140,11 +141,6 @@ class SlmConfig(MethodConfig):
     def sentence_encoder(self) -> EncoderConfig:
         """The encoder of the queries."""
         return self.encoder
-
-    @property
-    def needs_texts(self) -> bool:
-        """Slots are chosen by the text."""
-        return True
 
     @property
     def independent_tasks(self) -> bool:

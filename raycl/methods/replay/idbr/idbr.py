@@ -41,7 +41,6 @@ from torch.nn.functional import cross_entropy
 
 from raycl.backbone import Backbone, Output
 from raycl.backbone.base import loss_count
-from raycl.config import Tree
 from raycl.data.selection import generator
 from raycl.data.sources.chunks import Indices
 from raycl.errors import ConfigError
@@ -86,29 +85,14 @@ class IdbrConfig(MethodConfig):
     )
 
     pre_trains: ClassVar[bool] = False
+    kept_share = "share"
+    rereads_rows: ClassVar[bool] = True
+    unused_in_first_phase = ("every", "task_weight", "generic_weight", "specific_weight", "hold", "hold_replayed")
 
     @property
     def learning_rates(self) -> dict[str, float]:
         """The task head's."""
         return {} if self.task_learning_rate is None else {"task_head.": self.task_learning_rate}
-
-    @property
-    def sample_share(self) -> tuple[str, float]:
-        """The share of rows."""
-        return "share", self.share
-
-    @property
-    def rereads_rows(self) -> bool:
-        """Stored rows are numbers."""
-        return True
-
-    def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """Return the settings that matter; in the first phase nothing is stored, and there are no earlier features."""
-        settings = super().cache_key(index, tasks, learns_texts)
-        if index == 0:
-            for name in ("every", "task_weight", "generic_weight", "specific_weight", "hold", "hold_replayed"):
-                del settings[name]
-        return settings
 
 
 class Idbr(Method):
