@@ -208,13 +208,15 @@ class AdapterStack:
 
     # ---- adapters in training --------------------------------------------------------------------------------
 
-    def begin_training(self, ranks: Mapping[str, int], scale: float, init: Init, dropout: float = 0.0) -> None:
+    def begin_training(
+        self, ranks: Mapping[str, int], scale: float, init: Init | None = None, dropout: float = 0.0
+    ) -> None:
         """Allocate trainable adapters: A drawn by `init`, B zero, so the initial update is zero.
 
         Args:
             ranks: adapter -> rank. scale: scale of every adapter.
             init: fills A, a `[r, D]` tensor on the CPU, in place; its second argument is the number of outputs. The
-                same seed gives the same A on every device.
+                same seed gives the same A on every device. None: there are no linears.
         """
         self.trainable, self.trainable_scale, self.dropout = dict(ranks), scale, dropout
         for layer in self.layers.values():
@@ -222,6 +224,7 @@ class AdapterStack:
             drawn = []
             for rank in ranks.values():
                 low = torch.empty(rank, layer.inputs, dtype=dtype, device="cpu")  # each device draws other numbers
+                assert init is not None, "linears have values to draw"
                 init(low, layer.outputs)
                 drawn.append(low)
             layer.lora_A = nn.Parameter(torch.cat(drawn).to(device))

@@ -224,9 +224,9 @@ class Collate:
         sources += [np.array([self._pad_id], dtype=np.int32)] * blanks
         targets += [np.zeros(0, dtype=np.int32)] * blanks
         return Batch(
-            source_ids=_pad(sources, self._pad_id, 1),
-            source_mask=_pad([np.ones(len(source), dtype=np.int32) for source in sources], 0, 1),
-            target_ids=_pad(targets, IGNORE, 1 if self._has_targets else 0),
+            source_ids=padded(sources, self._pad_id, 1),
+            source_mask=padded([np.ones(len(source), dtype=np.int32) for source in sources], 0, 1),
+            target_ids=padded(targets, IGNORE, 1 if self._has_targets else 0),
             label_ids=torch.tensor(labels + [IGNORE] * blanks, dtype=torch.int64),
             weight=torch.tensor([1.0] * len(rows) + [0.0] * blanks, dtype=torch.float32),
             rows=torch.tensor([*rows.tolist(), *[-1] * blanks], dtype=torch.int64),
@@ -272,21 +272,20 @@ class Collate:
 
 def batch_of(sources: Sequence[Sequence[int]], pad_id: int) -> Batch:
     """Return a batch of prompts without answers, as ids with their special tokens."""
-    rows = [np.array(source, dtype=np.int32) for source in sources]
     return Batch(
-        source_ids=_pad(rows, pad_id, 1),
-        source_mask=_pad([np.ones(len(row), dtype=np.int32) for row in rows], 0, 1),
-        target_ids=torch.zeros(len(rows), 0, dtype=torch.int64),
-        label_ids=torch.full((len(rows),), IGNORE, dtype=torch.int64),
-        weight=torch.ones(len(rows)),
-        rows=torch.arange(len(rows)),
+        source_ids=padded(sources, pad_id, 1),
+        source_mask=padded([[1] * len(source) for source in sources], 0, 1),
+        target_ids=torch.zeros(len(sources), 0, dtype=torch.int64),
+        label_ids=torch.full((len(sources),), IGNORE, dtype=torch.int64),
+        weight=torch.ones(len(sources)),
+        rows=torch.arange(len(sources)),
     )
 
 
-def _pad(rows: Sequence[NDArray[np.int32]], value: int, least: int) -> Tensor:
+def padded(rows: Sequence[Sequence[int] | NDArray[np.int32]], value: int, least: int = 0) -> Tensor:
     """Return `[len(rows), longest]` int64, at least `least` wide, padded on the right with `value`."""
-    width = max([least, *(len(row) for row in rows)])
-    padded = np.full((len(rows), width), value, dtype=np.int64)
+    width = max([least, *map(len, rows)])
+    table = np.full((len(rows), width), value, dtype=np.int64)
     for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    return torch.from_numpy(padded)
+        table[index, : len(row)] = row
+    return torch.from_numpy(table)

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from raycl.backbone.base import Backbone
 from raycl.backbone.causal import pad_left
 from raycl.backbone.roles import last_feed_forward
+from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
 
 Layers = list[tuple[Tensor, Tensor]]
@@ -108,12 +109,9 @@ def begin(backbone: Backbone, sources: Sequence[Sequence[int]]) -> DynamicKVCach
     Args:
         sources: ids of each prompt with its special tokens.
     """
-    device, pad_id = backbone.device, backbone.codec.pad_id
-    longest = max(map(len, sources))
-    ids = torch.tensor([[*row, *[pad_id] * (longest - len(row))] for row in sources], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in sources], device=device)
+    prompts = batch_of(sources, backbone.codec.pad_id).to(backbone.device)
     with backbone.precision():
-        inputs, _ = backbone.prefixed(ids, mask)
+        inputs, _ = backbone.prefixed(prompts.source_ids, prompts.source_mask)
         return _encoded(backbone, inputs) if backbone.capabilities.separate_encoder else _read(backbone, inputs)
 
 

@@ -35,4 +35,9 @@ def as_peft_draws(low: Tensor, outputs: int) -> None:
     rank, inputs = low.shape
     nn.Linear(inputs, rank, bias=False)
     nn.Linear(rank, outputs, bias=False)
+    kaiming(low, outputs)
+
+
+def kaiming(low: Tensor, outputs: int) -> None:
+    """Fill A as torch draws linears."""
     nn.init.kaiming_uniform_(low, a=math.sqrt(5))

@@ -79,10 +79,7 @@ def method_class(name: str) -> type[Method]:
     Raises:
         PluginError: neither has it, or the package cannot be used.
     """
-    method = _builtin(METHODS[name], Method) if name in METHODS else load_class("method", name, Method)
-    if method is None:
-        raise PluginError(f"unknown method '{name}': {meant(name, METHOD_NAMES)}; is its package installed here?")
-    return _named(method, method.Config, "method", name)
+    return _class_of("method", METHOD_NAMES, METHODS, name, Method)
 
 
 def modifier_class(name: str) -> type[GradientModifier]:
@@ -91,13 +88,7 @@ def modifier_class(name: str) -> type[GradientModifier]:
     Raises:
         PluginError: neither has it, or the package cannot be used.
     """
-    builtin = name in MODIFIERS
-    modifier = (
-        _builtin(MODIFIERS[name], GradientModifier) if builtin else load_class("modifier", name, GradientModifier)
-    )
-    if modifier is None:
-        raise PluginError(f"unknown modifier '{name}': {meant(name, MODIFIER_NAMES)}; is its package installed here?")
-    return _named(modifier, modifier.Config, "modifier", name)
+    return _class_of("modifier", MODIFIER_NAMES, MODIFIERS, name, GradientModifier)
 
 
 def method_config(tree: Mapping[str, Any]) -> MethodConfig:
@@ -110,24 +101,24 @@ def method_config(tree: Mapping[str, Any]) -> MethodConfig:
     return config
 
 
-def _builtin(location: str, base: type[ClassT]) -> type[ClassT]:
-    module, _, attribute = location.partition(":")
-    attribute_found = getattr(importlib.import_module(module), attribute)
-    assert isinstance(attribute_found, type) and issubclass(attribute_found, base), (
-        f"'{location}' is no {base.__name__}"
-    )
-    return attribute_found
-
-
-def _named(named_class: type[ClassT], config: type[Section], kind: Kind, name: str) -> type[ClassT]:
-    """Return the class, if its settings carry the name that chooses it."""
+def _class_of(kind: Kind, names: Names, table: Mapping[str, str], name: str, base: type[ClassT]) -> type[ClassT]:
+    if name in table:
+        module, _, attribute = table[name].partition(":")
+        named_class = getattr(importlib.import_module(module), attribute)
+        assert issubclass(named_class, base), f"'{table[name]}' is no {base.__name__}"
+    else:
+        named_class = load_class(kind, name, base)
+    if named_class is None:
+        raise PluginError(f"unknown {kind} '{name}': {meant(name, names)}; is its package installed here?")
+    config = named_class.Config
     field = config.model_fields.get("name")
     if field is None or get_args(field.annotation) != (name,):
         raise PluginError(
             f"{find(kind, name)} has the settings {config.__module__}.{config.__name__}: expected their field name: "
             f'Literal["{name}"] = "{name}"'
         )
-    return named_class
+    chosen: type[ClassT] = named_class
+    return chosen
 
 
 def _method_section(name: str) -> type[MethodConfig]:

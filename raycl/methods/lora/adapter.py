@@ -14,17 +14,16 @@ and trains the language head's dense layer, norm and bias too, which are frozen 
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.methods.base import MethodConfig
+from raycl.methods.lora_settings import kaiming
 from raycl.methods.single_adapter import SingleAdapter
 
 
@@ -55,9 +54,4 @@ class SeqAdapter(SingleAdapter):
         self.stack = AdapterStack(backbone.model, paths, activation="relu")
         width = max(1, int(backbone.model.config.hidden_size) // config.reduction)
         torch.manual_seed(seed)
-        self.stack.begin_training({self.adapter: width}, 1.0, _kaiming)
-
-
-def _kaiming(low: Tensor, outputs: int) -> None:
-    """Fill A as torch draws linears."""
-    nn.init.kaiming_uniform_(low, a=math.sqrt(5))
+        self.stack.begin_training({self.adapter: width}, 1.0, kaiming)

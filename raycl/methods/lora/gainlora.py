@@ -96,11 +96,6 @@ class GainLora(OLora, InfLora):
         self.spaces = self.constraint = FeatureSubspaces()
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Check that every task has prompts.
-
-        Raises:
-            ConfigError: see `check_prompts`.
-        """
         super().check(tasks)
         check_prompts(self.config.name, tasks)
 

@@ -67,11 +67,6 @@ class MoeLora(Method):
         self._queries = TextQueries(backbone, self.stack)
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Check that every task has prompts.
-
-        Raises:
-            ConfigError: see `check_prompts`.
-        """
         check_prompts(self.config.name, tasks)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:

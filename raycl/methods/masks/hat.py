@@ -23,17 +23,16 @@ import torch
 from torch import Tensor
 
 from raycl.adapters.head import MixedHead
-from raycl.backbone import Backbone, Output
+from raycl.backbone import Backbone
 from raycl.backbone.gates import Gate, GatePoint, attach
-from raycl.methods.adapters.chosen_by_task import ChosenByTask
-from raycl.methods.base import Learned, MethodConfig, State, in_head, under
+from raycl.methods.base import Learned, MethodConfig, in_head
 from raycl.methods.context import TaskContext
-from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, Bounds, HardAttention, Key, freedom
-from raycl.methods.masks.hat_adapter import HatSettings, scale_of
+from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, freedom
+from raycl.methods.masks.hat_adapter import BehindMasks, HatSettings
 from raycl.methods.masks.units import parameters_of, units_of
 from raycl.methods.per_task_adapter import AdapterForm
 from raycl.methods.trained_adapters import end_training
-from raycl.types import AdapterState, Batch, Phase
+from raycl.types import AdapterState
 
 
 class HatConfig(HatSettings):
@@ -44,14 +43,11 @@ class HatConfig(HatSettings):
     fixed_roles: ClassVar[tuple[str, ...]] = ("attention", "ffn")
 
 
-class Hat(ChosenByTask):
+class Hat(BehindMasks):
     """Full fine-tuning behind the masks of each task. Its adapters hold label rows alone."""
 
     Config: ClassVar[type[MethodConfig]] = HatConfig
     own_adapters: ClassVar[bool] = False
-    revisable: ClassVar[bool] = False
-    holds_weights: ClassVar[bool] = True
-    scales_gradients: ClassVar[bool] = True
     trains_backbone = True
 
     def __init__(self, config: HatConfig, backbone: Backbone, seed: int) -> None:
@@ -64,17 +60,9 @@ class Hat(ChosenByTask):
         units = units_of(backbone.model, attention_outputs=True)
         self.units = {unit.gate_point: unit for unit in units}
         self.sides = parameters_of(backbone.model, units)
-        sizes: dict[Key, int] = {point: unit.count for point, unit in self.units.items()}
-        self.masks = HardAttention(sizes, config.max_scale, backbone.device, self._scale)
-        backbone.add_module(MODULE, self.masks)
-        self.constraint = Bounds()
+        self.mask_units({point: unit.count for point, unit in self.units.items()})
         attach(backbone.model, {point: self._gate(point) for point in self.units})
         self._tables: dict[tuple[str, ...], Tensor] = {}
-        self._context: TaskContext | None = None
-
-    def _scale(self) -> float:
-        """s of now."""
-        return scale_of(self._context if self.backbone.training else None, self.config.max_scale)
 
     # ---- the gates -------------------------------------------------------------------------------------------
 
@@ -104,21 +92,12 @@ class Hat(ChosenByTask):
 
     # ---- a task ----------------------------------------------------------------------------------------------
 
-    def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """Continue from the present weights, and draw the task's masks."""
-        self._context = context
-        super().begin_task(phase, context)
-
     def _create(self, task: str) -> None:
-        self.stack.begin_training({task: 0}, 1.0, _nothing)
+        self.stack.begin_training({task: 0}, 1.0)
         self.masks.begin(alone=False)
 
     def _is_trained(self, name: str, parameter: Tensor) -> bool:
         return in_head(name, parameter) or not name.startswith("head.")
-
-    def penalty(self, batch: Batch, output: Output) -> Tensor:
-        """Depends on parameters alone, so every step adds it once."""
-        return float(self.config.sparsity) * self.masks.sparsity()
 
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights in use are held, and e is compensated."""
@@ -176,14 +155,7 @@ class Hat(ChosenByTask):
 
     # ---- state -----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> State:
-        """Return the state of every adapter method, and the masks."""
-        values, tensors = super().state_dict()
-        return values, tensors | {f"masks/{task}": mask for task, mask in self.masks.masks.items()}
-
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of every adapter method, and the masks."""
-        self.masks.masks = dict(under("masks/", tensors))
         self._tables = {}
         super().load_state_dict(values, tensors)
 
@@ -197,7 +169,3 @@ def _times(tensor: Tensor, factor: Tensor) -> Tensor:
         mesh = tensor.device_mesh
         factor = DTensor.from_local(factor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return tensor.detach() * factor
-
-
-def _nothing(low: Tensor, outputs: int) -> None:
-    """Adapt no linear."""

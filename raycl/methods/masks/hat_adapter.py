@@ -42,6 +42,50 @@ class HatSettings(ByTaskConfig):
     sparsity: float = Field(0.75, ge=0, description="weight of the share of free units that a task uses, in the loss")
 
 
+class BehindMasks(ChosenByTask):
+    """Shared weights behind the masks of each task.
+
+    Attributes:
+        masks: over the units of `mask_units`.
+    """
+
+    holds_weights: ClassVar[bool] = True
+    scales_gradients: ClassVar[bool] = True
+    revisable: ClassVar[bool] = False  # the shared weights hold every task
+
+    def mask_units(self, sizes: Mapping[Key, int]) -> None:
+        """Put masks over so many units of each layer."""
+        self.masks = HardAttention(sizes, self.config.max_scale, self.backbone.device, self._scale)
+        self.backbone.add_module(MODULE, self.masks)
+        self.constraint = Bounds()
+        self._context: TaskContext | None = None
+
+    def _scale(self) -> float:
+        """s of now: in the present step of a phase, else at test."""
+        context = self._context if self.backbone.training else None
+        if context is None:
+            return float(self.config.max_scale)
+        steps = -(-context.count("train") // context.batch_size)
+        return annealed(context.step.index, steps, self.config.max_scale)
+
+    def begin_task(self, phase: Phase, context: TaskContext) -> None:
+        """Continue from the present shared weights, and draw the task's masks."""
+        self._context = context
+        super().begin_task(phase, context)
+
+    def penalty(self, batch: Batch, output: Output) -> Tensor:
+        """Return the sparsity's, which depends on parameters alone, so that every step adds it once."""
+        return float(self.config.sparsity) * self.masks.sparsity()
+
+    def state_dict(self) -> State:
+        values, tensors = super().state_dict()
+        return values, tensors | {f"masks/{task}": mask for task, mask in self.masks.masks.items()}
+
+    def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self.masks.masks = dict(under("masks/", tensors))
+        super().load_state_dict(values, tensors)
+
+
 class HatAdapterConfig(HatSettings):
     """HAT in adapters: one bottleneck adapter for all tasks, whose units each task masks."""
 
@@ -53,13 +97,10 @@ class HatAdapterConfig(HatSettings):
     )
 
 
-class HatAdapter(ChosenByTask):
+class HatAdapter(BehindMasks):
     """Bottleneck adapters that all tasks share, behind the masks of each."""
 
     Config: ClassVar[type[MethodConfig]] = HatAdapterConfig
-    holds_weights: ClassVar[bool] = True
-    scales_gradients: ClassVar[bool] = True
-    revisable: ClassVar[bool] = False  # the shared weights hold every task
 
     def __init__(self, config: HatAdapterConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed, AdapterForm(config.targets, 1.0, "probability", "relu"))
@@ -67,27 +108,15 @@ class HatAdapter(ChosenByTask):
         for path, layer in self.stack.layers.items():
             sizes[path, "units"] = config.rank
             sizes[path, "outputs"] = layer.outputs
-        self.masks = HardAttention(sizes, config.max_scale, backbone.device, self._scale)
-        backbone.add_module(MODULE, self.masks)
-        self.constraint = Bounds()
+        self.mask_units(sizes)
         for path, layer in self.stack.layers.items():
             layer.unit_masks = lambda path=path: self._factors(path)
         self._shared: dict[str, Tensor] = {}
-        self._context: TaskContext | None = None
 
     def _factors(self, path: str) -> tuple[Tensor, Tensor]:
         return self.masks((path, "units")), self.masks((path, "outputs"))
 
-    def _scale(self) -> float:
-        """s of now."""
-        return scale_of(self._context if self.backbone.training else None, self.config.max_scale)
-
     # ---- a task ----------------------------------------------------------------------------------------------
-
-    def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """Continue from the present shared adapters, and draw the task's masks."""
-        self._context = context
-        super().begin_task(phase, context)
 
     def _create(self, task: str) -> None:
         self.stack.begin_training({task: self.config.rank}, 1.0, as_peft_draws, self.config.dropout)
@@ -98,10 +127,6 @@ class HatAdapter(ChosenByTask):
 
     def _is_trained(self, name: str, parameter: Tensor) -> bool:
         return super()._is_trained(name, parameter) or name == EMBEDDING
-
-    def penalty(self, batch: Batch, output: Output) -> Tensor:
-        """Depends on parameters alone, so every step adds it once."""
-        return float(self.config.sparsity) * self.masks.sparsity()
 
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights in use are held, and e is compensated."""
@@ -149,23 +174,12 @@ class HatAdapter(ChosenByTask):
     # ---- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state of every adapter method, and the shared weights and the masks."""
         values, tensors = super().state_dict()
-        masks = {f"masks/{task}": mask for task, mask in self.masks.masks.items()}
-        return values, tensors | {f"shared/{name}": value for name, value in self._shared.items()} | masks
+        return values, tensors | {f"shared/{name}": value for name, value in self._shared.items()}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of every adapter method, and the shared weights and the masks."""
         self._shared = dict(under("shared/", tensors))
-        self.masks.masks = dict(under("masks/", tensors))
         super().load_state_dict(values, tensors)
-
-
-def scale_of(context: TaskContext | None, max_scale: float) -> float:
-    """s in the present step of a phase; None: outside of training."""
-    if context is None:
-        return max_scale
-    return annealed(context.step.index, -(-context.count("train") // context.batch_size), max_scale)
 
 
 def _same(first: AdapterState, other: AdapterState) -> bool:

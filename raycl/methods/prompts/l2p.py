@@ -26,15 +26,15 @@ from __future__ import annotations
 from functools import partial
 from typing import ClassVar, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.soft_prompts import MixedPrompts, used_alike
+from raycl.adapters.soft_prompts import used_alike
 from raycl.backbone import Backbone, Output
 from raycl.methods.base import Learned, Method, MethodConfig, in_head, phase_labels
 from raycl.methods.context import TaskContext
+from raycl.methods.prompts.prompt import drawn_prompts
 from raycl.methods.queries import TextQueries, mean_by_positions
 from raycl.methods.trained_adapters import head_adapter
 from raycl.routing.prompt_pool import PromptPool, router_state
@@ -73,14 +73,10 @@ class L2p(Method):
     def __init__(self, config: L2pConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
         names = [f"prompt{number:03d}" for number in range(config.pool_size)]
-        words = backbone.model.get_input_embeddings().weight.detach()
         self.stack: AdapterStack = AdapterStack(backbone.model, [])
-        self.stack.begin_training(dict.fromkeys(names, 0), 1.0, _nothing)
-        prompts = MixedPrompts(self.stack, int(words.shape[1]), partial(used_alike, "concat"))
-        draw = torch.Generator().manual_seed(seed)
-        rows = torch.randint(len(words), (config.pool_size, config.prompt_length), generator=draw)
-        prompts.begin_training(words[rows.to(words.device)].float())
-        backbone.prefix = prompts
+        self.stack.begin_training(dict.fromkeys(names, 0), 1.0)
+        use = partial(used_alike, "concat")
+        backbone.prefix = drawn_prompts(backbone, self.stack, config.prompt_length, seed, use)
         width = int(backbone.model.config.hidden_size)
         self.pool = self.router_module = PromptPool(names, width, config.top_k, seed, backbone.device)
         backbone.add_module("prompt_pool", self.pool)
@@ -113,7 +109,3 @@ class L2p(Method):
         prompts = zip(self.pool.names, tensors["prefix.trainable"], strict=True)
         head |= {name: AdapterState(prompt=prompt.clone()) for name, prompt in prompts}
         return Learned(head, router=router_state(self.pool, {"keys": tensors["prompt_pool.keys"]}, always))
-
-
-def _nothing(low: Tensor, outputs: int) -> None:
-    """Adapt no linear."""

@@ -34,12 +34,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone, Output
 from raycl.data.tokens import HeldRows, TokenRows, TokenTable
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State, under
 from raycl.methods.context import TaskContext
+from raycl.methods.prompts.prompt import drawn_prompts
 from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, counts_of, same_everywhere
 from raycl.methods.pseudo_samples.self_generated import Pair, SampleFormat, Sampler, batch_of_pairs, mean_losses
 from raycl.types import IGNORE, TENSORS, AdapterState, Batch, Mixture, Phase, RouterState, Task
@@ -145,13 +145,9 @@ class Lfpt5(Method):
 
     def __init__(self, config: Lfpt5Config, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
-        words = backbone.model.get_input_embeddings().weight.detach()
         self.stack: AdapterStack = AdapterStack(backbone.model, [])
-        self.stack.begin_training({PROMPT: 0}, 1.0, _nothing)
-        self.prompts = MixedPrompts(self.stack, int(words.shape[1]))
-        draw = torch.Generator().manual_seed(seed)
-        rows = torch.randint(len(words), (1, config.prompt_length), generator=draw)
-        self.prompts.begin_training(words[rows.to(words.device)].float())
+        self.stack.begin_training({PROMPT: 0}, 1.0)
+        self.prompts = drawn_prompts(backbone, self.stack, config.prompt_length, seed)
         backbone.suffix = self.prompts
         self.form = SampleFormat(backbone.codec, config.max_tokens, config.separator)
         self.counts: dict[str, int] = {}
@@ -341,7 +337,3 @@ class Lfpt5(Method):
 def _read(tensors: Mapping[str, Tensor], tasks: Sequence[str], kind: str) -> dict[str, PseudoSamples]:
     held = {task: under(f"{kind}/{task}/", tensors) for task in tasks}
     return {task: PseudoSamples.of(kept) for task, kept in held.items() if PseudoSamples.are_in(kept)}
-
-
-def _nothing(low: Tensor, outputs: int) -> None:
-    """Adapt no linear."""

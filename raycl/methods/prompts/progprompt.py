@@ -81,7 +81,7 @@ class ProgPrompt(PerTaskAdapter):
         return PromptUse(True, (-self._places.get(adapter, 0), adapter))
 
     def _create(self, task: str) -> None:
-        self.stack.begin_training({task: 0}, self.scale, _nothing)
+        self.stack.begin_training({task: 0}, self.scale)
         form = PromptForm(self.config.prompt_form)
         self._begin_prompts(1, self.config.prompt_length, form)
         self._places[task] = 1 + max(self._places.values(), default=0)
@@ -108,7 +108,3 @@ class ProgPrompt(PerTaskAdapter):
         learned = dict(values["learned"])
         self._places |= {name: number for name, number in values["places"].items() if name in learned}
         super().load_state_dict(values, tensors)
-
-
-def _nothing(low: Tensor, outputs: int) -> None:
-    """Adapt no linear."""

@@ -17,10 +17,9 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.soft_prompts import MixedPrompts
+from raycl.adapters.soft_prompts import ADDED_UP, MixedPrompts, UseOf
 from raycl.backbone import Backbone
 from raycl.methods.base import MethodConfig
 from raycl.methods.single_adapter import SingleAdapter
@@ -48,13 +47,17 @@ class SeqPrompt(SingleAdapter):
     def __init__(self, config: SeqPromptConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
         self.stack = AdapterStack(backbone.model, [])
-        self.stack.begin_training({self.adapter: 0}, 1.0, _nothing)
-        words = backbone.model.get_input_embeddings().weight.detach()
-        rows = torch.randint(len(words), (1, config.prompt_length), generator=torch.Generator().manual_seed(seed))
-        prompts = MixedPrompts(self.stack, int(words.shape[1]))
-        prompts.begin_training(words[rows.to(words.device)].float())
-        backbone.prefix = prompts
+        self.stack.begin_training({self.adapter: 0}, 1.0)
+        backbone.prefix = drawn_prompts(backbone, self.stack, config.prompt_length, seed)
 
 
-def _nothing(low: Tensor, outputs: int) -> None:
-    """Adapt no linear."""
+def drawn_prompts(
+    backbone: Backbone, stack: AdapterStack, length: int, seed: int, use_of: UseOf = ADDED_UP
+) -> MixedPrompts:
+    """Return prompts in training for a stack's adapters in training, as the embeddings of tokens that are drawn."""
+    words = backbone.model.get_input_embeddings().weight.detach()
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randint(len(words), (len(stack.trainable), length), generator=draw)
+    prompts = MixedPrompts(stack, int(words.shape[1]), use_of)
+    prompts.begin_training(words[rows.to(words.device)].float())
+    return prompts

@@ -22,7 +22,6 @@ counts (`raycl.methods.pseudo_samples.samples.same_everywhere`).
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -39,8 +38,10 @@ from raycl.backbone.codec import HFCodec
 from raycl.backbone.positions import decoder_inputs, logits_at
 from raycl.backbone.roles import linear_names
 from raycl.config import Section
+from raycl.data.loader import padded
 from raycl.errors import ConfigError
 from raycl.methods.context import TaskContext
+from raycl.methods.lora_settings import kaiming
 from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, drawn_sources
 from raycl.types import IGNORE, Mixture, Task
 
@@ -241,7 +242,7 @@ class Generator:
         if self.stack is None:
             return []
         config = self.config
-        self.stack.begin_training({NAME: config.rank}, config.alpha / config.rank, _init, config.dropout)
+        self.stack.begin_training({NAME: config.rank}, config.alpha / config.rank, kaiming, config.dropout)
         own = [p for layer in self.stack.layers.values() for p in (layer.lora_A, layer.lora_B) if p is not None]
         for parameter in own:
             parameter.data = parameter.data.float()
@@ -264,7 +265,7 @@ class Generator:
         self.backbone.train()
         for _ in range(self.config.steps_for(len(ids))):
             chosen = torch.randint(len(ids), (min(self.config.batch, len(ids)),), generator=draw).tolist()
-            labels = _padded([ids[number] for number in chosen]).to(self.backbone.device)
+            labels = padded([ids[number] for number in chosen], IGNORE).to(self.backbone.device)
             with self._activated(len(labels)):
                 loss = self._loss(labels, start_PD) / int((labels != IGNORE).sum())
                 optimizer.zero_grad()
@@ -368,12 +369,3 @@ def _instruction(context: TaskContext, task: Task, written: Sequence[str], seed:
     order = torch.randperm(len(written), generator=torch.Generator().manual_seed(seed)).tolist()
     drawn = (written[number] for number in order if written[number])
     return next((instruction for instruction in drawn if context.takes_instruction(task, instruction)), None)
-
-
-def _init(low: Tensor, outputs: int) -> None:
-    nn.init.kaiming_uniform_(low, a=math.sqrt(5))
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[IGNORE] * (width - len(row))] for row in rows])

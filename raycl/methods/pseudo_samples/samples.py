@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.data.tokens import Split, TokenTable
@@ -43,9 +45,9 @@ class PseudoSamples:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors for checkpoints and the bank: flat int32 ids and the length of each."""
-        tensors = {"source_ids": _flat(self.sources), "source_lengths": _lengths(self.sources)}
+        tensors = {"source_ids": flat(self.sources), "source_lengths": lengths(self.sources)}
         if self.labels:
-            tensors |= {"target_ids": _flat(self.targets), "target_lengths": _lengths(self.targets)}
+            tensors |= {"target_ids": flat(self.targets), "target_lengths": lengths(self.targets)}
             tensors["labels"] = torch.tensor(self.labels, dtype=torch.int32)
         if self.fallback_samples:
             tensors["fallback_samples"] = torch.tensor([self.fallback_samples], dtype=torch.int32)
@@ -146,13 +148,17 @@ def sources_of(context: TaskContext, split: Split) -> list[list[int]]:
     return [ids.tolist() for table in context.tables(split) for ids in table.columns(range(len(table))).source_ids]
 
 
-def _flat(rows: Sequence[Ids]) -> Tensor:
-    return torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+def flat(rows: Sequence[Ids | NDArray[np.int32]]) -> Tensor:
+    """Return the ids of all rows one after another, int32."""
+    ids = torch.zeros(sum(map(len, rows)), dtype=torch.int32)
+    ids.numpy()[:] = np.concatenate([np.zeros(0, dtype=np.int32), *rows])
+    return ids
 
 
-def _lengths(rows: Sequence[Ids]) -> Tensor:
+def lengths(rows: Sequence[Ids | NDArray[np.int32]]) -> Tensor:
+    """Return the number of ids of each row, int32."""
     return torch.tensor([len(row) for row in rows], dtype=torch.int32)
 
 
-def _split(flat: Tensor, lengths: Tensor) -> list[list[int]]:
-    return [part.tolist() for part in torch.split(flat, lengths.tolist())]
+def _split(ids: Tensor, counts: Tensor) -> list[list[int]]:
+    return [part.tolist() for part in torch.split(ids, counts.tolist())]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raycl.backbone import Backbone
 from raycl.backbone.codec import HFCodec
-from raycl.data.loader import batch_of
+from raycl.data.loader import batch_of, padded
 from raycl.errors import ConfigError
 from raycl.types import IGNORE, Batch, Task
 
@@ -178,10 +178,8 @@ def _until_end(ids: list[int], end: int) -> list[int]:
 def batch_of_pairs(pairs: Sequence[Pair | None], pad_id: int) -> Batch:
     """Return prompts with what is to be written behind them; None: an example without loss."""
     rows = [pair or ([pad_id], []) for pair in pairs]
-    width = max(1, *(len(target) for _, target in rows))
     batch = batch_of([source for source, _ in rows], pad_id)
-    targets = [[*target, *[IGNORE] * (width - len(target))] for _, target in rows]
-    batch.target_ids = torch.tensor(targets, dtype=torch.int64)
+    batch.target_ids = padded([target for _, target in rows], IGNORE, 1)
     batch.weight = torch.tensor([float(pair is not None) for pair in pairs])
     return batch
 

@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
+from raycl.data.loader import batch_of, padded
 from raycl.methods.pseudo_samples.samples import PseudoSamples
+from raycl.methods.replay.stored_rows import joined
 from raycl.types import IGNORE, Batch
 
 SampleIndex = tuple[int, int]
@@ -52,26 +53,16 @@ class PseudoReplay:
         targets = [self.samples[entry].targets[number] for entry, number in mine]
         rows = [self._label(entry, self.samples[entry].labels[number]) for entry, number in mine]
         blank = ("",) * len(mine)
-        return replace(
-            batch,
-            source_ids=_below(batch.source_ids, sources, pad_id),
-            source_mask=_below(batch.source_mask, [[1] * len(source) for source in sources], 0),
-            target_ids=_below(batch.target_ids, targets, IGNORE),
-            label_ids=torch.cat([batch.label_ids, torch.tensor(rows, dtype=torch.int64)]),
-            weight=torch.cat([batch.weight, torch.ones(len(mine))]),
-            rows=torch.cat([batch.rows, torch.full((len(mine),), -1)]),
-            texts=(*batch.texts, *blank) if batch.texts else (),
-            tasks=(*batch.tasks, *blank) if batch.tasks else (),
+        lower = replace(
+            batch_of(sources, pad_id),
+            target_ids=padded(targets, IGNORE),
+            label_ids=torch.tensor(rows, dtype=torch.int64),
+            rows=torch.full((len(mine),), -1),
+            texts=blank,
+            tasks=blank,
         )
+        return joined(batch, lower, pad_id)
 
     def _label(self, entry: int, label: int) -> int:
         known = self.labels[entry]
         return known[label] if known and label >= 0 else IGNORE
-
-
-def _below(upper_BL: Tensor, rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-    """More rows below a right-padded tensor."""
-    width = max(upper_BL.shape[1], *(len(row) for row in rows))
-    upper = torch.nn.functional.pad(upper_BL, (0, width - upper_BL.shape[1]), value=fill)
-    lower = torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=upper_BL.dtype)
-    return torch.cat([upper, lower.reshape(len(rows), width)])

@@ -20,6 +20,7 @@ from raycl.data.loader import Collate
 from raycl.data.sources.chunks import RowIndices
 from raycl.data.tokens import TokenColumns
 from raycl.methods.base import under
+from raycl.methods.pseudo_samples.samples import flat, lengths
 from raycl.methods.replay.buffer import ReplayBuffer
 from raycl.methods.replay.stored_rows import FIRST
 from raycl.types import Batch, Task
@@ -43,7 +44,7 @@ class KeyedRows:
     def of(task: Task, columns: TokenColumns, keys: Tensor) -> KeyedRows:
         """Return a memory of rows of a table and their keys."""
         sources, targets = columns.source_ids, columns.target_ids
-        result = (_flat(sources), _lengths(sources), _flat(targets), _lengths(targets))
+        result = (flat(sources), lengths(sources), flat(targets), lengths(targets))
         labels = torch.from_numpy(columns.labels.astype(np.int32))
         return KeyedRows(task, dict(zip(PARTS, (*result, labels, keys.float().clone()), strict=True)))
 
@@ -153,13 +154,3 @@ class ExampleMemory(ReplayBuffer[KeyedRows]):
             held = under(f"memory/{name}/", tensors)
             task = Task(name, None if labels is None else tuple(labels), "")
             self.add(name, KeyedRows(task, {part: held[part] for part in PARTS}))
-
-
-def _flat(rows: Sequence[NDArray[np.int32]]) -> Tensor:
-    flat = torch.zeros(sum(map(len, rows)), dtype=torch.int32)
-    flat.numpy()[:] = np.concatenate([np.zeros(0, dtype=np.int32), *rows])
-    return flat
-
-
-def _lengths(rows: Sequence[NDArray[np.int32]]) -> Tensor:
-    return torch.tensor([len(row) for row in rows], dtype=torch.int32)

@@ -41,9 +41,8 @@ from raycl.methods.pseudo_samples.samples import (
 )
 from raycl.methods.pseudo_samples.sources import SampleSource
 from raycl.methods.replay.joined import PseudoReplay
-from raycl.methods.sapt.ablations import ABLATIONS
 from raycl.methods.sapt.reflection import Reflection, ReplayEntry
-from raycl.methods.sapt.settings import SaptConfig
+from raycl.methods.sapt.settings import ABLATIONS, SaptConfig
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.attention import LEAST_WEIGHT, Attention, AttentionRouter, max_pooled, mixture_of
 from raycl.routing.prompt_pool import mean_pooled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -11,10 +12,40 @@ from raycl.config import Size, Tree
 from raycl.methods.base import MethodConfig
 from raycl.methods.per_task_adapter import PromptFormSetting
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
-from raycl.methods.sapt.ablations import ABLATIONS, Name
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.routing.attention import AttentionConfig
 from raycl.routing.selector import SelectorConfig
+
+Name = Literal["none", "arm", "replay", "alignment", "shared_attention"]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """The components that an ablation keeps (SAPT, section 6.3).
+
+    Attributes:
+        reflects: attentive reflection (ARM) adds its penalty.
+        reads_samples: pseudo-samples are used, so generators are trained for them.
+        replays: pseudo-samples are trained on as ordinary data.
+        selects: a separate selector is trained on recorded weights and used at test.
+        shares: all adapters of a text are trained and active together, by attention; else each alone.
+    """
+
+    reflects: bool = False
+    reads_samples: bool = True
+    replays: bool = False
+    selects: bool = False
+    shares: bool = True
+
+
+ABLATIONS: dict[str, Ablation] = {
+    "none": Ablation(reflects=True),
+    "arm": Ablation(reads_samples=False),
+    "replay": Ablation(replays=True),
+    "alignment": Ablation(selects=True),
+    "shared_attention": Ablation(selects=True, shares=False),
+}
+"""Name of `method.ablation` -> what is done."""
 
 
 class SaptConfig(MethodConfig):

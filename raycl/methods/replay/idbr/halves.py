@@ -9,11 +9,13 @@ surrounds a text (special tokens) stays as the tokenizer put it; what ends it st
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from raycl.data.loader import batch_of
 from raycl.methods.replay.stored_rows import FIRST
 from raycl.types import IGNORE, Batch
 
@@ -50,12 +52,8 @@ def halves_of(batch: Batch, seed: int, special_ids: Collection[int], limit: int,
         halves, order = _cut(ids, seed, int(batch.rows[row]), special_ids, limit)
         sources.append(halves)
         rows.append(HALVES - order)
-    width = max(map(len, sources), default=1)
-    padded = [[*ids, *[pad_id] * (width - len(ids))] for ids in sources]
-    masks = [[1] * len(ids) + [0] * (width - len(ids)) for ids in sources]
-    return Batch(
-        source_ids=torch.tensor(padded, dtype=torch.int64).reshape(len(sources), width),
-        source_mask=torch.tensor(masks, dtype=torch.int64).reshape(len(sources), width),
+    return replace(
+        batch_of(sources, pad_id),
         target_ids=batch.target_ids[places],
         label_ids=batch.label_ids[places],
         weight=batch.weight[places],
