@@ -4,6 +4,7 @@ raycl data check data/tickets                          a folder with train.*, te
 raycl data check hf://fancyzhx/ag_news                 a dataset of the Hugging Face hub
 raycl data check rows.csv columns.text=body columns.label=team backbone.name=google/flan-t5-small
 raycl data check --config run.yaml                     all tasks of a run
+raycl data check stream.name=long-C stream.root=/data  all tasks of an order
 raycl data labels data/intents                         the answers of train as label set: data/intents/labels.json
 """
 
@@ -68,8 +69,9 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
     options = argument_parser.parse_intermixed_args(words)
     options.paths = [word for word in options.words if _is_path(word)]
     options.overrides = [word for word in options.words if word not in options.paths]
-    if len(options.paths) > 1 or bool(options.paths) == bool(options.config):
-        argument_parser.error("expected one PATH, or --config FILE")
+    named = bool(options.config) or any(word.startswith(("stream.name=", "stream.tasks=")) for word in options.words)
+    if len(options.paths) > 1 or (options.paths and options.config) or not (options.paths or named):
+        argument_parser.error("expected one PATH, --config FILE, or stream.name=ORDER")
     if options.action == "labels" and not options.paths:
         argument_parser.error("labels are those of one task: expected its PATH")
     return options
@@ -148,8 +150,8 @@ def _config(options: argparse.Namespace) -> RunConfig:
     from raycl.data.settings import TaskSpec
     from raycl.training.setup.places import load_present
 
-    if options.config:
-        return load_present(local_or_installed(options.config), options.overrides)
+    if not options.paths:
+        return load_present(local_or_installed(options.config) if options.config else None, options.overrides)
     (path,) = options.paths
     of_task = [word for word in options.overrides if word.partition("=")[0].partition(".")[0] in TaskSpec.model_fields]
     of_run = [word for word in options.overrides if word not in of_task]

@@ -114,7 +114,7 @@ class MethodConfig(Section):
         return ()
 
     def prompt_positions(self, tasks: int) -> int:
-        """Return the positions of positions that soft prompts take beside each text at most.
+        """Return the positions that soft prompts take beside each text at most.
 
         Args:
             tasks: tasks of the run.

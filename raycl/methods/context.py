@@ -129,7 +129,7 @@ class TaskContext:
         return leaves_room(self.stream.prompt(task, self.codec, instruction), self.codec, limit)
 
     def target_limit(self, task: Task) -> int:
-        """Return most tokens of an answer of a task."""
+        """Return the most tokens that an answer of a task may have."""
         return self.stream.limits(task, self.codec).target
 
     def targets(self, task: Task, answers: Sequence[str]) -> list[list[int]]:
@@ -138,7 +138,7 @@ class TaskContext:
         return self.stream.answer_ids(task, answers, self.codec)
 
     def stored_rows(self, task: Task, share: float = 1.0, limit: int | None = None) -> Indices:
-        """Training rows of a task that a replay buffer of this share holds, at most `limit` (`Stream.stored`)."""
+        """Return training rows of a task in a replay buffer of this share, `limit` at most (`Stream.stored`)."""
         return self.stream.stored(task, share, limit)
 
     def add_rows(self, task: Task, rows: Indices) -> None:

@@ -159,5 +159,14 @@ def test_the_command_describes_a_file_a_folder_and_a_config(tmp_path: Path, caps
     (tmp_path / "run.yaml").write_text(json.dumps({"stream": {"tasks": [{"name": "one", "path": path}]}}))
     assert main.main(["data", "check", "--config", str(tmp_path / "run.yaml"), "--examples", "1"]) == 0
     assert capsys.readouterr().out.startswith("one: labels")
+    assert main.main(["data", "check", f"stream.tasks=[{{name: two, path: {path}}}]", "--examples", "0"]) == 0
+    assert capsys.readouterr().out.startswith("two: labels")
     assert main.main(["data", "check", str(tmp_path / "none")]) == 1
     assert "error: task 'none' has no train file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["seed=7"], ["a", "b"], ["a", "--config", "run.yaml"]])
+def test_what_is_checked_is_named_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["data", "check", *words])
+    assert "expected one PATH, --config FILE, or stream.name=ORDER" in capsys.readouterr().err
