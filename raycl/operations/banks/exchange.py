@@ -103,7 +103,7 @@ def export_peft(state: AdapterState, metadata: CardMetadata, folder: str) -> Sto
         AdapterError: it is no plain LoRA. StorageError: the folder cannot be written.
     """
     tensors, config = to_peft(state, metadata.base, metadata.capabilities.task_type, metadata.revision)
-    storage = _empty(folder)
+    storage = empty_folder(folder)
     _describe(storage, state, metadata, merged=False)
     storage.write(TENSORS, save(tensors))
     storage.write_json(CONFIG, config)
@@ -130,7 +130,7 @@ def export_merged(state: AdapterState, metadata: CardMetadata, backbone: Backbon
             f"the adapter was learned with backbone.quantization={backbone.quantization}, and an update cannot be "
             "folded into quantized weights: export the adapter itself, without --merged"
         )
-    storage = _empty(folder)
+    storage = empty_folder(folder)
     codec = load_codec(backbone, 1, 1)
     model = load_backbone(backbone, codec, torch.device("cpu"), 0)
     check_fits("the adapter", state, linear_shapes(model.model))
@@ -185,7 +185,12 @@ def _check_head(folder: str, labels: Any, head: Mapping[str, Tensor], width: int
         raise BankError(f"{HEAD} of '{folder}' holds values that are not finite numbers")
 
 
-def _empty(folder: str) -> Storage:
+def empty_folder(folder: str) -> Storage:
+    """Return the folder to export to.
+
+    Raises:
+        BankError: it holds files.
+    """
     storage = Storage.at(folder)
     if storage.exists() and storage.list():
         raise BankError(f"'{folder}' is not empty: name a new folder")

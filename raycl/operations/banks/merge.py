@@ -136,11 +136,7 @@ def _merged_router(first: RouterState, second: RouterState, ours: Snapshot, thei
 
 
 def _dev_queries(bank: Bank, snapshot: Snapshot) -> dict[str, Tensor]:
-    """Return task -> queries of its dev texts, of the snapshot's training state.
-
-    Raises:
-        BankError: the snapshot has no training state.
-    """
+    """Return task -> queries of its dev texts, of the snapshot's training state."""
     _, groups = get_state(bank, snapshot)
     return {name.removeprefix("dev/"): held["tensor"] for name, held in groups.items() if name.startswith("dev/")}
 

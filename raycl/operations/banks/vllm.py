@@ -22,7 +22,7 @@ from raycl.adapters.peft import to_peft
 from raycl.backbone.kinds import capabilities_of
 from raycl.bank import Bank, Snapshot
 from raycl.errors import BankError
-from raycl.operations.banks.exchange import card_metadata, export_peft, mixed
+from raycl.operations.banks.exchange import card_metadata, empty_folder, export_peft, mixed
 from raycl.serve.upstream.export import ExportRecord
 from raycl.storage import Storage
 from raycl.types import AdapterState
@@ -72,15 +72,17 @@ def export_vllm(
     Raises:
         BankError: vLLM cannot serve it, or the folder is not empty. AdapterError: it is no plain LoRA.
     """
-    _check_backbone(snapshot)
+    if not capabilities_of(snapshot.backbone.kind).one_sequence:
+        raise BankError(
+            f"snapshot {snapshot.number} has a backbone of kind {snapshot.backbone.kind}, and vLLM serves decoder-only "
+            "models: serve it with `raycl serve`"
+        )
     uri = served_from or folder
     if served_from is not None and not served_from.startswith(REMOTE):
         raise BankError(f"--served-from is '{served_from}', and Ray loads adapters from {', '.join(REMOTE)} only")
     states = {name: of_one_rank(mixed(bank, snapshot, parts, head=False)) for name, parts in mixtures.items()}
     rank = allowed_rank({name: state.rank for name, state in states.items()})
-    storage = Storage.at(folder)
-    if storage.exists() and storage.list():
-        raise BankError(f"'{folder}' is not empty: name a new folder")
+    storage = empty_folder(folder)
     cards = {name: card_metadata(snapshot, parts) for name, parts in mixtures.items()}
     for state in states.values():
         to_peft(state, "", "")  # refused before anything is written
@@ -97,14 +99,6 @@ def export_vllm(
         storage
     )
     return Exported(storage, models, rank, config)
-
-
-def _check_backbone(snapshot: Snapshot) -> None:
-    if not capabilities_of(snapshot.backbone.kind).one_sequence:
-        raise BankError(
-            f"snapshot {snapshot.number} has a backbone of kind {snapshot.backbone.kind}, and vLLM serves decoder-only "
-            "models: serve it with `raycl serve`"
-        )
 
 
 def of_one_rank(state: AdapterState) -> AdapterState:

@@ -90,17 +90,16 @@ def opened(config: RunConfig) -> Opened:
     """
     check_engine(config)
     backbone = architecture(config.backbone, *config.stream.token_limits)
-    notes = (
-        ["backbone.dtype=float32: the GPU's FLOP/s are those of bfloat16"] if config.backbone.dtype == "float32" else []
-    )
-    stream = _stream(config, notes)
-    evaluation = config.eval if stream.has_rows else config.eval.model_copy(update={"save_predictions": False})
+    assumed = "backbone.dtype=float32: the GPU's FLOP/s are those of bfloat16"
+    notes = [assumed] if config.backbone.dtype == "float32" else []
+    stream, has_rows = _stream(config, notes)
+    evaluation = config.eval if has_rows else config.eval.model_copy(update={"save_predictions": False})
     settings = _with_encoder_at_hand(config.method, notes)
     method = method_class(config.method.name)(settings, backbone, config.seed)
     check_quantized(config, method)
     context = TrainingContext(
         info=info_of(config),
-        stream=stream.stream,
+        stream=stream,
         backbone=backbone,
         method=method,
         modifiers=make_modifiers(config, method),
@@ -112,7 +111,7 @@ def opened(config: RunConfig) -> Opened:
         schedule=SCHEDULES[config.stream.schedule](),
         identity="",
     )
-    if not stream.has_rows:
+    if not has_rows:
         return Opened(config, context, notes, (), ())
     steps = tuple(order_of(context, phase, rows_of(context, phase)).steps for phase in context.phases)
     if backbone.codec.vocabulary < NO_WORDS:
@@ -130,16 +129,10 @@ def _with_encoder_at_hand(method: MethodConfig, notes: list[str]) -> MethodConfi
     return method.model_copy(update={"encoder": EncoderConfig()})
 
 
-@dataclass(frozen=True)
-class _SampledRows:
-    stream: Stream
-    has_rows: bool
-
-
-def _stream(config: RunConfig, notes: list[str]) -> _SampledRows:
-    """Return the stream with its rows, or else tasks by name alone."""
+def _stream(config: RunConfig, notes: list[str]) -> tuple[Stream, bool]:
+    """Return the stream and whether it has its rows; else it has tasks by name alone."""
     try:
-        return _SampledRows(open_stream(config.stream, config.seed), True)
+        return open_stream(config.stream, config.seed), True
     except (DataError, StorageError, ConfigError) as error:
         given, known = config.stream.tasks, find(config.stream.name)
         names = given or (known.tasks if known else ())
@@ -148,7 +141,7 @@ def _stream(config: RunConfig, notes: list[str]) -> _SampledRows:
         tasks = tuple(Task(task if isinstance(task, str) else task.name, None, "exact_match") for task in names)
         notes.append(f"steps, labels and text lengths are not known without the data ({error})")
         cache = cache_folder(config.stream.cache_dir)
-        return _SampledRows(Stream(config.stream.name, tasks, (), [], config.stream, config.seed, {}, cache), False)
+        return Stream(config.stream.name, tasks, (), [], config.stream, config.seed, {}, cache), False
 
 
 def _lengths(context: TrainingContext) -> tuple[SampledLengths, ...]:

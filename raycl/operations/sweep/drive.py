@@ -31,7 +31,6 @@ from raycl.operations.sweep.trials.trial import TrialWork, as_trainable
 from raycl.storage import Storage
 from raycl.training.definition.job import Resources
 from raycl.training.setup import checks, run_config
-from raycl.training.setup.launch_settings import LaunchConfig
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by
 
@@ -176,7 +175,7 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
     log.info("%s: %d of %d trials to run, %d at a time", folder.storage.uri, todo, plan.total, at_once)
     stop = HostStop(folder.storage.address, uuid.uuid4().hex[:12])
     work = TrialWork(configs.as_tree(sweep), directory, stop, plan.shared)
-    signals = StopOnSignal(folder.storage, stop.driver, _launch(sweep).grace_s, has_begun=lambda: True)
+    signals = StopOnSignal(folder.storage, stop.driver, _base(sweep).launch.grace_s, has_begun=lambda: True)
     searcher.stop = stop
     try:
         with signals:
@@ -192,11 +191,6 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
 
 
 def _refuse_unfinished(folder: SweepFolder, plan: SweepPlan, reason: str) -> None:
-    """Refuse a sweep that a signal interrupted, unless every trial is over.
-
-    Raises:
-        StoppedError: some are not.
-    """
     over = [number for number in folder.settings() if folder.state(number, plan.tasks)[0] != "unfinished"]
     total = plan.total - len(folder.repeated())
     if len(over) < total:
@@ -251,20 +245,20 @@ def _held(sweep: SweepConfig) -> dict[str, float]:
     """Return what a trial's own process reserves: its worker's share if that works there, else next to nothing."""
     if not sweep.in_process:
         return {"CPU": 0, "memory": SMALL}
-    return worker_resources(configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]})).named()
+    return worker_resources(_base(sweep)).named()
 
 
 def _restarts(sweep: SweepConfig) -> int:
     """Return the restarts of a trial's process after crashes (-1: no limit), where the worker group runs in it."""
-    crashes = _launch(sweep).max_failures
+    crashes = _base(sweep).launch.max_failures
     if not sweep.in_process:
         return sweep.retries
     return -1 if crashes < 0 else max(crashes, sweep.retries)
 
 
-def _launch(sweep: SweepConfig) -> LaunchConfig:
-    """Return the launch settings of the sweep's base."""
-    return configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}).launch
+def _base(sweep: SweepConfig) -> RunConfig:
+    """Return a run with the launch settings of the sweep's base."""
+    return configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]})
 
 
 def concurrency(sweep: SweepConfig) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
@@ -289,13 +289,14 @@ def _requested(sweep: SweepConfig) -> list[str]:
 
 def examples(sweep: SweepConfig) -> list[Settings]:
     """Return settings that a search may come to: each listed value or end of a range beside the others' first."""
+    return [sweep.follow(settings) for _, settings in _corners(sweep)]
+
+
+def _corners(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
+    """Yield a path, and settings with a corner of it beside the others' first."""
     first = {path: draw.corners[0] for path, draw in sweep.space.items() if draw.expr is None}
-    return [
-        sweep.follow(first | {path: value})
-        for path, draw in sweep.space.items()
-        if draw.expr is None
-        for value in draw.corners
-    ]
+    for path in first:
+        yield from ((path, first | {path: value}) for value in sweep.space[path].corners)
 
 
 def check_space(sweep: SweepConfig) -> None:
@@ -307,16 +308,10 @@ def check_space(sweep: SweepConfig) -> None:
     if sweep.search.name == "tpe" and find_spec("optuna") is None:
         raise ConfigError("search=tpe needs Optuna: pip install 'raycl[sweep]', or use search=random")
     configs.validate(RunConfig, sweep.tree({}))
-    first = {path: draw.corners[0] for path, draw in sweep.space.items() if draw.expr is None}
-    for path, draw in sweep.space.items():
-        for value in draw.corners:
-            _checked(sweep, first | {path: value}, path)
+    for path, settings in _corners(sweep):
+        try:
+            sweep.config(sweep.follow(settings))
+        except ConfigError as error:
+            raise ConfigError(f"space.{path} = {settings[path]!r}: {error}") from error
     for settings in sweep.trials() if sweep.plans else []:
         sweep.config(settings)
-
-
-def _checked(sweep: SweepConfig, settings: Settings, path: str) -> None:
-    try:
-        sweep.config(sweep.follow(settings))
-    except ConfigError as error:
-        raise ConfigError(f"space.{path} = {settings[path]!r}: {error}") from error
