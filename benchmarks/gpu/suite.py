@@ -105,15 +105,15 @@ def without_measuring(options: argparse.Namespace) -> str | None:
     return None
 
 
-def measure(options: argparse.Namespace) -> Report:
-    """Run the chosen parts.
+def measure(options: argparse.Namespace, parts: Sequence[Part] = PARTS) -> Report:
+    """Run the chosen ones of `parts`.
 
     Raises:
         ConfigError: the device does not exist.
     """
     setup = Setup(_device(options), options.tiny)
     progress = Progress(options, setup, os.getloadavg()[0])
-    chosen = [part for part in PARTS if part.name in options.only]
+    chosen = [part for part in parts if part.name in options.only]
     ends = time.monotonic() + 60 * options.minutes
     for number, part in enumerate(chosen):
         left = ends - time.monotonic()

@@ -77,7 +77,7 @@ class ObjectInfo(Section):
 
     @property
     def file(self) -> str:
-        """Its file in the bank."""
+        """The path of its file in the bank."""
         return f"objects/{self.sha256[:2]}/{self.sha256}.safetensors"
 
 
@@ -115,7 +115,7 @@ class AdapterManifest(Section):
 
     @property
     def file(self) -> str:
-        """Its file in the bank."""
+        """The path of its file in the bank."""
         return manifest_file(self.name, self.version)
 
 
@@ -186,7 +186,7 @@ class Snapshot(Section):
 
     @property
     def file(self) -> str:
-        """Its file in the bank."""
+        """The path of its file in the bank."""
         return snapshot_file(self.number)
 
     def adapter(self, name: str) -> SnapshotAdapter:

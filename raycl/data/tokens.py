@@ -81,12 +81,12 @@ class TokenTable:
 
     @property
     def truncated_sources(self) -> int:
-        """How many inputs were cut to fit."""
+        """The number of inputs that were cut to fit."""
         return int(self._entry.info["truncated_sources"])
 
     @property
     def truncated_targets(self) -> int:
-        """How many answers were cut to fit."""
+        """The number of answers that were cut to fit."""
         return int(self._entry.info["truncated_targets"])
 
     @property

@@ -88,8 +88,9 @@ class ContinuousBatch(Generic[RequestT]):
     """Texts that are being decoded.
 
     Attributes:
-        joining: requests that wait for room.
+        joining: requests that wait until they fit.
         tokens: generated so far.
+        patience_s: seconds for which later requests may pass one that does not fit.
     """
 
     def __init__(
@@ -98,13 +99,16 @@ class ContinuousBatch(Generic[RequestT]):
         max_rows: int,
         send: Callable[[RequestT, Event], None],
         static_cache: bool = False,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Start empty.
 
         Args:
             send: called with every event.
             static_cache: decode at fixed addresses (`raycl.generation.static_cache`).
+            patience_s: seconds for which later requests may pass one that does not fit.
         """
+        self.patience_s = patience_s
         self.model, self.max_rows = model, max_rows
         self._static = StaticKVCache(model.backbone, max_rows) if static_cache else None
         self._graph_key = 0
@@ -134,7 +138,7 @@ class ContinuousBatch(Generic[RequestT]):
         return [row.request for row in self._rows]
 
     def joined(self) -> list[PreparedRequest[RequestT]]:
-        """Take the requests that fit; a request that does not is passed over for `PATIENCE_S` only."""
+        """Take the requests that fit; a request that does not is passed over for `patience_s` only."""
         room, now = self.max_rows - len(self._rows), time.perf_counter()
         fresh: list[PreparedRequest[RequestT]] = []
         left: list[PreparedRequest[RequestT]] = []
@@ -144,7 +148,7 @@ class ContinuousBatch(Generic[RequestT]):
                 fresh.append(request)
                 continue
             left.append(request)
-            if now - request.request.began > PATIENCE_S:
+            if now - request.request.began > self.patience_s:
                 room = 0
         self.joining = left
         return fresh

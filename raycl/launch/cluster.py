@@ -174,23 +174,25 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def free_port() -> int:
-    """Return one of `PORTS` that is free on loopback.
+def free_port(ports: Sequence[int] = PORTS) -> int:
+    """Return one of these ports that is free on loopback.
 
     Raises:
         LaunchError: every one that was tried is taken.
     """
     for _ in range(100):
-        port = secrets.choice(PORTS)
+        port = secrets.choice(ports)
         with socket.socket() as tried:
             if tried.connect_ex(("127.0.0.1", port)):
                 return port
-    raise LaunchError(f"no free port from {PORTS[0]} to {PORTS[-1]} for Ray: end what listens there")
+    raise LaunchError(f"no free port from {ports[0]} to {ports[-1]} for Ray: end what listens there")
 
 
 @contextmanager
-def log_while_pending(waits: Callable[[], bool], requested: Mapping[str, float], lower: str) -> Iterator[None]:
-    """Log every `WAIT_S` seconds that resources are waited for, as long as `waits` returns True.
+def log_while_pending(
+    waits: Callable[[], bool], requested: Mapping[str, float], lower: str, every_s: float = WAIT_S
+) -> Iterator[None]:
+    """Log every `every_s` seconds that resources are waited for, as long as `waits` returns True.
 
     Args:
         requested: resource -> amount in all. lower: the settings that ask for it.
@@ -203,7 +205,7 @@ def log_while_pending(waits: Callable[[], bool], requested: Mapping[str, float],
         except (RayError, ConnectionError, RuntimeError) as error:  # the cluster does not answer just now
             log.debug("pending requests are not known: %s", error)
 
-    with repeating(look, WAIT_S, "waiting"):
+    with repeating(look, every_s, "waiting"):
         yield
 
 

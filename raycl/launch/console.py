@@ -19,8 +19,12 @@ LOGS = "log"
 
 
 @contextmanager
-def follow(storage: Storage, label: str = "") -> Iterator[None]:
-    """Log the workers' progress lines here, each after `label`, as they come; only those written from now on."""
+def follow(storage: Storage, label: str = "", every_s: float = FOLLOW_S) -> Iterator[None]:
+    """Log the workers' progress lines here, each after `label`; only those written from now on.
+
+    Args:
+        every_s: seconds between two looks at the log.
+    """
     seen: dict[str, int] = {}
 
     def fresh(folder: Storage) -> Iterator[str]:
@@ -37,7 +41,7 @@ def follow(storage: Storage, label: str = "") -> Iterator[None]:
     for _ in fresh(storage):
         pass  # earlier lines are not logged again
     try:
-        with repeating(log_new, FOLLOW_S, "follow"):
+        with repeating(log_new, every_s, "follow"):
             yield
     finally:
         log_new()

@@ -141,7 +141,7 @@ class MethodConfig(Section):
 
     @property
     def sentence_encoder(self) -> EncoderConfig | None:
-        """Its setting `encoder`: the sentence encoder whose embeddings route texts; None: there is none."""
+        """The sentence encoder (`encoder`) whose embeddings route texts; None: no embeddings route them."""
         return None
 
     @property

@@ -75,7 +75,7 @@ class WrapperConfig(MethodConfig):
 
     @property
     def keeps_data(self) -> bool:
-        """Also what the learner keeps."""
+        """Add what the learner keeps."""
         return self.rereads_rows or self.learner.keeps_data
 
 

@@ -108,7 +108,7 @@ class StreamLoop:
         return self.recorder.results()
 
     def _pause(self, activity: str, phase: Phase, task: str) -> None:
-        """Between two pieces of work other than optimizer steps. Collective.
+        """Stop here if it is requested, between two pieces of work other than optimizer steps. Collective.
 
         Raises:
             StopRequested: the run is to stop here; there is nothing to write.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from tiny import Complete, Lab, matrix, run, trace
 
 from raycl.errors import BackboneError, ConfigError
 from raycl.storage import Storage
-from raycl.training.engines import compilation
+from raycl.training import assembly
+from raycl.training.engines.compilation import compile_layers
 from raycl.training.setup.checks import check
 
 COMPILED = {"compile": True}
@@ -21,7 +23,8 @@ MIGU = [{"name": "migu", "threshold": 0.5}]
 def test_losses_and_scores_are_those_without(
     lab: Lab, complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")  # captured and differentiated; C++ takes half a minute
+    # Graphs are captured and differentiated, and not compiled as C++, which takes half a minute.
+    monkeypatch.setattr(assembly, "compile_layers", partial(compile_layers, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     plain, compiled = complete("llama", "lora", "torch").storage, Storage.at(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import pytest
 from service_client import WAIT_S, alone, bank_of, examples, is_piece, serving
 from tiny import Taught, opened
 
@@ -81,13 +80,11 @@ def test_adapters_in_use_are_not_evicted(taught: Taught, tmp_path: Path) -> None
         assert client.ask("fire is", weights={"colour": 1.0}).finish and fetched == ["animal", "colour"]
 
 
-def test_requests_that_wait_for_memory_are_served_in_order(
-    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raycl.generation.continuous_batch.PATIENCE_S", 0.05)
+def test_requests_that_wait_for_memory_are_served_in_order(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     rank = bank.open(2).adapters[0].rank
     with serving(bank, max_loaded_rows=rank) as client:
+        client.engine._texts.patience_s = 0.05
         stop, seen = threading.Event(), []
 
         def crowd() -> None:
@@ -104,16 +101,15 @@ def test_requests_that_wait_for_memory_are_served_in_order(
         thread.join(WAIT_S)
 
 
-def test_a_damaged_adapter_fails_only_the_requests_that_use_it(
-    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Damaged after its snapshot was activated, and not on the device yet."""
-    monkeypatch.setattr("raycl.serve.engine.multi_snapshot_model.AHEAD_BYTES", 0)
+def test_a_damaged_adapter_fails_only_the_requests_that_use_it(taught: Taught, tmp_path: Path) -> None:
+    """Damaged after its snapshot was activated, and not on the device any more."""
     bank = bank_of(taught("llama", "separate"), tmp_path)
     model = opened(bank, bank.open(2))
     expected = alone(model, "fire is", {"colour": 1.0}, "colour")
     with serving(bank) as client:
         _damage(bank, "animal")
+        key = client.loaded().keys["animal"]
+        client.engine.call(lambda: client.engine.model.stack.drop(key)).result(WAIT_S)
         with client.paused():
             good = [client.ask("fire is", weights={"colour": 1.0}) for _ in range(3)]
             bad = client.ask("it purrs", weights={"animal": 1.0})

@@ -113,7 +113,6 @@ def test_a_config_that_is_not_utf8_is_an_error(lab: Lab, tmp_path: Path) -> None
 def test_the_log_is_followed_through_a_storage_that_fails_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(console, "FOLLOW_S", 0.02)
     monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
     caplog.set_level(logging.INFO, logger="raycl")
     storage, failed = Storage.at(tmp_path), threading.Event()
@@ -126,7 +125,7 @@ def test_the_log_is_followed_through_a_storage_that_fails_for_a_moment(
         return listing(self, name)
 
     monkeypatch.setattr(Storage, "list", fails_once)
-    with console.follow(storage):
+    with console.follow(storage, every_s=0.02):
         assert failed.wait(10)
         storage.write("log/attempt-0001.txt", b"one line\n")
         end = time.monotonic() + 10

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from raycl.launch.http import connections
 from raycl.launch.http.address import bound
+from raycl.launch.http.connections import LimitedProtocol
 from raycl.launch.page.server import PageServer
 from raycl.serve.http.server import Listener
 from raycl.serve.settings import ServeConfig
@@ -36,7 +36,15 @@ FLOODS = {
 }
 """How a connection begins, what it sends again and again, and what stands in the answer, where one is certain."""
 
-Server = Callable[[bytes], Any]
+Server = Callable[..., Any]
+"""(body, protocol) -> context of a port."""
+
+
+class ImpatientProtocol(LimitedProtocol):
+    """A protocol that closes connections after short times, so that a test can wait for it."""
+
+    head_s = 0.6
+    unread_s = 2.5
 
 
 class Reader:
@@ -50,7 +58,7 @@ class Reader:
 
 
 @contextmanager
-def endpoint(body: bytes) -> Iterator[int]:
+def endpoint(body: bytes, protocol: type[LimitedProtocol] = LimitedProtocol) -> Iterator[int]:
     """A replica's server, which reads a request and answers with this; its port."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -62,7 +70,7 @@ def endpoint(body: bytes) -> Iterator[int]:
 
     with bound("127.0.0.1", 0) as result:
         port = int(result.getsockname()[1])
-    listener = Listener(app, ServeConfig.model_validate({"bank": "nowhere", "port": port}))
+    listener = Listener(app, ServeConfig.model_validate({"bank": "nowhere", "port": port}), protocol)
     try:
         yield port
     finally:
@@ -70,10 +78,10 @@ def endpoint(body: bytes) -> Iterator[int]:
 
 
 @contextmanager
-def page(body: bytes) -> Iterator[int]:
+def page(body: bytes, protocol: type[LimitedProtocol] = LimitedProtocol) -> Iterator[int]:
     """The status page of a run; its port."""
     with bound("127.0.0.1", 0) as listens:
-        server = PageServer(Reader(body), listens, "127.0.0.1")  # type: ignore[arg-type]
+        server = PageServer(Reader(body), listens, "127.0.0.1", protocol)  # type: ignore[arg-type]
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         try:
@@ -163,10 +171,9 @@ def test_large_and_pipelined_requests_are_still_answered(server: Server) -> None
 
 @both
 @pytest.mark.parametrize("closing", [b"", b"Connection: close\r\n"])
-def test_answers_that_nobody_reads_are_dropped(server: Server, closing: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, they were held as long as the client liked. One who reads slowly, but reads, gets all of it."""
-    monkeypatch.setattr(connections, "UNREAD_S", 2.5)
-    with server(LARGE) as port, ExitStack() as stack:
+def test_answers_that_no_client_reads_are_dropped(server: Server, closing: bytes) -> None:
+    """Before, they were held as long as the client liked. A client that reads slowly gets all of its answer."""
+    with server(LARGE, ImpatientProtocol) as port, ExitStack() as stack:
         request = GET + closing + b"\r\n"
         clients = [stack.enter_context(connected(port, 4096)) for _ in range(10)]
         slow = stack.enter_context(connected(port, 2**16))
@@ -189,10 +196,9 @@ def test_answers_that_nobody_reads_are_dropped(server: Server, closing: bytes, m
 
 
 @both
-def test_idle_connections_are_closed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_are_closed(server: Server) -> None:
     """Those that send nothing, or part of a request's head a byte at a time, and one that did so after an answer."""
-    monkeypatch.setattr(connections, "HEAD_S", 0.6)
-    with server(b"text") as port, ExitStack() as stack:
+    with server(b"text", ImpatientProtocol) as port, ExitStack() as stack:
         idle = [stack.enter_context(connected(port)) for _ in range(50)]
         half, again = (stack.enter_context(connected(port)) for _ in range(2))
         again.sendall(GET + b"\r\n")

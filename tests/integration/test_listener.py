@@ -14,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from raycl.errors import LaunchError
-from raycl.launch.http import connections
 from raycl.launch.http.address import bound, url_of
+from raycl.launch.http.connections import LimitedProtocol
 from raycl.serve.http.server import Listener, claimed
 from raycl.serve.settings import ServeConfig, load_serve_config
 
@@ -40,8 +40,8 @@ def saying(text: str, begun: threading.Event | None = None, takes_s: float = 0.0
 
 
 @contextmanager
-def listening(app: Any, config: ServeConfig) -> Iterator[Listener]:
-    listener = Listener(app, config)
+def listening(app: Any, config: ServeConfig, protocol: type[LimitedProtocol] = LimitedProtocol) -> Iterator[Listener]:
+    listener = Listener(app, config, protocol)
     try:
         yield listener
     finally:
@@ -118,12 +118,17 @@ def test_replicas_that_listen_themselves_do_not_scale() -> None:
         settings(ingress="direct", max_replicas=2)
 
 
-def test_slow_and_reused_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+class ImpatientProtocol(LimitedProtocol):
+    """A protocol that waits 0.3 s for a request's head."""
+
+    head_s = 0.3
+
+
+def test_slow_and_reused_connections_are_kept() -> None:
     """The head has a time; the answer, and the pause until the next request, have others."""
-    monkeypatch.setattr(connections, "HEAD_S", 0.3)
     config = settings()
     with (
-        listening(saying("one", takes_s=0.8), config),
+        listening(saying("one", takes_s=0.8), config, ImpatientProtocol),
         httpx.Client(base_url=f"http://127.0.0.1:{config.port}") as client,
     ):
         answers, clients = [], set()

@@ -24,7 +24,6 @@ from raycl.errors import ConfigError, RayclError
 from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate_batch
 from raycl.methods.pseudo_samples.samples import sources_of
-from raycl.methods.sapt import sapt
 from raycl.methods.sapt.sapt import Sapt
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import evaluate, forget
@@ -104,7 +103,6 @@ def test_statistics_come_from_the_first_task(lab: Lab, kind: str, settings: dict
 
 def test_shared_statistics_are_estimated_from_a_random_subset(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file may be sorted by label: its first rows are not like the rest."""
-    monkeypatch.setattr(sapt, "LOOKED_AT", 5)
     looked: list[int] = []
     pooled = Sapt._pooled
 
@@ -113,7 +111,11 @@ def test_shared_statistics_are_estimated_from_a_random_subset(lab: Lab, monkeypa
         return pooled(self, sources)
 
     monkeypatch.setattr(Sapt, "_pooled", watched)
-    method, _ = started(lab, "llama", learned=0)
+    context, _ = build(lab.config("llama", "sapt"), WORLD)
+    method = context.method
+    assert isinstance(method, Sapt)
+    method.sampled_texts = 5
+    begin_phase(context, 0)
     assert method.context is not None and looked == [5]
     blind = Attention(method.attention.dimensions, method.config.attention, 0)
     blind.look_at(pooled(method, sources_of(method.context, "train")[:5]))

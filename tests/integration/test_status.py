@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from at_step import learn, started
+from at_step import age_heartbeat, learn, started
 from tiny import Complete, Lab, work
 
 from raycl.errors import ResumeError, RunError
 from raycl.launch import console, prepared_run, run_files
 from raycl.launch.status import Status, status_of
-from raycl.training.workers import control as controls
+from raycl.storage import Storage
 from raycl.training.workers import stopping
 from raycl.training.workers.stopping import request_stop
 
@@ -29,11 +29,6 @@ def until(ready: Callable[[], bool]) -> None:
     while not ready():
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.01)
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controls, "BEAT_S", 0.02)
 
 
 def test_status_of_a_running_and_a_killed_run(
@@ -57,7 +52,7 @@ def test_status_of_a_running_and_a_killed_run(
     assert f"process {os.getpid()}" in running.details["workers"] and running.details["workers"].startswith("1 on ")
 
     killed = tmp_path / "killed"
-    monkeypatch.setattr(run_files, "FRESH_S", 0.0)
+    age_heartbeat(Storage.at(killed))
     crashed = status_of(str(killed))
     assert crashed.state == "crashed" and "may be starting again" in crashed.message
     assert crashed.details["step"].startswith("the last one recorded is 3 of 4 of task 2, 'animal', loss ")

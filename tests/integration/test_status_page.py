@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from at_step import learn, started
+from at_step import age_heartbeat, learn, started
 from chromium import recorded
 from fork_server import Call, ForkServer
 from local_endpoint import on_a_port
@@ -26,21 +26,13 @@ from tiny import Complete, Lab, matrix, work
 
 from raycl.cli.main import main
 from raycl.errors import ResumeError, RunError
-from raycl.launch import prepared_run, run_files
-from raycl.launch.page import server
+from raycl.launch import prepared_run
 from raycl.launch.page.progress import POINTS
 from raycl.launch.page.server import RunReader, make_app
 from raycl.storage import Storage
 from raycl.training.records.progress import StepResult, Trace, read_trace
-from raycl.training.workers import control
 
 TASKS = ["colour", "animal"]
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "BEAT_S", 0.02)
-    monkeypatch.setattr(server, "FRESH_S", 0.0)
 
 
 @contextmanager
@@ -82,15 +74,13 @@ def of_tasks(result: dict[str, Any], key: str) -> list[Any]:
 # ---- what is answered ----------------------------------------------------------------------------------------------
 
 
-def test_progress_of_a_waiting_a_running_a_crashed_and_a_finished_run(
-    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_of_a_waiting_a_running_a_crashed_and_a_finished_run(complete: Complete, tmp_path: Path) -> None:
     _, waits = started(complete("bert", "lora", "torch"), tmp_path / "waits")
     waiting = RunReader(waits.uri).progress()
     assert (waiting["state"], waiting["tasks"], waiting["nodes"], waiting["left"]) == ("waiting", [], [], None)
     assert waiting["title"] == "lora, bert" and waiting["problem"] is None
     with halted(complete, tmp_path) as (storage, finish):
-        reader = RunReader(storage.uri)
+        reader = RunReader(storage.uri, fresh_s=0.0)
         running = reader.progress()
         assert running["title"] == f"lora on {storage.read_json('results.json')['stream']['name']}, bert, seed 42"
         assert running["state"] == "running" and running["command"] == ""
@@ -122,7 +112,7 @@ def test_progress_of_a_waiting_a_running_a_crashed_and_a_finished_run(
     assert finished["loss"]["points"] == [[4 * s["phase"] + s["step"], s["loss"]] for s in read_trace(storage)]
     assert {**finished, "time": 0} == {**RunReader(storage.uri).progress(), "time": 0}, "once, or as it grew: the same"
 
-    monkeypatch.setattr(run_files, "FRESH_S", 0.0)
+    age_heartbeat(Storage.at(tmp_path / "killed"))
     crashed = RunReader(str(tmp_path / "killed")).progress()
     assert crashed["state"] == "crashed" and crashed["command"].startswith("raycl train --resume ")
     assert of_tasks(crashed, "state") == ["done", "current"] and of_tasks(crashed, "step") == [4, 3]
@@ -139,7 +129,7 @@ def test_a_failed_run_and_a_loss_that_json_does_not_have(lab: Lab, tmp_path: Pat
     trace.add(0, "colour", 1, StepResult(1.5, 1.0, 0.1, 9), 0.1)
     trace.add(0, "colour", 2, StepResult(float("nan"), 1.0, 0.1, 9), 0.1)
     trace.flush()
-    app = make_app(RunReader(prepared.storage.uri), True)
+    app = make_app(RunReader(prepared.storage.uri, fresh_s=0.0), True)
     with on_a_port(app) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/status.json") as answer:
         failed = json.load(answer)
     assert failed["state"] == "failed" and "lower train.learning_rate" in failed["message"]
@@ -163,7 +153,7 @@ def test_a_long_curve_is_thinned(complete: Complete, tmp_path: Path) -> None:
 
 def test_a_run_on_an_object_store(complete: Complete, s3_uri: Callable[[str], str]) -> None:
     with halted(complete, s3_uri("")) as (storage, finish):
-        reader = RunReader(storage.address)
+        reader = RunReader(storage.address, fresh_s=0.0)
         assert of_tasks(reader.progress(), "step") == [4, 3]
         finish()
         progress = reader.progress()
@@ -174,7 +164,7 @@ def test_a_run_on_an_object_store(complete: Complete, s3_uri: Callable[[str], st
 def test_only_this_machine_is_answered(complete: Complete, tmp_path: Path) -> None:
     _, storage = started(complete("bert", "lora", "torch"), tmp_path)
     for local_only, status in ((True, 403), (False, 200)):
-        with on_a_port(make_app(RunReader(storage.uri), local_only)) as port:
+        with on_a_port(make_app(RunReader(storage.uri, fresh_s=0.0), local_only)) as port:
             connection = http.client.HTTPConnection("127.0.0.1", port)
             connection.request("GET", "/status.json", headers={"Host": "example.org"})
             assert connection.getresponse().status == status
@@ -239,7 +229,10 @@ def cells(storage: Storage) -> list[list[str]]:
 def test_the_page_follows_a_run_to_its_end(page: Page, complete: Complete, tmp_path: Path) -> None:
     errors, requested = recorded(page), []
     page.on("request", lambda request: requested.append(request.url))
-    with halted(complete, tmp_path) as (storage, finish), on_a_port(make_app(RunReader(storage.uri), True)) as port:
+    with (
+        halted(complete, tmp_path) as (storage, finish),
+        on_a_port(make_app(RunReader(storage.uri, fresh_s=0.0), True)) as port,
+    ):
         page.clock.install()  # so that the page's two seconds pass at once
         page.goto(f"http://127.0.0.1:{port}/")
         expect(page.locator("#state")).to_have_text("running")

@@ -235,9 +235,9 @@ def test_snapshots_switch_under_load(taught: Taught, tmp_path: Path) -> None:
 def test_requests_may_not_load_snapshots_without_end(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycl.serve.service.service.LOADS", 1)
     bank = bank_of(taught("llama", "lora"), tmp_path)
     with listening(bank) as wire:
+        wire.service.max_loads = 1
         loads, go = threading.Event(), threading.Event()
         opens = bank.open
 

@@ -13,7 +13,7 @@ from raycl.storage import Storage
 from raycl.training import assembly
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
-from raycl.training.workers.control import Control
+from raycl.training.workers.control import HEARTBEAT, Control
 from raycl.training.workers.distributed import DistributedContext
 from raycl.training.workers.stopping import HostStop
 
@@ -38,7 +38,7 @@ def learn(
     """A run as a worker does it, with `act` after so many optimizer steps; `host` can stop it."""
     alone = DistributedContext.alone(torch.device("cpu"))
     context, open_engine = assembly.build(config, alone)
-    with Control(storage, alone, "mine", poll_s=0.0, host=host) as control:
+    with Control(storage, alone, "mine", poll_s=0.0, host=host, beat_s=0.02) as control:
         StreamLoop(context, open_engine, storage, alone, At(step, act), driver="mine", control=control).run()
 
 
@@ -48,3 +48,9 @@ def started(done: Done, folder: Path | str) -> tuple[RunConfig, Storage]:
     train = done.config.train.model_copy(update={"log_every_s": 0.001})
     prepared = prepared_run.prepare(done.config.model_copy(update={"output": output, "train": train}))
     return prepared.config, prepared.storage
+
+
+def age_heartbeat(storage: Storage) -> None:
+    """Date a run's last heartbeat a minute back, as a process leaves it that was killed then."""
+    heartbeat = storage.read_json(HEARTBEAT)
+    storage.write_json(HEARTBEAT, {**heartbeat, "time": heartbeat["time"] - 60})

@@ -171,7 +171,6 @@ def test_waiting_for_resources_is_logged(
     ray_cluster: dict[str, str], start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another command holds both CPUs of the cluster."""
-    monkeypatch.setattr(cluster, "WAIT_S", 0.3)
     monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
     caplog.set_level(logging.INFO, logger="raycl")
     holder = start("-c", HOLD, RAY_ADDRESS=ray_cluster["address"])
@@ -179,7 +178,7 @@ def test_waiting_for_resources_is_logged(
     while "held" not in holder.out.read_text():  # type: ignore[attr-defined]
         assert holder.poll() is None and time.monotonic() < end
         time.sleep(0.1)
-    with cluster.log_while_pending(cluster.is_pending, {"CPU": 1.0}, "launch.workers"):
+    with cluster.log_while_pending(cluster.is_pending, {"CPU": 1.0}, "launch.workers", every_s=0.3):
         time.sleep(1)
         assert not caplog.messages, "nothing was asked yet"
         mine = ray.util.placement_group([{"CPU": 1}])

@@ -42,17 +42,14 @@ def until(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_failed_listing_is_followed_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(console, "FOLLOW_S", 0.01)
+def test_a_failed_listing_is_followed_by_the_next_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = Storage.at(tmp_path)
     away = Away(plain.uri, plain.filesystem, plain.root)
     plain.write("log/attempt-0001.txt", b"written before\n")
     for stray in (".DS_Store", "attempt-0001.txt~", "._attempt-0001.txt", "Thumbs.db"):
         plain.write(f"log/{stray}", b"\xff\x00 not ours\n")
     with caplog.at_level(logging.INFO, logger="raycl"):
-        with console.follow(away, "mine: "):
+        with console.follow(away, "mine: ", every_s=0.01):
             plain.write("log/attempt-0001.txt", b"written before\nfirst\n")
             until(lambda: "mine: first" in caplog.messages)
             away.failing.append(0)

@@ -28,25 +28,32 @@ BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @lru_cache(maxsize=1)
-def prefers_onednn() -> bool:
-    """Return whether this is an AMD CPU with AVX-512, and torch has oneDNN."""
+def prefers_onednn(cpu_info: Path = CPU_INFO) -> bool:
+    """Return whether this is an AMD CPU with AVX-512, and torch has oneDNN.
+
+    Args:
+        cpu_info: Linux's description of the CPU; it may be absent.
+    """
     onednn: Any = torch.backends.mkldnn
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not onednn.is_available():
         return False
     return (
         hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and CPU_INFO.is_file()
-        and "AuthenticAMD" in CPU_INFO.read_text(encoding="utf-8")
+        and cpu_info.is_file()
+        and "AuthenticAMD" in cpu_info.read_text(encoding="utf-8")
     )
 
 
 @lru_cache(maxsize=8)
-def warn_of_slow_bfloat16(backbone: str) -> None:
+def warn_of_slow_bfloat16(backbone: str, cpu_info: Path = CPU_INFO) -> None:
     """Say once of each backbone if it computes in bfloat16 on a CPU that converts every number.
 
-    Such a CPU decodes a tenth as many tokens as in float32, or fewer. One that is not known is taken for a fast one.
+    Such a CPU decodes a tenth as many tokens as in float32, or fewer. An unknown CPU counts as a fast one.
+
+    Args:
+        cpu_info: Linux's description of the CPU; it may be absent.
     """
-    known = set(CPU_INFO.read_text(encoding="utf-8").split()) if CPU_INFO.is_file() else BFLOAT16_FLAGS
+    known = set(cpu_info.read_text(encoding="utf-8").split()) if cpu_info.is_file() else BFLOAT16_FLAGS
     if not known & BFLOAT16_FLAGS:
         log.warning(
             "backbone '%s' computes in bfloat16, for which this CPU has no instructions (AVX-512 BF16 or AMX): expect "

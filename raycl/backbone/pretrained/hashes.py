@@ -73,9 +73,13 @@ def parts_of(name: str, revision: str | None = None, pickles: bool = False, code
     return {part: hashlib.sha256(lines.encode()).hexdigest() for part, lines in named.items()}
 
 
-def hash_of(file: Path) -> str:
-    """Return the SHA-256 of a file in hex."""
-    if file.stat().st_size < LARGE:
+def hash_of(file: Path, large: int = LARGE) -> str:
+    """Return the SHA-256 of a file in hex.
+
+    Args:
+        large: bytes from which a file's hash is stored.
+    """
+    if file.stat().st_size < large:
         return _read(file)
     here, cached = file.parent / RECORD, _cached(file.parent)
     if (known := _known(file, here, cached)) is not None:

@@ -75,7 +75,7 @@ class SourceFile:
 
     @property
     def uri(self) -> str:
-        """Its name in error messages."""
+        """The name that error messages use."""
         return f"{self.folder.uri}/{self.name}"
 
     def refuse(self, problem: str, row: int | None = None) -> NoReturn:
@@ -218,7 +218,7 @@ class SourceFiles:
 
     @property
     def uri(self) -> str:
-        """Its name in error messages."""
+        """The name that error messages use."""
         return f"{self.folder.uri} ({len(self.files)} files)"
 
     def refuse(self, problem: str, row: int | None = None) -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
+from typing import ClassVar
 
 from httptools import HttpParserError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -29,8 +30,14 @@ _LARGE = f"the head of the request is larger than {HEAD_BYTES // 1024} KiB: send
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection; it is closed when it sends or leaves unread too much, or takes too long."""
+    """One connection; it is closed when it sends or leaves unread too much, or takes too long.
 
+    Attributes:
+        head_s, unread_s: `HEAD_S` and `UNREAD_S`, which a subclass may set.
+    """
+
+    head_s: ClassVar[float] = HEAD_S
+    unread_s: ClassVar[float] = UNREAD_S
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _left = 0
@@ -147,7 +154,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._wait_for_reader()
 
     def _wait_for_head(self) -> None:
-        self._deadline = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._deadline = self.loop.call_later(self.head_s, self.transport.abort)
 
     def _end_wait(self) -> None:
         if self._deadline is not None:
@@ -157,7 +164,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _wait_for_reader(self) -> None:
         if self._unread is None:
             self._left = self.transport.get_write_buffer_size()
-            self._unread = self.loop.call_later(UNREAD_S, self._look_for_reader)
+            self._unread = self.loop.call_later(self.unread_s, self._look_for_reader)
 
     def _look_for_reader(self) -> None:
         self._unread = None

@@ -35,11 +35,15 @@ CLOSE_S = 2
 class RunReader:
     """Reads one run whenever it is asked, and remembers the last reading.
 
+    Args:
+        fresh_s: age in seconds up to which the last reading is returned again.
+
     Raises:
         RayclError: there is no run, or it cannot be read now.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, fresh_s: float = FRESH_S) -> None:
+        self._fresh_s = fresh_s
         self.storage = Storage.at(folder)
         self._journal, self._trace = JournalReader(self.storage), TraceReader(self.storage)
         self._lock = threading.Lock()
@@ -50,7 +54,7 @@ class RunReader:
         """Return what is known of the run (`progress_of`), with `problem`: why it is not what the files say now, or
         None."""
         with self._lock:
-            if time.monotonic() - self._looked > FRESH_S:
+            if time.monotonic() - self._looked > self._fresh_s:
                 try:
                     self._found = self._read()
                 except RayclError as error:
@@ -101,13 +105,19 @@ def listen(host: str, port: int | None) -> socket.socket:
 class PageServer:
     """The page of one run on one socket."""
 
-    def __init__(self, reader: RunReader, listens: socket.socket, host: str) -> None:
+    def __init__(
+        self,
+        reader: RunReader,
+        listens: socket.socket,
+        host: str,
+        protocol: type[LimitedProtocol] = LimitedProtocol,
+    ) -> None:
         self._listens = listens
         app = make_app(reader, is_loopback(host))
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=LimitedProtocol,
+                http=protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -203,7 +203,7 @@ class GainLora(OLora, InfLora):
     def without_task(
         cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
     ) -> State:
-        """Also without the task's gate; subspaces still hold its features."""
+        """Remove the task's gate as well; subspaces still hold its features."""
         values, left = super().without_task(values, tensors, task, adapters, keep)
         left = TensorGroups.of(left).select(lambda name: not name.startswith(f"gate/{task}/"))
         return {**values, "gates": [name for name in values["gates"] if name != task]}, left

@@ -174,7 +174,7 @@ class SdLora(IncLora):
     def without_task(
         cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
     ) -> State:
-        """Also without the task's magnitude."""
+        """Remove the task's magnitude as well."""
         values, left = super().without_task(values, tensors, task, adapters, keep)
         return values, TensorGroups.of(left).select(lambda name: name != f"magnitude/{task}")
 

@@ -225,7 +225,7 @@ class Epi(PerTaskAdapter):
     def without_task(
         cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
     ) -> State:
-        """Also without the task's classes."""
+        """Remove the task's classes as well."""
         values, tensors = super().without_task(values, tensors, task, adapters, keep)
         own = {f"router/{kind}/{name}" for kind in (MEANS, COVARIANCE, SAMPLE) for name in adapters}
         kept = [name for name in values["gaussians"]["tasks"] if name not in adapters]

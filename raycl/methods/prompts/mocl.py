@@ -201,7 +201,7 @@ class Mocl(PerTaskAdapter):
     def without_task(
         cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
     ) -> State:
-        """Also without the task's key."""
+        """Remove the task's key as well."""
         values, left = super().without_task(values, tensors, task, adapters, keep)
         kept = [name for name in values["keys"] if name != task]
         return {**values, "keys": kept}, left.select(lambda name: name != f"keys/key/{task}")

@@ -53,15 +53,19 @@ from raycl.types import Batch, Mixture, Phase, RouterState, Task
 Pool = Callable[[Tensor, Tensor], Tensor]
 """Embeddings `[B, L, d]` and mask `[B, L]` -> `[B, d]`."""
 
-READ_AT_ONCE, LOOKED_AT = 64, 1000
-"""Prompts embedded together where only their maxima are wanted; `LOOKED_AT`
-of a task, drawn at random, stand for all."""
+READ_AT_ONCE = 64
+"""Prompts embedded together where only their maxima are wanted."""
 
 
 class Sapt(PerTaskAdapter):
-    """Task adapters under shared attention."""
+    """Task adapters under shared attention.
+
+    Attributes:
+        sampled_texts: texts of a task, drawn at random, from which statistics are estimated.
+    """
 
     Config = SaptConfig
+    sampled_texts = 1000
     shared_parameters = tuple(f"attention.{name}" for name in ("down", "up", "norm_weight", "norm_bias"))
 
     def __init__(self, config: SaptConfig, backbone: Backbone, seed: int) -> None:
@@ -121,7 +125,9 @@ class Sapt(PerTaskAdapter):
         if is_first and not self._is_alone and self.config.attention.standardize:
             draw = torch.Generator().manual_seed(self.seed)
             tables = context.tables("train")
-            self.attention.look_at(self._pooled([ids for t in tables for ids in drawn_sources(t, LOOKED_AT, draw)]))
+            self.attention.look_at(
+                self._pooled([ids for t in tables for ids in drawn_sources(t, self.sampled_texts, draw)])
+            )
         self.reflection.pooled = self._pooled_entries() if self.reflection.weight and not self._is_alone else {}
         self._replay = self._pseudo_replay(context) if self.ablation.replays and not self._is_alone else None
 
@@ -234,7 +240,7 @@ class Sapt(PerTaskAdapter):
         texts = [
             alone.reading(text, stream.is_chat(table.task)).for_router(Prompt())
             for table in context.tables("train")
-            for text in drawn_texts(table, LOOKED_AT, draw)
+            for text in drawn_texts(table, self.sampled_texts, draw)
         ]
         return [ids for ids in fit_sources(texts, Prompt(), codec, limit)[0] if ids]
 
@@ -302,7 +308,7 @@ class Sapt(PerTaskAdapter):
     def without_task(
         cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
     ) -> State:
-        """Also without the task's key and pseudo-samples; mean weights of other tasks are shared among what is left."""
+        """Remove the task's key and pseudo-samples as well; the rest shares the mean weights of other tasks."""
         values, tensors = super().without_task(values, tensors, task, adapters, keep)
         keys = list(values["attention"]["tasks"])
         own = (

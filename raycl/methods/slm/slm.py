@@ -312,7 +312,7 @@ class Slm(PerTaskAdapter):
     def without_task(
         cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
     ) -> State:
-        """Also without the task's keys, statistics and queries."""
+        """Remove the task's keys, statistics and queries as well."""
         values, tensors = super().without_task(values, tensors, task, adapters, keep)
         router = values["router"]
         left = without(RouterState(router["kind"], router["settings"], dict(under("router/", tensors))), task)

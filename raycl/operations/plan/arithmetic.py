@@ -2,7 +2,7 @@
 
 Activations are what autograd keeps of each layer, by the layers' own code: a frozen linear keeps nothing, one that is
 trained or adapted its input, a norm its input in float32, attention its queries, keys, values and output, a gated
-feed-forward block three times its inner width. `tests/unit/run/test_plan.py` compares with what torch keeps.
+feed-forward block three times its inner width. `tests/unit/operations/test_plan.py` compares with what torch keeps.
 
 For the sum of a tensor of S bytes that all N workers get, each sends 2 (N - 1) / N S in a ring, and half of that where
 each gets a part of the sum, or where parts are gathered.
@@ -216,7 +216,7 @@ class StepLoad:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How an engine divides parameters among workers.
+    """Describes how an engine divides parameters among workers.
 
     Attributes:
         name: name in the config. workers: number of workers of the run.

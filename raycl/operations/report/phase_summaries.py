@@ -1,4 +1,4 @@
-"""What the phases of a run say, read from its result file: its router, its attention (`sapt`), its kept rows (`migu`).
+"""Summaries of a run's phases, read from its result file: its router, its attention (`sapt`), its kept rows (`migu`).
 
 Two tasks that update the same rows disturb each other: the share of rows that both kept, layer by layer, is their
 overlap. As many of each layer belong to every task, so it is the same seen from the other; by chance it is the share of

@@ -32,9 +32,18 @@ class SlotRouter:
         kind: keys: the paper's; discriminant: the task by its statistics, its slots by their keys.
         dev: queries of each task's dev texts, by which the better kind is selected (`hold_out`).
         samples: a few of these queries, kept with the keys.
+        exact_up_to: slots up to which all cosines are computed; among more, an index searches.
     """
 
-    def __init__(self, kind: Kind, groups: int, config: RetrievalConfig, per_group: bool = False) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        groups: int,
+        config: RetrievalConfig,
+        per_group: bool = False,
+        exact_up_to: int = EXACT_UP_TO,
+    ) -> None:
+        self.exact_up_to = exact_up_to
         self.kind, self.groups, self.config, self.per_group = kind, groups, config, per_group
         self.tasks: list[str] = []
         self.dev: dict[str, Tensor] = {}
@@ -244,7 +253,7 @@ class SlotRouter:
             and self.config.scope == "instance"
             and not self.per_group
         )
-        return plain and len(self._joined) > EXACT_UP_TO
+        return plain and len(self._joined) > self.exact_up_to
 
     def _searched(self, queries_BC: Tensor) -> Mixture:
         """Return a mixture from the index, or from the slots of the chosen tasks, with columns for chosen slots

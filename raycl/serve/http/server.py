@@ -31,17 +31,20 @@ START_S = 30.0
 class Listener:
     """An ASGI application on the endpoint's address, in a thread with an event loop of its own.
 
+    Args:
+        protocol: uvicorn's protocol, with the limits of a connection.
+
     Raises:
         LaunchError: the address is not available.
     """
 
-    def __init__(self, web: Any, config: ServeConfig) -> None:
+    def __init__(self, web: Any, config: ServeConfig, protocol: type[LimitedProtocol] = LimitedProtocol) -> None:
         listens = bound(config.host, config.port, shared=True)
         self._patience_s = max(1, math.ceil(config.limits.timeout_s))
         self._server = uvicorn.Server(
             uvicorn.Config(
                 web,
-                http=LimitedProtocol,
+                http=protocol,
                 ws="none",
                 lifespan="on" if config.forwards else "off",
                 log_config=None,

@@ -80,11 +80,15 @@ class Service:
     Attributes:
         kind: name of the backbone's kind. capabilities: capabilities of the backbone.
         observe: called with every finished answer, for metrics.
+        max_loads: snapshots that requests may have loaded at once.
         gate_problem: why the gate has not evaluated the newest snapshot, where there is a gate.
         metrics_url: URL of this replica's metrics for Prometheus; None: nothing collects them.
     """
 
-    def __init__(self, config: ServeConfig, engine: ServingEngine, snapshot_manager: SnapshotManager) -> None:
+    def __init__(
+        self, config: ServeConfig, engine: ServingEngine, snapshot_manager: SnapshotManager, max_loads: int = LOADS
+    ) -> None:
+        self.max_loads = max_loads
         self.config, self.engine, self.snapshot_manager = config, engine, snapshot_manager
         self.kind, self.capabilities = engine.kind, engine.capabilities
         self.observe: Observe = lambda answer: None
@@ -115,8 +119,8 @@ class Service:
 
     async def _loaded(self, number: int | None) -> LoadedSnapshot:
         """Return a snapshot that has to be loaded first; released if the request is cancelled meanwhile."""
-        if self._loading >= LOADS:
-            raise BusyError(f"{LOADS} snapshots are being loaded: retry in a second")
+        if self._loading >= self.max_loads:
+            raise BusyError(f"{self.max_loads} snapshots are being loaded: retry in a second")
         self._loading += 1
         loading = asyncio.ensure_future(asyncio.to_thread(self.snapshot_manager.acquire, number))
         loading.add_done_callback(self._load_ended)

@@ -44,7 +44,7 @@ class ExportRecord(BaseModel):
         return self.base if name == "base" else self.models.get(name, name)
 
     def write(self, storage: Storage) -> None:
-        """Into the export's folder."""
+        """Write it into the export's folder."""
         storage.write_json(RECORD, self.model_dump())
 
 

@@ -29,8 +29,11 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
             yield from layers(child)
 
 
-def compile_layers(backbone: Backbone) -> None:
+def compile_layers(backbone: Backbone, backend: str = BACKEND) -> None:
     """Compile each layer at its first training step, which takes longer.
+
+    Args:
+        backend: torch's name of the compiler.
 
     Raises:
         BackboneError: on a CPU, there is no C++ compiler.
@@ -42,5 +45,5 @@ def compile_layers(backbone: Backbone) -> None:
             "Install one, name it in the variable CXX, or set train.compile to false"
         )
     for layer in layers(backbone.model):
-        layer.compile(dynamic=True, backend=BACKEND)
+        layer.compile(dynamic=True, backend=backend)
     backbone.is_compiled = True

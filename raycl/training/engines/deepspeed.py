@@ -396,7 +396,7 @@ def _numel(parameter: nn.Parameter) -> int:
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
-    """Of the whole parameter, where ZeRO 3 keeps parts."""
+    """Return the shape of the full parameter, of which ZeRO 3 keeps a part."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -55,6 +55,7 @@ class Control:
         hang_s: float | None = None,
         poll_s: float = POLL_S,
         host: HostStop | None = None,
+        beat_s: float = BEAT_S,
     ) -> None:
         """Set up; nothing is written yet.
 
@@ -62,10 +63,11 @@ class Control:
             driver: the driver that can stop the run; empty: none can.
             hang_s: seconds without progress after which the process ends; None: never.
             host: a sweep or a comparison that can stop the run as well; None: there is none.
+            beat_s: seconds between two heartbeats.
         """
         self.storage = storage.with_retries(0)  # what it reads and writes can wait for the next time
         self.world, self.driver = world, driver
-        self.hang_s = hang_s
+        self.hang_s, self._beat_s = hang_s, beat_s
         self.stop = StopPoll(self.storage, world, driver, host, poll_s)
         self.activity = "starting"
         self.failed_rows: list[str] = []
@@ -98,18 +100,18 @@ class Control:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join(BEAT_S)
+        self._thread.join(self._beat_s)
         self.activity = "ended" if error is None else "failed"
         self._beat()
 
     def _run_checks(self) -> None:
         beat = time.monotonic()
         self._beat()
-        while not self._over.wait(min(1.0, BEAT_S)):
+        while not self._over.wait(min(1.0, self._beat_s)):
             idle = time.monotonic() - self._progress
             if self.hang_s is not None and idle > self.hang_s:
                 self._end(idle)
-            if time.monotonic() - beat >= BEAT_S:
+            if time.monotonic() - beat >= self._beat_s:
                 beat = time.monotonic()
                 self._beat()
 

@@ -61,11 +61,9 @@ def test_which_cpus_have_them(
 ) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor : 0\nvendor_id : {vendor}\n")
-    monkeypatch.setattr(cpu_linears, "CPU_INFO", info)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert cpu_linears.prefers_onednn.__wrapped__() == expected
-    monkeypatch.setattr(cpu_linears, "CPU_INFO", tmp_path / "none")
-    assert not cpu_linears.prefers_onednn.__wrapped__()
+    assert cpu_linears.prefers_onednn.__wrapped__(info) == expected
+    assert not cpu_linears.prefers_onednn.__wrapped__(tmp_path / "none")
 
 
 def test_saved_models_need_nothing_of_it(tmp_path: Path) -> None:

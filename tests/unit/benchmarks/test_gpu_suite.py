@@ -259,13 +259,12 @@ def test_skipped_cases_and_missing_packages_are_reported() -> None:
     ]
 
 
-def test_a_cut_run_keeps_the_figures_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_run_keeps_the_figures_so_far(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     cut = Listed("limits", 1, "", lambda _: [Case("a", figures_of(1.0, 2.0)), Case("b", broken(KeyboardInterrupt()))])
-    monkeypatch.setattr(suite, "PARTS", (cut,))
     chosen = options("--json", str(file), "--only", "limits")
     with pytest.raises(KeyboardInterrupt):
-        suite.measure(chosen)
+        suite.measure(chosen, (cut,))
     tree = json.loads(file.read_text())
     assert [figure["value"] for figure in tree["figures"]] == [1.0, 2.0, 1.0]
     assert tree["settings"]["finished"] is False and list(tmp_path.iterdir()) == [file]
@@ -288,11 +287,10 @@ def test_a_run_keeps_to_its_minutes_and_names_what_it_left_out(monkeypatch: pyte
 
     monkeypatch.setattr("benchmarks.gpu.suite.time.monotonic", lambda: now[0])
     parts = (taking("limits", 30), taking("serving", 50), taking("large", 90, least_s=90))
-    monkeypatch.setattr(suite, "PARTS", parts)
     chosen = options("--only", "limits", "serving", "large", "--minutes", "2")
     chosen.tiny = False
     monkeypatch.setattr(suite, "_device", lambda options: CPU)
-    report = suite.measure(chosen)
+    report = suite.measure(chosen, parts)
     assert given == {"limits": pytest.approx((120 - 12) / 3), "serving": pytest.approx((120 - 12 - 30) / 2)}
     assert report.notes == ("large: left out, since 40 s of the time are left and it takes 90; give more --minutes",)
     assert now[0] < 120 and report.settings["finished"]

@@ -86,8 +86,8 @@ def model_hashes(folder: Path) -> Cache:
         file = folder / name / "model.safetensors"
         if not file.exists():
             file.parent.mkdir()
-            file.write_bytes(name.encode() * hashes.LARGE)
-        return hashes.hash_of(file)
+            file.write_bytes(name.encode() * 64)
+        return hashes.hash_of(file, large=64)
 
     return Cache(folder / "left", read)
 
@@ -97,7 +97,6 @@ CACHES = {"tokens": tokens, "queries": queries, "data hashes": data_hashes, "mod
 
 @pytest.fixture(params=CACHES)
 def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setattr(hashes, "LARGE", 64)
     monkeypatch.setenv("RAYCL_CACHE", str(tmp_path / "own"))
     return CACHES[request.param](tmp_path)
 
@@ -193,9 +192,8 @@ def test_an_entry_that_is_damaged_while_processes_use_it_is_one_sentence(tmp_pat
         result.table()
 
 
-def test_a_record_that_is_a_pipe_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_a_pipe_does_not_hang(tmp_path: Path) -> None:
     """A stranger's model folder may hold one."""
-    monkeypatch.setattr(hashes, "LARGE", 64)
     value = model_hashes(tmp_path).read("left")
     (tmp_path / "left" / hashes.RECORD).unlink()
     os.mkfifo(tmp_path / "left" / hashes.RECORD)

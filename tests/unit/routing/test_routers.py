@@ -223,11 +223,11 @@ def large(kind: Kind, tasks: int = 400, more: int = 1) -> tuple[SlotRouter, Tens
 
 
 @pytest.mark.parametrize(("kind", "more"), [("keys", 1), ("keys", 3), ("discriminant", 1), ("discriminant", 3)])
-def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, more: int) -> None:
     """Also where tasks have different numbers of slots."""
     router, texts = large(kind, more=more)
     dense = router.route(texts)
-    monkeypatch.setattr("raycl.routing.memory_slots.slots.EXACT_UP_TO", 100)
+    router.exact_up_to = 100
     sparse = router.route(texts)
     assert len(sparse.names) <= len(dense.names)
     spread = torch.zeros_like(dense.weights)

@@ -61,19 +61,16 @@ def test_every_method_with_a_share_of_rows_says_so() -> None:
         assert ("share" in type(config).model_fields) <= (config.sample_share is not None), name
 
 
-def test_bfloat16_on_a_cpu_without_its_instructions(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_on_a_cpu_without_its_instructions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, (flags, is_slow) in enumerate(
         [("avx2 avx512f", True), ("avx512f avx512_bf16", False), ("bf16", False)]
     ):
         info = tmp_path / "cpuinfo"
         info.write_text(f"flags\t\t: fpu {flags} sse\n")
-        monkeypatch.setattr(cpu, "CPU_INFO", info)
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="raycl"):
             for _ in range(2):
-                cpu.warn_of_slow_bfloat16(f"model{number}")
+                cpu.warn_of_slow_bfloat16(f"model{number}", info)
         assert len(caplog.records) == is_slow
         assert all("backbone.dtype=float32" in record.getMessage() for record in caplog.records)
 
