@@ -84,7 +84,7 @@ docs-run: venv  ## do every tutorial as printed, and renew the notebook's output
 	@$(PIP) -q -e '.[notebook]'
 	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -s tests/tutorials
 
-format: venv  ## rewrite the files in the house style
+format: venv  ## rewrite the files in the project's style
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 

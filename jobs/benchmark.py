@@ -1,4 +1,4 @@
-"""Measured figures beside their targets: `python jobs/benchmark.py NAME` (benchmarks/ is not part of the package)."""
+"""Measured figures and their targets: `python jobs/benchmark.py NAME` (benchmarks/ is not part of the package)."""
 
 from __future__ import annotations
 
