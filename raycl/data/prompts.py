@@ -112,20 +112,21 @@ def _tokens(message: Message, codec: TextCodec) -> int:
 
 
 def superni(definition: str) -> Prompt:
-    """SuperNI tasks of SAPT; an empty definition leaves its paragraph out."""
+    """Format prompts of SAPT's SuperNI tasks; an empty definition leaves its paragraph out."""
     head = f"Definition: {definition}\n\n" if definition else ""
     return Prompt(f"{head}Now complete the following example -\nInput: ", "\nOutput: ", definition=definition)
 
 
 def long(definition: str) -> Prompt:
-    """Long Sequence tasks of SAPT; nothing stands before the text where the definition is empty (copa)."""
+    """Format prompts of SAPT's Long Sequence tasks; nothing stands before the text where the definition is empty
+    (copa)."""
     return Prompt(f"{definition}\n" if definition else "", "\nOutput: ", definition=definition)
 
 
 def olora(
     instruction: str, labels: Sequence[str] | None, group: str = "", dataset: str = "", prompt_names: bool = False
 ) -> Prompt:
-    """O-LoRA and MIGU: instruction and options; no options where there is no instruction (COPA).
+    """Format prompts as O-LoRA and MIGU: instruction and options; no options where there is no instruction (COPA).
 
     Args:
         prompt_names: write the two lines that name task group and dataset, as the official runs do, **also at
@@ -137,6 +138,6 @@ def olora(
 
 
 def llama2_chat(instruction: str) -> Prompt:
-    """Llama-2 chat form as in SLM's LLaMA runs; the system block only where there is an instruction."""
+    """Format Llama-2's chat form as in SLM's LLaMA runs; the system block only where there is an instruction."""
     system = f"<<SYS>>\n{instruction}\n<</SYS>>\n\n" if instruction else ""
     return Prompt(f"[INST] {system}", " [/INST] ", definition=instruction)

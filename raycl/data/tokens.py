@@ -128,11 +128,11 @@ class TokenTable:
         return self._rows.numbers("label", self._positions(rows))
 
     def texts(self, rows: RowIndices) -> list[str]:
-        """Input texts without the prompt, whole."""
+        """Return input texts without the prompt, uncut."""
         return self._rows.values("text", self._positions(rows))
 
     def references(self, rows: RowIndices) -> list[tuple[str, ...]]:
-        """Acceptable answers of each row; the first is the one that was tokenised."""
+        """Return the acceptable answers of each row; the first is the one that was tokenised."""
         return [tuple(names) for names in self._rows.values("references", self._positions(rows))]
 
     def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:

@@ -68,7 +68,7 @@ def log_to(handler: logging.Handler) -> None:
 
 
 def log_to_stderr() -> None:
-    """Progress lines of this process without decoration."""
+    """Log progress lines of this process without decoration."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainFormatter("%(message)s"))
     log_to(handler)

@@ -93,7 +93,7 @@ def own_resources(launch: LaunchConfig) -> Resources:
 
 
 def available_cpus() -> int:
-    """CPUs that this process may use; fewer than the machine has, where it is a container's."""
+    """Return the number of CPUs that this process may use; fewer than the machine has, where it is a container's."""
     try:
         cpus = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS

@@ -145,7 +145,7 @@ def _resume_point(files: RunFiles) -> str:
 
 
 def nodes_of(attempt: dict[str, Any]) -> dict[str, list[int]]:
-    """Host -> processes of an attempt's workers there."""
+    """Return host -> processes of an attempt's workers there."""
     by_host: dict[str, list[int]] = {}
     for node in attempt.get("nodes", [attempt] if attempt else []):
         by_host.setdefault(node["host"], []).append(node["pid"])

@@ -91,7 +91,7 @@ class MethodConfig(Section):
         return {path: holder[key] for path, (holder, key) in settings.items()}
 
     def values_kept(self, tasks: int) -> int:
-        """Float32 values that the device holds for each trained parameter at most, beside training itself.
+        """Return the float32 values that a device holds for each trained parameter at most, in addition to training's.
 
         Args:
             tasks: tasks of the run.
@@ -329,7 +329,8 @@ class Method:
         return None
 
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Once a step, after backward and before the optimizer: whole gradients, summed over all workers, by name."""
+        """Change gradients once a step, after backward and before the optimizer: complete ones, summed over all
+        workers, by name."""
         return gradients
 
     def end_task(self, context: TaskContext) -> Learned | None:
@@ -425,7 +426,7 @@ def in_head(name: str, parameter: Tensor) -> bool:
 
 
 def packed(states: Mapping[str, AdapterState], kind: str = "slot") -> TensorGroups:
-    """Frozen adapters as tensors of a checkpoint: `<kind>/<adapter>/<part>`."""
+    """Return frozen adapters as tensors of a checkpoint: `<kind>/<adapter>/<part>`."""
     return TensorGroups({f"{kind}/{name}/": state.tensors() for name, state in states.items()})
 
 

@@ -92,5 +92,5 @@ class LocalAdaptation(Protocol):
         ...
 
     def neighbours(self, example: Batch) -> Batch | None:
-        """Stored examples that a batch of one text is adapted to; None: there are none."""
+        """Return the stored examples that a batch of one text is adapted to; None: there are none."""
         ...

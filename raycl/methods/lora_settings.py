@@ -31,7 +31,8 @@ class LoraConfig(LoraSettings):
 
 
 def as_peft_draws(low: Tensor, outputs: int) -> None:
-    """Kaiming-uniform for A. PEFT first draws values for A and B that it throws away: so do we, to start as it does."""
+    """Draw A Kaiming-uniform. PEFT first draws values for A and B that it throws away: so do we, to start as it
+    does."""
     rank, inputs = low.shape
     nn.Linear(inputs, rank, bias=False)
     nn.Linear(rank, outputs, bias=False)

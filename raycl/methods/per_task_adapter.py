@@ -203,7 +203,7 @@ class PerTaskAdapter(Method, ABC):
             self.stack.load(name, state, later=later)
 
     def state_dict(self) -> State:
-        """Label rows of each adapter, which task is trained, and frozen adapters."""
+        """Return label rows of each adapter, which task is trained, and frozen adapters."""
         values, tensors = super().state_dict()
         head = self.backbone.head
         rows = list(head.trainable_labels) if isinstance(head, MixedHead) else []

@@ -277,7 +277,7 @@ def max_pooled(embeddings_BLD: Tensor, mask_BL: Tensor, pads: bool = False) -> T
 def mixture_of(
     names: tuple[str, ...], alpha_BT: Tensor, pruning_threshold: float = 0.0, hard: bool = False, always: str = ""
 ) -> Mixture:
-    """Attention weights as a mixture, without columns whose weights are all zero.
+    """Return attention weights as a mixture, without columns whose weights are all zero.
 
     A weight below `pruning_threshold` / T becomes 0. So the weights that a text loses add up to less than
     `pruning_threshold`, however many tasks there are, and its update changes by less than that share of the largest

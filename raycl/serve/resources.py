@@ -29,12 +29,12 @@ def gate_device(config: ServeConfig) -> str:
 
 
 def replica_takes(config: ServeConfig) -> dict[str, float]:
-    """Ray's options of a replica that holds the model, or that routes for another engine."""
+    """Return Ray's options of a replica that holds the model, or that routes for another engine."""
     return _takes(config, "cpu" if config.forwards else settled_device(config.device), config.gpus)
 
 
 def gate_takes(config: ServeConfig) -> dict[str, float]:
-    """Ray's options of the gate during an evaluation."""
+    """Return Ray's options of the gate during an evaluation."""
     return _takes(config, gate_device(config), config.gate.gpus)
 
 

@@ -68,7 +68,7 @@ def check_modifier(
     methods: Sequence[str] = ("lora", "finetune"),
     kinds: Sequence[str] = KINDS,
 ) -> None:
-    """Check that a gradient modifier keeps its contract beside methods, on each kind of backbone.
+    """Check that a gradient modifier keeps its contract with methods, on each kind of backbone.
 
     Args:
         modifier: it need not be installed. settings: settings of the modifier besides its name.

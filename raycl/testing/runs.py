@@ -74,7 +74,7 @@ def save_model(kind: str, folder: Path) -> Path:
 
 
 def save_tasks(root: Path) -> list[dict[str, Any]]:
-    """JSONL files of two tasks of two labels, and their entries for `stream.tasks`."""
+    """Write JSONL files of two tasks of two labels, and their entries for `stream.tasks`."""
     for name, classes in TASKS.items():
         (root / name).mkdir(parents=True)
         for split, rows in (("train", TRAIN_ROWS), ("test", TEST_ROWS)):

@@ -231,7 +231,7 @@ def canonical(name: str) -> str:
 
 
 def folder_names(name: str, info: PublishedTask | None = None) -> frozenset[str]:
-    """Folded names that the task's folder may have on disk.
+    """Return folded names that the task's folder may have on disk.
 
     Args:
         info: facts about the task; None: those in `TASKS`.

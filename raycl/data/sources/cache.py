@@ -62,7 +62,7 @@ def cache_folder(configured: str | None) -> Path:
 
 
 def key_of(*parts: Any) -> str:
-    """32 hex digits that change with any of `parts` (JSON-able values)."""
+    """Return 32 hex digits that change with any of `parts` (JSON-able values)."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

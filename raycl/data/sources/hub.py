@@ -114,7 +114,7 @@ class OpenSplit:
     dataset: Dataset
 
     def content_hash(self, cache: Path) -> str:
-        """SHA-256 in hex of its files on this machine and its columns; remembered as those of files are."""
+        """Return the SHA-256 in hex of its files on this machine and its columns; remembered as those of files are."""
         parts = [SourceFile.at(file["filename"]).content_hash(cache) for file in self.dataset.cache_files]
         described = json.dumps([self.source.split, str(self.dataset.features), len(self.dataset), *parts])
         return hashlib.sha256(described.encode()).hexdigest()
@@ -166,7 +166,7 @@ def class_names(feature: Any) -> list[str] | None:
 
 
 def named(value: Any, names: list[str] | None) -> Any:
-    """Class names for the class numbers of a field; other values as they are."""
+    """Return class names for the class numbers of a field; other values as they are."""
     if names is None or value is None:
         return value
     if isinstance(value, list):

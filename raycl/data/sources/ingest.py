@@ -215,7 +215,7 @@ def _with_classes(reading: FileReading, split: OpenSplit) -> FileReading:
 def ingest_pairs(
     pairs: Iterable[tuple[str, str]], where: str, key: str, labels: tuple[str, ...], cache: Path
 ) -> RawRows:
-    """Generated (text, label) pairs; `pairs` is consumed only if `key` is not cached."""
+    """Return the rows of generated (text, label) pairs; `pairs` is consumed only if `key` is not cached."""
     key = key_of(_VERSION, key)
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:

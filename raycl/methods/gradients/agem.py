@@ -57,7 +57,7 @@ class Agem(StoredRowsWrapper):
         return RowBuffer(self.config.share)
 
     def projected(self, gradients: dict[str, Tensor], context: TaskContext) -> dict[str, Tensor]:
-        """Changed where they disagree with the reference gradient."""
+        """Project gradients where they disagree with the reference gradient."""
         return project(gradients, context.gradients(self._drawn(context.step.seed)))
 
     def _drawn(self, seed: int) -> list[tuple[Task, Indices]]:

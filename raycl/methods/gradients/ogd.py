@@ -82,7 +82,7 @@ class Ogd(Wrapper):
         return self.learner.end_task(context)
 
     def _measured(self, context: TaskContext) -> dict[str, Tensor]:
-        """Parameter -> `[N, *shape]` gradients of the outputs on N rows, on every worker. Collective."""
+        """Return parameter -> `[N, *shape]` gradients of the outputs on N rows, on every worker. Collective."""
         rows = [(task, context.stored_rows(task, limit=self.config.rows)) for task in context.phase.tasks]
         count = sum(len(chosen) for _, chosen in rows)
         own = {name: p for name, p in self.backbone.named_parameters() if p.requires_grad and p.numel()}

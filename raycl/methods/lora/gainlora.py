@@ -164,7 +164,7 @@ class GainLora(OLora, InfLora):
         return Mixture(self.gates.names, self.gates(self._mean(batch)))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """O-LoRA's, with `base=olora`."""
+        """Return O-LoRA's penalty with `base=olora`."""
         return super().penalty(batch, output) if self.config.base == "olora" else None
 
     def end_task(self, context: TaskContext) -> Learned:

@@ -99,7 +99,8 @@ class Subspace:
         return inside if self.complement else values_DN - inside
 
     def directions(self, covariance_DD: Tensor) -> tuple[Tensor, Tensor]:
-        """Left singular vectors `[D, n]` outside the subspace that hold energy, and their singular values `[n]`."""
+        """Return left singular vectors `[D, n]` outside the subspace that hold energy, and their singular values
+        `[n]`."""
         vectors, values, _ = torch.linalg.svd(self.without(covariance_DD))
         held = int((values > NOISE * torch.linalg.matrix_norm(covariance_DD)).sum())
         return vectors[:, :held], values[:held]

@@ -70,7 +70,7 @@ class OLora(IncLora):
     Config: ClassVar[type[MethodConfig]] = OLoraConfig
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """Depends on parameters alone, so every step adds it once."""
+        """Return the penalty, which depends on parameters alone, so every step adds it once."""
         config = self.config
         lambda_1 = config.lambda_1_by_task.get(self._task, config.lambda_1)
         lambda_2 = config.lambda_2_by_task.get(self._task, config.lambda_2)

@@ -142,7 +142,7 @@ class SdLora(IncLora):
         return state
 
     def _router(self) -> RouterState:
-        """Magnitudes as weights; the task's own adapter where the task id is given."""
+        """Return magnitudes as weights; the task's own adapter where the task id is given."""
         if self.task_id_given:
             return RouterState("task", {"head_rule": "sum"})
         weights = {name: self.magnitudes.frozen.get(name, 1.0) for name in self._learned}
@@ -238,7 +238,7 @@ def scaled(state: AdapterState, factor: float) -> AdapterState:
 
 
 def norm_of(state: AdapterState, kind: str) -> float:
-    """Root mean square over linears of |B A|_F, or of |B|_F |A|_F (kind `factors`)."""
+    """Return the root mean square over linears of |B A|_F, or of |B|_F |A|_F (kind `factors`)."""
     if kind == "product":
         return math.sqrt(product(state, state))
     sizes = [float(a.double().square().sum() * b.double().square().sum()) for a, b in state.linears.values()]
@@ -257,7 +257,8 @@ def product(first: AdapterState, other: AdapterState) -> float:
 
 
 def least_squares(new: AdapterState, earlier: Sequence[AdapterState]) -> tuple[list[float], float]:
-    """Shares c_k of earlier updates whose sum is nearest to the new one, and the distance, relative to its norm."""
+    """Return shares c_k of earlier updates whose sum is nearest to the new one, and the distance, relative to its
+    norm."""
     gram_KK = torch.tensor(
         [[product(direction, other) for other in earlier] for direction in earlier], dtype=torch.float64
     )

@@ -111,7 +111,7 @@ class Das(Finetune):
     # ---- importance ------------------------------------------------------------------------------------------
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """Importance to general knowledge, before the first task."""
+        """Measure importance to general knowledge, before the first task."""
         super().begin_task(phase, context)
         trains = context.worker is not None  # else shapes alone are wanted
         if self.config.general and trains and self.importance is None and not context.resumed:
@@ -139,7 +139,7 @@ class Das(Finetune):
         return {unit.gate_point: _constant(unit, values[unit.gate_point]) for unit in self.units}
 
     def _disagreement(self, batch: Batch) -> Tensor:
-        """KL between two passes with dropout, summed over real tokens."""
+        """Return the KL divergence between two passes with dropout, summed over real tokens."""
         self.backbone.train()
         (first_BLD, mask_BL), (second_BLD, _) = self.backbone.text_states(batch), self.backbone.text_states(batch)
         first, second = log_softmax(first_BLD, -1), log_softmax(second_BLD, -1)
@@ -152,7 +152,8 @@ class Das(Finetune):
     # ---- training --------------------------------------------------------------------------------------------
 
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scaled by `1 - importance` of the unit that a row computes; of the head that a column reads."""
+        """Return gradients scaled by `1 - importance` of the unit that a row computes; of the head that a column
+        reads."""
         if self.importance is None:
             return gradients
         changed = dict(gradients)

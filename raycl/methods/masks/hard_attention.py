@@ -121,7 +121,7 @@ class Bounds:
 
 
 def annealed(step: int, steps: int, max_scale: float) -> float:
-    """s in optimizer step `step` of a phase whose epochs have `steps`."""
+    """Return s in optimizer step `step` of a phase whose epochs have `steps`."""
     share = step % steps / (steps - 1) if steps > 1 else 1.0
     return 1 / max_scale + (max_scale - 1 / max_scale) * share
 

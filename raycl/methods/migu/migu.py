@@ -290,7 +290,7 @@ class Migu(GradientModifier):
     # ---- gradients -------------------------------------------------------------------------------------------
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
-        """Zero where masked; exactly so, whatever stood there. What has kept rows only is returned as it is."""
+        """Set a gradient to exactly zero where it is masked. What has kept rows only is returned as it is."""
         if self._sparse_only and name in self._sole and self._sparse.formed(name):
             return gradient
         masked = self._masked[name]

@@ -20,7 +20,7 @@ Rule = Literal["floor", "quantile"]
 
 
 def masked_count(share: float, rows: int) -> int:
-    """floor(T rows), safe from products like 0.29 * 100 that land just under an integer."""
+    """Return floor(T rows), safe from products like 0.29 * 100 that land just under an integer."""
     return math.floor(round(share * rows, 9))
 
 

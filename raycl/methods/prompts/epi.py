@@ -193,7 +193,7 @@ class Epi(PerTaskAdapter):
         return statistics
 
     def _router(self) -> RouterState:
-        """Means and covariances; the task's own adapter where the task id is given."""
+        """Return means and covariances; the task's own adapter where the task id is given."""
         if self.task_id_given:
             return RouterState("task")
         return RouterState("class_gaussians", self.gaussians.settings(), self.gaussians.tensors())
@@ -215,7 +215,7 @@ class Epi(PerTaskAdapter):
         return values, tensors | {f"router/{name}": tensor for name, tensor in self.gaussians.tensors().items()}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Earlier tasks as they were; the trained adapter in shape."""
+        """Restore earlier tasks, and the shape of the trained adapter."""
         self.gaussians = ClassGaussians.of(
             {**values["gaussians"], "ridge": self.config.ridge}, under("router/", tensors)
         )
@@ -247,5 +247,5 @@ def classes_of(context: TaskContext) -> Tensor:
 
 
 def _normal(low: Tensor, outputs: int) -> None:
-    """Keys from N(0, 1), as in the authors' code."""
+    """Draw keys from N(0, 1), as in the authors' code."""
     torch.nn.init.normal_(low)

@@ -128,7 +128,7 @@ class FixedPrompt(nn.Module):
         self.values = values
 
     def forward(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Embeddings `[rows, P, D]` and mask `[rows, P]`."""
+        """Return embeddings `[rows, P, D]` and mask `[rows, P]`."""
         values_PD = self.values.to(device)
         return values_PD.expand(rows, -1, -1), torch.ones(rows, len(values_PD), dtype=torch.long, device=device)
 

@@ -273,7 +273,7 @@ class Generator:
             optimizer.step()
 
     def _loss(self, labels_BT: Tensor, start_PD: Tensor) -> Tensor:
-        """Summed cross-entropy of the texts behind [Gen]."""
+        """Return the summed cross-entropy of the texts behind [Gen]."""
         backbone, rows = self.backbone, len(labels_BT)
         start = self._read(start_PD, rows)
         with backbone.precision():
@@ -348,7 +348,7 @@ class Texts:
         return Texts(codec, [row[:limit] for row in ids])
 
     def parted(self, ids_BT: Tensor) -> list[tuple[str, str]]:
-        """Instruction and input of generated rows, without those that lack one of them."""
+        """Return instruction and input of generated rows, without those that lack one of them."""
         if self.separator is None:
             return [("", text) for text in self.codec.decode(ids_BT) if text]
         pairs = []

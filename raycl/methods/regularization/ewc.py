@@ -53,7 +53,7 @@ class EwcConfig(WrapperConfig):
     unused_in_first_phase: ClassVar[tuple[str, ...]] = ("weight", "merge")
 
     def values_kept(self, tasks: int) -> int:
-        """Fisher information and the parameter."""
+        """Count Fisher information and the parameter."""
         return 2
 
 

@@ -70,7 +70,7 @@ class Lwf(Wrapper):
         self._old = {name: own[name].detach().clone() for name in trained_names(self.backbone)}
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """Distillation from the old model; with the learner's."""
+        """Return the loss of distillation from the old model, plus the learner's penalty."""
         others = self.learner.penalty(batch, output)
         if not self._old:
             return others

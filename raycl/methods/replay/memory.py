@@ -82,11 +82,11 @@ class KeyedRows:
         return ids
 
     def texts(self, rows: RowIndices) -> list[str]:
-        """Blanks: ids alone are kept."""
+        """Return blanks: ids alone are kept."""
         return [""] * len(rows)
 
     def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:
-        """Zeros: where they came from is not kept."""
+        """Return zeros: where they came from is not kept."""
         return np.zeros(len(rows), dtype=np.int64)
 
 

@@ -84,7 +84,7 @@ def joined(upper: Batch, lower: Batch, pad_id: int) -> Batch:
 
 
 def _below(upper_BL: Tensor, lower_BL: Tensor, fill: int) -> Tensor:
-    """Right-padded rows below each other, padded to the longest."""
+    """Return right-padded rows below each other, padded to the longest."""
     width = max(upper_BL.shape[1], lower_BL.shape[1])
     return torch.cat(
         [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in (upper_BL, lower_BL)]

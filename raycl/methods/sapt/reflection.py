@@ -63,7 +63,7 @@ class ReflectionConfig(Section):
     )
 
     def weight_on(self, capabilities: Capabilities) -> float:
-        """Lambda: unless given 2 on decoders (the paper's LLaMA), 0.5 elsewhere (its T5 on SuperNI)."""
+        """Return lambda: unless given 2 on decoders (the paper's LLaMA), 0.5 elsewhere (its T5 on SuperNI)."""
         if self.weight is not None:
             return self.weight
         return 2.0 if capabilities.one_sequence else 0.5

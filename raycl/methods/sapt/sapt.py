@@ -150,7 +150,7 @@ class Sapt(PerTaskAdapter):
         return (not self._is_alone and name.startswith("attention.")) or is_trainable(name, parameter)
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Ablation +Replay: pseudo-samples beside the batch's rows."""
+        """Add pseudo-samples to the batch's rows in the ablation +Replay."""
         if self._replay is None or self.context is None:
             return batch
         steps_per_epoch = -(-self._replay.rows // self.context.batch_size)
@@ -178,7 +178,7 @@ class Sapt(PerTaskAdapter):
         return self._replay is not None or (self.backbone.head is not None and bool(self.backbone.allowed_labels))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """Attentive reflection's term, the same for every micro-batch of a step."""
+        """Return attentive reflection's term, the same for every micro-batch of a step."""
         return None if self.context is None else self.reflection.term(self.attention, self.context.step)
 
     # ---- the end of a task -----------------------------------------------------------------------------------

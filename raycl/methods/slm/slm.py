@@ -302,7 +302,7 @@ class Slm(PerTaskAdapter):
         return values, tensors | {f"dev/{task}": queries for task, queries in fitted.dev.items()}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Router and slots of earlier tasks as they were; the trained slots in shape."""
+        """Restore router and slots of earlier tasks, and the shape of the trained slots."""
         router = RouterState(values["router"]["kind"], values["router"]["settings"])
         self.router = _restored(router, tensors)
         self._ahead = _restored(replace(router, settings={**router.settings, "tasks": values["ahead"]}), tensors)

@@ -141,7 +141,7 @@ def _gone(number: int, which: str) -> str:
 
 
 def _decided(bank: Bank, there: set[int], findings: Verification) -> None:
-    """Snapshots that moves of branches and decisions of endpoints name."""
+    """Return the snapshots that moves of branches and decisions of endpoints name."""
     for name in numbered_folders(bank, BRANCHES):
         branch = Branch(bank, name)
         findings.problems += branch.records.problems()

@@ -159,7 +159,7 @@ def _copied(bank: Bank, other: Bank, entry: SnapshotAdapter, with_samples: bool)
 
 
 def _config(ours: Snapshot, theirs: Snapshot) -> dict[str, Any]:
-    """Our run's config with their tasks in its stream, so that the merged snapshot can be evaluated."""
+    """Return our run's config with their tasks in its stream, so that the merged snapshot can be evaluated."""
     config = dict(ours.provenance["config"])
     specs = [
         list(snapshot.provenance["config"]["stream"]["tasks"] or [task.name for task in snapshot.tasks])

@@ -456,7 +456,7 @@ class Seconds:
 
 
 def operations(model: ModelLoad, step: StepLoad) -> float:
-    """Floating-point operations of one worker's step on mean examples."""
+    """Return the floating-point operations of one worker's step on mean examples."""
     rows = step.micro * step.accumulation
     return rows * sum(_of_linear(model, linear, step) for linear in model.linears)
 

@@ -126,7 +126,7 @@ def row(name: str) -> list[str]:
 
 
 def _parameters(name: str) -> tuple[str, str]:
-    """Trained on the second task, and kept of each task for itself, without label heads."""
+    """Return what is trained on the second task, and what is kept of each task, without label heads."""
     for backbone, folder in COUNTED_ON.items():
         try:
             parts = opened(_config(folder, name, "builtin", (128, 16), 8))

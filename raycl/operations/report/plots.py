@@ -86,7 +86,7 @@ def draw_scale(axes: Axes) -> None:
 
 
 def draw_cells(axes: Axes, cells: NDArray[np.float64], columns: Sequence[str], rows: Sequence[str]) -> None:
-    """Numbers from 0 to 100 as a heat map with the number in each cell; NaN is left blank."""
+    """Draw numbers from 0 to 100 as a heat map with the number in each cell; NaN is left blank."""
     axes.imshow(np.ma.masked_invalid(cells), cmap=COLOUR_MAP, norm=SCALE, aspect="auto")
     _draw_gaps(axes, cells.shape)
     for (i, j), value in np.ndenumerate(cells):
@@ -99,7 +99,7 @@ def draw_cells(axes: Axes, cells: NDArray[np.float64], columns: Sequence[str], r
 
 
 def _draw_gaps(axes: Axes, shape: tuple[int, ...]) -> None:
-    """White lines between the cells, as the grid of the minor ticks."""
+    """Draw white lines between the cells, as the grid of the minor ticks."""
     axes.set_xticks(np.arange(shape[1] - 1) + 0.5, minor=True)
     axes.set_yticks(np.arange(shape[0] - 1) + 0.5, minor=True)
     axes.grid(which="minor", color="white", linewidth=1.5)
@@ -113,7 +113,7 @@ def _headline(result: Tree) -> str:
 
 
 def _ink(value: float) -> str:
-    """Black on light cells, white on dark ones, by the relative luminance of the cell."""
+    """Return black for light cells, white for dark ones, by the relative luminance of the cell."""
     red, green, blue, _ = colormaps[COLOUR_MAP](SCALE(value))
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.45 else "white"
 

@@ -62,7 +62,7 @@ def matrix_table(result: Tree) -> str:
 
 
 def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
-    """Several matrices next to each other, as many in a row as fit into `width` characters."""
+    """Return several matrices next to each other, as many in a row as fit into `width` characters."""
     blocks = [matrix_table(result).split("\n") for result in results]
     bands: list[list[list[str]]] = []
     for block in blocks:
@@ -362,7 +362,7 @@ def _heads(tasks: Collection[str]) -> list[str]:
 
 
 def render(content: RenderableType) -> str:
-    """Plain text without empty ends, on a page so wide that no table is squeezed."""
+    """Return plain text without empty ends, on a page so wide that no table is squeezed."""
     text = io.StringIO()
     console = Console(  # force_jupyter: a notebook would show the table itself, and the file would stay empty
         file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None, force_jupyter=False

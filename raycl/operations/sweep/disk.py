@@ -63,7 +63,7 @@ def _cache(directory: Storage) -> Iterator[Storage]:
 
 
 def _prefixes(directory: Storage) -> Iterator[Storage]:
-    """First phases that a sweep's trials had in common, of sweeps that have ended."""
+    """Return first phases that a sweep's trials had in common, of sweeps that have ended."""
     for folder in _folders(directory, SWEEP):
         if folder.exists(BEST):
             yield folder.sub(PREFIXES)

@@ -156,7 +156,7 @@ def _first(sweep: SweepConfig, plan: SweepPlan) -> RunConfig:
 
 
 def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPlan) -> None:
-    """Everything that is left, through Tune."""
+    """Run the remaining trials, through Tune."""
     states = {number: folder.state(number, plan.tasks) for number in plan.trials}
     over = [number for number, (state, _) in states.items() if state in ("done", "stopped")]
     left = {number: settings for number, settings in plan.trials.items() if number not in over}
@@ -282,7 +282,7 @@ def concurrency(sweep: SweepConfig) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Tune's own lines, warnings and files off while it runs; ours replace them."""
+    """Turn Tune's own lines, warnings and files off while it runs; raycl's replace them."""
     logger = logging.getLogger("ray.tune")
     level, before = logger.level, {name: os.environ.get(name) for name in QUIET}
     os.environ.update(QUIET)

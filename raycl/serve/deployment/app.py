@@ -134,7 +134,7 @@ def _drain(config: ServeConfig) -> dict[str, float]:
 
 
 def options_of(config: ServeConfig) -> dict[str, Any]:
-    """Serve's options of a replica that holds the model."""
+    """Return Serve's options of a replica that holds the model."""
     queue = config.limits.queue
     options: dict[str, Any] = {
         "name": "endpoint",

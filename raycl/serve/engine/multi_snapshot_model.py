@@ -310,7 +310,7 @@ class MultiSnapshotModel:
             self.stack.table.unpin(key)
 
     def rows(self, keys: Sequence[str]) -> int:
-        """Loaded rows of these adapters together."""
+        """Return the loaded rows of these adapters together."""
         return sum(self._ranks[key] for key in keys)
 
     def fit(self, mixtures: Sequence[Mixture]) -> bool:

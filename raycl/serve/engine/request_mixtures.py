@@ -40,7 +40,8 @@ def mixtures_of(
 
 
 def ood_score_of(mixture: Mixture) -> float | None:
-    """Out-of-distribution score of a request, by its mixture; None: its router has no such score, or did not run."""
+    """Return the out-of-distribution score of a request, by its mixture; None: its router has no such score, or did not
+    run."""
     return None if mixture.ood_scores is None else float(mixture.ood_scores)
 
 

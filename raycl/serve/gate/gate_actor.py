@@ -45,7 +45,7 @@ class GateWorker:
         self.config = configs.validate(ServeConfig, tree)
 
     def ready(self) -> None:
-        """Returns when the actor has its resources."""
+        """Return when the actor has its resources."""
 
     def judge(self, candidate: int) -> GateResult | str:
         """Return the result for a snapshot, or why there is none."""

@@ -43,11 +43,11 @@ def status_of(error: RayclError) -> ErrorStatus:
 
 
 def body_of(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape of an error."""
+    """Return an error in OpenAI's shape."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(error: RayclError) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error's answer."""
+    """Return status and body of an error's answer."""
     status, kind, code = status_of(error)
     return status, body_of(str(error), kind, code=code)

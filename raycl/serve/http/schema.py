@@ -190,7 +190,7 @@ class ChatMessage(Wire):
 
 
 def conversation(messages: Sequence[ChatMessage]) -> str:
-    """Messages as one text (`raycl.data.sources.conversation`); "" where they say nothing."""
+    """Return messages as one text (`raycl.data.sources.conversation`); "" where they say nothing."""
     turns = [message.turn for message in messages]
     return text_of(turns) if any(turn.content.strip() for turn in turns) else ""
 

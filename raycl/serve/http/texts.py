@@ -175,7 +175,7 @@ def _chunk(
 
 
 async def _events(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
-    """Server-sent events; what fails after the first one is the last."""
+    """Yield server-sent events; what fails after the first one is the last."""
     async with aclosing(rest):
         yield _event(first)
         try:

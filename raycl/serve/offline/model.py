@@ -164,7 +164,7 @@ class OfflineModel:
             yield from self._window(window, task, sampling, keep_errors=keep_errors)
 
     def _warn_of(self, task: str) -> None:
-        """Once, where the router does not go by the task."""
+        """Warn once if the router does not select by the task."""
         loaded = self._loaded
         if self._has_warned or loaded.router.reads_task or loaded.head_rule == "label_count":
             return

@@ -74,7 +74,7 @@ def router_of(
 
 
 def adapters_of(bank: Bank, snapshot: Snapshot) -> Source:
-    """Fetches a snapshot's adapters from the bank itself."""
+    """Fetch a snapshot's adapters from the bank itself."""
     entries = {entry.name: entry for entry in snapshot.adapters}
     return lambda name: bank.fetch(entries[name], snapshot.layouts[entries[name].layout])
 

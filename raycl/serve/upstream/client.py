@@ -121,7 +121,7 @@ class UpstreamClient:
 
     @asynccontextmanager
     async def _failures(self, timeout_s: float | None = None) -> AsyncIterator[None]:
-        """Time for what is inside, and failures of HTTP as one sentence."""
+        """Limit the time of what is inside, and raise failures of HTTP as one sentence."""
         seconds = self._limits.timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(seconds):

@@ -41,7 +41,7 @@ def changes(before: Inputs, now: Inputs, without: Collection[str] = ()) -> list[
 
 
 def joined(before: Inputs, now: Inputs) -> Inputs:
-    """Both: of what both know, what is known now."""
+    """Return the inputs of both; those of `now` replace those of `before`."""
     return {key: {**before.get(key, {}), **now.get(key, {})} for key in {**before, **now}}
 
 

@@ -143,7 +143,7 @@ class DeepSpeedEngine:
         return size * (sums * trained + gathers)
 
     def forward(self, batch: Batch) -> Output:
-        """Teacher-forced pass through the engine, whose hooks gather partitioned weights."""
+        """Run a teacher-forced pass through the engine, whose hooks gather partitioned weights."""
         output: Output = self.engine(batch)
         return output
 
@@ -245,7 +245,7 @@ class DeepSpeedEngine:
         return float(self.schedule.get_last_lr()[0])
 
     def parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole values on the CPU: float32 masters of trained parameters, gathered where partitioned."""
+        """Return complete values on the CPU: float32 masters of trained parameters, gathered where partitioned."""
         own = dict(self.backbone.named_parameters())
         return {name: self._whole(own[name]) for name in names}
 

@@ -273,7 +273,7 @@ class TorchEngine:
         return float(self.schedule.get_last_lr()[0])
 
     def parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Copies on the CPU."""
+        """Return copies on the CPU."""
         own = dict(self.backbone.named_parameters())
         return {name: whole(own[name].detach()).cpu().clone() for name in names}
 

@@ -13,14 +13,14 @@ from raycl.training.optimizers.settings import TrainConfig
 
 
 def gathered_elements(backbone: Backbone) -> int:
-    """Elements that ZeRO 3 may have whole at a time: of one layer that computes, and the next."""
+    """Return how many elements ZeRO 3 may gather at a time: of one layer that computes, and the next."""
     return 2 * max(sum(p.numel() for p in layer.parameters()) for layer in layers(backbone.model))
 
 
 def zero_config(
     train: TrainConfig, config: DeepSpeedConfig, accumulation: int, backbone: Backbone, world_size: int
 ) -> dict[str, Any]:
-    """DeepSpeed's own config for these settings (its batch sizes only count micro-batches).
+    """Return DeepSpeed's own config for these settings (its batch sizes only count micro-batches).
 
     By its own defaults ZeRO 3 keeps 1e9 weights that were gathered: all of a 1B backbone, on every worker.
     """

@@ -51,7 +51,7 @@ class MuonKind(OptimizerKind):
         return AdamWKind(self.train).state(parameter)
 
     def counters(self, parameter: Tensor, spec: ParameterSpec, steps: int) -> dict[str, Any]:
-        """AdamW's steps; Muon counts none."""
+        """Return AdamW's steps; Muon counts none."""
         return {} if spec.is_matrix else AdamWKind(self.train).counters(parameter, spec, steps)
 
 

@@ -107,7 +107,7 @@ class TrainConfig(Section):
         return self
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Yield A share of the steps beside their number, and what belongs to another optimizer."""
+        """Yield a share of steps that is given with their number, and settings of other optimizers."""
         reads = optimizer_class(self.optimizer).settings
         yield from ((name, f"optimizer={self.optimizer}") for name in OPTIMIZER_SETTINGS if name not in reads)
         if not self.weight_decay:
@@ -125,5 +125,5 @@ class TrainConfig(Section):
         return self.model_copy(update={"learning_rate": rate})
 
     def warmup(self, steps: int) -> int:
-        """Warm-up steps of a task of `steps` steps."""
+        """Return the warm-up steps of a task of `steps` steps."""
         return self.warmup_steps or int(steps * self.warmup_ratio)

@@ -64,7 +64,7 @@ def adapt(
     weights: Mapping[str, nn.Parameter],
     base: Mapping[str, Tensor],
 ) -> None:
-    """Gradient steps on the mean loss of the example's neighbours plus `weight * |theta - base|^2`.
+    """Take gradient steps on the mean loss of the example's neighbours plus `weight * |theta - base|^2`.
 
     The mean is over what carries loss: labels, or all tokens of the neighbours' answers together. With momentum a step
     is that of torch's SGD: its direction is the gradient plus momentum times the direction before.

@@ -184,5 +184,5 @@ def order_of(context: TrainingContext, phase: Phase, rows: int) -> GlobalOrder:
 
 
 def rows_of(context: TrainingContext, phase: Phase) -> int:
-    """Training rows of a phase's own tasks."""
+    """Return the training rows of a phase's own tasks."""
     return sum(len(context.stream.rows(task, "train")) for task in phase.tasks)

@@ -97,6 +97,6 @@ def noted_rows(error: BaseException) -> list[int]:
 
 
 def token_count(batch: Batch) -> int:
-    """Real tokens of a batch: source plus answer, fill-ups left out."""
+    """Count the real tokens of a batch: source plus answer, fill-ups left out."""
     real = batch.weight > 0
     return int(batch.source_mask[real].sum()) + int((batch.target_ids[real] >= 0).sum())

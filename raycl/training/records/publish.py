@@ -287,7 +287,7 @@ def _states_again(bank: Bank, storage: Storage, state: RunState, snapshots: Sequ
 def _objects_again(
     bank: Bank, storage: Storage, state: RunState, snapshots: Sequence[Snapshot], needed: Collection[str]
 ) -> None:
-    """Tensors that are gone or damaged.
+    """Return tensors that are gone or damaged.
 
     Args:
         needed: hashes of those that the next snapshot names.

@@ -133,7 +133,8 @@ def _extra(adapter: str, kind: str) -> Candidates:
 
 
 def _router(snapshot: Snapshot) -> Candidates:
-    """Any group of carried tensors, without what it holds of adapters and tasks that came later (`RouterState`)."""
+    """Return any group of carried tensors, without what it holds of adapters and tasks that came later
+    (`RouterState`)."""
     known = {entry.name for entry in snapshot.adapters} | {task.name for task in snapshot.tasks}
     known |= set(snapshot.router.settings.get("tasks", ()))
     known |= {entry.name.rpartition("-")[0] for entry in snapshot.adapters}  # slots with a value for every sub-key

@@ -92,6 +92,6 @@ def _last(config: RunConfig, count: int) -> list[str]:
 
 
 def other_changes(old: RunConfig, new: RunConfig, count: int) -> dict[str, tuple[Any, Any]]:
-    """Return what differs beside the last `count` tasks and their own epochs and rows; dotted key -> (old, new)."""
+    """Return what differs besides the last `count` tasks and their own epochs and rows; dotted key -> (old, new)."""
     fresh = _last(new, count)
     return changes_beside_tasks(configs.as_tree(old), configs.as_tree(new), fresh)

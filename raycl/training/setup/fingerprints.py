@@ -64,7 +64,7 @@ def rows_of(stream: Stream, task: Task) -> dict[str, Any]:
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, dict[str, str]]]:
-    """Setting and name -> path and hash, of each JSON file in the folders that the method's settings name."""
+    """Return setting and name -> path and hash, of each JSON file in the folders that the method's settings name."""
     cache = cache_folder(config.stream.cache_dir)
     for path, section in _sections("method", config.method):
         for name in section.folders:

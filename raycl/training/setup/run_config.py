@@ -256,7 +256,7 @@ def _folder_name(name: str, source: str) -> str:
 
 
 def free_names(config: RunConfig) -> Iterator[str]:
-    """Telling names for a run that has none: those that no folder beside it has, one after another."""
+    """Yield telling names for a run without one: those that no folder next to it has, one after another."""
     backbone = config.backbone.name.rstrip("/").split("/")[-1]
     schedule = "" if config.stream.schedule == "sequential" else f"-{config.stream.schedule}"
     base = _folder_name(f"{config.stream.name}-{backbone}-{config.method.name}{schedule}-s{config.seed}", "stream.name")

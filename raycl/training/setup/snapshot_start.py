@@ -142,7 +142,7 @@ def _original(spec: Any) -> Any:
 
 
 def _moved(specs: Sequence[Any], given: Any, learned: Sequence[str]) -> list[Any]:
-    """Learned tasks, with the data that the user gives for them, if all are listed."""
+    """Return the learned tasks, with the data that the user gives for them, if all are listed."""
     if list(map(_name, given or ()))[: len(learned)] != list(learned):
         return list(specs)
     return [new if isinstance(new, dict) else old for old, new in zip(specs, given, strict=False)]
@@ -258,7 +258,7 @@ def refuse_changes(start: Start, before: Tree, after: Tree) -> None:
 def changes_beside_tasks(
     before: Tree, after: Tree, fresh: Collection[str], without: Sequence[str] = EXEMPT
 ) -> dict[str, tuple[Any, Any]]:
-    """Return what differs beside the stream's tasks, and settings of `fresh` ones alone; dotted key -> (old, new)."""
+    """Return what differs besides the stream's tasks, and settings of `fresh` ones alone; dotted key -> (old, new)."""
     after = copy.deepcopy(after)
     before = copy.deepcopy(before)
     for tree in (before, after):

@@ -80,7 +80,7 @@ class DistributedContext:
         return values
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value on every worker."""
+        """Return rank 0's value on every worker."""
         if self.size == 1:
             return value
         box: list[Any] = [value]

@@ -17,7 +17,7 @@ AT_ONCE = 4096
 
 
 def nearest_to_centroids(x_NC: Tensor, count: int, seed: int) -> Indices:
-    """Ascending numbers of at most `count` rows, the nearest one of each cluster; of equals the first."""
+    """Return ascending numbers of at most `count` rows, the nearest one of each cluster; of equals the first."""
     if count >= len(x_NC):
         return np.arange(len(x_NC))
     draw = torch.Generator().manual_seed(seed)

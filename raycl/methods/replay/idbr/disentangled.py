@@ -103,7 +103,7 @@ class TaskHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(0, device=device))
 
     def resize(self, tasks: int) -> None:
-        """Have so many rows: zero rows are appended, or the last ones dropped."""
+        """Resize to one row per task: zero rows are appended, or the last ones dropped."""
         more = max(tasks - len(self.bias), 0)
         self.weight, self.bias = grown(self.weight[:tasks], more), grown(self.bias[:tasks], more)
 

@@ -174,7 +174,7 @@ class Idbr(Method):
         return self._rows is not None and context is not None and (context.step.index + 1) % self.config.every == 0
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """New rows, stored ones of all earlier tasks where they are due, then the halves of both."""
+        """Return new rows, stored ones of all earlier tasks where they are due, then the halves of both."""
         assert self._context is not None, "a step without a task"
         codec, seed = self.backbone.codec, self._context.step.seed
         if self._replays and (numbers := self._drawn(batch, seed)):
@@ -259,7 +259,7 @@ class Idbr(Method):
         return {**values, "tasks": list(self.tasks), "stored": list(self.stored.entries)}, tensors | rows | before
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Heads in shape; rows and features as they were."""
+        """Restore rows and features, and the shape of the heads."""
         super().load_state_dict(values, tensors)
         self.tasks = list(values["tasks"])
         self.task_head.resize(len(self.tasks))

@@ -188,7 +188,8 @@ def _value(node: ast.expr, names: Callable[[str], Any], functions: Mapping[str, 
 
 
 def _computed(sign: ast.operator, left: Any, right: Any) -> Any:
-    """Arithmetic over numbers; what could grow without end is refused, and `+` alone also joins texts and lists."""
+    """Compute arithmetic over numbers; what could grow without end is refused, and `+` alone also joins texts and
+    lists."""
     numbers = all(isinstance(side, int | float) for side in (left, right))
     if not numbers and not isinstance(sign, ast.Add):
         raise ValueError(f"{left!r} and {right!r} are not both numbers")

@@ -230,7 +230,7 @@ def _at(tree: Tree, name: str) -> Any:
 
 
 def json_safe(tree: Tree) -> Tree:
-    """Tuples as lists: what YAML would have given."""
+    """Return tuples as lists: what YAML would have given."""
     plain: Tree = json.loads(json.dumps(tree))
     return plain
 

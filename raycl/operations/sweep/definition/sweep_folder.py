@@ -89,7 +89,7 @@ class SweepFolder:
         self.storage.write_json(f"{REPEATED}/{number:04d}.json", settings)
 
     def repeated(self) -> dict[int, Settings]:
-        """Proposals so far that were not run, by number."""
+        """Return the proposals so far that were not run, by number."""
         return self._numbered(REPEATED)
 
     def _numbered(self, folder: str) -> dict[int, Settings]:

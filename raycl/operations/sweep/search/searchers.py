@@ -247,7 +247,8 @@ def _study(sweep: SweepConfig) -> Any:
 
 
 def _distribution(draw: Draw) -> Any:
-    """Optuna's words for the values; a listed one is its place in the list, and a stepped one its number of steps."""
+    """Return Optuna's distribution of the values; a listed one is its place in the list, and a stepped one its number
+    of steps."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if draw.values:

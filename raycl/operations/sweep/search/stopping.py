@@ -33,7 +33,7 @@ class EarlierTrial:
 
 
 def rule_of(sweep: SweepConfig, tasks: int) -> Any:
-    """Tune's rule, with tasks as time."""
+    """Return Tune's rule, with tasks as time."""
     chosen = sweep.scheduler
     common = {"time_attr": TASKS, "metric": SCORE, "mode": sweep.mode[0]}
     if chosen.name == "asha":

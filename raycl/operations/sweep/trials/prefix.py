@@ -81,7 +81,7 @@ def shared_keys(keys: Sequence[Sequence[str]]) -> set[str]:
 
 
 def fork_records(records: list[Tree], source_modifiers: Tree, target_modifiers: Tree) -> list[Tree]:
-    """Journal records for a run that starts at a fork point: without summaries of other modifier settings.
+    """Return journal records for a run that starts at a fork point: without summaries of other modifier settings.
 
     A modifier that does not act yet may still report what it would have done (MIGU's rows on an unmasked task).
     """

@@ -181,7 +181,7 @@ class Trial:
             raise RunError(f"the run in '{prepared.storage.uri}' ended early: see its log")
 
     def _report(self, storage: Storage, report: TrialReport) -> None:
-        """Rows that Tune has not got, one by one; returns when it has decided on the last of them."""
+        """Report the rows that Tune has not got, one by one; returns when it has decided on the last of them."""
         records = read_state(storage).phases
         while self.reported < len(records) and not is_stopped(storage, self.reported):
             self.reported += 1
