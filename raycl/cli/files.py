@@ -17,7 +17,7 @@ def add_allow_env(argument_parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="the config file may read this environment variable by ${oc.env:NAME}, beside RAYCL_DATA and RAYCL_MODELS",
+        help="the config file may read this variable by ${oc.env:NAME}, besides RAYCL_DATA and RAYCL_MODELS",
     )
 
 

@@ -99,7 +99,7 @@ class MethodConfig(Section):
         return 0
 
     def extra_passes(self, epochs: int) -> float:
-        """Return the cost of passes over a task's rows beside those of its steps, as a share of these, for plans.
+        """Return the cost of passes over a task's rows besides those of its steps, as a share of these, for plans.
 
         A pass without gradients costs half of one with them. Evaluation is in no plan.
 
@@ -114,7 +114,7 @@ class MethodConfig(Section):
         return ()
 
     def prompt_positions(self, tasks: int) -> int:
-        """Return the positions that soft prompts take beside each text at most.
+        """Return the positions that soft prompts take in addition to each text at most.
 
         Args:
             tasks: tasks of the run.
@@ -161,7 +161,7 @@ class MethodConfig(Section):
 
     @property
     def publishes_samples(self) -> bool:
-        """Whether pseudo-samples go to the bank beside the adapters."""
+        """Whether pseudo-samples go to the bank with the adapters."""
         return False
 
     @property
@@ -214,7 +214,7 @@ class Learned:
         model: tensors of a Hugging Face model folder by name, for methods that change all weights; workers may share
             each of them out (`raycl.training.workers.distributed.whole`).
         labels: rows of the model's label head (`head.weight`, `head.bias` among its tensors).
-        extras: adapter -> kind -> tensors that are kept beside it in the bank (pseudo-samples).
+        extras: adapter -> kind -> tensors that are kept with it in the bank (pseudo-samples).
         owners: adapter -> names of its tasks, in the order of learning and of earlier phases too, for methods with
             adapters of their own for each task; {}: all adapters know all tasks so far.
         router: chooses adapters for a text, in the phase's evaluation and in serving.
@@ -241,7 +241,7 @@ class Method:
         router_module: the trained module that routes, or None.
         constraint: property that updates of trained parameters must keep, or None.
         task_id_given: evaluation gives the task id of each text (schedule `separate`).
-        is_wrapped: a method around it may train it on rows of earlier tasks beside those of a task.
+        is_wrapped: a method around it may train it on rows of earlier tasks in addition to those of a task.
         local_adaptation: evaluation adapts weights to each text before it is answered; None: it does not.
         allocation: creates the parameters that `begin_task` trains without the phase's data, to estimate their size;
             None: `begin_task` needs none.
@@ -347,7 +347,7 @@ class Method:
         return {}
 
     def state_dict(self) -> State:
-        """Return state beside the learned parameters (`trained_names`): values that shape the model, and frozen
+        """Return state in addition to the learned parameters (`trained_names`): values that shape the model, and frozen
         tensors."""
         return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}, TensorGroups()
 

@@ -31,7 +31,7 @@ class Finetune(Method):
             parameter.requires_grad_(parameter.numel() > 0)  # a label head without labels is nothing to train
 
     def end_task(self, context: TaskContext) -> Learned:
-        """Return the whole model under its Hugging Face names, the label head beside it."""
+        """Return the whole model under its Hugging Face names, and the label head."""
         exported = {self.backbone.exported_name(name): tensor for name, tensor in context.parameters.items()}
         head = self.backbone.head
         return Learned(model=exported, labels=[] if head is None else list(head.labels))

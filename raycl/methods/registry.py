@@ -65,7 +65,7 @@ METHODS: dict[str, str] = {**LEARNERS, **WRAPPERS}
 MODIFIERS: dict[str, str] = {
     "migu": "raycl.methods.migu.migu:Migu",
 }
-"""Gradient modifier name -> class; a run takes any number of them beside its one method."""
+"""Gradient modifier name -> class; a run takes any number of them with its one method."""
 
 
 METHOD_NAMES = Names("method", METHODS)

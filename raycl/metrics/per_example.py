@@ -237,7 +237,7 @@ def _micro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
 
 
 def _accuracy(truth: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-    """Return the share of right answers, which DAS reports beside F1."""
+    """Return the share of right answers, which DAS reports with F1."""
     right = sum(answer == wanted for answer, wanted in zip(predictions, truth, strict=True))
     return {ACCURACY: 100.0 * right / len(truth)}
 

@@ -74,7 +74,7 @@ class EvalConfig(Section):
         "Hugging Face's generate, in batches that wait for their longest answer. Both take the most likely token; "
         "sums are rounded in another order, which can change an answer where two tokens are as likely",
     )
-    save_predictions: bool = Field(True, description="keep every answer beside the results")
+    save_predictions: bool = Field(True, description="keep every answer in the run's folder")
     singles: PathOrUri = Field(
         None, description="run directory (or results.json) of `method=separate`, whose scores FWT compares with"
     )

@@ -53,14 +53,14 @@ class FollowConfig(Section):
         True, description="activate snapshots when they are published; false: only by POST /admin/activate"
     )
     poll_s: float = Field(0.5, gt=0, description="seconds between looks at the bank")
-    gated: bool = Field(False, description="activate only what passes the gate, which runs beside the endpoint")
+    gated: bool = Field(False, description="activate only what passes the gate, which runs while the endpoint answers")
 
 
 class GateConfig(Section):
     """The gate that a snapshot must pass before it is activated: `raycl serve promote`, and following with
     `follow.gated`.
 
-    Evaluating beside the endpoint takes a second backbone: the gate reserves room for it during the evaluation.
+    Evaluating while the endpoint answers takes a second backbone, for which the gate reserves resources.
     """
 
     max_drop: float = Field(1.0, ge=0, description="points that a task may fall by against the active snapshot")
@@ -69,7 +69,7 @@ class GateConfig(Section):
         (), description="overrides of the stream that the snapshot was trained on, for data that has moved: root=..."
     )
     allow_storage: tuple[str, ...] = Field(
-        (), description="addresses of storage (s3://BUCKET) at which snapshots may name data, beside the bank's own"
+        (), description="addresses of storage (s3://BUCKET) at which snapshots may name data, other than the bank's own"
     )
     device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="device of the gate; null: as the endpoint")
     gpus: float = Field(1.0, gt=0, le=1, description="share of a GPU that the gate reserves")
@@ -138,7 +138,7 @@ class ServeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="device of the model; auto: a GPU for each replica if the deploying process sees one, and a "
-        "gate beside the endpoint then runs on CPUs",
+        "gate then runs on CPUs",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

@@ -92,7 +92,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     forgetting.add_argument("--without-scores", action="store_true", help="do not evaluate before and after")
     forgetting.add_argument("--set", action="append", default=[], metavar="stream.KEY=VALUE", help="data has moved")
     forgetting.add_argument("--backbone", help="where the backbone is now, if not where it was")
-    data = "s3://BUCKET or the like at which the snapshot's record may name data, beside the bank's own"
+    data = "s3://BUCKET or the like at which the snapshot's record may name data, other than the bank's own"
     forgetting.add_argument("--allow-storage", metavar="ADDRESS", action="append", default=[], help=data)
     return argument_parser
 

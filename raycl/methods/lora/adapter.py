@@ -35,7 +35,7 @@ class SeqAdapterConfig(MethodConfig):
     targets: tuple[str, ...] = Field(
         ("attention.out", "ffn.out"),
         min_length=1,
-        description="roles or regular expressions of paths of the linears with a bottleneck beside them",
+        description="roles or regular expressions of paths of the linears with a bottleneck in parallel",
     )
 
     task_id_in_training: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""IncLoRA: every task trains a LoRA of its own beside the frozen ones of earlier tasks, and all of them are active.
+"""IncLoRA: every task trains a LoRA of its own with the frozen ones of earlier tasks, and all of them are active.
 
 O-LoRA's plain sum without its penalty ("IncLoRA" in MIGU, section 4.1, and in the tables of both papers): rank 8, alpha
 32, query and value projections, as in the code of both. Their dropout of 0.1 is an option here and off, so that N

@@ -1,7 +1,7 @@
 """EPI: an adapter of its own for every task, and Gaussians of the tasks' classes that choose among them.
 
 Wang et al. 2023, "Rehearsal-free Continual Language Learning via Efficient Parameter Isolation", ACL. A task trains a
-prefix: keys and values that every attention layer reads beside the text's, on a frozen backbone. When it ends, the mean
+prefix: keys and values that every attention layer reads with the text's, on a frozen backbone. When it ends, the mean
 of each class and the mean of the classes' covariances are taken from the frozen backbone's hidden states of its
 training texts. At test a text gets the adapter of the task that holds the class of least Mahalanobis distance
 (`raycl.routing.class_gaussians`). Label heads are of a task's own labels. So each task needs a closed label set; the

@@ -51,7 +51,7 @@ class MoclConfig(MethodConfig):
     value: Literal["lora", "prefix", "prompt"] = Field(
         "lora",
         description="the module of a task. lora: weight increments (the paper's LLaMA); prefix: keys and values that "
-        "attention reads beside the text's (its BERT and T5); prompt: a soft prompt",
+        "attention reads in addition to the text's (its BERT and T5); prompt: a soft prompt",
     )
     rank: int = Field(4, ge=1, description="r, the rank of the LoRA")
     alpha: float = Field(16.0, gt=0, description="LoRA's alpha; the update is scaled by alpha / rank")

@@ -40,7 +40,7 @@ KEPT = "outputs"
 
 
 class DerConfig(WrapperConfig):
-    """Any learner, with stored rows beside each batch and stored outputs that the model is held to."""
+    """Any learner, with stored rows added to each batch and stored outputs that the model is held to."""
 
     name: Literal["der++"] = "der++"
     share: float = Field(
@@ -122,7 +122,7 @@ class Der(Wrapper):
         return [order[row % len(order)] for row in batch.rows.tolist() if row >= 0]
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """Return what makes the step's mean loss over all rows the loss of DER++, beside the learner's own."""
+        """Return what makes the step's mean loss over all rows the loss of DER++, in addition to the learner's own."""
         own = self.learner.penalty(batch, output)
         places, numbers = numbers_of(batch)
         if not self._rows or self._stored is None or self._context is None:

@@ -55,7 +55,7 @@ class SlmConfig(MethodConfig):
     value: Literal["jare", "adapter", "prefix", "prompt"] = Field(
         "jare",
         description="what a slot stores. jare: weight increments; adapter: bottleneck adapters in parallel to the "
-        "targets; prefix: keys and values that attention reads beside the text's, as in LLaMA-Adapter (the "
+        "targets; prefix: keys and values that attention reads in addition to the text's, as in LLaMA-Adapter (the "
         "paper's DTKR+Adapter is either); prompt: a soft prompt (DTKR+Prompt). The paper uses retrieval.rule=vote with "
         "the last three, without distance weights",
     )

@@ -38,7 +38,7 @@ def merge(bank: Bank, ours: Snapshot, theirs: Snapshot, other: Bank, with_sample
 
     Args:
         theirs: snapshot of `other`, which may be the same bank; otherwise its objects are copied.
-        with_samples: also copy what is kept beside adapters, pseudo-samples above all: inputs of users.
+        with_samples: also copy what is kept with adapters, pseudo-samples above all: inputs of users.
 
     Raises:
         BankError: another backbone, encoder, method or router; tasks that depend on each other; names that mean

@@ -58,7 +58,7 @@ class RecordedSources:
         overrides: dotted settings of the stream, for data that has moved (`stream.root=...`, `stream.test_rows=200`).
         backbone: present location of the backbone, if it has moved.
         permissions: code that the snapshot's author may run here.
-        storage: addresses of storage, beside the bank's, at which the snapshot's record may name data.
+        storage: addresses of storage, other than the bank's, at which the snapshot's record may name data.
     """
 
     overrides: Sequence[str] = ()

@@ -221,7 +221,7 @@ class EngineLoad:
     Attributes:
         name: name in the config. workers: number of workers of the run.
         weights, gradients, optimizer: into how many parts each is divided; 1: each worker has all.
-        separate_masters: float32 copies of trained weights beside those that are computed with; else in their place.
+        separate_masters: float32 copies of trained weights besides those that are computed with; else in their place.
         gradient_bytes: bytes of a gradient. bucket: parameters whose gradients are summed at once, in extra memory.
         gathered: parameters of divided weights that are whole at a time.
         layers_alone: parameters outside of the model's layers, and adapters, are complete on every worker.
@@ -255,7 +255,7 @@ class RunLoad:
         steps: optimizer steps of each phase; empty: not known without the data.
         optimizer_bytes: mean bytes that the optimizer keeps for a trained parameter.
         disk: name -> bytes (`raycl.training.phase.disk_space`).
-        extra: passes beside those of the steps, as a share of these (`MethodConfig.extra_passes`).
+        extra: passes in addition to those of the steps, as a share of these (`MethodConfig.extra_passes`).
     """
 
     steps: tuple[int, ...]

@@ -67,7 +67,9 @@ class ComparisonConfig(Section):
         description="runs at a time; small models gain more from this than from workers. null: as many as the nodes of "
         "the cluster hold that launch.address or RAY_ADDRESS names, else 1",
     )
-    published: Published | None = Field(None, description="numbers of a paper for some rows, shown beside ours")
+    published: Published | None = Field(
+        None, description="numbers of a paper for some rows, shown in columns of their own"
+    )
 
     @model_validator(mode="after")
     def _published_rows_exist(self) -> ComparisonConfig:

@@ -1,4 +1,4 @@
-"""An endpoint as an application of Ray Serve: its name on a cluster, its start beside others, its end."""
+"""An endpoint as an application of Ray Serve: its name on a cluster, its start next to others, its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The endpoints: labels, routes, models, administration, health and the playground, beside those of `texts`."""
+"""The endpoints: labels, routes, models, administration, health and the playground; `texts` has the others."""
 
 from __future__ import annotations
 

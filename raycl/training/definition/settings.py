@@ -98,7 +98,7 @@ class BankConfig(Section):
     )
     allow_storage: tuple[str, ...] = Field(
         (),
-        description="addresses of storage (s3://BUCKET) at which the snapshot may name data, beside the bank's own",
+        description="addresses of storage (s3://BUCKET) at which the snapshot may name data, other than the bank's own",
     )
     revise: str | None = Field(
         None,

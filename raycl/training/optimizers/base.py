@@ -52,7 +52,7 @@ class OptimizerKind:
     """An optimizer of the table, with the settings of a run. Subclasses give `build` and `state`.
 
     Class attributes:
-        settings: the settings of `train` that it reads beside `learning_rate` and `weight_decay`.
+        settings: the settings of `train` that it reads in addition to `learning_rate` and `weight_decay`.
         elementwise: each value is updated by its own gradient and state alone, and every state tensor has the
             parameter's shape, so that an engine may give it parts of parameters (fsdp, ZeRO).
         updates_rows: it has `step_rows`, by which a modifier's held rows cost nothing.

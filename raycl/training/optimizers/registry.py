@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, str] = {
 
 
 class Registered:
-    """Optimizers that this process has been given beside those of the table."""
+    """Optimizers that this process has been given in addition to those of the table."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, type[OptimizerKind]] = {}

@@ -1,4 +1,4 @@
-"""Training states in the bank: what a snapshot names beside its adapters, and runs that start from one.
+"""Training states in the bank: what a snapshot names in addition to its adapters, and runs that start from one.
 
 A run that starts from a snapshot begins with the checkpoint and the phase records of the run that published it, as if
 it had been that run and got more tasks. It evaluates the snapshot's phase first, whose row was not known yet when the

@@ -356,7 +356,7 @@ def _check_there(folder: Storage, file: str) -> None:
 
 
 def write_model(storage: Storage | None, name: str, learned: Learned, model_files: dict[str, bytes]) -> None:
-    """Export `learned/<name>`: a Hugging Face model folder, its label head beside the weights.
+    """Export `learned/<name>`: a Hugging Face model folder with its label head.
 
     Collective where workers share weights out: one tensor at a time is gathered.
 

@@ -175,7 +175,7 @@ class SweepConfig(Section):
         return {path: value for path, value in settings.items() if covering(path, unused) is None}
 
     def _without_repeats(self, trials: list[Settings]) -> list[Settings]:
-        """Drop settings without effect beside a trial's others, and of trials that are then equal keep one."""
+        """Drop settings without effect with a trial's others, and of trials that are then equal keep one."""
         distinct: list[Settings] = []
         seen: set[str] = set()
         for settings in trials:

@@ -105,7 +105,7 @@ class TpeSearcher(RecordingSearcher):
     """Optuna's TPE, which receives every trial's scores.
 
     A trial that the scheduler stopped counts as pruned: TPE ranks it by the scores that it had on the way.
-    Settings that act on nothing beside a proposal's others are left out of the trial; a proposal that equals an earlier
+    Settings without effect with a proposal's others are left out of the trial; a proposal that equals an earlier
     trial then is not run, but gets its result, now or when it ends. It counts as one of the samples, so that the search
     ends where few different trials are left.
     """
