@@ -326,11 +326,7 @@ def _folder(config: BackboneConfig, weights: bool = True) -> str:
 
 
 def _settings(folder: str, trusts: bool) -> PretrainedConfig:
-    """Return the config of a model of one part, which reads texts.
-
-    Raises:
-        BackboneError: the model has other parts as well.
-    """
+    """Return the config of a model of one part, which reads texts."""
     from transformers import AutoConfig
 
     settings: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trusts)

@@ -342,11 +342,7 @@ def _is_olora(files: Mapping[str, Source]) -> bool:
 
 
 def _labels_file(folder: Storage) -> tuple[str, ...] | None:
-    """Return the label set in `labels.json` beside the split files, if there is one.
-
-    Raises:
-        DataError: it is not a list of different strings.
-    """
+    """Return the label set in `labels.json` beside the split files, if there is one."""
     file = SourceFile(folder, LABELS_FILE)
     if not folder.exists(LABELS_FILE):
         return None

@@ -186,12 +186,9 @@ class Stream:
         definition = opened.definition if instruction is None else instruction
         if name == "chat":
             return _chat(task, definition, codec)
-        if name == "superni":
-            return prompts.superni(definition)
-        if name == "long":
-            return prompts.long(definition)
-        if name == "llama2_chat":
-            return prompts.llama2_chat(definition)
+        published = {"superni": prompts.superni, "long": prompts.long, "llama2_chat": prompts.llama2_chat}
+        if name in published:
+            return published[name](definition)
         if name == "olora":
             plan = opened.plan
             return prompts.olora(definition, task.labels, plan.group, plan.dataset, self._config.prompt_names)
@@ -301,11 +298,7 @@ def open_stream(config: StreamConfig, seed: int) -> Stream:
 
 
 def _check_groups(config: StreamConfig, opened: Sequence[OpenTask]) -> None:
-    """Refuse a group that no row names, since rows that belong together would be both trained on and tested.
-
-    Raises:
-        ConfigError: no task has such a column.
-    """
+    """Refuse a group that no row names, since rows that belong together would be both trained on and tested."""
     if config.group and not any(raw.names_groups for task in opened for raw in task.raws.values()):
         raise ConfigError(
             f"stream.group is '{config.group}', which no row of {', '.join(task.task.name for task in opened)} has: "
@@ -332,11 +325,7 @@ def _open_task(plan: TaskPlan, config: StreamConfig, seed: int, cache: Path) -> 
 
 
 def _check_words(task: str, labels: tuple[str, ...] | None) -> None:
-    """Refuse answers that are not one word, or not different.
-
-    Raises:
-        ConfigError: some are not.
-    """
+    """Refuse answers that are not one word, or not different."""
     long = [label for label in labels or () if not re.fullmatch(r"\w+", label)]
     if long or len(set(labels or ())) < len(labels or ()):
         what = f"label '{long[0]}' is not one word" if long else "several labels have the same word"

@@ -261,11 +261,7 @@ class StaticKVCache:
             self._lengthen(2 * self.columns)
 
     def _lengthen(self, columns: int) -> None:
-        """Allocate longer caches; captured graphs become invalid.
-
-        Raises:
-            torch.OutOfMemoryError: there is too little memory; the caches stay unchanged.
-        """
+        """Allocate longer caches; captured graphs become invalid."""
         self._graph, self._tried = None, None
         gap = columns - self.columns
         mask = self._closed(columns)

@@ -156,11 +156,7 @@ class PerTaskAdapter(Method, ABC):
         self._previous = {}
 
     def _check_previous(self) -> None:
-        """Check that a task that is learned again with its weights keeps their sizes.
-
-        Raises:
-            RunError: its settings give it others.
-        """
+        """Check that a task that is learned again with its weights keeps their sizes."""
         prompts = getattr(self.backbone.prefix, "trainable", None)
         for name, rank in self.stack.trainable.items():
             if (state := self._previous.get(name)) is None:
@@ -203,7 +199,6 @@ class PerTaskAdapter(Method, ABC):
             self.stack.load(name, state, later=later)
 
     def state_dict(self) -> State:
-        """Return label rows of each adapter, which task is trained, and frozen adapters."""
         values, tensors = super().state_dict()
         head = self.backbone.head
         rows = list(head.trainable_labels) if isinstance(head, MixedHead) else []
@@ -216,7 +211,6 @@ class PerTaskAdapter(Method, ABC):
         return values, tensors | packed(self._learned) | packed(self._previous, PREVIOUS)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Frozen adapters as they were; the task's own in shape."""
         super().load_state_dict(values, tensors)
         for name in self._learned:
             self.stack.drop(name)

@@ -126,11 +126,7 @@ def _method_section(name: str) -> type[MethodConfig]:
 
 
 def _learner_section(name: str) -> type[MethodConfig]:
-    """Return the settings class of a method that is around no other.
-
-    Raises:
-        PluginError: it is.
-    """
+    """Return the settings class of a method that is around no other."""
     section = _method_section(name)
     if "learner" in section.model_fields:
         raise PluginError(f"method.learner is '{name}', a method around another one: expected one that learns, as lora")

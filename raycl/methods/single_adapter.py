@@ -36,7 +36,6 @@ class SingleAdapter(Method):
             parameter.requires_grad_(is_trainable(name, parameter))
 
     def route(self, batch: Batch) -> Mixture:
-        """Return the one adapter, fully, for every example."""
         return Mixture.same({self.adapter: 1.0}, len(batch))
 
     def end_task(self, context: TaskContext) -> Learned:

@@ -19,7 +19,7 @@ from torch.nn.functional import layer_norm, linear, log_softmax, silu
 from raycl.config import Section
 from raycl.errors import RetrievalError
 from raycl.routing.prompt_pool import mean_pooled
-from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.routing.router import Need, Owners, PromptRouter, TrainedRouting, uniform
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.routing.statistics.discriminant import BareTexts
 from raycl.types import Mixture, RouterState
@@ -73,7 +73,7 @@ class AttentionConfig(Section):
         return self.model_copy(update={"pruning_threshold": 0.0}) if encoder and scores else self
 
 
-class Attention(nn.Module):
+class Attention(TrainedRouting):
     """Projection and keys.
 
     Attributes:
@@ -89,8 +89,8 @@ class Attention(nn.Module):
         super().__init__()
         self.dimensions, self.config = dimensions, config
         draw = torch.Generator().manual_seed(seed)
-        self.down = nn.Parameter(_uniform((config.width, dimensions), dimensions**-0.5, draw).to(device))
-        self.up = nn.Parameter(_uniform((dimensions, config.width), config.width**-0.5, draw).to(device))
+        self.down = nn.Parameter(uniform((config.width, dimensions), dimensions**-0.5, draw).to(device))
+        self.up = nn.Parameter(uniform((dimensions, config.width), config.width**-0.5, draw).to(device))
         self.norm_weight = nn.Parameter(torch.ones(dimensions, device=device))
         self.norm_bias = nn.Parameter(torch.zeros(dimensions, device=device))
         self.register_parameter("key", None)
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         """Draw a key for a new task from U(-1, 1) (the released code)."""
         assert task not in self.keys, f"'{task}' has a key already"
         self.trainable = task
-        self.key = nn.Parameter(_uniform((self.dimensions,), 1.0, torch.Generator().manual_seed(seed)).to(self.down))
+        self.key = nn.Parameter(uniform((self.dimensions,), 1.0, torch.Generator().manual_seed(seed)).to(self.down))
 
     def end(self, values: Mapping[str, Tensor]) -> None:
         """Freeze the key of the task in training; it and the projection become exactly `values`."""
@@ -165,12 +165,6 @@ class Attention(nn.Module):
         with torch.autocast(pooled_BD.device.type, enabled=False):
             scores_BT = linear(self.query(pooled_BD), self._matrix(pooled_BD.device)) / self.tau
             return log_softmax(scores_BT, dim=-1)
-
-    def zero(self, examples: int) -> Tensor:
-        """Return `[examples, 1]` zeros in whose graph projection and keys take part."""
-        blank_ED = torch.zeros(examples, self.dimensions, device=self.down.device)
-        result: Tensor = self(blank_ED).sum(1, keepdim=True) * 0.0
-        return result
 
     def query(self, pooled_BD: Tensor) -> Tensor:
         """Return queries `[B, d]`."""
@@ -232,14 +226,9 @@ class AttentionRouter(PromptRouter):
 
     def __init__(self, attention: Attention, hard: bool = False, bare: BareTexts | None = None) -> None:
         self.attention, self.hard, self.bare = attention, hard, bare or BareTexts()
-
-    @property
-    def dimensions(self) -> int:
-        """Those of the keys."""
-        return self.attention.dimensions
+        self.dimensions = attention.dimensions
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
-        """Return the mixture of each prompt, by its token embeddings; weights on the CPU."""
         attention = self.attention
         if attention.down.device != embeddings_BLD.device:
             attention.to(embeddings_BLD.device)
@@ -252,7 +241,6 @@ class AttentionRouter(PromptRouter):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> AttentionRouter:
-        """Restore the router with the attention that was learned in training."""
         settings = state.settings
         attention = Attention(settings["dimensions"], AttentionConfig(**settings["attention"]), 0)
         attention.take(settings, state.tensors)
@@ -310,8 +298,3 @@ def divergence(target_BT: Tensor, log_alpha_BT: Tensor) -> Tensor:
     known = target_BT > 0
     terms_BT = torch.xlogy(target_BT, target_BT) - target_BT * log_alpha_BT
     return torch.where(known, terms_BT, 0.0).sum(-1)
-
-
-def _uniform(shape: tuple[int, ...], bound: float, draw: torch.Generator) -> Tensor:
-    """Draw from U(-bound, bound) on the CPU, the same on every device."""
-    return (torch.rand(shape, generator=draw) * 2 - 1) * bound

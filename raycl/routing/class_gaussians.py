@@ -181,15 +181,9 @@ class ClassGaussiansRouter(PromptRouter):
     kind: ClassVar[str] = "class_gaussians"
 
     def __init__(self, gaussians: ClassGaussians) -> None:
-        self.gaussians = gaussians
-
-    @property
-    def dimensions(self) -> int:
-        """Those of the means."""
-        return self.gaussians.dimensions
+        self.gaussians, self.dimensions = gaussians, gaussians.dimensions
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
-        """Return the adapter of the nearest class of each text, by its last hidden states; weights on the CPU."""
         queries_BD = mean_pooled(embeddings_BLD, mask_BL)
         mixture, scores_B = self.gaussians.selected(queries_BD), self.gaussians.ood_scores(queries_BD)
         return replace(mixture, unpruned=mixture, ood_scores=None if scores_B is None else scores_B.cpu())
@@ -198,5 +192,4 @@ class ClassGaussiansRouter(PromptRouter):
     def restored(
         cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
     ) -> ClassGaussiansRouter:
-        """Restore the router with the classes of all tasks."""
         return cls(ClassGaussians.of(state.settings, state.tensors))

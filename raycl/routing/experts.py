@@ -8,7 +8,7 @@ without adapters. So w depends on the text alone, not on padding or neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from raycl.routing.prompt_pool import mean_pooled
-from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.routing.router import Need, Owners, PromptRouter, TrainedRouting, uniform
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
 
 
-class ExpertGate(nn.Module):
+class ExpertGate(TrainedRouting):
     """The linear layer.
 
     Attributes:
@@ -33,19 +33,12 @@ class ExpertGate(nn.Module):
         super().__init__()
         self.names, self.dimensions = tuple(names), dimensions
         draw = torch.Generator().manual_seed(seed)
-        drawn = (torch.rand(len(self.names), dimensions, generator=draw) * 2 - 1) * dimensions**-0.5
-        self.weight = nn.Parameter(drawn.to(device))
+        self.weight = nn.Parameter(uniform((len(self.names), dimensions), dimensions**-0.5, draw).to(device))
 
     def forward(self, query_BD: Tensor) -> Tensor:
         """Return weights `[B, N]` that sum to 1, float32."""
         with torch.autocast(query_BD.device.type, enabled=False):
             return linear(query_BD.float(), self.weight.float()).softmax(-1)
-
-    def zero(self, examples: int) -> Tensor:
-        """Return `[examples, 1]` zeros in whose graph G takes part."""
-        blank_ED = torch.zeros(examples, self.dimensions, device=self.weight.device)
-        result: Tensor = self(blank_ED).sum(1, keepdim=True) * 0.0
-        return result
 
 
 class ExpertRouter(PromptRouter):
@@ -59,15 +52,9 @@ class ExpertRouter(PromptRouter):
     kind: ClassVar[str] = "experts"
 
     def __init__(self, gate: ExpertGate, always: Sequence[str] = ()) -> None:
-        self.gate, self.always = gate, tuple(always)
-
-    @property
-    def dimensions(self) -> int:
-        """Those of the gate."""
-        return self.gate.dimensions
+        self.gate, self.always, self.dimensions = gate, tuple(always), gate.dimensions
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
-        """Return all experts, by each text's last hidden states; weights on the CPU."""
         gate = self.gate
         if gate.weight.device != embeddings_BLD.device:
             gate.to(embeddings_BLD.device)
@@ -77,18 +64,13 @@ class ExpertRouter(PromptRouter):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> ExpertRouter:
-        """Restore the router with the layer that was learned in training."""
         weight_ND = state.tensors["weight"]
         gate = ExpertGate(state.settings["names"], weight_ND.shape[1], 0)
         gate.weight.data = weight_ND.float()
         return ExpertRouter(gate.requires_grad_(False), state.settings["always"])
 
 
-def router_state(gate: ExpertGate, values: Mapping[str, Tensor], always: Sequence[str]) -> RouterState:
-    """Return a gate as a snapshot holds it.
-
-    Args:
-        values: `weight`.
-    """
+def router_state(gate: ExpertGate, weight_ND: Tensor, always: Sequence[str]) -> RouterState:
+    """Return a gate as a snapshot holds it."""
     settings = {"names": list(gate.names), "always": list(always), "head_rule": "logit"}
-    return RouterState("experts", settings, {"weight": values["weight"].detach().float().cpu().clone()})
+    return RouterState("experts", settings, {"weight": weight_ND.detach().float().cpu().clone()})

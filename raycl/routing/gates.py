@@ -18,7 +18,7 @@ from torch.nn.functional import cosine_similarity, silu
 
 from raycl.errors import RetrievalError
 from raycl.routing.prompt_pool import mean_pooled
-from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.routing.router import Need, Owners, PromptRouter, TrainedRouting, uniform
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
 
@@ -29,7 +29,7 @@ LEAST_GATE = 1e-30
 """Smallest gate: at exactly zero an adapter's labels would count as unknown."""
 
 
-class TaskGates(nn.Module):
+class TaskGates(TrainedRouting):
     """The gates of all tasks.
 
     Attributes:
@@ -68,9 +68,9 @@ class TaskGates(nn.Module):
         draw = torch.Generator().manual_seed(seed)
         d, p = self.dimensions, self.width
         drawn = {
-            "down": _uniform((p, d), d**-0.5, draw),
-            "up": _uniform((d, p), p**-0.5, draw),
-            "key": _uniform((d,), 1.0, draw),
+            "down": uniform((p, d), d**-0.5, draw),
+            "up": uniform((d, p), p**-0.5, draw),
+            "key": uniform((d,), 1.0, draw),
         }
         if self.frozen:
             last = next(reversed(self.frozen.values()))
@@ -113,12 +113,6 @@ class TaskGates(nn.Module):
                 columns.append(gates(mean_BD, trained))
             return torch.cat(columns, dim=1)
 
-    def zero(self, examples: int) -> Tensor:
-        """Return `[examples, 1]` zeros in whose graph the gate in training takes part."""
-        anything_ED = torch.ones(examples, self.dimensions, device=self.device)
-        result: Tensor = self(anything_ED).sum(1, keepdim=True) * 0.0
-        return result
-
     def _earlier(self, device: torch.device) -> dict[str, Tensor]:
         """Return the frozen gates by part, each `[T, ...]`."""
         if not self._stacked or self._stacked["key"].device != device:
@@ -134,20 +128,13 @@ class GateRouter(PromptRouter):
     kind: ClassVar[str] = "gates"
 
     def __init__(self, gates: TaskGates) -> None:
-        self.gates = gates
-
-    @property
-    def dimensions(self) -> int:
-        """Those of the gates."""
-        return self.gates.dimensions
+        self.gates, self.dimensions = gates, gates.dimensions
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
-        """Return the gates of each prompt; on the CPU."""
         return Mixture(self.gates.names, self.gates(mean_embedding(embeddings_BLD, mask_BL)).cpu())
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> GateRouter:
-        """Restore the router with the gates that were learned in training; removed tasks have none."""
         tasks = [task for task in state.settings["tasks"] if f"key/{task}" in state.tensors]
         held = {task: {part: state.tensors[f"{part}/{task}"] for part in PARTS} for task in tasks}
         width, dimensions = next(iter(held.values()))["down"].shape if held else (0, 0)
@@ -182,8 +169,3 @@ def gates(mean_BD: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     _, u_BTD = features(mean_BD, parts["down"], parts["up"])
     cosine_BT = cosine_similarity(u_BTD, parts["key"][None], dim=-1)
     return (2 * torch.sigmoid(4 * cosine_BT) - 1).abs().clamp_min(LEAST_GATE)
-
-
-def _uniform(shape: tuple[int, ...], bound: float, draw: torch.Generator) -> Tensor:
-    """Draw from U(-bound, bound) on the CPU, the same on every device."""
-    return (torch.rand(shape, generator=draw) * 2 - 1) * bound

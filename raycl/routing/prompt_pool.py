@@ -7,19 +7,19 @@ with the largest cosine of key and query are active, each with weight 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from raycl.routing.router import Need, Owners, PromptRouter
+from raycl.routing.router import Need, Owners, PromptRouter, TrainedRouting, uniform
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
 
 
-class PromptPool(nn.Module):
+class PromptPool(TrainedRouting):
     """The keys of a pool.
 
     Attributes:
@@ -33,7 +33,7 @@ class PromptPool(nn.Module):
         super().__init__()
         self.names, self.dimensions, self.top_k = tuple(names), dimensions, top_k
         draw = torch.Generator().manual_seed(seed)
-        self.keys = nn.Parameter((torch.rand(len(self.names), dimensions, generator=draw) * 2 - 1).to(device))
+        self.keys = nn.Parameter(uniform((len(self.names), dimensions), 1.0, draw).to(device))
 
     def forward(self, query_BD: Tensor) -> Tensor:
         """Return cosines `[B, N]` of each query with each key."""
@@ -46,15 +46,6 @@ class PromptPool(nn.Module):
         order_BN = cosines_BN.argsort(dim=1, descending=True, stable=True)
         chosen_BK = order_BN[:, : self.top_k]
         return torch.zeros_like(order_BN, dtype=torch.float32).scatter_(1, chosen_BK, 1.0)
-
-    def zero(self, examples: int) -> Tensor:
-        """Return `[examples, 1]` zeros in whose graph the keys take part."""
-        result: Tensor = self(torch.zeros(examples, self.dimensions, device=self.keys.device)).sum(1, True) * 0.0
-        return result
-
-    def settings(self) -> dict[str, Any]:
-        """Return the JSON-able settings, everything but the keys."""
-        return {"names": list(self.names), "top_k": self.top_k}
 
 
 def mean_pooled(states_BLD: Tensor, mask_BL: Tensor) -> Tensor:
@@ -74,15 +65,9 @@ class PromptPoolRouter(PromptRouter):
     kind: ClassVar[str] = "prompt_pool"
 
     def __init__(self, pool: PromptPool, always: Sequence[str] = ()) -> None:
-        self.pool, self.always = pool, tuple(always)
-
-    @property
-    def dimensions(self) -> int:
-        """Those of the keys."""
-        return self.pool.dimensions
+        self.pool, self.always, self.dimensions = pool, tuple(always), pool.dimensions
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
-        """Return the nearest prompts of each text, by its last hidden states; weights on the CPU."""
         pool = self.pool
         if pool.keys.device != embeddings_BLD.device:
             pool.to(embeddings_BLD.device)
@@ -92,18 +77,19 @@ class PromptPoolRouter(PromptRouter):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> PromptPoolRouter:
-        """Restore the router with the keys that were learned in training."""
         settings, keys_ND = state.settings, state.tensors["keys"]
         pool = PromptPool(settings["names"], keys_ND.shape[1], settings["top_k"], 0)
         pool.keys.data = keys_ND.float()
         return PromptPoolRouter(pool.requires_grad_(False), settings["always"])
 
 
-def router_state(pool: PromptPool, values: Mapping[str, Tensor], always: Sequence[str]) -> RouterState:
-    """Return a pool as a snapshot holds it.
-
-    Args:
-        values: `keys`.
-    """
-    settings = {**pool.settings(), "always": list(always), "prompt_mixing": "concat", "head_rule": "logit"}
-    return RouterState("prompt_pool", settings, {"keys": values["keys"].detach().float().cpu().clone()})
+def router_state(pool: PromptPool, keys_ND: Tensor, always: Sequence[str]) -> RouterState:
+    """Return a pool as a snapshot holds it."""
+    settings = {
+        "names": list(pool.names),
+        "top_k": pool.top_k,
+        "always": list(always),
+        "prompt_mixing": "concat",
+        "head_rule": "logit",
+    }
+    return RouterState("prompt_pool", settings, {"keys": keys_ND.detach().float().cpu().clone()})

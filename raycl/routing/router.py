@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raycl.errors import BankError, RetrievalError
 from raycl.routing.sentence_encoder import SentenceEncoder
@@ -19,6 +19,27 @@ Owners = Mapping[str, tuple[str, ...]]
 Need = Literal["text", "embeddings", "hidden_states", "task_id"]
 """text: the text itself; embeddings: the backbone's token embeddings of the whole prompt; hidden_states: the backbone's
 last hidden states of the whole prompt, without adapters; task_id: the text's task."""
+
+
+class TrainedRouting(nn.Module):
+    """A module that routes and is trained with the adapters (`raycl.methods.capabilities.RouterModule`).
+
+    Attributes:
+        dimensions: D of the vectors `[B, D]` that it reads.
+    """
+
+    dimensions: int
+
+    def zero(self, examples: int) -> Tensor:
+        """Return `[examples, 1]` zeros in whose graph every trained parameter of the module takes part."""
+        anything_ED = torch.ones(examples, self.dimensions, device=next(self.parameters()).device)
+        result: Tensor = self(anything_ED).sum(1, keepdim=True) * 0.0
+        return result
+
+
+def uniform(shape: tuple[int, ...], bound: float, draw: torch.Generator) -> Tensor:
+    """Draw from U(-bound, bound) on the CPU, the same on every device."""
+    return (torch.rand(shape, generator=draw) * 2 - 1) * bound
 
 
 def columns_of(kind: str, columns: Mapping[str, int], tasks: Sequence[str] | None) -> Tensor:
@@ -114,10 +135,14 @@ class Router(ABC):
 class PromptRouter(Router):
     """A router that reads prompts with the backbone.
 
+    Attributes:
+        dimensions: D of the vectors that it has learned on.
+
     Class attributes:
         kind: its name in snapshots.
     """
 
+    dimensions: int
     kind: ClassVar[str]
     chooses = True
 
@@ -131,11 +156,6 @@ class PromptRouter(Router):
             f"the snapshot's router is '{self.kind}', which reads prompts with the backbone: use it beside the model "
             "(layout=colocated, or the replicas that hold the model)"
         )
-
-    @property
-    @abstractmethod
-    def dimensions(self) -> int:
-        """D of the vectors that it has learned on."""
 
     @abstractmethod
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:

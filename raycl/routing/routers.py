@@ -24,16 +24,27 @@ from raycl.routing.task_keys import GivenTaskKeysRouter, TaskKeysRouter
 from raycl.types import Mixture, RouterState
 
 
-class SingleRouter(Router):
-    """One adapter for all texts."""
+class SumRouter(Router):
+    """Every adapter at once, for methods that learn each one on top of all earlier ones (O-LoRA)."""
 
     needs: ClassVar[frozenset[Need]] = frozenset()
     chooses = False
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
-        """Restore the router over the snapshot's adapter."""
+        """Over the snapshot's adapters."""
         return cls(owners)
+
+    def __init__(self, owners: Owners) -> None:
+        self._weights = dict.fromkeys(owners, 1.0)
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """Return all of them, by their weights."""
+        return Mixture.same(self._weights, len(texts))
+
+
+class SingleRouter(SumRouter):
+    """One adapter for all texts."""
 
     def __init__(self, owners: Owners) -> None:
         """Take the snapshot's only adapter.
@@ -43,42 +54,14 @@ class SingleRouter(Router):
         """
         if len(owners) != 1:
             raise BankError(f"a snapshot with router 'single' must have one adapter, this one has {len(owners)}")
-        self._weights = dict.fromkeys(owners, 1.0)
-
-    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Return weight 1 for the adapter."""
-        return Mixture.same(self._weights, len(texts))
+        super().__init__(owners)
 
 
-class SumRouter(Router):
-    """Every adapter at once, for methods that learn each one on top of all earlier ones (O-LoRA)."""
-
-    needs: ClassVar[frozenset[Need]] = frozenset()
-    chooses = False
+class WeightedSumRouter(SumRouter):
+    """Every adapter at once, each with a learned weight that is the same for all texts (SD-LoRA)."""
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
-        """Restore the router over the snapshot's adapters."""
-        return cls(owners)
-
-    def __init__(self, owners: Owners) -> None:
-        self._weights = dict.fromkeys(owners, 1.0)
-
-    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Return all of them, fully."""
-        return Mixture.same(self._weights, len(texts))
-
-
-class WeightedSumRouter(Router):
-    """Every adapter at once, each with a learned weight that is the same for all texts (SD-LoRA)."""
-
-    needs: ClassVar[frozenset[Need]] = frozenset()
-    chooses = False
-
-    @classmethod
-    def restored(
-        cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
-    ) -> WeightedSumRouter:
         """Restore the router over the adapters that have a weight.
 
         Raises:
@@ -89,14 +72,9 @@ class WeightedSumRouter(Router):
             raise BankError(
                 f"router 'weighted_sum' has no weight of {', '.join(missing)}: the snapshot is inconsistent"
             )
-        return cls({name: weights[name] for name in owners})
-
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = dict(weights)
-
-    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """Return all of them, by their weights."""
-        return Mixture.same(self._weights, len(texts))
+        router = cls(owners)
+        router._weights = {name: weights[name] for name in owners}
+        return router
 
 
 class TaskRouter(Router):
@@ -108,7 +86,6 @@ class TaskRouter(Router):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
-        """Restore the router over the snapshot's adapters."""
         return cls(owners)
 
     def __init__(self, owners: Owners) -> None:
@@ -130,7 +107,6 @@ class ProgressiveRouter(TaskRouter):
     def restored(
         cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()
     ) -> ProgressiveRouter:
-        """Restore the router over the snapshot's prompts in the order of their numbers, in which they were learned."""
         places = state.settings["prompt_order"]
         return cls({name: owners[name] for name in sorted(owners, key=lambda name: places[name])})
 
@@ -172,7 +148,6 @@ class TextRouter(Router):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Self:
-        """Restore the router with the snapshot's sentence encoder, which must be the one of its keys."""
         if state.encoder is None:
             raise BankError(f"a snapshot with router '{state.kind}' must name its sentence encoder, this one does not")
         config = validate(EncoderConfig, {"layer": "last", **state.encoder})

@@ -18,14 +18,14 @@ from torch.nn.functional import normalize
 
 from raycl.errors import RetrievalError
 from raycl.routing.prompt_pool import mean_pooled
-from raycl.routing.router import Need, Owners, PromptRouter, columns_of
+from raycl.routing.router import Need, Owners, PromptRouter, TrainedRouting, columns_of
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
 
 Weighting = Literal["softmax", "cosine"]
 
 
-class TaskKeys(nn.Module):
+class TaskKeys(TrainedRouting):
     """One key for each task.
 
     Attributes:
@@ -87,11 +87,6 @@ class TaskKeys(nn.Module):
         scaled_BT = self.scale * cosines_BT
         return (scaled_BT if later_BT is None else scaled_BT.masked_fill(later_BT, -torch.inf)).softmax(1)
 
-    def zero(self, examples: int) -> Tensor:
-        """Return `[examples, 1]` zeros in whose graph the key takes part."""
-        result: Tensor = self(torch.zeros(examples, self.dimensions, device=self._device)).sum(1, True) * 0.0
-        return result
-
     def tensors(self) -> dict[str, Tensor]:
         """Return `key/<task>` of earlier tasks."""
         return {f"key/{task}": key for task, key in self.keys.items()}
@@ -117,16 +112,10 @@ class TaskKeysRouter(PromptRouter):
     kind: ClassVar[str] = "task_keys"
 
     def __init__(self, keys: TaskKeys, owners: Owners) -> None:
-        self.keys = keys
+        self.keys, self.dimensions = keys, keys.dimensions
         self._columns = {task: column for column, name in enumerate(keys.names) for task in owners.get(name, ())}
 
-    @property
-    def dimensions(self) -> int:
-        """Those of the keys."""
-        return self.keys.dimensions
-
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
-        """Return the weights of all tasks' modules for each text, by its last hidden states; on the CPU."""
         keys, last_B = self.keys, self._last(tasks)
         return Mixture(keys.names, keys.weights(keys(mean_pooled(embeddings_BLD, mask_BL)), last_B).cpu())
 
@@ -136,7 +125,6 @@ class TaskKeysRouter(PromptRouter):
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> TaskKeysRouter:
-        """Restore the router with the keys that were learned in training."""
         settings = state.settings
         keys = TaskKeys(settings["dimensions"], settings["weights"], settings["scale"])
         keys.take(settings["tasks"], state.tensors)

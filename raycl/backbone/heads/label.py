@@ -30,21 +30,21 @@ class LabelHead(nn.Module):
     def grow(self, labels: Sequence[str]) -> None:
         """Append a zero row for each label not yet known; old rows keep their values bit for bit."""
         new = [label for label in dict.fromkeys(labels) if label not in self.labels]
-        if not new:
-            return
-        with torch.no_grad():
-            weight = torch.cat([self.weight, self.weight.new_zeros(len(new), self.weight.shape[1])])
-            bias = torch.cat([self.bias, self.bias.new_zeros(len(new))])
-        self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
-        self.bias = nn.Parameter(bias, requires_grad=self.bias.requires_grad)
-        self.labels.extend(new)
+        if new:
+            self.weight, self.bias = grown(self.weight, len(new)), grown(self.bias, len(new))
+            self.labels.extend(new)
 
     def clear(self) -> None:
         """Forget every label (a new model begins)."""
         self.labels = []
-        self.weight = nn.Parameter(self.weight.detach()[:0].clone(), requires_grad=self.weight.requires_grad)
-        self.bias = nn.Parameter(self.bias.detach()[:0].clone(), requires_grad=self.bias.requires_grad)
+        self.weight, self.bias = grown(self.weight, 0, kept=0), grown(self.bias, 0, kept=0)
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
         """Return logits `[B, C]` over all labels seen so far."""
         return nn.functional.linear(pooled_BD, self.weight, self.bias)
+
+
+def grown(rows: nn.Parameter, more: int, kept: int | None = None) -> nn.Parameter:
+    """Return a parameter of the first `kept` of these rows (None: of all) and so many zero rows."""
+    old = rows.detach()[:kept]
+    return nn.Parameter(torch.cat([old, old.new_zeros(more, *old.shape[1:])]), requires_grad=rows.requires_grad)

@@ -81,11 +81,7 @@ class SpecialStrings:
     def _marked(self) -> Tokenizer:
         """The tokenizer with other names of its special tokens: their strings between marks.
 
-        Its vocabulary has them too, since a model of pieces or words would find them there.
-
-        Raises:
-            BackboneError: it has other ids then.
-        """
+        Its vocabulary has them too, since a model of pieces or words would find them there."""
         backend = self._tokenizer.backend_tokenizer
         tree = json.loads(backend.to_str())
         names = {name: f"{_MARK}{name}{_MARK}" for name in self._names}

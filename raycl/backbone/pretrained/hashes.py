@@ -117,11 +117,7 @@ def _known(file: Path, *records: Path) -> str | None:
 
 
 def _entries(record: Path) -> dict[str, dict[str, int | str]]:
-    """Return the name of a file -> its version and hash.
-
-    Raises:
-        StorageError: the record is damaged or of another version.
-    """
+    """Return the name of a file -> its version and hash."""
     folder = Storage.at(record.parent)
     return read_fields(folder, record.name, FORMAT, _RECORD).files if folder.exists(record.name) else {}
 

@@ -178,10 +178,6 @@ def _natural_instructions(file: SourceFile, columns: Columns, findings: Findings
     return usable_rows(_items_of(file, "Instances"), names, file.refuse, findings)
 
 
-def _olora(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
-    return usable_rows(_items(file), columns, file.refuse, findings)
-
-
 def _object(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
     """Yield the rows, which are a list in a field of one object."""
     _, names, _ = _fields(file)
@@ -213,10 +209,6 @@ def _items_of(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
         text.end()
 
 
-def _jsonl(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
-    return usable_rows(_json_lines(file, findings), columns, file.refuse, findings)
-
-
 def _json_lines(file: SourceFile, findings: Findings) -> Iterator[tuple[int, Any]]:
     for number, line in file.lines():
         if not line.strip():
@@ -227,12 +219,11 @@ def _json_lines(file: SourceFile, findings: Findings) -> Iterator[tuple[int, Any
             findings.bad_row(problem)
 
 
-def _csv(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
-    return usable_rows(table_items(file, columns, findings), columns, file.refuse, findings)
-
-
-def _parquet(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
-    return usable_rows(parquet_items(file, columns), columns, file.refuse, findings)
+def _reader(items_of: Callable[[SourceFile, Columns, Findings], Iterator[tuple[int, Any]]]) -> Reader:
+    """Return what reads the rows of numbered items."""
+    return lambda file, columns, findings: usable_rows(
+        items_of(file, columns, findings), columns, file.refuse, findings
+    )
 
 
 def _phrasebank(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
@@ -264,11 +255,11 @@ _SUFFIXES: Mapping[str, str] = {
 
 FORMATS: Mapping[str, Reader] = {
     "natural_instructions": _natural_instructions,
-    "olora": _olora,
+    "olora": _reader(lambda file, columns, findings: _items(file)),
     "object": _object,
-    "jsonl": _jsonl,
-    "csv": _csv,
-    "parquet": _parquet,
+    "jsonl": _reader(lambda file, columns, findings: _json_lines(file, findings)),
+    "csv": _reader(table_items),
+    "parquet": _reader(lambda file, columns, findings: parquet_items(file, columns)),
     "text": _text,
     "phrasebank": _phrasebank,
 }

@@ -244,11 +244,7 @@ def _described(file: Path) -> Any:
 
 
 def _outside(tree: Any) -> Iterator[str]:
-    """Yield the texts in a tree that are addresses, absolute paths, or paths that lead up.
-
-    Raises:
-        ValueError: the tree has more entries than any description; aliases of YAML can double them with each line.
-    """
+    """Yield the texts in a tree that are addresses, absolute paths, or paths that lead up."""
     nodes = [tree]
     for node in nodes:
         if isinstance(node, dict | list):

@@ -72,53 +72,39 @@ class RawRows:
     """Rows of one split as they are on disk.
 
     Attributes:
-        key: a key that changes with content and reading.
-        where: its name in error messages.
+        key: a key that changes with content and reading. where: its name in error messages.
+        labels: the closed label set, given or gathered; None for free text.
+        problems: what is wrong with the first rows that are left out.
+        notes: how the source was read, where that is not the usual way.
+        count: number of rows. sha256: of texts and references, which does not depend on how they are stored.
+        dropped: unlabelled rows that are left out. blank: those of them with an empty label.
+        left_out: rows that are left out because they cannot be used.
+        is_chat: texts are conversations. names_groups: rows name a group that they belong to.
+        definition: the instruction that the file carries, or an empty text.
     """
 
     key: str
     where: str
     entry: CacheEntry
+    labels: tuple[str, ...] | None
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    count: int
+    sha256: str
+    dropped: int
+    blank: int
+    left_out: int
+    is_chat: bool
+    names_groups: bool
+    definition: str
 
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return int(self.entry.info["count"])
-
-    @property
-    def sha256(self) -> str:
-        """The hash of texts and references, which does not depend on how they are stored."""
-        return str(self.entry.info["sha256"])
-
-    @property
-    def dropped(self) -> int:
-        """Number of unlabelled rows left out."""
-        return int(self.entry.info["dropped"])
-
-    @property
-    def blank(self) -> int:
-        """The number of dropped rows with an empty label."""
-        return int(self.entry.info["blank"])
-
-    @property
-    def left_out(self) -> int:
-        """Number of rows left out because they cannot be used."""
-        return int(self.entry.info["left_out"])
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """The problems of the first rows that are left out."""
-        return tuple(self.entry.info["problems"])
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on how the source was read, where that is not the usual way."""
-        return tuple(self.entry.info["notes"])
-
-    @property
-    def names_groups(self) -> bool:
-        """Whether rows name a group that they belong to."""
-        return bool(self.entry.info["names_groups"])
+    @staticmethod
+    def of(key: str, where: str, entry: CacheEntry) -> RawRows:
+        """Return the rows of an entry, whose info `write_rows` gave."""
+        info = dict(entry.info)
+        labels = info.pop("labels")
+        problems, notes = tuple(info.pop("problems")), tuple(info.pop("notes"))
+        return RawRows(key, where, entry, None if labels is None else tuple(labels), problems, notes, **info)
 
     @cached_property
     def groups(self) -> Indices:
@@ -132,22 +118,6 @@ class RawRows:
         groups = self.entry.table().column("group").to_pylist()
         keys = (row if group is None else group for row, group in enumerate(groups))
         return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
-
-    @property
-    def labels(self) -> tuple[str, ...] | None:
-        """The closed label set, given or gathered; None for free text."""
-        labels = self.entry.info["labels"]
-        return None if labels is None else tuple(labels)
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether its texts are conversations."""
-        return bool(self.entry.info["is_chat"])
-
-    @property
-    def definition(self) -> str:
-        """The instruction that the file carries, or an empty text."""
-        return str(self.entry.info["definition"])
 
     def open(self) -> ChunkedRows:
         """Open the columns `text`, `references`, `row` (1-based number in the file) and `group` (None: its own)."""
@@ -183,7 +153,7 @@ def ingest(file: Source, reading: FileReading, cache: Path) -> RawRows:
         definition = read_definition(first) if format == "natural_instructions" else ""
         return {**write_rows(rows, reading, writer, file.refuse, findings), "definition": definition}
 
-    raw = RawRows(key, file.uri, entry(cache / "raw", key, _SCHEMA, build))
+    raw = RawRows.of(key, file.uri, entry(cache / "raw", key, _SCHEMA, build))
     blank = tuple(label for label in raw.labels or () if not label.strip())
     if reading.labels != "auto" or not blank:
         return raw
@@ -225,7 +195,7 @@ def ingest_pairs(
     def refuse(problem: str, row: int | None = None) -> NoReturn:
         raise AssertionError(f"{where}, row {row}: {problem}")
 
-    return RawRows(key, where, entry(cache / "raw", key, _SCHEMA, build))
+    return RawRows.of(key, where, entry(cache / "raw", key, _SCHEMA, build))
 
 
 def write_rows(

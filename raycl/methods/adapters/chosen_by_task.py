@@ -30,5 +30,4 @@ class ChosenByTask(PerTaskAdapter, ABC):
         return 0 if self.task_id_given else len(self._learned)
 
     def route(self, batch: Batch) -> Mixture:
-        """Return the adapter of the phase."""
         return Mixture.same({self._task: 1.0}, len(batch))

@@ -103,11 +103,9 @@ class Demix(ChosenByTask):
         return {"starts": dict(self.starts)}
 
     def state_dict(self) -> State:
-        """Return the state of every adapter method, and what each adapter began as."""
         values, tensors = super().state_dict()
         return {**values, "starts": self.starts}, tensors
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of every adapter method, and what each adapter began as."""
         self.starts = dict(values["starts"])
         super().load_state_dict(values, tensors)

@@ -53,11 +53,9 @@ class Agem(StoredRowsWrapper):
     Config = AgemConfig
 
     def new_buffer(self) -> RowBuffer:
-        """Return a share of each task's rows."""
         return RowBuffer(self.config.share)
 
     def projected(self, gradients: dict[str, Tensor], context: TaskContext) -> dict[str, Tensor]:
-        """Project gradients where they disagree with the reference gradient."""
         return project(gradients, context.gradients(self._drawn(context.step.seed)))
 
     def _drawn(self, seed: int) -> list[tuple[Task, Indices]]:

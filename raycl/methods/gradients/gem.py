@@ -58,11 +58,9 @@ class Gem(StoredRowsWrapper):
     Config = GemConfig
 
     def new_buffer(self) -> RowBuffer:
-        """Return so many rows of each task."""
         return RowBuffer(limit=self.config.rows)
 
     def projected(self, gradients: dict[str, Tensor], context: TaskContext) -> dict[str, Tensor]:
-        """Changed where they disagree with an earlier task's gradient."""
         references = [context.gradients([(self.buffer.tasks[name], rows)]) for name, rows in self.buffer]
         return project(gradients, references, self.config.margin)
 

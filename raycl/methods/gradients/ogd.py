@@ -93,13 +93,11 @@ class Ogd(Wrapper):
         return {name: context.sum(rows_of_all) for name, rows_of_all in result.items()}
 
     def state_dict(self) -> State:
-        """Return the state of the learner, and the basis."""
         values, tensors = self.learner.state_dict()
         held = {f"ogd/basis/{name}": value.cpu() for name, value in self._basis.items()}
         return {**values, "ogd": {"labels": self._labels}}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of the learner, and the basis."""
         self.learner.load_state_dict(values, tensors)
         self._labels = list(values["ogd"]["labels"])
         self._basis = dict(under("ogd/basis/", tensors))

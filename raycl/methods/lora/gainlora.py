@@ -184,7 +184,6 @@ class GainLora(OLora, InfLora):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state of the base, and gates of earlier tasks and subspaces of their features."""
         values, tensors = super().state_dict()
         values["gates"] = list(self.gates.frozen)
         values["feature_complements"] = [part for part, subspace in self.spaces.held.items() if subspace.complement]
@@ -193,7 +192,6 @@ class GainLora(OLora, InfLora):
         return values, tensors | TensorGroups(kept) | bases
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of the base, and gates and subspaces."""
         self.gates.freeze({task: under(f"gate/{task}/", tensors) for task in values["gates"]})
         for part, basis in under("feature/", tensors).items():
             self.spaces.set(part, Subspace(basis, part in values["feature_complements"]))

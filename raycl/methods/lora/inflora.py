@@ -205,14 +205,12 @@ class InfLora(IncLora):
         return grown_threshold(self.config.threshold, self.config.threshold_tasks, task)
 
     def state_dict(self) -> State:
-        """Return the state of IncLoRA, and A of the task in training and the subspaces."""
         values, tensors = super().state_dict()
         values["complements"] = [path for path, subspace in self._subspaces.items() if subspace.complement]
         bases = {f"subspace/{path}": subspace.basis for path, subspace in self._subspaces.items()}
         return values, tensors | bases | {f"low/{path}": value for path, value in self._low.items()}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of IncLoRA, and A of the task in training and the subspaces."""
         super().load_state_dict(values, tensors)
         complements = set(values["complements"])
         bases = under("subspace/", tensors)

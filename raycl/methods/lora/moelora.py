@@ -77,7 +77,6 @@ class MoeLora(Method):
             parameter.requires_grad_(trained)
 
     def route(self, batch: Batch) -> Mixture:
-        """Return all experts, by each example's query."""
         return Mixture(self.gate.names, self.gate(self._queries(batch)))
 
     def end_task(self, context: TaskContext) -> Learned:
@@ -85,5 +84,5 @@ class MoeLora(Method):
         tensors = context.parameters
         head = head_adapter(self.backbone, tensors)
         experts = self.stack.trainable_states(tensors)
-        router = router_state(self.gate, {"weight": tensors["expert_gate.weight"]}, list(head))
+        router = router_state(self.gate, tensors["expert_gate.weight"], list(head))
         return Learned(head | experts, router=router)

@@ -158,7 +158,6 @@ class SdLora(IncLora):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state of IncLoRA, and the magnitudes that the task began with."""
         values, tensors = super().state_dict()
         magnitudes = {
             f"magnitude/{name}": torch.tensor(magnitude) for name, magnitude in self.magnitudes.frozen.items()
@@ -166,7 +165,6 @@ class SdLora(IncLora):
         return values, tensors | magnitudes
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of IncLoRA, and the magnitudes."""
         self.magnitudes.frozen = {name: float(magnitude) for name, magnitude in under("magnitude/", tensors).items()}
         super().load_state_dict(values, tensors)
 

@@ -198,12 +198,10 @@ class Das(Finetune):
     # ---- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state of fine-tuning, and the importance of units."""
         values, tensors = super().state_dict()
         return values, tensors if self.importance is None else tensors | {"importance": self.importance}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of fine-tuning, and the importance of units."""
         super().load_state_dict(values, tensors)
         self.importance = tensors.get("importance")
 

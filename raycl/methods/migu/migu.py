@@ -304,11 +304,9 @@ class Migu(GradientModifier):
 
     @property
     def holds(self) -> bool:
-        """Whether parameters are held, under `mask_update`."""
         return self.config.mask_update
 
     def held(self, name: str) -> Tensor | None:
-        """Masked rows, under `mask_update`."""
         return self.masked(name) if self.config.mask_update else None
 
     # ---- summary and state -----------------------------------------------------------------------------------

@@ -86,7 +86,6 @@ class EpiConfig(MethodConfig):
         return 0.5 / epochs
 
     def prompt_positions(self, tasks: int) -> int:
-        """Return the positions of the text's own prompt."""
         return self.length if self.value == "prompt" else 0
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
@@ -149,7 +148,6 @@ class Epi(PerTaskAdapter):
     # ---- routing ---------------------------------------------------------------------------------------------
 
     def route(self, batch: Batch) -> Mixture:
-        """Return the task's own adapter."""
         return Mixture.same({self._task: 1.0}, len(batch))
 
     # ---- the end of a task -----------------------------------------------------------------------------------
@@ -209,13 +207,11 @@ class Epi(PerTaskAdapter):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return, in addition to adapters, means and covariances."""
         values, tensors = super().state_dict()
         values["gaussians"] = self.gaussians.settings()
         return values, tensors | {f"router/{name}": tensor for name, tensor in self.gaussians.tensors().items()}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore earlier tasks, and the shape of the trained adapter."""
         self.gaussians = ClassGaussians.of(
             {**values["gaussians"], "ridge": self.config.ridge}, under("router/", tensors)
         )

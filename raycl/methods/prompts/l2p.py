@@ -53,7 +53,6 @@ class L2pConfig(MethodConfig):
     task_id_in_training: ClassVar[bool] = False
 
     def prompt_positions(self, tasks: int) -> int:
-        """Return the positions of the selected prompts."""
         return self.top_k * self.prompt_length
 
     @model_validator(mode="after")
@@ -90,7 +89,6 @@ class L2p(Method):
             parameter.requires_grad_(trained)
 
     def route(self, batch: Batch) -> Mixture:
-        """Return the prompts whose keys are nearest to each example's query."""
         return Mixture(self.pool.names, self.pool.selected(self._queries(batch)))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
@@ -108,4 +106,4 @@ class L2p(Method):
         always = list(head)
         prompts = zip(self.pool.names, tensors["prefix.trainable"], strict=True)
         head |= {name: AdapterState(prompt=prompt.clone()) for name, prompt in prompts}
-        return Learned(head, router=router_state(self.pool, {"keys": tensors["prompt_pool.keys"]}, always))
+        return Learned(head, router=router_state(self.pool, tensors["prompt_pool.keys"], always))

@@ -97,12 +97,10 @@ class Lfpt5Config(MethodConfig):
         return 1.0 if self.lm_weight else 0.0
 
     def prompt_positions(self, tasks: int) -> int:
-        """Return the positions of one prompt."""
         return self.prompt_length
 
     @property
     def generates_samples(self) -> bool:
-        """Whether samples are generated, here by the model itself."""
         return self.source == "generated"
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
@@ -112,7 +110,6 @@ class Lfpt5Config(MethodConfig):
 
     @property
     def rereads_rows(self) -> bool:
-        """Stored rows are numbers; what was written is kept itself."""
         return self.source == "real"
 
 
@@ -228,7 +225,6 @@ class Lfpt5(Method):
         return self.stack.activate(Mixture.same({PROMPT: 1.0}, rows))
 
     def route(self, batch: Batch) -> Mixture:
-        """Return the one prompt, for every example."""
         return Mixture.same({PROMPT: 1.0}, len(batch))
 
     # ---- the loss --------------------------------------------------------------------------------------------
@@ -316,7 +312,6 @@ class Lfpt5(Method):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the previous prompt, and pseudo-samples."""
         values, tensors = super().state_dict()
         values |= {"counts": list(self.counts.items()), SAMPLES: list(self.samples)}
         tensors |= {} if self.previous is None else {"previous": self.previous.cpu()}
@@ -326,7 +321,6 @@ class Lfpt5(Method):
         return values, tensors
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the previous prompt and pseudo-samples."""
         super().load_state_dict(values, tensors)
         self.counts = {task: int(count) for task, count in values["counts"]}
         self.previous = tensors["previous"].to(self.backbone.device) if "previous" in tensors else None

@@ -90,12 +90,10 @@ class MoclConfig(MethodConfig):
         return ("attention.out",) if self.value == "prefix" else ()
 
     def prompt_positions(self, tasks: int) -> int:
-        """Return the positions of the weighted sum of all prompts."""
         return self.prompt_length if self.value == "prompt" else 0
 
     @property
     def chooses_task(self) -> bool:
-        """Whether a task is chosen, here by the text's query."""
         return not self.task_id
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
@@ -154,7 +152,6 @@ class Mocl(PerTaskAdapter):
     # ---- routing ---------------------------------------------------------------------------------------------
 
     def route(self, batch: Batch) -> Mixture:
-        """Return the modules of all tasks so far, by each text's cosines with their keys."""
         if self.task_id_given:
             return Mixture.same({self._task: 1.0}, len(batch))
         return Mixture(self.keys.names, self.keys.weights(self.keys(self._queries(batch))))
@@ -186,14 +183,12 @@ class Mocl(PerTaskAdapter):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return, in addition to adapters, the keys of earlier tasks."""
         values, tensors = super().state_dict()
         return {**values, "keys": list(self.keys.keys)}, tensors | {
             f"keys/{n}": t for n, t in self.keys.tensors().items()
         }
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Earlier tasks as they were; the module in training in shape."""
         self.keys.take(values["keys"], under("keys/", tensors))
         super().load_state_dict(values, tensors)
 

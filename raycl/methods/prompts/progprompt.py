@@ -59,7 +59,6 @@ class ProgPromptConfig(MethodConfig):
         return self.task_id
 
     def prompt_positions(self, tasks: int) -> int:
-        """Return the positions of a prompt of each task."""
         return tasks * self.prompt_length
 
 
@@ -99,12 +98,10 @@ class ProgPrompt(PerTaskAdapter):
         return RouterState(kind, {"prompt_mixing": "concat", "prompt_order": places, "head_rule": self._rule})
 
     def state_dict(self) -> State:
-        """Return, in addition to adapters, the order of their prompts."""
         values, tensors = super().state_dict()
         return {**values, "places": {name: self._places[name] for name in self._learned}}, tensors
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the prompts, in their order."""
         learned = dict(values["learned"])
         self._places |= {name: number for name, number in values["places"].items() if name in learned}
         super().load_state_dict(values, tensors)

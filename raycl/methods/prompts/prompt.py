@@ -34,7 +34,6 @@ class SeqPromptConfig(MethodConfig):
     task_id_in_training: ClassVar[bool] = False
 
     def prompt_positions(self, tasks: int) -> int:
-        """Return the positions of one prompt."""
         return self.prompt_length
 
 

@@ -122,14 +122,12 @@ class Ewc(Wrapper):
         return {name: context.sum(total) / count for name, total in information.items()}
 
     def state_dict(self) -> State:
-        """Return the learner's, Fisher information and the parameters that are held."""
         values, tensors = self.learner.state_dict()
         held = {f"ewc/fisher/{name}": value.cpu() for name, value in self._fisher.items()}
         held |= {f"ewc/parameter/{name}": value.cpu() for name, value in self._old.items()}
         return {**values, "ewc": {"tasks": self._tasks, "labels": self._labels}}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of the learner, and what is held."""
         self.learner.load_state_dict(values, tensors)
         self._tasks, self._labels = values["ewc"]["tasks"], list(values["ewc"]["labels"])
         self._fisher, self._old = dict(under("ewc/fisher/", tensors)), dict(under("ewc/parameter/", tensors))

@@ -105,13 +105,11 @@ class Lwf(Wrapper):
         return self.learner.end_task(context)
 
     def state_dict(self) -> State:
-        """Return the state of the learner, and the old model."""
         values, tensors = self.learner.state_dict()
         held = {f"lwf/parameter/{name}": value.cpu() for name, value in self._old.items()}
         return {**values, "lwf": {"labels": self._known}}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of the learner, and the old model."""
         self.learner.load_state_dict(values, tensors)
         self._known = list(values["lwf"]["labels"])
         stored = under("lwf/parameter/", tensors)

@@ -176,7 +176,6 @@ class Der(Wrapper):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state of the learner, and stored outputs."""
         values, tensors = self.learner.state_dict()
         held = {
             f"{KEPT}/{task}/{name}": tensor for task, kept in self.outputs for name, tensor in kept.tensors().items()
@@ -184,7 +183,6 @@ class Der(Wrapper):
         return {**values, KEPT: list(self.outputs.entries)}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of the learner, and stored outputs as they were."""
         self.outputs.entries = {
             task: StoredOutputs.of(under(f"{KEPT}/{task}/", tensors)) for task in values.get(KEPT, ())
         }

@@ -188,13 +188,11 @@ class Mbpa(Wrapper):
         return Learned(learned.adapters, owners=learned.owners, router=learned.router, not_served=NOT_SERVED)
 
     def state_dict(self) -> State:
-        """Return the state of the learner, and the memory."""
         values, tensors = self.learner.state_dict()
         kept = {"memory": self.memory.values(), "adapted": list(self.adapted)}
         return {**values, **kept}, tensors | self.memory.tensors()
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of the learner, and the memory as it was."""
         self.memory.take(values["memory"], tensors)
         self.adapted = list(values["adapted"])
         self.learner.load_state_dict(values, tensors)

@@ -63,17 +63,14 @@ class ReplayConfig(WrapperConfig):
 
     @property
     def generates_samples(self) -> bool:
-        """Whether samples are generated, here by a generator of its own."""
         return self.source == "generated" or super().generates_samples
 
     @property
     def sample_generator(self) -> GeneratorConfig:
-        """The generator of pseudo-samples."""
         return self.generator
 
     @property
     def rereads_rows(self) -> bool:
-        """Stored rows are numbers; pseudo-samples are kept themselves."""
         return self.source == "real"
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
@@ -154,7 +151,6 @@ class Replay(Wrapper):
         return summary if self.source is None else {**summary, "replay": counts_of(self.samples.entries)}
 
     def state_dict(self) -> State:
-        """Return the state of the learner, and pseudo-samples."""
         values, tensors = self.learner.state_dict()
         if self.source is None:
             return values, tensors

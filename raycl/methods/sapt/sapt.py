@@ -280,7 +280,6 @@ class Sapt(PerTaskAdapter):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return, in addition to adapters, keys, what is kept of each task, and the selector."""
         values, tensors = super().state_dict()
         values |= {"attention": self.attention.settings(), "selector": None}
         tensors |= {
@@ -293,7 +292,6 @@ class Sapt(PerTaskAdapter):
         return values, tensors
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Earlier tasks as they were; the trained adapter in shape."""
         attention = under("attention/", tensors)
         self.attention.take(values["attention"], attention)
         self.bare.take(self.attention.keys, attention)

@@ -114,21 +114,17 @@ class SaptConfig(MethodConfig):
 
     @property
     def generates_samples(self) -> bool:
-        """Whether samples are generated, for reflection or ablations that train on them."""
         return self.arm.source == "generated"
 
     @property
     def sample_generator(self) -> GeneratorConfig:
-        """The generator of pseudo-samples."""
         return self.generator
 
     @property
     def keeps_data(self) -> bool:
-        """Pseudo-samples, unless nothing reads them."""
         return ABLATIONS[self.ablation].reads_samples
 
     def prompt_positions(self, tasks: int) -> int:
-        """Return the positions of the weighted sum of all prompts."""
         return max(self.prompt_length, *self.prompt_length_by_task.values(), 0) if self.value == "prompt" else 0
 
     @property

@@ -111,7 +111,6 @@ class SlmConfig(MethodConfig):
         return settings
 
     def prompt_positions(self, tasks: int) -> int:
-        """Return the positions of the selected slots, or of their weighted sum; each group may select others."""
         if self.value != "prompt":
             return 0
         longest = max(self.prompt_length, *self.prompt_length_by_task.values(), 0)
@@ -134,7 +133,6 @@ class SlmConfig(MethodConfig):
 
     @property
     def chooses_task(self) -> bool:
-        """Whether a task is chosen, here by the text's query."""
         return not self.needs_task
 
     @property
@@ -149,12 +147,10 @@ class SlmConfig(MethodConfig):
 
     @property
     def selects_router(self) -> bool:
-        """Keys or discriminant."""
         return self.router == "auto"
 
     @property
     def fits_ahead(self) -> bool:
-        """Keys of all tasks, where all compete."""
         return self.train_scope == "all"
 
 
@@ -293,7 +289,6 @@ class Slm(PerTaskAdapter):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return, in addition to adapters, the router: settings, keys, queries of dev texts."""
         values, tensors = super().state_dict()
         fitted = self._ahead if self.config.fits_ahead else self.router
         values["router"] = {"kind": self.router.kind, "settings": self.router.settings()}
@@ -302,7 +297,6 @@ class Slm(PerTaskAdapter):
         return values, tensors | {f"dev/{task}": queries for task, queries in fitted.dev.items()}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore router and slots of earlier tasks, and the shape of the trained slots."""
         router = RouterState(values["router"]["kind"], values["router"]["settings"])
         self.router = _restored(router, tensors)
         self._ahead = _restored(replace(router, settings={**router.settings, "tasks": values["ahead"]}), tensors)

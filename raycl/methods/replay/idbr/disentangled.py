@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from raycl.backbone.heads.label import grown
+
 
 @dataclass(frozen=True)
 class Features:
@@ -80,7 +82,7 @@ class DisentangledHead(nn.Module):
     def clear(self) -> None:
         """Forget every label, and draw the projections anew (a new model begins)."""
         self.labels = []
-        self.weight, self.bias = grown(self.weight[:0], 0), grown(self.bias[:0], 0)
+        self.weight, self.bias = grown(self.weight, 0, kept=0), grown(self.bias, 0, kept=0)
         self._draw()
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
@@ -105,17 +107,11 @@ class TaskHead(nn.Module):
     def resize(self, tasks: int) -> None:
         """Resize to one row per task: zero rows are appended, or the last ones dropped."""
         more = max(tasks - len(self.bias), 0)
-        self.weight, self.bias = grown(self.weight[:tasks], more), grown(self.bias[:tasks], more)
+        self.weight, self.bias = grown(self.weight, more, tasks), grown(self.bias, more, tasks)
 
     def forward(self, specific_BF: Tensor) -> Tensor:
         """Map `[B, F]` to `[B, T]`."""
         return linear(specific_BF, self.weight, self.bias)
-
-
-def grown(rows: Tensor, more: int) -> nn.Parameter:
-    """Return a parameter of these rows and so many zero rows."""
-    old = rows.detach()
-    return nn.Parameter(torch.cat([old, old.new_zeros(more, *old.shape[1:])]), requires_grad=rows.requires_grad)
 
 
 def _linear(inputs: int, outputs: int, device: torch.device) -> nn.Linear:

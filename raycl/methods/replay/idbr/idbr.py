@@ -252,14 +252,12 @@ class Idbr(Method):
         return Learned(not_served=NOT_SERVED)
 
     def state_dict(self) -> State:
-        """Return, in addition to labels, tasks, stored rows, and features before the task."""
         values, tensors = super().state_dict()
         rows = {f"stored/{task}/rows": torch.from_numpy(kept.astype(np.int64)) for task, kept in self.stored}
         before = {f"before/{name}": value for name, value in self.before.items()}
         return {**values, "tasks": list(self.tasks), "stored": list(self.stored.entries)}, tensors | rows | before
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore rows and features, and the shape of the heads."""
         super().load_state_dict(values, tensors)
         self.tasks = list(values["tasks"])
         self.task_head.resize(len(self.tasks))
