@@ -118,20 +118,20 @@ class AdapterStack:
         """Set the activation of all adapters; loaded adapters must have it already."""
         if activation == self.activation:
             return
-        paths, rows = list(self.layers), self.pool.rows
+        paths = list(self.layers)
         self.detach()
         self.layers, self.activation = {}, activation
         self._attach(paths)
-        self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, rows)
-        self._unwritten = set(self.states)
+        self._renew_pool()
 
     def extend(self, paths: Sequence[str]) -> None:
         """Wrap more linears of the model; loaded adapters stay loaded and have no effect there."""
         assert not self._open, "a mixture is active: extend before"
-        fresh = [path for path in paths if path not in self.layers]
-        if not fresh:
-            return
-        self._attach(fresh)
+        if fresh := [path for path in paths if path not in self.layers]:
+            self._attach(fresh)
+            self._renew_pool()
+
+    def _renew_pool(self) -> None:
         self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, self.pool.rows)
         self._unwritten = set(self.states)
 

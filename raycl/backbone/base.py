@@ -319,14 +319,8 @@ class Backbone(nn.Module, ABC):
 
         They are the pretrained model's own where no mixture is active and no weight of it is trained.
         """
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with self.precision():
-                states: Tensor = self._encode(ids_BL, mask_BL)
-        finally:
-            self.model.train(was_training)
-        return states.float()
+        with evaluating(self.model), self.precision():
+            return self._encode(ids_BL, mask_BL).float()
 
     def whole_texts(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return ids and mask `[B, L]` of a batch's texts with nothing hidden, as the layers read them whose states
@@ -376,6 +370,23 @@ class Backbone(nn.Module, ABC):
     def label_ids(self) -> dict[str, int]:
         """Return label text -> row of the head; empty where there is no head."""
         return {} if self.head is None else {label: row for row, label in enumerate(self.head.labels)}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode inside, which has no dropout."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def mean_pooled(states_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+    """Return the mean over real tokens, `[B, D]`; 0 for an example without any."""
+    mask_BL1 = mask_BL.unsqueeze(-1).to(states_BLD.dtype)
+    return (states_BLD * mask_BL1).sum(1) / mask_BL1.sum(1).clamp(min=1)
 
 
 def real_first(mask_BS: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from raycl.backbone.base import Backbone, GenerationInputs, Guesses, Side, real_first
+from raycl.backbone.base import Backbone, GenerationInputs, Guesses, Side, evaluating, real_first
 from raycl.backbone.positions import PackedRows, logits_at, loss_positions, pack
 from raycl.errors import BackboneError
 from raycl.types import IGNORE, Batch
@@ -121,13 +121,8 @@ class CausalBackbone(Backbone):
 
     def _states(self, **inputs: Tensor) -> Tensor:
         """Return all last hidden states, `[N, D]` in float32, without dropout."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with self.precision():
-                states: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-        finally:
-            self.model.train(was_training)
+        with evaluating(self.model), self.precision():
+            states: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         return states.float().flatten(0, 1)
 
     def whole_texts(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from raycl.backbone.base import Backbone, Guesses, Head, Output, summed_at, summed_cross_entropy
+from raycl.backbone.base import Backbone, Guesses, Head, Output, mean_pooled, summed_at, summed_cross_entropy
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.heads.label import LabelHead
 from raycl.backbone.heads.language import LanguageHead
@@ -51,9 +51,7 @@ class EncoderBackbone(Backbone):
         if self.pooling == "cls":
             first: Tensor = states_BLD[:, 0]
             return first
-        mask_BL1 = batch.source_mask.unsqueeze(-1).to(states_BLD.dtype)
-        mean: Tensor = (states_BLD * mask_BL1).sum(1) / mask_BL1.sum(1).clamp(min=1)
-        return mean
+        return mean_pooled(states_BLD, batch.source_mask)
 
     def _positions(self, mask_BS: Tensor) -> Tensor:
         """Count real positions, so that a masked prefix shifts nothing; RoBERTa starts behind its padding id."""

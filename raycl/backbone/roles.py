@@ -121,8 +121,8 @@ def query_of(model: nn.Module, path: str) -> str:
     """
     shapes = linear_shapes(model)
     queries = [name for name in shapes if _matches(name, "attention.query")]
-    nearest = max(queries, key=lambda name: len(_shared(name, path)), default="")
-    within = ".".join(_shared(nearest, path))
+    nearest = max(queries, key=lambda name: len(shared_parts(name, path)), default="")
+    within = ".".join(shared_parts(nearest, path))
     if not _matches(path, "attention.out") or not re.search(r"(attention|attn)$", within, re.IGNORECASE):
         raise BackboneError(
             f"'{path}' is not the output projection of an attention layer with a query projection of its own: a prefix "
@@ -148,7 +148,7 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _shared(path: str, other: str) -> list[str]:
+def shared_parts(path: str, other: str) -> list[str]:
     """Return the leading parts that two paths share."""
     pairs = zip(path.split("."), other.split("."), strict=False)
     return [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]

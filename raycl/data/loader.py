@@ -282,6 +282,12 @@ def batch_of(sources: Sequence[Sequence[int]], pad_id: int) -> Batch:
     )
 
 
+def batches_of(sources: Sequence[Sequence[int]], size: int, pad_id: int, device: torch.device) -> Iterator[Batch]:
+    """Yield `batch_of` so many prompts at a time, on a device."""
+    for start in range(0, len(sources), size):
+        yield batch_of(sources[start : start + size], pad_id).to(device)
+
+
 def padded(rows: Sequence[Sequence[int] | NDArray[np.int32]], value: int, least: int = 0) -> Tensor:
     """Return `[len(rows), longest]` int64, at least `least` wide, padded on the right with `value`."""
     width = max([least, *map(len, rows)])

@@ -16,6 +16,8 @@ from raycl.types import Task
 
 Split = Literal["train", "dev", "test"]
 
+TokenIds = Sequence[int] | NDArray[np.int32]
+
 
 @dataclass(frozen=True)
 class TokenColumns:
@@ -144,7 +146,7 @@ class HeldRows:
     """Rows held in memory that are in no file: samples of an earlier task whose texts are not kept."""
 
     def __init__(
-        self, task: Task, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], labels: Sequence[int]
+        self, task: Task, sources: Sequence[TokenIds], targets: Sequence[TokenIds], labels: Sequence[int]
     ) -> None:
         """Hold the rows.
 
@@ -153,8 +155,8 @@ class HeldRows:
             labels: index in the task's labels, -1 for free text.
         """
         self.task = task
-        self._sources = [np.array(ids, dtype=np.int32) for ids in sources]
-        self._targets = [np.array(ids, dtype=np.int32) for ids in targets]
+        self._sources = [np.asarray(ids, dtype=np.int32) for ids in sources]
+        self._targets = [np.asarray(ids, dtype=np.int32) for ids in targets]
         self._labels = np.array(labels, dtype=np.int32)
 
     def __len__(self) -> int:

@@ -57,22 +57,16 @@ class DynamicKVCache:
         """Return both together, the rows of this cache first."""
         columns = max(self.mask.shape[1], other.mask.shape[1])
         mine, its = self._widened(columns), other._widened(columns)
+        logits, mask = torch.cat([mine.logits, its.logits]), torch.cat([mine.mask, its.mask])
+        both = DynamicKVCache(logits, mask, _cat_all(mine.layers, its.layers))
         if mine.source_mask is None or its.source_mask is None:
-            return DynamicKVCache(
-                _cat(mine.logits, its.logits), _cat(mine.mask, its.mask), _cat_all(mine.layers, its.layers)
-            )
+            return both
         assert mine.hidden is not None and its.hidden is not None and mine.cross is not None and its.cross is not None
         wide = max(mine.source_mask.shape[1], its.source_mask.shape[1])
         masks = [pad(mask, (0, wide - mask.shape[1])) for mask in (mine.source_mask, its.source_mask)]
         hidden = [pad(states, (0, 0, 0, wide - states.shape[1])) for states in (mine.hidden, its.hidden)]
-        return DynamicKVCache(
-            _cat(mine.logits, its.logits),
-            _cat(mine.mask, its.mask),
-            _cat_all(mine.layers, its.layers),
-            _cat(*masks),
-            _cat(*hidden),
-            _cat_all(_right(mine.cross, wide), _right(its.cross, wide)),
-        )
+        cross = _cat_all(_right(mine.cross, wide), _right(its.cross, wide))
+        return replace(both, source_mask=torch.cat(masks), hidden=torch.cat(hidden), cross=cross)
 
     def _widened(self, columns: int) -> DynamicKVCache:
         gap = columns - self.mask.shape[1]
@@ -245,10 +239,6 @@ def _layers(cache: Any) -> Layers:
             "sequences cannot join a running batch: serve another one"
         )
     return [(layer.keys, layer.values) for layer in plain]
-
-
-def _cat(*parts: Tensor) -> Tensor:
-    return torch.cat(parts)
 
 
 def _cat_all(mine: Layers, its: Layers) -> Layers:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
-from raycl.routing.prompt_pool import mean_pooled
+from raycl.backbone.base import mean_pooled
 from raycl.types import IGNORE, Batch
 
 

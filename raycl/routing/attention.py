@@ -16,9 +16,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, log_softmax, silu
 
+from raycl.backbone.base import mean_pooled
 from raycl.config import Section
 from raycl.errors import RetrievalError
-from raycl.routing.prompt_pool import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter, TrainedRouting, uniform
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.routing.statistics.discriminant import BareTexts

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from raycl.routing.prompt_pool import mean_pooled
+from raycl.backbone.base import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.routing.statistics.out_of_distribution import OodCalibrator

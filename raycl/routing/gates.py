@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, silu
 
+from raycl.backbone.base import mean_pooled
 from raycl.errors import RetrievalError
-from raycl.routing.prompt_pool import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter, TrainedRouting, uniform
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState

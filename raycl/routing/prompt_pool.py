@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from raycl.backbone.base import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter, TrainedRouting, uniform
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
@@ -46,12 +47,6 @@ class PromptPool(TrainedRouting):
         order_BN = cosines_BN.argsort(dim=1, descending=True, stable=True)
         chosen_BK = order_BN[:, : self.top_k]
         return torch.zeros_like(order_BN, dtype=torch.float32).scatter_(1, chosen_BK, 1.0)
-
-
-def mean_pooled(states_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-    """Return the mean over real tokens, `[B, D]`; 0 for an example without any."""
-    mask_BL1 = mask_BL.unsqueeze(-1).to(states_BLD.dtype)
-    return (states_BLD * mask_BL1).sum(1) / mask_BL1.sum(1).clamp(min=1)
 
 
 class PromptPoolRouter(PromptRouter):

@@ -1,9 +1,9 @@
 """Pretrained models by name: the location of their files, fetching from the hub, and identity."""
 
 from raycl.backbone.pretrained.hashes import fingerprint_of, parts_of
-from raycl.backbone.pretrained.loading import ONE_AT_A_TIME
 from raycl.backbone.pretrained.model_files import (
     CONFIG,
+    ONE_AT_A_TIME,
     FetchedFiles,
     commit_of,
     folder_of,

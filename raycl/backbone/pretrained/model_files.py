@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,6 +43,11 @@ WEIGHTS = (WHOLE, INDEX, "model-*-of-*.safetensors", LAYERS)
 PICKLE = "pytorch_model.bin"
 PICKLES = (PICKLE, "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin")
 CODE = ("*.py",)
+
+ONE_AT_A_TIME = threading.RLock()
+"""Held while a model is loaded. Transformers replaces methods of its classes meanwhile (`no_tie_weights`) and restores
+the previous ones: a second thread would restore the replacement, and from then on no model of the process ties its
+weights."""
 
 REACH_S = 5.0
 """Seconds for the hub to take a connection."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from raycl import plugins
-from raycl.data.benchmarks.knowledge import PublishedTask
+from raycl.data.benchmarks.knowledge import PublishedTask, canonical
 from raycl.errors import ConfigError, PluginError, meant
 from raycl.plugins import load_object
 
@@ -66,6 +66,11 @@ def require(name: str) -> Benchmark:
     return benchmark
 
 
+def _superni(*numbers: int) -> tuple[str, ...]:
+    """Return the tasks of these numbers."""
+    return tuple(canonical(f"task{number:03d}") for number in numbers)
+
+
 _MIDDLE = ("imdb", "sst2", "dbpedia", "agnews")
 
 ORDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -88,34 +93,9 @@ ORDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "long-B": ("multirc", "boolq", "wic", "mnli", "cb", "copa", "qqp", "rte", *_MIDDLE, "yelp", "amazon", "yahoo"),
         "long-C": ("yelp", "amazon", "mnli", "cb", "copa", "qqp", "rte", *_MIDDLE, "yahoo", "multirc", "boolq", "wic"),
-        "superni-1": (
-            *("task1572_samsum_summary", "task363_sst2_polarity_classification", "task1290_xsum_summarization"),
-            *("task181_outcome_extraction", "task002_quoref_answer_generation"),
-            *("task1510_evalution_relation_extraction", "task639_multi_woz_user_utterance_generation"),
-            *("task1729_personachat_generate_next", "task073_commonsenseqa_answer_generation"),
-            *("task1590_diplomacy_text_generation", "task748_glucose_reverse_cause_event_detection"),
-            *("task511_reddit_tifu_long_text_summarization", "task591_sciq_answer_generation"),
-            *("task1687_sentiment140_classification", "task875_emotion_classification"),
-        ),
-        "superni-2": (
-            *("task748_glucose_reverse_cause_event_detection", "task073_commonsenseqa_answer_generation"),
-            *("task1590_diplomacy_text_generation", "task639_multi_woz_user_utterance_generation"),
-            *("task1572_samsum_summary", "task1687_sentiment140_classification", "task591_sciq_answer_generation"),
-            *("task363_sst2_polarity_classification", "task1510_evalution_relation_extraction"),
-            *("task1729_personachat_generate_next", "task181_outcome_extraction"),
-            *("task511_reddit_tifu_long_text_summarization", "task002_quoref_answer_generation"),
-            *("task1290_xsum_summarization", "task875_emotion_classification"),
-        ),
-        "superni-unseen": (
-            *("task360_spolin_yesand_response_generation", "task574_air_dialogue_sentence_generation"),
-            *("task1714_convai3_sentence_generation", "task180_intervention_extraction"),
-            *("task678_ollie_actual_relationship_answer_generation", "task1410_dart_relationship_extraction"),
-            *("task339_record_answer_generation", "task670_ambigqa_question_generation"),
-            *("task1327_qa_zre_answer_generation_from_question", "task522_news_editorial_summary"),
-            *("task1356_xlsum_title_generation", "task1499_dstc3_summarization"),
-            *("task421_persent_sentence_sentiment_classification", "task833_poem_sentiment_classification"),
-            "task929_products_reviews_classification",
-        ),
+        "superni-1": _superni(1572, 363, 1290, 181, 2, 1510, 639, 1729, 73, 1590, 748, 511, 591, 1687, 875),
+        "superni-2": _superni(748, 73, 1590, 639, 1572, 1687, 591, 363, 1510, 1729, 181, 511, 2, 1290, 875),
+        "superni-unseen": _superni(360, 574, 1714, 180, 678, 1410, 339, 670, 1327, 522, 1356, 1499, 421, 833, 929),
         "das": ("restaurant", "acl", "ai", "phone", "pubmed", "camera"),
     }
 )

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from raycl.backbone import Backbone, Output
 from raycl.bank.tensor_groups import TensorGroups
-from raycl.data.loader import batch_of
+from raycl.data.loader import batches_of
 from raycl.methods.base import Learned, MethodConfig, State, check_prompts, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.inclora import IncLora
@@ -145,10 +145,9 @@ class GainLora(OLora, InfLora):
         Every worker reads all of them, so that all agree to the bit.
         """
         covariances = {part: torch.zeros((), dtype=torch.float64, device=self.backbone.device) for part in PARTS}
-        sources = sources_of(context, "train")
-        for start in range(0, len(sources), READ_AT_ONCE):
-            batch = batch_of(sources[start : start + READ_AT_ONCE], self.backbone.codec.pad_id)
-            mean_BD = self._mean(batch.to(self.backbone.device))
+        backbone = self.backbone
+        for batch in batches_of(sources_of(context, "train"), READ_AT_ONCE, backbone.codec.pad_id, backbone.device):
+            mean_BD = self._mean(batch)
             low_B1P, high_B1D = features(mean_BD, *(gate[part].to(mean_BD)[None] for part in ("down", "up")))
             for part, seen in zip(PARTS, (mean_BD, low_B1P[:, 0], high_B1D[:, 0]), strict=True):
                 covariances[part] = covariances[part] + seen.double().T @ seen.double()

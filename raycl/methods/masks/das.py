@@ -38,13 +38,15 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, log_softmax
 
 from raycl.backbone import Backbone, Output
+from raycl.backbone.base import mean_pooled
 from raycl.backbone.gates import Gate, GatePoint, gated
 from raycl.config import Tree
 from raycl.methods.base import Learned, MethodConfig, State
 from raycl.methods.context import TaskContext
 from raycl.methods.finetune import Finetune
 from raycl.methods.masks.units import Units, parameters_of, units_of
-from raycl.types import IGNORE, Batch, Phase
+from raycl.methods.queries import mean_by_positions
+from raycl.types import Batch, Phase
 
 
 class DasConfig(MethodConfig):
@@ -180,20 +182,15 @@ class Das(Finetune):
         values = {point: now[where] for point, where in self.slices.items()}
         with gated(self.backbone.model, self._gates(values)), self.backbone.without_recomputation():
             third = self._features(batch)
-        labels = batch.target_ids if batch.target_ids.shape[1] else batch.label_ids.unsqueeze(1)
-        count_B = (labels != IGNORE).sum(1).float()
-        if self.config.contrast == "batch":
-            loss_B, count_B = contrast_in_batch(first, second, third, batch.weight > 0, self.config.temperature)
-        else:
-            loss_B = contrast(first, second, third, self.config.temperature)
+        if self.config.contrast == "own":
+            return mean_by_positions(contrast(first, second, third, self.config.temperature), batch)
+        loss_B, count_B = contrast_in_batch(first, second, third, batch.weight > 0, self.config.temperature)
         total: Tensor = (loss_B * count_B).sum() / count_B.sum().clamp(min=1)
         return total
 
     def _features(self, batch: Batch) -> Tensor:
         """Return `[B, D]` means of the last hidden states over whole texts."""
-        states_BLD, mask_BL = self.backbone.text_states(batch)
-        mask_BL1 = mask_BL.unsqueeze(-1).to(states_BLD.dtype)
-        return (states_BLD * mask_BL1).sum(1) / mask_BL1.sum(1).clamp(min=1)
+        return mean_pooled(*self.backbone.text_states(batch))
 
     # ---- state -----------------------------------------------------------------------------------------------
 

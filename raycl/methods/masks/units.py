@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, nn
 
 from raycl.backbone.gates import GatePoint, GateSide
-from raycl.backbone.roles import linear_names, linear_shapes
+from raycl.backbone.roles import linear_names, linear_shapes, shared_parts
 from raycl.errors import BackboneError, ConfigError
 
 QKV = ("attention.query", "attention.key", "attention.value")
@@ -124,10 +123,5 @@ def parameters_of(model: nn.Module, units: Sequence[Units]) -> dict[str, Sides]:
 
 def _nearest(paths: Sequence[str], path: str, shapes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     """Return those that share most of `path`, with their numbers of outputs."""
-    most = max(_shared(candidate, path) for candidate in paths)
-    return {candidate: shapes[candidate][1] for candidate in paths if _shared(candidate, path) == most}
-
-
-def _shared(first: str, other: str) -> int:
-    pairs = zip(first.split("."), other.split("."), strict=False)
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    shared = {candidate: len(shared_parts(candidate, path)) for candidate in paths}
+    return {name: shapes[name][1] for name, count in shared.items() if count == max(shared.values())}

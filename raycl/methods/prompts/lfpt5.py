@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -37,10 +36,17 @@ from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, Output
 from raycl.data.tokens import HeldRows, TokenRows, TokenTable
 from raycl.errors import ConfigError
-from raycl.methods.base import Learned, Method, MethodConfig, State, under
+from raycl.methods.base import Learned, Method, MethodConfig, State
 from raycl.methods.context import TaskContext
 from raycl.methods.prompts.prompt import drawn_prompts
-from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, counts_of, same_everywhere
+from raycl.methods.pseudo_samples.samples import (
+    PseudoSamples,
+    Volume,
+    counts_of,
+    kept_samples,
+    kept_tensors,
+    same_everywhere,
+)
 from raycl.methods.pseudo_samples.self_generated import Pair, SampleFormat, Sampler, batch_of_pairs, mean_losses
 from raycl.types import IGNORE, TENSORS, AdapterState, Batch, Mixture, Phase, RouterState, Task
 
@@ -315,19 +321,10 @@ class Lfpt5(Method):
         values, tensors = super().state_dict()
         values |= {"counts": list(self.counts.items()), SAMPLES: list(self.samples)}
         tensors |= {} if self.previous is None else {"previous": self.previous.cpu()}
-        for kind, held in ((SAMPLES, self.samples), (WRITTEN, self.written)):
-            for task, kept in held.items():
-                tensors |= {f"{kind}/{task}/{name}": tensor for name, tensor in kept.tensors().items()}
-        return values, tensors
+        return values, tensors | kept_tensors(SAMPLES, self.samples) | kept_tensors(WRITTEN, self.written)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         super().load_state_dict(values, tensors)
         self.counts = {task: int(count) for task, count in values["counts"]}
         self.previous = tensors["previous"].to(self.backbone.device) if "previous" in tensors else None
-        read = partial(_read, tensors, values[SAMPLES])
-        self.samples, self.written = read(SAMPLES), read(WRITTEN)
-
-
-def _read(tensors: Mapping[str, Tensor], tasks: Sequence[str], kind: str) -> dict[str, PseudoSamples]:
-    held = {task: under(f"{kind}/{task}/", tensors) for task in tasks}
-    return {task: PseudoSamples.of(kept) for task, kept in held.items() if PseudoSamples.are_in(kept)}
+        self.samples, self.written = (kept_samples(kind, values[SAMPLES], tensors) for kind in (SAMPLES, WRITTEN))

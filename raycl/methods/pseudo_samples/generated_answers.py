@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from raycl.data.loader import batch_of
+from raycl.backbone.base import evaluating
+from raycl.data.loader import batches_of
 from raycl.generation.batch_answers import predict
 from raycl.methods.base import Method, activate_batch, phase_labels
 from raycl.methods.context import TaskContext
@@ -46,17 +47,14 @@ def answered(samples: PseudoSamples, given: Sequence[str], context: TaskContext,
 def _own(method: Method, sources: Sequence[Sequence[int]], context: TaskContext) -> list[str]:
     """Return the method's answers, restricted to the labels of the phase, if it has any."""
     backbone, limit = method.backbone, context.target_limit(context.phase.tasks[0])
-    was_training, allowed = backbone.training, backbone.allowed_labels
-    backbone.eval()
-    labels = phase_labels(context.phase)
+    labels, allowed = phase_labels(context.phase), backbone.allowed_labels
     backbone.allowed_labels = dict(zip(labels, context.targets(context.phase.tasks[0], labels), strict=True))
     answers: list[str] = []
     try:
-        for start in range(0, len(sources), AT_ONCE):
-            batch = batch_of(sources[start : start + AT_ONCE], backbone.codec.pad_id).to(backbone.device)
-            with activate_batch(method, batch):
-                answers += predict(backbone, batch, limit)
+        with evaluating(backbone):
+            for batch in batches_of(sources, AT_ONCE, backbone.codec.pad_id, backbone.device):
+                with activate_batch(method, batch):
+                    answers += predict(backbone, batch, limit)
     finally:
         backbone.allowed_labels = allowed
-        backbone.train(was_training)
     return answers

@@ -6,7 +6,7 @@ again (`replay`, and SAPT's ablation +Replay).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.data.tokens import Split, TokenTable
+from raycl.methods.base import under
 from raycl.methods.context import TaskContext
 
 Ids = Sequence[int]
@@ -67,6 +68,17 @@ class PseudoSamples:
             return PseudoSamples(sources, [], [], fallback_samples)
         targets = _split(tensors["target_ids"], tensors["target_lengths"])
         return PseudoSamples(sources, targets, tensors["labels"].tolist(), fallback_samples)
+
+
+def kept_tensors(kind: str, samples: Mapping[str, PseudoSamples]) -> dict[str, Tensor]:
+    """Return samples by task as tensors of a checkpoint: `<kind>/<task>/<name>`."""
+    return {f"{kind}/{task}/{name}": value for task, held in samples.items() for name, value in held.tensors().items()}
+
+
+def kept_samples(kind: str, tasks: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, PseudoSamples]:
+    """Invert `kept_tensors`; samples that were removed from a bank on purpose are left out."""
+    held = {task: under(f"{kind}/{task}/", tensors) for task in tasks}
+    return {task: PseudoSamples.of(kept) for task, kept in held.items() if PseudoSamples.are_in(kept)}
 
 
 def same_everywhere(value: T, device: torch.device) -> T:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from raycl.backbone import Backbone
+from raycl.backbone.base import evaluating
 from raycl.backbone.codec import HFCodec
 from raycl.data.loader import batch_of, padded
 from raycl.errors import ConfigError
@@ -113,18 +114,14 @@ class Sampler:
         Samples are drawn until enough of them are such.
         """
         backbone, samples = self.backbone, list[tuple[str, str]]()
-        was_training = backbone.training
         drawn, limit = 0, max(count, self.draws)
-        backbone.eval()
         torch.manual_seed(seed)
-        try:
+        with evaluating(backbone):
             while len(samples) < count and drawn < limit:
                 rows = min(AT_ONCE, limit - drawn, max(count - len(samples), drawn))
                 pairs = map(self.form.parted, self._drawn(task.name, rows))
                 samples += [pair for pair in pairs if pair and (task.labels is None or pair[1] in task.labels)]
                 drawn += rows
-        finally:
-            backbone.train(was_training)
         if len(samples) < count:
             log.warning(
                 "    of %d pseudo-samples of task '%s' %d were written, in %d draws: others had no separator or no "

@@ -25,7 +25,7 @@ from torch.func import functional_call
 from torch.nn.functional import kl_div, log_softmax
 
 from raycl.backbone import Backbone, Output
-from raycl.backbone.base import loss_count
+from raycl.backbone.base import evaluating, loss_count
 from raycl.methods.base import Learned, Method, State, activate_batch, trained_names, under
 from raycl.methods.context import TaskContext
 from raycl.methods.label_rows import known_labels
@@ -89,14 +89,9 @@ class Lwf(Wrapper):
         """Return `Output.logits` of the model before the task."""
         own, model = dict(self.backbone.named_parameters()), self.backbone.model
         self._old = {name: value.to(own[name]) for name, value in self._old.items()}
-        was_training = model.training
-        model.eval()
-        try:
-            old_logits: Tensor = functional_call(
-                self._routed, {f"backbone.{k}": v for k, v in self._old.items()}, (batch,)
-            )
-        finally:
-            model.train(was_training)
+        with evaluating(model):
+            held = {f"backbone.{name}": value for name, value in self._old.items()}
+            old_logits: Tensor = functional_call(self._routed, held, (batch,))
         return old_logits
 
     def end_task(self, context: TaskContext) -> Learned | None:

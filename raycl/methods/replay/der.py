@@ -148,29 +148,19 @@ class Der(Wrapper):
         """Return the learner's; the outputs of the task's stored rows are kept."""
         learned = self.learner.end_task(context)
         for task in context.phase.tasks:
-            self.outputs.add(
-                task.name,
-                self._outputs(
-                    context,
-                    StoredRows(
-                        [(task, context.stored_rows(task, self.config.share))], context, self.backbone, self.seed
-                    ),
-                ),
-            )
+            stored = [(task, context.stored_rows(task, self.config.share))]
+            self.outputs.add(task.name, self._outputs(StoredRows(stored, context, self.backbone, self.seed)))
         return learned
 
     @torch.no_grad()
-    def _outputs(self, context: TaskContext, rows: StoredRows) -> StoredOutputs:
+    def _outputs(self, rows: StoredRows) -> StoredOutputs:
         """Return the outputs of all rows by the present model, without dropout."""
-        was_training, outputs = self.backbone.training, list[StoredOutputs]()
-        self.backbone.eval()
-        for start in range(0, len(rows), AT_ONCE):
-            batch = rows.batch(range(start, min(start + AT_ONCE, len(rows)))).to(self.backbone.device)
+        outputs = []
+        for batch in rows.batches(AT_ONCE, self.backbone):
             with activate_batch(self.learner, batch):
                 output = self.backbone(batch)
             width = output.logits.shape[1] if self.backbone.head is not None else self.config.outputs
             outputs.append(StoredOutputs.read(output, len(batch), width))
-        self.backbone.train(was_training)
         return StoredOutputs.below(outputs)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------

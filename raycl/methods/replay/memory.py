@@ -6,19 +6,16 @@ Examples are numbered through all tasks in the order of learning. Keys are of a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.backbone import Backbone
 from raycl.data.loader import Collate
-from raycl.data.sources.chunks import RowIndices
-from raycl.data.tokens import TokenColumns
+from raycl.data.tokens import HeldRows, TokenColumns
 from raycl.methods.base import under
 from raycl.methods.pseudo_samples.samples import flat, lengths
 from raycl.methods.replay.buffer import ReplayBuffer
@@ -28,17 +25,21 @@ from raycl.types import Batch, Task
 PARTS = ("source_ids", "source_lengths", "target_ids", "target_lengths", "labels", "keys")
 
 
-@dataclass(eq=False)
-class KeyedRows:
-    """Examples of one task, as a loader reads them.
+class KeyedRows(HeldRows):
+    """Examples of one task.
 
     Attributes:
         tensors: `PARTS`: ids of all examples one after another and the length of each (int32), `[n]` index in the
             task's labels (-1: none), `[n, c]` keys (float32).
     """
 
-    task: Task
-    tensors: Mapping[str, Tensor]
+    def __init__(self, task: Task, tensors: Mapping[str, Tensor]) -> None:
+        sources, targets = (
+            [ids.numpy() for ids in torch.split(tensors[f"{name}_ids"], tensors[f"{name}_lengths"].tolist())]
+            for name in ("source", "target")
+        )
+        super().__init__(task, sources, targets, tensors["labels"].tolist())
+        self.tensors = tensors
 
     @staticmethod
     def of(task: Task, columns: TokenColumns, keys: Tensor) -> KeyedRows:
@@ -47,47 +48,6 @@ class KeyedRows:
         result = (flat(sources), lengths(sources), flat(targets), lengths(targets))
         labels = torch.from_numpy(columns.labels.astype(np.int32))
         return KeyedRows(task, dict(zip(PARTS, (*result, labels, keys.float().clone()), strict=True)))
-
-    def __len__(self) -> int:
-        return len(self.tensors["labels"])
-
-    @property
-    def has_targets(self) -> bool:
-        """Whether answers are token ids."""
-        return bool(len(self.tensors["target_ids"]))
-
-    @cached_property
-    def source_lengths(self) -> NDArray[np.int64]:
-        """`[n]` prompt tokens of each."""
-        lengths: NDArray[np.int64] = self.tensors["source_lengths"].numpy().astype(np.int64)
-        return lengths
-
-    @cached_property
-    def _ends(self) -> dict[str, NDArray[np.int64]]:
-        return {
-            name: np.cumsum(self.tensors[f"{name}_lengths"].numpy(), dtype=np.int64) for name in ("source", "target")
-        }
-
-    def columns(self, rows: RowIndices) -> TokenColumns:
-        """Return ids and labels of `rows`, in their order."""
-        places = np.asarray(rows, dtype=np.int64)
-        sources, targets = ([self._ids(name, row) for row in places.tolist()] for name in ("source", "target"))
-        return TokenColumns(sources, targets, self.tensors["labels"].numpy()[places])
-
-    def _ids(self, name: str, row: int) -> NDArray[np.int32]:
-        end = int(self._ends[name][row])
-        ids: NDArray[np.int32] = self.tensors[f"{name}_ids"].numpy()[
-            end - int(self.tensors[f"{name}_lengths"][row]) : end
-        ]
-        return ids
-
-    def texts(self, rows: RowIndices) -> list[str]:
-        """Return blanks: ids alone are kept."""
-        return [""] * len(rows)
-
-    def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:
-        """Return zeros: where they came from is not kept."""
-        return np.zeros(len(rows), dtype=np.int64)
 
 
 class ExampleMemory(ReplayBuffer[KeyedRows]):

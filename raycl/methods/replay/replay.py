@@ -19,10 +19,10 @@ from raycl.backbone import Backbone
 from raycl.config import PathOrUri, Tree
 from raycl.data.tokens import HeldRows
 from raycl.errors import ConfigError
-from raycl.methods.base import Learned, State, under
+from raycl.methods.base import Learned, State
 from raycl.methods.context import TaskContext
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
-from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, counts_of
+from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, counts_of, kept_samples, kept_tensors
 from raycl.methods.pseudo_samples.sources import Kind, SampleSource, check_files
 from raycl.methods.replay.buffer import ReplayBuffer, RowBuffer
 from raycl.methods.wrapper import Wrapper, WrapperConfig
@@ -154,16 +154,10 @@ class Replay(Wrapper):
         values, tensors = self.learner.state_dict()
         if self.source is None:
             return values, tensors
-        held = {
-            f"{KEPT}/{task}/{name}": tensor for task, kept in self.samples for name, tensor in kept.tensors().items()
-        }
-        return {**values, KEPT: list(self.samples.entries)}, tensors | held
+        return {**values, KEPT: list(self.samples.entries)}, tensors | kept_tensors(KEPT, self.samples.entries)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Restore the state of the learner, and pseudo-samples as they were, but for those that were removed from the
         bank."""
-        held = {task: under(f"{KEPT}/{task}/", tensors) for task in values.get(KEPT, ())}
-        self.samples.entries = {
-            task: PseudoSamples.of(kept) for task, kept in held.items() if PseudoSamples.are_in(kept)
-        }
+        self.samples.entries = kept_samples(KEPT, values.get(KEPT, ()), tensors)
         self.learner.load_state_dict(values, tensors)

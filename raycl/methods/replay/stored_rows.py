@@ -9,7 +9,7 @@ it is read.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from raycl.backbone import Backbone
+from raycl.backbone.base import evaluating
 from raycl.data.loader import Collate
 from raycl.data.sources.chunks import Indices
 from raycl.data.text_objectives import Ids, TextObjective
@@ -59,6 +60,12 @@ class StoredRows:
         assert self._collate is not None, "no row is stored"
         batch = self._collate(np.array(numbers, dtype=np.int64), len(numbers))
         return replace(batch, rows=FIRST - batch.rows)
+
+    def batches(self, size: int, backbone: Backbone) -> Iterator[Batch]:
+        """Yield all rows in order, so many together, for a backbone that is in evaluation mode meanwhile."""
+        with evaluating(backbone):
+            for start in range(0, len(self), size):
+                yield self.batch(range(start, min(start + size, len(self)))).to(backbone.device)
 
 
 def numbers_of(batch: Batch) -> tuple[Tensor, Tensor]:

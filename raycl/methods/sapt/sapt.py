@@ -22,7 +22,8 @@ from torch import Tensor
 
 from raycl.adapters.soft_prompts import PromptForm
 from raycl.backbone import Backbone, Output
-from raycl.data.loader import batch_of
+from raycl.backbone.base import mean_pooled
+from raycl.data.loader import batches_of
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
 from raycl.errors import ConfigError, RunError
@@ -45,7 +46,6 @@ from raycl.methods.sapt.reflection import Reflection, ReplayEntry
 from raycl.methods.sapt.settings import ABLATIONS, SaptConfig
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.attention import LEAST_WEIGHT, Attention, AttentionRouter, max_pooled, mixture_of
-from raycl.routing.prompt_pool import mean_pooled
 from raycl.routing.selector import learn_selector
 from raycl.routing.statistics.discriminant import KINDS_OF_OUTLINES, BareTexts
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
@@ -252,12 +252,8 @@ class Sapt(PerTaskAdapter):
             pool: pools embeddings and mask; None: the attention's function.
         """
         pool = pool or partial(max_pooled, pads=self.config.attention.pool_pads)
-        parts = []
-        for start in range(0, len(sources), READ_AT_ONCE):
-            batch = batch_of(sources[start : start + READ_AT_ONCE], self.backbone.codec.pad_id)
-            batch = batch.to(self.backbone.device)
-            parts.append(pool(self.backbone.embedded(batch.source_ids), batch.source_mask))
-        return torch.cat(parts)
+        batches = batches_of(sources, READ_AT_ONCE, self.backbone.codec.pad_id, self.backbone.device)
+        return torch.cat([pool(self.backbone.embedded(batch.source_ids), batch.source_mask) for batch in batches])
 
     def _router(self) -> RouterState:
         """Return keys and projection; the task's own adapter where the task id is given."""

@@ -12,14 +12,14 @@ from service_client import bank_of, examples, serving
 from tiny import ENGINES, KINDS, Lab, Taught, evaluated_by, matrix, opened, run, trace
 from torch.nn.functional import cosine_similarity
 
-from raycl.backbone.base import loss_count
+from raycl.backbone.base import loss_count, mean_pooled
 from raycl.bank import Bank
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError, ConfigError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.prompts.l2p import L2p
-from raycl.routing.prompt_pool import PromptPool, PromptPoolRouter, mean_pooled
+from raycl.routing.prompt_pool import PromptPool, PromptPoolRouter
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext

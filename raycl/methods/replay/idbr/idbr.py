@@ -154,15 +154,12 @@ class Idbr(Method):
     def _read(self, rows: StoredRows) -> tuple[Tensor, Tensor]:
         """Return `[n, 2 F]` features and `[n, D]` sentence states, on the CPU; of the first worker, if there are
         several."""
-        was_training, features, states = self.backbone.training, list[Tensor](), list[Tensor]()
-        self.backbone.eval()
-        for start in range(0, len(rows), AT_ONCE):
-            batch = rows.batch(range(start, min(start + AT_ONCE, len(rows)))).to(self.backbone.device)
+        features, states = list[Tensor](), list[Tensor]()
+        for batch in rows.batches(AT_ONCE, self.backbone):
             self.backbone.score_labels(batch)
             assert self.head.features is not None
             features.append(self.head.features.both().cpu())
             states.append(self.head.features.state.float().cpu())
-        self.backbone.train(was_training)
         return same_everywhere((torch.cat(features), torch.cat(states)), self.backbone.device)
 
     # ---- a step --------------------------------------------------------------------------------------------------
