@@ -66,8 +66,7 @@ class MixedHead(nn.Module):
         self._set_trainable(0)
 
     def begin_training(self, labels: Sequence[str], shared: AdapterState | None = None) -> None:
-        """Add zero rows for `labels` to each adapter in training, or the rows of `shared`, which then stay as they
-        are."""
+        """Add zero rows for `labels` to each adapter in training, or the rows of `shared`, which then stay."""
         self.grow(labels)
         self.trainable_labels = tuple(labels)
         self._set_trainable(len(labels) * self._heads)
@@ -194,8 +193,7 @@ class MixedHead(nn.Module):
 
 
 def logsumexp_by(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Return the log-sum-exp of each group's columns, `[B, K]` to `[B, groups]`; -inf where a group has none, or only
-    -inf."""
+    """Return the log-sum-exp of each group's columns, `[B, K]` to `[B, groups]`; -inf where it has no other."""
     index = group.expand_as(values)
     empty = values.new_full((len(values), groups), -torch.inf)
     top = empty.scatter_reduce(1, index, values.detach(), "amax")

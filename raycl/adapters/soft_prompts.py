@@ -142,8 +142,7 @@ class MixedPrompts(nn.Module):
             setattr(self, name, None)
 
     def forward(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return the prompt positions `[rows, P, D]` and their mask `[rows, P]`; None if no adapter of the batch has a
-        prompt."""
+        """Return the prompt positions `[rows, P, D]` and their mask `[rows, P]`; None without prompts."""
         plan = self._stack.plan
         if plan is None:
             return None
@@ -195,8 +194,7 @@ class MixedPrompts(nn.Module):
 
 
 def formed(values: Mapping[str, Tensor]) -> Tensor:
-    """Return `[M, P, D]` prompts as the model reads them, from what is trained of them (parameters of
-    `MixedPrompts`)."""
+    """Return `[M, P, D]` prompts as the model reads them, from what is trained (parameters of `MixedPrompts`)."""
     prompts_MPD = values["trainable"]
     if "gate" in values:
         return prompts_MPD * values["gate"][:, None, None]

@@ -102,8 +102,7 @@ class AdapterStack:
             setattr(self.model.get_submodule(parent), name, self.layers[path])
 
     def _queries(self, path: str) -> AttentionQueries:
-        """Return those of the attention layer whose output projection is at `path`, kept in each of its forward
-        passes."""
+        """Return those of the attention layer whose output projection is at `path`, kept in each forward pass."""
         assert self._query_of is not None, "a stack of prefixes needs `query_of`"
         projection = self._query_of(self.model, path)
         config: Any = self.model.config

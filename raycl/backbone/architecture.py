@@ -43,8 +43,7 @@ SIZES: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def known_sizes(name: str) -> PretrainedConfig | None:
-    """Return the config of a model of `SIZES`, with its vocabulary of 32,000 (LLaMA) or 32,128 (T5); None for
-    others."""
+    """Return the config of a model of `SIZES`, with a vocabulary of 32,000 (LLaMA) or 32,128 (T5); None for others."""
     family, sizes = SIZES.get(name, ("", {}))
     if family == "llama":
         positions = 2048 if name.startswith("openlm") else 4096

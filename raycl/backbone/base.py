@@ -247,8 +247,7 @@ class Backbone(nn.Module, ABC):
         )
 
     def true_logits(self, batch: Batch) -> Tensor:
-        """Return the logits of the true tokens, or of the true label, summed over the batch's loss positions: a
-        scalar."""
+        """Return the logits of the true tokens, or of the true label, summed over all loss positions: a scalar."""
         guesses = self.guesses(batch)
         return summed_at(guesses.logits, guesses.labels)
 
@@ -328,8 +327,7 @@ class Backbone(nn.Module, ABC):
         return batch.source_ids, batch.source_mask
 
     def text_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return last hidden states `[B, L, D]` in float32 with gradients, and dropout in training; their mask `[B,
-        L]`."""
+        """Return last hidden states `[B, L, D]` in float32 with gradients, and dropout in training; and their mask."""
         ids_BL, mask_BL = self.whole_texts(batch)
         with self.precision():
             return self._encode(ids_BL, mask_BL).float(), mask_BL
@@ -395,8 +393,7 @@ def real_first(mask_BS: Tensor) -> Tensor:
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy in float32 summed over positions whose label is not IGNORE; logits `[..., V]`, labels
-    `[...]`."""
+    """Return the cross-entropy in float32 summed over labels but IGNORE; logits `[..., V]`, labels `[...]`."""
     return nn.functional.cross_entropy(
         logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORE, reduction="sum"
     )

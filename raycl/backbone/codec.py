@@ -131,8 +131,7 @@ class HFCodec:
     def _turns(
         self, conversations: Sequence[Conversation], template: str, answers: Sequence[str] | None = None
     ) -> list[tuple[str, str]]:
-        """Return the prompt and answer of each conversation, for `SpecialStrings.encode`; without answers, empty
-        ones."""
+        """Return the prompt and answer of each conversation, for `SpecialStrings.encode`; else empty ones."""
 
         messages = [
             [(role, self._special.broken(content)) for role, content in conversation] for conversation in conversations
@@ -175,8 +174,7 @@ class HFCodec:
         return text if len(offsets) <= tokens else text[: offsets[tokens - 1][1]]
 
     def decode(self, ids: Tensor | Sequence[Sequence[int]]) -> list[str]:
-        """Return texts of generated ids, `[B, T]` or a list for each, special tokens dropped, outer white space
-        stripped."""
+        """Return texts of generated ids, `[B, T]` or a list for each, without special tokens and outer white space."""
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [text.strip() for text in texts]
 

@@ -75,8 +75,7 @@ class EncoderBackbone(Backbone):
         return Output(loss, logits_BC, label_B, rows_B, competing_BC)
 
     def _among_competing(self, logits_BC: Tensor, label_B: Tensor) -> Tensor:
-        """Return examples of a rival label without all other labels; examples of other labels (replayed ones) as they
-        are."""
+        """Return examples of a rival label without all other labels; others (replayed ones) as they are."""
         competes_C = self._rows_of(self.competing_labels, logits_BC.device)
         alone_B1 = competes_C[label_B.clamp(min=0)].unsqueeze(1)
         return logits_BC.masked_fill(alone_B1 & ~competes_C, -torch.inf)

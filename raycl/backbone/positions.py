@@ -22,8 +22,7 @@ from raycl.types import IGNORE
 
 
 def loss_positions(labels_BS: Tensor) -> Tensor:
-    """Return `[B, S]` bool: where labels are; the very first position where there are none, since a model must read
-    one."""
+    """Return `[B, S]` bool: where labels are; the first position where there are none: a model must read one."""
     chosen_BS = labels_BS != IGNORE
     chosen_BS[0, 0] |= ~chosen_BS.any()
     return chosen_BS

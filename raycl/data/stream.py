@@ -101,8 +101,7 @@ class Stream:
         return prepare(task, split, chosen, self.prompt(task, codec), codec, self.limits(task, codec), self._cache)
 
     def answer_ids(self, task: Task, answers: Sequence[str], codec: TextCodec) -> list[list[int]]:
-        """Return ids of answers, written and cut as those of the task's rows; empty lists for encoder-only
-        backbones."""
+        """Return ids of answers, written and cut as the task's rows are; empty lists for encoder-only backbones."""
         prompt, limit = self.prompt(task, codec), self.limits(task, codec).target
         return fit_targets([""] * len(answers), answers, prompt, codec, limit)[0]
 

@@ -114,8 +114,7 @@ class TokenTable:
         )
 
     def common_start(self) -> list[int]:
-        """Return the ids that all prompts begin with, at least one short of the shortest: the task's definition, if
-        any."""
+        """Return the ids that all prompts begin with, at least one short of the shortest: a task's definition."""
         sources = self._rows.lists("source_ids", self._positions(np.arange(len(self))))
         shortest = min(map(len, sources), default=0)
         if shortest < 2:

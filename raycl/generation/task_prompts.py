@@ -41,8 +41,7 @@ class PromptReading(NamedTuple):
     is_chat: bool = False
 
     def for_model(self, prompt: Prompt) -> str:
-        """Return the text that a prompt is put around: all contents of a conversation where there is no chat
-        template."""
+        """Return the text that a prompt is put around: without a chat template all contents of a conversation."""
         return self.text if prompt.chat_template else self._plain(self.text)
 
     def for_router(self, prompt: Prompt) -> str:
@@ -114,8 +113,7 @@ class TaskPrompts:
         return PromptReading(text, others if task is None else text, tasks, is_chat)
 
     def seen(self, reading: PromptReading) -> str:
-        """Return what a router sees that reads texts: of a conversation all contents, where no task was learned from
-        any."""
+        """Return what a router of texts sees: of a conversation all contents, where no task was learned from any."""
         return reading.routed if self.has_chats else reading.for_router(Prompt())
 
     def route(

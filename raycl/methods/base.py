@@ -334,8 +334,7 @@ class Method:
         return gradients
 
     def end_task(self, context: TaskContext) -> Learned | None:
-        """Freeze and keep the learned parameters after the last step (`context.parameters`); returns what to
-        publish."""
+        """Freeze and keep what was learned after the last step (`context.parameters`); returns what to publish."""
         return None
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -347,8 +346,7 @@ class Method:
         return {}
 
     def state_dict(self) -> State:
-        """Return state in addition to the learned parameters (`trained_names`): values that shape the model, and frozen
-        tensors."""
+        """Return state beside learned parameters (`trained_names`): values that shape the model, and frozen tensors."""
         return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}, TensorGroups()
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

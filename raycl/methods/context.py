@@ -133,8 +133,7 @@ class TaskContext:
         return self.stream.limits(task, self.codec).target
 
     def targets(self, task: Task, answers: Sequence[str]) -> list[list[int]]:
-        """Return ids of answers of a task, written and cut as those of its rows; empty lists for encoder-only
-        backbones."""
+        """Return ids of a task's answers, written and cut as its rows are; empty lists for encoder-only backbones."""
         return self.stream.answer_ids(task, answers, self.codec)
 
     def stored_rows(self, task: Task, share: float = 1.0, limit: int | None = None) -> Indices:

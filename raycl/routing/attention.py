@@ -192,8 +192,7 @@ class Attention(TrainedRouting):
     # ---- keeping ---------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return `key/<task>` of earlier tasks, and the projection by `SHARED` (names without a slash are no
-        task's)."""
+        """Return `key/<task>` of earlier tasks, and the projection by `SHARED` (names without a slash: no task's)."""
         tensors = {f"key/{task}": key for task, key in self.keys.items()}
         held = {name: getattr(self, name) for name in (*SHARED, *STANDARD)}
         return tensors | {

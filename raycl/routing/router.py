@@ -59,8 +59,7 @@ def columns_of(kind: str, columns: Mapping[str, int], tasks: Sequence[str] | Non
 
 
 def heads_of_tasks(owners: Owners) -> dict[str, str]:
-    """Return task -> the first adapter that was trained on it, whose label head answers where heads go by the
-    task."""
+    """Return task -> the first adapter that was trained on it, whose head answers where heads go by the task."""
     return {task: name for name, tasks in reversed(list(owners.items())) for task in tasks}
 
 
@@ -127,8 +126,7 @@ class Router(ABC):
 
     @classmethod
     def task_of(cls, tensor: str) -> str:
-        """Return the task that a tensor of the router's state belongs to, by the tensor's name; "": all tasks share
-        it."""
+        """Return the task of a tensor of the router's state, by the tensor's name; "": all tasks share it."""
         return tensor.partition("/")[2]
 
 

@@ -45,8 +45,7 @@ class LanguageHead(nn.Module):
         return logits[0]
 
     def exported(self, name: str) -> str:
-        """Return the name in the whole model's checkpoint of a parameter of encoder (`model.`) or head
-        (`language.`)."""
+        """Return the name in the full model's checkpoint of a parameter of encoder (`model.`) or head (`language.`)."""
         if name.startswith("model."):
             return f"{self.prefix}.{name.removeprefix('model.')}"
         return name.removeprefix("language.whole.")

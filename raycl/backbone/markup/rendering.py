@@ -106,8 +106,7 @@ os.register_at_fork(after_in_child=renderer.cache_clear)  # only the process tha
 
 
 def _started() -> subprocess.Popen[bytes]:
-    """Return a new process, ready to answer; it imports what this one imports, and nothing from its working
-    directory."""
+    """Return a new process, ready to answer; it imports what this one imports, nothing from its working directory."""
     path = [folder for folder in sys.path if Path(folder).is_absolute()]
     command = [sys.executable, "-I", render_process.__file__, json.dumps(path)]
     known = {name: os.environ[name] for name in KEPT if name in os.environ} | {"OMP_NUM_THREADS": "1"}

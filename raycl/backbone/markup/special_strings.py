@@ -41,8 +41,7 @@ class SpecialStrings:
         self._ending = re.compile(rf"(?:\s*(?:{names}))*")
 
     def broken(self, text: str) -> str:
-        """Return a text of the data for a template, with marks that distinguish its special strings from the
-        template's."""
+        """Return a text of the data for a template, whose special strings are marked as not the template's."""
         clean = text.replace(_MARK, "\ufffd").replace(_BREAK, "\ufffd")
         if not any(start in clean for start in self._starts):  # decides most texts in a tenth of the expression's time
             return clean

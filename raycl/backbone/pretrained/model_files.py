@@ -130,8 +130,7 @@ def folder_of(name: str, revision: str | None = None, files: FetchedFiles = SAFE
 
 
 def _without_adapter(folder: Path) -> Path:
-    """Return a folder that holds a model alone: Transformers would load an adapter with it, which identifies no
-    model."""
+    """Return a folder that holds a model alone: Transformers would load an adapter with it unasked."""
     if (folder / ADAPTER).is_file():
         raise BackboneError(
             f"'{folder}' holds a PEFT adapter ({ADAPTER}) beside the model: expected a model alone, move the adapter "

@@ -150,8 +150,7 @@ class JsonStream:
             yield item
 
     def names(self) -> Iterator[str]:
-        """Yield the names of an object's fields; read each field by `value`, `elements` or `skip` before the next
-        name."""
+        """Yield the names of an object's fields; read each by `value`, `elements` or `skip` before the next."""
         self.take("{")
         if self.next() == "}":
             self.take("}")

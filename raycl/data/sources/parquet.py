@@ -116,8 +116,7 @@ class _Expansion:
 
 
 def _expansion(parquet: pq.ParquetFile, columns: Sequence[str], stream: IO[bytes], every_page: bool) -> _Expansion:
-    """Return the size the pages of these columns; of remote files the first page of each is read, since each read is a
-    request."""
+    """Return the sizes of the pages of these columns; of remote files the first page of each is read."""
     expansion = _Expansion()
     meta = parquet.metadata
     for group in range(meta.num_row_groups):

@@ -237,8 +237,7 @@ def designed(directions_DN: Tensor, rank: int) -> Tensor:
 
 
 def outside(low_RD: Tensor, subspace: Subspace) -> Tensor:
-    """Return rows `[r, D]` without their part in the subspace, of norm 1 / sqrt(3); rows that lie within it become
-    zero."""
+    """Return rows `[r, D]` without their part in the subspace, of norm 1 / sqrt(3); rows within it become zero."""
     rest_DR = subspace.without(low_RD.double().T)
     norms_R = rest_DR.norm(dim=0)
     is_held = norms_R > NOISE * low_RD.double().norm(dim=1)

@@ -48,8 +48,7 @@ class OLoraSettings(IncLoraSettings):
     by_task: ClassVar[tuple[str, ...]] = ("lambda_1_by_task", "lambda_2_by_task")
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
-        """Return the settings that matter: the first task has no orthogonality; each task has its lambda_1 and
-        lambda_2."""
+        """Return the settings that matter: the first task has no overlap; each has its lambda_1 and lambda_2."""
         settings = super().cache_key(index, tasks, learns_texts)
         settings["lambda_1"] = settings.pop("lambda_1_by_task").get(tasks[index], self.lambda_1)
         settings["lambda_2"] = settings.pop("lambda_2_by_task").get(tasks[index], self.lambda_2)

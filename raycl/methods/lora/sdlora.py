@@ -244,8 +244,7 @@ def norm_of(state: AdapterState, kind: str) -> float:
 
 
 def product(first: AdapterState, other: AdapterState) -> float:
-    """Return the mean over linears of the sum of the entries of (B A) * (B' A'), computed from products of the
-    factors."""
+    """Return the mean over linears of the sum of the entries of (B A) * (B' A'), from products of the factors."""
     terms = []
     for path, (low, high) in first.linears.items():
         low_2, high_2 = other.linears[path]

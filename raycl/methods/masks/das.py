@@ -173,8 +173,7 @@ class Das(Finetune):
         return changed
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """Return the contrastive loss; three further passes. Each example counts by its loss positions, or all the
-        same."""
+        """Return the contrastive loss: three passes. Each example counts by its loss positions, or all the same."""
         if self.importance is None or self.config.contrast == "none":
             return None
         first, second = self._features(batch), self._features(batch)

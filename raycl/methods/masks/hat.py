@@ -82,8 +82,7 @@ class Hat(BehindMasks):
         return gate
 
     def _table(self, names: tuple[str, ...]) -> Tensor:
-        """Return `[N, U]` masks of learned tasks on the device; zeros for the task in training, which is active
-        alone."""
+        """Return `[N, U]` masks of learned tasks on the device; zeros for the task in training, active alone."""
         if names not in self._tables:
             zeros = torch.zeros(len(self.masks.embedding))
             rows = [self.masks.masks.get(name, zeros) for name in names]

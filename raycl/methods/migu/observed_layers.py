@@ -133,8 +133,7 @@ def layout_of_outputs(backbone: Backbone, layers: Mapping[str, nn.Module]) -> La
 
 
 def _parts(layer: Any, bias: bool) -> list[tuple[LayerPart, tuple[int, ...], list[tuple[Tensor, int]]]]:
-    """Return (part, sizes of its groups, parameters that it masks with the axis of its units); the outputs come
-    last."""
+    """Return (part, sizes of its groups, parameters that it masks, with the axis of its units); outputs come last."""
     base: Any = layer.base if isinstance(layer, StackedLora) else layer
     axis = 0 if isinstance(base, nn.Linear) else 1  # Conv1D keeps [in, out]
     output: list[tuple[Tensor, int]] = [(base.weight, axis)]

@@ -161,8 +161,7 @@ class Epi(PerTaskAdapter):
 
     @torch.no_grad()
     def _held_out(self, context: TaskContext) -> Tensor:
-        """Return queries of a few of the phase's dev texts, of which no statistics are made; every worker reads them
-        all."""
+        """Return queries of a few of the phase's dev texts, of which no statistics are made; all workers read them."""
         codec, device = self.backbone.codec, self.backbone.device
         parts = [table.part(sample_rows(len(table)).numpy()) for table in context.tables("dev")]
         batches = [batch for part in parts for batch in eval_batches(part, None, 0, 1, DEV_BATCH, codec.pad_id)]
@@ -197,8 +196,7 @@ class Epi(PerTaskAdapter):
         return RouterState("class_gaussians", self.gaussians.settings(), self.gaussians.tensors())
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the share of each task's evaluated texts that each adapter was chosen for, in the order of
-        learning."""
+        """Return the share of each task's evaluated texts that chose each adapter, in the order of learning."""
         if self.task_id_given:
             return {}
         chosen = {task: [round(share, 4) for share in shares.tolist()] for task, shares in observed.items()}

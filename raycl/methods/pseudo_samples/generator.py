@@ -212,8 +212,7 @@ class Generator:
         )
 
     def _samples_like(self, texts: Texts, count: int, seed: int) -> list[tuple[str, str]]:
-        """Return `count` pairs of instruction ("" for none) and input like these, or fewer; one that diverged writes
-        none."""
+        """Return `count` pairs of instruction ("" for none) and input like these, or fewer; none where it diverged."""
         backbone, was_training = self.backbone, self.backbone.training
         unfrozen = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
         torch.manual_seed(seed)
@@ -297,8 +296,7 @@ class Generator:
 
     @torch.no_grad()
     def _sample(self, start_PD: Tensor, count: int, texts: Texts) -> list[tuple[str, str]]:
-        """Return `count` texts that are not empty, one after another by top-k sampling; fewer if `TRIES` rounds give
-        fewer."""
+        """Return `count` texts that are not empty, by top-k sampling; fewer if `TRIES` rounds give fewer."""
         backbone, config, samples = self.backbone.eval(), self.config, list[tuple[str, str]]()
         for _ in range(TRIES):
             for start in range(0, count, config.batch):

@@ -141,8 +141,7 @@ class SaptConfig(MethodConfig):
         return settings
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Yield settings of the other kind of adapter, of a component that is left out, or of a source that is not
-        used."""
+        """Yield settings of the other kind of adapter, of a component that is left out, or of another source."""
         prompt = ("prompt_length", "prompt_length_by_task", "prompt_form")
         others = ("rank", "rank_by_task", "alpha", "dropout", "targets") if self.value == "prompt" else prompt
         yield from ((name, f"value={self.value}") for name in others)

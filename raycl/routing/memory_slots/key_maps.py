@@ -15,8 +15,7 @@ with 500 and with 1,000)."""
 
 
 def similarity(router: SlotRouter) -> list[list[float]]:
-    """Return the `[T][T]` mean cosine of the keys of two tasks in the same group (a task with itself: of different
-    slots)."""
+    """Return the `[T][T]` mean cosine of the keys of two tasks in the same group (with itself: of different slots)."""
     keys = router.keys()
     rows = []
     for task in router.tasks:

@@ -180,8 +180,7 @@ class SlotRouter:
         return weights.new_zeros(len(weights), len(self.tasks)).index_add(1, columns, weights).argmax(1)
 
     def dev_accuracy(self) -> dict[str, dict[str, float]]:
-        """Return kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key-retrieval accuracy (eq.
-        13)."""
+        """Return kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key accuracy (eq. 13)."""
         percents: dict[str, dict[str, float]] = {kind: {} for kind in (*KINDS, "eq13")}
         owner = self.owner()
         for number, task in enumerate(self.tasks):
@@ -256,8 +255,7 @@ class SlotRouter:
         return plain and len(self._joined) > self.exact_up_to
 
     def _searched(self, queries_BC: Tensor) -> Mixture:
-        """Return a mixture from the index, or from the slots of the chosen tasks, with columns for chosen slots
-        only."""
+        """Return a mixture from the index, or from the slots of the chosen tasks, with columns of chosen slots only."""
         queries_BgH = split_groups(queries_BC, self.groups)
         if self.kind == "keys":
             index = self.index_on(queries_BC.device)

@@ -99,8 +99,7 @@ class Discriminant:
         return scores
 
     def distances(self, queries_BC: Tensor) -> Tensor:
-        """Return `[B]` smallest squared Mahalanobis distance to any task's mean: large for texts that no task has
-        seen."""
+        """Return `[B]` smallest squared Mahalanobis distance to any task's mean: large for texts unlike all tasks'."""
         return self._distances(queries_BC).float()
 
     def _follow(self, device: torch.device) -> None:
@@ -201,16 +200,14 @@ class BareTexts:
         self._found = None
 
     def weights(self, names: Sequence[str], queries_BD: Tensor) -> Mixture | None:
-        """Return how probable each of these adapters is for each text, on the CPU; None: not all of them have an
-        outline."""
+        """Return how probable each of these adapters is for each text, on the CPU; None: one lacks an outline."""
         if not names or any(name not in self._outlines for name in names):
             return None
         weights_BN = self._over(tuple(names)).weights(queries_BD[:, :WIDEST], len(names))
         return Mixture(tuple(names), weights_BN.cpu())
 
     def _over(self, names: tuple[str, ...]) -> Discriminant:
-        """Return the discriminant; its ridge grows with dimensions per text, since few texts give an uncertain
-        covariance."""
+        """Return the discriminant; its ridge grows with dimensions per text, since few texts leave it uncertain."""
         if self._found is None or self._found[0] != names:
             known = {name: self._outlines[name].statistics() for name in names}
             width, count = len(known[names[0]].mean), sum(outline.count for outline in known.values())

@@ -115,6 +115,5 @@ class TaskHead(nn.Module):
 
 
 def _linear(inputs: int, outputs: int, device: torch.device) -> nn.Linear:
-    """Return a linear without values, since torch would draw them on the device, where each kind draws other
-    numbers."""
+    """Return a linear without values, since each kind of device would draw other numbers."""
     return nn.Linear(inputs, outputs, device="meta").to_empty(device=device)

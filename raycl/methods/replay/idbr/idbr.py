@@ -152,8 +152,7 @@ class Idbr(Method):
 
     @torch.no_grad()
     def _read(self, rows: StoredRows) -> tuple[Tensor, Tensor]:
-        """Return `[n, 2 F]` features and `[n, D]` sentence states, on the CPU; of the first worker, if there are
-        several."""
+        """Return `[n, 2 F]` features and `[n, D]` sentence states, on the CPU; the first worker's."""
         features, states = list[Tensor](), list[Tensor]()
         for batch in rows.batches(AT_ONCE, self.backbone):
             self.backbone.score_labels(batch)
