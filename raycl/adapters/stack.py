@@ -41,7 +41,7 @@ class AdapterStack:
     Attributes:
         layers: path of a linear in the model -> the layer that took its place.
         plan: the active mixture, prepared; None for the bare backbone.
-        heads: heads of the active mixture (`Mixture.heads`).
+        is_open: a mixture is active. heads: its heads (`Mixture.heads`).
         table: which loaded rows belong to which adapter.
         static: preallocated rows of the active mixture, for compiled models; None: its rows are of any number.
         head_rule: how label heads are mixed while the mixture is active; None: as each head was made.
@@ -88,7 +88,7 @@ class AdapterStack:
         self.plan: MixturePlan | None = None
         self.static: StaticRows | None = None
         self.head_rule: HeadRule | None = None
-        self._open = False
+        self.is_open = False
         self.heads: tuple[str, ...] = ()
 
     def _attach(self, paths: Sequence[str]) -> None:
@@ -125,7 +125,7 @@ class AdapterStack:
 
     def extend(self, paths: Sequence[str]) -> None:
         """Wrap more linears of the model; loaded adapters stay loaded and have no effect there."""
-        assert not self._open, "a mixture is active: extend before"
+        assert not self.is_open, "a mixture is active: extend before"
         if fresh := [path for path in paths if path not in self.layers]:
             self._attach(fresh)
             self._renew_pool()
@@ -138,11 +138,6 @@ class AdapterStack:
     def device(self) -> torch.device:
         """The device of the model."""
         return next(self.model.parameters()).device
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a mixture is active."""
-        return self._open
 
     # ---- loaded adapters: frozen, on the device --------------------------------------------------------------
 
@@ -300,8 +295,8 @@ class AdapterStack:
         Raises:
             AdapterError: an adapter that is unknown or does not fit, or weights that are not finite.
         """
-        assert not self._open, "a mixture is active already: deactivate it first, or its backward reads this one"
-        self._open, self.heads = True, () if mixture is None else mixture.heads
+        assert not self.is_open, "a mixture is active already: deactivate it first, or its backward reads this one"
+        self.is_open, self.heads = True, () if mixture is None else mixture.heads
         self.static, self.head_rule = static, head_rule
         try:
             self._open_mixture(mixture, copies)
@@ -309,7 +304,7 @@ class AdapterStack:
                 self.plan.share_rows(examples)
             yield
         finally:
-            self.plan, self._open, self.heads = None, False, ()
+            self.plan, self.is_open, self.heads = None, False, ()
             self.static = self.head_rule = None
             if static is not None:
                 static.clear()
@@ -317,12 +312,12 @@ class AdapterStack:
     @contextmanager
     def mixture_aside(self) -> Iterator[None]:
         """Set the active mixture aside: inside, the bare backbone computes, or a mixture that is activated there."""
-        held = self.plan, self.static, self.head_rule, self._open, self.heads
-        self.plan, self.static, self.head_rule, self._open, self.heads = None, None, None, False, ()
+        held = self.plan, self.static, self.head_rule, self.is_open, self.heads
+        self.plan, self.static, self.head_rule, self.is_open, self.heads = None, None, None, False, ()
         try:
             yield
         finally:
-            self.plan, self.static, self.head_rule, self._open, self.heads = held
+            self.plan, self.static, self.head_rule, self.is_open, self.heads = held
 
     def _open_mixture(self, mixture: Mixture | None, copies: int) -> None:
         if mixture is None or not mixture.names:

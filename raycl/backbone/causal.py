@@ -69,12 +69,9 @@ class CausalBackbone(Backbone):
         if not self.packs or not self.training:
             return None
         assert self.prefix is None and self.suffix is None, "packed rows have no room for soft prompts"
-        return pack(mask_BS.sum(1).tolist(), mask_BS.device, self._reads_one_row)
-
-    @property
-    def _reads_one_row(self) -> bool:
-        """Whether attention finds packed examples in a batch of one row only, as FlashAttention's interface does."""
-        return "flash" in str(self.model.config._attn_implementation)
+        # FlashAttention's interface finds packed examples in a batch of one row only
+        in_one_row = "flash" in str(self.model.config._attn_implementation)
+        return pack(mask_BS.sum(1).tolist(), mask_BS.device, in_one_row)
 
     def examples_in_rows(self, batch: Batch) -> Tensor | None:
         """Return the example of each position, where `packs` is set in training."""

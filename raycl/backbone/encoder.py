@@ -76,13 +76,10 @@ class EncoderBackbone(Backbone):
 
     def _among_competing(self, logits_BC: Tensor, label_B: Tensor) -> Tensor:
         """Return examples of a rival label without all other labels; others (replayed ones) as they are."""
-        competes_C = self._rows_of(self.competing_labels, logits_BC.device)
+        competes = [label in self.competing_labels for label in self.head.labels]
+        competes_C = torch.tensor(competes, dtype=torch.bool, device=logits_BC.device)
         alone_B1 = competes_C[label_B.clamp(min=0)].unsqueeze(1)
         return logits_BC.masked_fill(alone_B1 & ~competes_C, -torch.inf)
-
-    def _rows_of(self, labels: Sequence[str], device: torch.device) -> Tensor:
-        """Return `[C]` bool: the rows of the head that belong to `labels`."""
-        return torch.tensor([label in labels for label in self.head.labels], dtype=torch.bool, device=device)
 
     def true_logits(self, batch: Batch) -> Tensor:
         """Return the true logits of the label head, or of masked words."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -31,9 +32,9 @@ def attach(model: nn.Module, gates: Mapping[GatePoint, Gate]) -> list[RemovableH
     for (path, side), gate in gates.items():
         module = model.get_submodule(path)
         if side == "input":
-            handles.append(module.register_forward_pre_hook(_on_input(gate)))
+            handles.append(module.register_forward_pre_hook(partial(_on_input, gate)))
         else:
-            handles.append(module.register_forward_hook(_on_output(gate)))
+            handles.append(module.register_forward_hook(partial(_on_output, gate)))
     return handles
 
 
@@ -48,20 +49,14 @@ def gated(model: nn.Module, gates: Mapping[GatePoint, Gate]) -> Iterator[None]:
             handle.remove()
 
 
-def _on_input(gate: Gate) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
-    def hook(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        factor = gate(given[0].shape[0])
-        return None if factor is None else (_times(given[0], factor), *given[1:])
-
-    return hook
+def _on_input(gate: Gate, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    factor = gate(given[0].shape[0])
+    return None if factor is None else (_times(given[0], factor), *given[1:])
 
 
-def _on_output(gate: Gate) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
-    def hook(module: nn.Module, given: Any, output: Tensor) -> Tensor | None:
-        factor = gate(output.shape[0])
-        return None if factor is None else _times(output, factor)
-
-    return hook
+def _on_output(gate: Gate, module: nn.Module, given: Any, output: Tensor) -> Tensor | None:
+    factor = gate(output.shape[0])
+    return None if factor is None else _times(output, factor)
 
 
 def _times(values: Tensor, factor: Tensor) -> Tensor:

@@ -116,7 +116,9 @@ def _plans(
         named = {name: _builtin(name, config) for name in names}
     else:
         possible = {name: folder_names(name, known.get(name)) for name in names}
-        folders = locate(Storage.at(config.root), possible, needed, config.allow_missing, _one_file(config))
+        folders = locate(
+            Storage.at(config.root), possible, needed, config.allow_missing, config.test_fraction is not None
+        )
         named = {name: _known(name, known.get(name), folder, config) for name, folder in folders.items()}
     plans = [_custom(task, config, needed) if isinstance(task, TaskSpec) else named.get(task) for task in wanted]
     plans_kept = tuple(_read_as_set(plan, config) for plan in plans if plan is not None)
@@ -190,12 +192,7 @@ def _needed(config: StreamConfig, benchmark: Benchmark | None) -> tuple[str, ...
     if benchmark is not None and benchmark.test_only:
         return ("test",)
     splits = SPLITS if config.dev == "file" else ("train", "test")
-    return tuple(split for split in splits if split != "test" or not _one_file(config))
-
-
-def _one_file(config: StreamConfig) -> bool:
-    """Return whether a task may come as one file, from which test rows are taken."""
-    return config.test_fraction is not None
+    return tuple(split for split in splits if split != "test" or config.test_fraction is None)
 
 
 def _builtin(name: str, config: StreamConfig) -> TaskPlan:
@@ -295,7 +292,7 @@ def _task_files(
             f"task '{spec.name}' names a config or splits of '{spec.path}': datasets in the hub's layout are read from "
             f"local folders and {HUB} names, copy it to one"
         )
-    folder_files = {} if named else task_folder(folder, _one_file(config), spec.format).files
+    folder_files = {} if named else task_folder(folder, config.test_fraction is not None, spec.format).files
     files: dict[str, Source] = dict(_without_unused_dev(folder_files, config))
     absent = [split for split in needed if split not in files and getattr(spec, split) is None]
     if named or (absent and folder.is_local and is_dataset_folder(Path(spec.path))):

@@ -157,7 +157,7 @@ class Modifiers:
     def observe_forward(self, forward: Callable[[Batch], T], batch: Batch) -> T:
         """Run `forward(batch)`, observed by all modifiers."""
         for member in self.members.values():
-            forward = _observed_by(member, forward)
+            forward = partial(member.observe_forward, forward)
         return forward(batch)
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
@@ -205,10 +205,6 @@ class Modifiers:
         """Restore each modifier from `state` and `tensors`."""
         for name, member in self.members.items():
             member.load_state(state.get(name, {}), under(f"modifier/{name}/", tensors))
-
-
-def _observed_by(member: GradientModifier, forward: Callable[[Batch], T]) -> Callable[[Batch], T]:
-    return lambda batch: member.observe_forward(forward, batch)
 
 
 def _any(masks: list[Tensor | None]) -> Tensor | None:

@@ -121,20 +121,12 @@ def _class_of(kind: Kind, names: Names, table: Mapping[str, str], name: str, bas
     return chosen
 
 
-def _method_section(name: str) -> type[MethodConfig]:
-    return method_class(name).Config
-
-
 def _learner_section(name: str) -> type[MethodConfig]:
     """Return the settings class of a method that is around no other."""
-    section = _method_section(name)
+    section = method_class(name).Config
     if "learner" in section.model_fields:
         raise PluginError(f"method.learner is '{name}', a method around another one: expected one that learns, as lora")
     return section
-
-
-def _modifier_section(name: str) -> type[ModifierConfig]:
-    return modifier_class(name).Config
 
 
 if TYPE_CHECKING:
@@ -148,9 +140,9 @@ else:
         if attribute == "LearnerChoice":
             return _union(Names("method", LEARNERS), _learner_section)
         if attribute == "MethodChoice":
-            return _union(METHOD_NAMES, _method_section)
+            return _union(METHOD_NAMES, lambda name: method_class(name).Config)
         if attribute == "ModifierChoice":
-            return _union(MODIFIER_NAMES, _modifier_section)
+            return _union(MODIFIER_NAMES, lambda name: modifier_class(name).Config)
         raise AttributeError(attribute)
 
 

@@ -32,6 +32,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -116,7 +117,8 @@ class Subspace:
             count += 1
         new = vectors[:, :count].cpu()
         if not self.complement:
-            return Subspace(_orthonormal(torch.cat([self.basis, new], dim=1))).smaller()
+            both = torch.cat([self.basis, new], dim=1)
+            return Subspace(torch.linalg.qr(both)[0]).smaller()  # without the rounding errors of many tasks
         left = self.basis.shape[1] - count
         outside, _, _ = torch.linalg.svd(self.basis - new @ (new.T @ self.basis), full_matrices=False)
         return Subspace(outside[:, :left], complement=True)
@@ -128,12 +130,6 @@ class Subspace:
             return self
         whole, _, _ = torch.linalg.svd(self.basis)
         return Subspace(whole[:, count:].contiguous(), complement=True)
-
-
-def _orthonormal(basis_DK: Tensor) -> Tensor:
-    """Return the same span without the rounding errors of many tasks."""
-    basis: Tensor = torch.linalg.qr(basis_DK)[0]
-    return basis
 
 
 class InfLora(IncLora):
@@ -192,17 +188,13 @@ class InfLora(IncLora):
     def end_task(self, context: TaskContext) -> Learned:
         """Return the subspace gains the task's inputs; the adapter is frozen and published."""
         if not self.task_id_given:
-            threshold = self._threshold(len(self._learned))
+            threshold = grown_threshold(self.config.threshold, self.config.threshold_tasks, len(self._learned))
             for path, covariance in self._covariances(context).items():
                 self._subspaces[path] = self._subspace(path).grown(covariance, threshold)
         low = {f"model.{path}.lora_A": value for path, value in self._low.items()}
         context.parameters = {**context.parameters, **low}
         self._low = {}
         return super().end_task(context)
-
-    def _threshold(self, task: int) -> float:
-        """Return the threshold of the task with this number, counted from 0."""
-        return grown_threshold(self.config.threshold, self.config.threshold_tasks, task)
 
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
@@ -264,10 +256,10 @@ class ObservedInputs:
         """Begin a batch."""
         self._real = self.backbone.real_tokens(batch)
 
-    def observe(self, path: str, inputs: Tensor) -> None:
-        """Add a linear's inputs `[B, S, D]`; a prefix in front of the text takes no part."""
+    def observe(self, path: str, linear: nn.Module, given: tuple[Tensor, ...]) -> None:
+        """Add a linear's inputs `[B, S, D]` in a hook; a prefix in front of the text takes no part."""
         real_BS = self._real[self.backbone.side(path)]
-        tokens_ND = inputs[:, -real_BS.shape[1] :][real_BS].float()
+        tokens_ND = given[0].detach()[:, -real_BS.shape[1] :][real_BS].float()
         self.totals[path] += (tokens_ND.T @ tokens_ND).double()
 
 
@@ -275,14 +267,7 @@ class ObservedInputs:
 def observed_inputs(backbone: Backbone, layers: Mapping[str, StackedLora]) -> Iterator[ObservedInputs]:
     """Observe the inputs of these linears while the context is open."""
     inputs = ObservedInputs(backbone, layers)
-
-    def watched(path: str) -> Any:
-        def hook(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            inputs.observe(path, given[0].detach())
-
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(watched(path)) for path, layer in layers.items()]
+    hooks = [layer.register_forward_pre_hook(partial(inputs.observe, path)) for path, layer in layers.items()]
     try:
         yield inputs
     finally:

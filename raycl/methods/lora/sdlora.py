@@ -165,7 +165,7 @@ class SdLora(IncLora):
         return values, tensors | magnitudes
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self.magnitudes.frozen = {name: float(magnitude) for name, magnitude in under("magnitude/", tensors).items()}
+        self.magnitudes.freeze({name: float(value) for name, value in under("magnitude/", tensors).items()})
         super().load_state_dict(values, tensors)
 
     @classmethod
@@ -192,16 +192,11 @@ class TaskMagnitudes(nn.Module):
         self.values: nn.Parameter | None
         self.device = device
         self.names: tuple[str, ...] = ()
-        self._frozen: dict[str, float] = {}
+        self.frozen: dict[str, float] = {}
 
-    @property
-    def frozen(self) -> dict[str, float]:
-        """Adapter -> its magnitude."""
-        return self._frozen
-
-    @frozen.setter
-    def frozen(self, values: Mapping[str, float]) -> None:
-        self._frozen, self.names = dict(values), tuple(values)
+    def freeze(self, values: Mapping[str, float]) -> None:
+        """Set the magnitudes between tasks."""
+        self.frozen, self.names = dict(values), tuple(values)
 
     def begin(self, task: str, value: float, alone: bool = False) -> None:
         """Train all magnitudes, with one more for a new task.
@@ -209,18 +204,18 @@ class TaskMagnitudes(nn.Module):
         Args:
             alone: train the new one alone.
         """
-        earlier = {} if alone else self._frozen
+        earlier = {} if alone else self.frozen
         self.names = (*earlier, task)
         self.values = nn.Parameter(torch.tensor([*earlier.values(), value], device=self.device))
 
     def end(self, values: Mapping[str, float]) -> None:
         """Set the magnitudes."""
         self.values = None
-        self.frozen = {name: float(torch.tensor(value)) for name, value in values.items()}  # as a checkpoint keeps them
+        self.freeze({name: float(torch.tensor(value)) for name, value in values.items()})  # as a checkpoint keeps them
 
     def forward(self, examples: int) -> Tensor:
         """Return `[examples, t]`, the same in each row."""
-        values = torch.tensor(list(self._frozen.values())) if self.values is None else self.values.float()
+        values = torch.tensor(list(self.frozen.values())) if self.values is None else self.values.float()
         return torch.ones(examples, 1, device=values.device) * values
 
     def zero(self, examples: int) -> Tensor:

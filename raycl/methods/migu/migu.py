@@ -145,7 +145,7 @@ class Migu(GradientModifier):
         self._clusters: Tensor | None = None
         self._active = self._measured = self._sparse_only = False
         self._passes_left, self._seed = 0, 0
-        self._reduce: Reduce = _identity
+        self._reduce: Reduce = lambda tensor: tensor  # over one worker
         self._magnitudes = OutputMagnitudes(method.backbone, self._layout, {})
         self._mask = self._masked_rows = torch.zeros(0)
         self._masked: dict[str, Tensor] = {}
@@ -325,8 +325,3 @@ class Migu(GradientModifier):
         self._active = bool(state.get("active", False))
         self._clusters = tensors.get("clusters")
         self.record.load(state.get("summary", {}), tensors)
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    """Return the sum over one worker."""
-    return tensor
