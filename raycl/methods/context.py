@@ -35,39 +35,19 @@ class Step:
 
 
 class PhaseWorker(Protocol):
-    """Operations of the trainer: passes over data that need the model, and sums over all workers."""
+    """Operations of the trainer: passes over data that need the model, and sums over all workers; see `TaskContext`."""
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all workers, in place."""
-        ...
-
-    def forward_pass(self, before: Callable[[Batch], None], examples: int | None) -> None:
-        """Run this worker's share of the phase's training rows through the model, without gradients."""
-        ...
-
-    def mean_loss(self, examples: int | None) -> float:
-        """Return the mean task loss on the phase's first training rows, without gradients."""
-        ...
-
+    def sum(self, tensor: Tensor) -> Tensor: ...
+    def forward_pass(self, before: Callable[[Batch], None], examples: int | None) -> None: ...
+    def mean_loss(self, examples: int | None) -> float: ...
     def gate_gradients(
         self, gates: Sequence[Tensor], loss: Callable[[Batch], Tensor], examples: int | None
-    ) -> list[Tensor]:
-        """Return gradients of a loss, summed over the phase's first training rows, with regard to gates."""
-        ...
-
-    def visit(self, read: Callable[[Batch], None]) -> None:
-        """Give this worker's share of the phase's training rows to `read`."""
-        ...
-
-    def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
-        """Return gradients of the mean task loss on these rows."""
-        ...
-
+    ) -> list[Tensor]: ...
+    def visit(self, read: Callable[[Batch], None]) -> None: ...
+    def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]: ...
     def row_gradients(
         self, rows: Sequence[tuple[Task, Indices]], of: Quantity
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield gradients on each of this worker's share of these rows alone."""
-        ...
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]: ...
 
 
 @dataclass

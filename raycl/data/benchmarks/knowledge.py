@@ -70,9 +70,8 @@ OLORA_INSTRUCTIONS: Mapping[str, str] = MappingProxyType(
 _GRADE_WORDS = MappingProxyType(dict(zip(_GRADES, ("terrible", "bad", "middle", "good", "wonderful"), strict=True)))
 """These words and those below: the labels of LFPT5's few-shot files, cut to their first word (SLM, appendix A.4)."""
 
-_AG_WORDS = MappingProxyType(
-    {"World": "world", "Sports": "sports", "Business": "business", "Science or Technology": "science"}
-)
+_AG = ("World", "Sports", "Business", "Science or Technology")
+_AG_WORDS = MappingProxyType({name: name.split()[0].lower() for name in _AG})
 _DBPEDIA_WORDS = MappingProxyType(
     {
         **{name: name.lower() for name in ("Company", "Artist", "Athlete", "Building", "Village", "Animal", "Plant")},
@@ -82,29 +81,18 @@ _DBPEDIA_WORDS = MappingProxyType(
         "Film": "film",
     }
 )
-_YAHOO_WORDS = MappingProxyType(
-    {
-        "Society & Culture": "society",
-        "Science & Mathematics": "science",
-        "Health": "health",
-        "Education & Reference": "education",
-        "Computers & Internet": "computers",
-        "Sports": "sports",
-        "Business & Finance": "business",
-        "Entertainment & Music": "entertainment",
-        "Family & Relationships": "family",
-        "Politics & Government": "politics",
-    }
+_YAHOO = (
+    *("Society & Culture", "Science & Mathematics", "Health", "Education & Reference", "Computers & Internet"),
+    *("Sports", "Business & Finance", "Entertainment & Music", "Family & Relationships", "Politics & Government"),
 )
+_YAHOO_WORDS = MappingProxyType({name: name.split()[0].lower() for name in _YAHOO})
 
 _LONG: Mapping[str, PublishedTask] = {
     "yelp": PublishedTask(_GRADES, group="SC", words=_GRADE_WORDS),
     "amazon": PublishedTask(_GRADES, group="SC", words=_GRADE_WORDS),
     "sst2": PublishedTask(("Good", "Bad"), group="SC"),
     "imdb": PublishedTask(("Good", "Bad"), group="SC"),
-    "agnews": PublishedTask(
-        ("World", "Sports", "Business", "Science or Technology"), folders=("ag",), group="TC", words=_AG_WORDS
-    ),
+    "agnews": PublishedTask(_AG, folders=("ag",), group="TC", words=_AG_WORDS),
     "dbpedia": PublishedTask(
         (
             *("Company", "Educational Institution", "Artist", "Athlete", "Office Holder"),
@@ -115,15 +103,7 @@ _LONG: Mapping[str, PublishedTask] = {
         group="TC",
         words=_DBPEDIA_WORDS,
     ),
-    "yahoo": PublishedTask(
-        (
-            *("Society & Culture", "Science & Mathematics", "Health", "Education & Reference"),
-            *("Computers & Internet", "Sports", "Business & Finance", "Entertainment & Music"),
-            *("Family & Relationships", "Politics & Government"),
-        ),
-        group="TC",
-        words=_YAHOO_WORDS,
-    ),
+    "yahoo": PublishedTask(_YAHOO, group="TC", words=_YAHOO_WORDS),
     "mnli": PublishedTask(("contradiction", "entailment", "neutral"), group="NLI", unlabelled=("-",)),
     "cb": PublishedTask(("contradiction", "entailment", "neutral"), group="NLI"),
     "rte": PublishedTask(("contradiction", "entailment"), group="NLI"),
