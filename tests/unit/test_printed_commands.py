@@ -110,7 +110,8 @@ def check(line: str, patch: pytest.MonkeyPatch) -> None:
     elif head in ("python", ".venv/bin/python"):
         modules = ("pytest", "mkdocs", "pdb")
         assert rest[1] in modules if rest[0] == "-m" else rest[0].endswith(".py"), f"not a module or file: {line}"
-        assert all((REPO / word).exists() or word in SHOWN for word in rest if word.endswith(".py"))
+        ours = [word for word in rest if word.endswith(".py") and "/" in word]  # a page's reader writes the others
+        assert all((REPO / word).exists() for word in ours)
     elif head == "make":
         text = (REPO / "Makefile").read_text()
         known = {*re.findall(r"^([\w-]+):", text, re.MULTILINE), *re.findall(r"\$\(([A-Z_]+)\)", text)}

@@ -120,7 +120,7 @@ def test_outputs_that_did_not_change_are_at_no_distance(lab: Lab, kind: str) -> 
     method = context.method
     assert isinstance(method, Der) and method._rows is not None
     rows = method._rows
-    now = method._outputs(begin_phase(context, 1), rows)
+    now = method._outputs(rows)
     assert squared_error(_dense(now), now.values, now.columns.long()) == 0
     assert len(rows) == 7 and int(now.counts.sum()) == len(now.values) >= 7
     stored = method._stored

@@ -14,7 +14,7 @@ from tiny import KINDS, Lab, exported, matrix, run, trace
 
 from raycl.data.loader import eval_batches
 from raycl.methods.base import activate_batch
-from raycl.methods.lora.inflora import InfLora, Subspace, designed, observed_inputs, outside
+from raycl.methods.lora.inflora import InfLora, Subspace, designed, grown_threshold, observed_inputs, outside
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext
@@ -118,7 +118,8 @@ def test_rows_without_a_direction_are_zero() -> None:
 
 def test_the_threshold_grows_to_one(lab: Lab) -> None:
     method, _ = started(lab, threshold=0.9, threshold_tasks=4)
-    assert [method._threshold(task) for task in range(6)] == pytest.approx([0.9, 0.925, 0.95, 0.975, 1, 1])
+    first, tasks = method.config.threshold, method.config.threshold_tasks
+    assert [grown_threshold(first, tasks, task) for task in range(6)] == pytest.approx([0.9, 0.925, 0.95, 0.975, 1, 1])
 
 
 # ---- inputs --------------------------------------------------------------------------------------------------------
