@@ -3,8 +3,8 @@
 vLLM gives a whole request one adapter of weight 1, so that two kinds of snapshots can be served: a fixed mixture, which
 is one LoRA whose ranks are concatenated, exactly; and top-1 choice, where each adapter is a model of its own name.
 Limits of vLLM (0.22, `vllm.config.lora`, `vllm.lora.peft_helper`): one rank for all linears of an adapter, of which the
-largest is one of `RANKS`; no soft prompts, no heads; decoder-only models. Their record says of which snapshot
-they are (`raycl.serve.upstream`, the router in front).
+largest is one of `RANKS`; no soft prompts, no heads; decoder-only models. A record names the snapshot for the router
+in front (`raycl.serve.upstream`).
 """
 
 from __future__ import annotations
