@@ -59,13 +59,6 @@ HEADS = (
     "source",
 )
 
-SHOWN = {
-    name
-    for page in (REPO / "docs").rglob("*.md")
-    for name in re.findall(r'^```\w+ title="([^"]+)"', page.read_text(), re.M)
-}
-"""Files that a page shows, for its reader to save."""
-
 
 def commands(path: Path) -> Iterator[str]:
     """Commands of a page's code and of a config's comments, each on one line."""
