@@ -42,6 +42,14 @@ DEFAULTS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 DEFAULTS_HERE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 """Settings for a Ray of this process alone, whose nodes end together with it."""
 
+HELPERS = frozenset({"DatasetsCallback"})
+"""Train's callbacks that start a process for what raycl does not use: it reads its own data. Each process imports Ray
+Train again, one to two seconds of a CPU for every worker group."""
+
+HELPERS_HERE = HELPERS | {"PlacementGroupCleanerCallback"}
+"""Also dropped on a Ray of this process alone, which ends with it: nothing is left to clean up. Where several commands
+run on a machine, the cleaner asks another command's Ray whether the run lives, and removes its workers."""
+
 LOWER = "launch.workers, launch.cpus_per_worker or launch.gpus_per_worker"
 """Settings that ask for resources."""
 
@@ -105,6 +113,7 @@ class RayTrain:
                 failure_config=FailureConfig(max_failures=config.launch.max_failures),
             ),
         )
+        _drop_helpers(trainer, HELPERS if named else HELPERS_HERE)
         try:
             with self._progress():
                 _fit(trainer)
@@ -155,6 +164,13 @@ def _report(record: Tree) -> None:
     """Report a finished phase to Ray Train."""
     scores = {f"score/{task}": cell["value"] for task, cell in record["row"].items()}
     ray.train.report({"phase": record["phase"], **scores, **record["times"]})
+
+
+def _drop_helpers(trainer: TorchTrainer, names: frozenset[str]) -> None:
+    """Leave out callbacks with these class names; a Ray without the method keeps its own."""
+    if hasattr(trainer, "_create_default_callbacks"):
+        create = trainer._create_default_callbacks
+        trainer._create_default_callbacks = lambda: [given for given in create() if type(given).__name__ not in names]
 
 
 def _fit(trainer: TorchTrainer) -> None:
