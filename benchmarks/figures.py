@@ -45,7 +45,7 @@ class Figure:
 
     @property
     def ok(self) -> bool | None:
-        """Whether the target is kept (a value that is not a number keeps none); None without a target."""
+        """Return whether the target is kept (a value that is not a number keeps none); None without a target."""
         if self.target is None:
             return None
         return self.value <= self.target if self.direction == "<=" else self.value >= self.target

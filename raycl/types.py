@@ -47,7 +47,7 @@ class Capabilities:
 
     @property
     def one_sequence(self) -> bool:
-        """Whether prompt and answer share one sequence of positions."""
+        """Return whether prompt and answer share one sequence of positions."""
         return self.answers == "text" and not self.separate_encoder
 
 

@@ -64,7 +64,7 @@ class Setup:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether there are graphs, events and memory statistics."""
+        """Return whether there are graphs, events and memory statistics."""
         return self.device.type == "cuda"
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

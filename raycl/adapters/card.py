@@ -83,7 +83,7 @@ class CardMetadata:
 
     @property
     def on_hub(self) -> bool:
-        """Whether `base` is a name that others can load."""
+        """Return whether `base` is a name that others can load."""
         return not self.base.startswith(("/", "."))
 
     def tree(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class MixturePlan:
 
     @property
     def has_loaded(self) -> bool:
-        """Whether any loaded adapter is active."""
+        """Return whether any loaded adapter is active."""
         return self.gate is not None
 
     def share_rows(self, examples_PS: Tensor) -> None:

@@ -172,7 +172,7 @@ class Backbone(nn.Module, ABC):
 
     @property
     def has_untrained_language_head(self) -> bool:
-        """Whether texts are learned by a head that the checkpoint lacks, so that it starts at random."""
+        """Return whether texts are learned by a head that the checkpoint lacks, so that it starts at random."""
         return False
 
     @property

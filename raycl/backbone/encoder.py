@@ -30,7 +30,7 @@ class EncoderBackbone(Backbone):
 
     @property
     def has_untrained_language_head(self) -> bool:
-        """Whether `language` starts at random."""
+        """Return whether `language` starts at random."""
         return self.language is not None and self.language.is_fresh
 
     def learn_labels(self, labels: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Checks of a task's data: rows, labels, lengths, what would be cut, mistakes, examples.
 
-Most mistakes in data are obvious as soon as somebody looks at it before training.
+Most mistakes in data are obvious to a person who looks at it before training.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class OpenTask:
 
     @property
     def is_chat(self) -> bool:
-        """Whether its inputs are conversations."""
+        """Return whether its inputs are conversations."""
         return any(raw.is_chat for raw in self.raws.values())
 
 
@@ -125,7 +125,7 @@ class Stream:
 
     @property
     def learns_texts(self) -> bool:
-        """Whether texts themselves are learned, and not their answers."""
+        """Return whether texts themselves are learned, and not their answers."""
         return self._config.objective != "answer"
 
     def text_objective(self, codec: TextCodec, seed: int) -> TextObjective | None:

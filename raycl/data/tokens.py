@@ -93,7 +93,7 @@ class TokenTable:
 
     @property
     def has_targets(self) -> bool:
-        """Whether answers are token ids (False: rows of a label head)."""
+        """Return whether answers are token ids (False: rows of a label head)."""
         return bool(self._entry.info["has_targets"])
 
     @cached_property
@@ -163,7 +163,7 @@ class HeldRows:
 
     @property
     def has_targets(self) -> bool:
-        """Whether answers are token ids (False: rows of a label head)."""
+        """Return whether answers are token ids (False: rows of a label head)."""
         return any(len(ids) for ids in self._targets)
 
     @property

@@ -68,17 +68,18 @@ class TaskPrompts:
 
     @cached_property
     def has_chats(self) -> bool:
-        """Whether a task was learned from conversations."""
+        """Return whether a task was learned from conversations."""
         return any(prompt.chat_template for prompt in self.prompts.values())
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether the router reads the backbone's states of a text."""
+        """Return whether the router reads the backbone's states of a text."""
         return bool({"embeddings", "hidden_states"} & self.router.needs)
 
     @cached_property
     def needs_task(self) -> bool:
-        """Whether a text alone does not determine its prompt: prompts differ, and no adapter stands for a task."""
+        """Return whether a text alone does not determine its prompt: prompts differ, and no adapter stands for a
+        task."""
         is_shared = not self.router.chooses or len(set(self.owners.values())) == 1
         return is_shared and len(set(self.prompts.values())) > 1
 

@@ -143,21 +143,21 @@ class WarmWorkers:
                 self._waiting.remove(resources)
 
     @contextmanager
-    def lent(self, resources: Resources, stop: HostStop | None) -> Iterator[WarmWorker | None]:
-        """Lend a worker for one run; None: a stop was requested during the wait.
+    def acquired(self, resources: Resources, stop: HostStop | None) -> Iterator[WarmWorker | None]:
+        """Yield a worker for one run; None: a stop was requested during the wait.
 
         A worker is ended if what is inside raises.
         """
-        worker = self._take(resources) or self._start(resources, stop)
+        worker = self._take_idle(resources) or self._start(resources, stop)
         with ExitStack() as stack:
             if worker is not None:
                 stack.callback(worker.end)
             yield worker
             stack.pop_all()
         if worker is not None:
-            self._give_back(worker)
+            self._release(worker)
 
-    def _take(self, resources: Resources) -> WarmWorker | None:
+    def _take_idle(self, resources: Resources) -> WarmWorker | None:
         with self._lock:
             fitting = next((worker for worker in self._idle if worker.resources == resources), None)
             if fitting is not None:
@@ -165,17 +165,17 @@ class WarmWorkers:
             return fitting
 
     def _start(self, resources: Resources, stop: HostStop | None) -> WarmWorker | None:
-        """Return a new worker as soon as there is room, or one that another run gives back before."""
+        """Return a new worker as soon as there is room, or one that another run releases before."""
         with self.waiting_for(resources), clusters.log_while_pending(lambda: True, resources.named(), LOWER):
             room = placement_group([resources.named()])
             while not room.wait(LOOK_S):
-                worker = self._take(resources)
+                worker = self._take_idle(resources)
                 if worker is not None or (stop is not None and stop.is_requested):
                     remove_placement_group(room)
                     return worker
         return WarmWorker.start(room, resources)
 
-    def _give_back(self, worker: WarmWorker) -> None:
+    def _release(self, worker: WarmWorker) -> None:
         with self._lock:
             is_wanted = len(self._idle) < self._to_come or worker.resources in self._waiting
             if is_wanted and all(resources == worker.resources for resources in self._waiting):
@@ -226,7 +226,7 @@ class WarmRun:
         with follow(self._prepared.storage, self._options.label):
             for failures in itertools.count():
                 try:
-                    with self._workers.lent(self.resources, self._options.stop) as worker:
+                    with self._workers.acquired(self.resources, self._options.stop) as worker:
                         if worker is not None:
                             ray.get(worker.actor.work.remote(job))
                     return

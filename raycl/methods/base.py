@@ -146,12 +146,12 @@ class MethodConfig(Section):
 
     @property
     def needs_texts(self) -> bool:
-        """Whether batches carry their input texts and tasks (`Batch.texts`)."""
+        """Return whether batches carry their input texts and tasks (`Batch.texts`)."""
         return False
 
     @property
     def generates_samples(self) -> bool:
-        """Whether pseudo-samples are generated, for which each worker runs as many passes as its texts need."""
+        """Return whether pseudo-samples are generated, for which each worker runs as many passes as its texts need."""
         return False
 
     @property
@@ -161,47 +161,50 @@ class MethodConfig(Section):
 
     @property
     def publishes_samples(self) -> bool:
-        """Whether pseudo-samples go to the bank with the adapters."""
+        """Return whether pseudo-samples go to the bank with the adapters."""
         return False
 
     @property
     def needs_task(self) -> bool:
-        """Whether evaluation must give the task id of a text; then unseen tasks cannot be evaluated."""
+        """Return whether evaluation must give the task id of a text; then unseen tasks cannot be evaluated."""
         return False
 
     @property
     def chooses_task(self) -> bool:
-        """Whether the published router chooses a task's adapters by a text alone, and so the prompt of the text too."""
+        """Return whether the published router chooses a task's adapters by a text alone, and so the prompt of the
+        text too."""
         return False
 
     @property
     def needs_dropout(self) -> bool:
-        """Whether passes of the backbone must differ by dropout."""
+        """Return whether passes of the backbone must differ by dropout."""
         return False
 
     @property
     def independent_tasks(self) -> bool:
-        """Whether nothing that a task learns depends on the tasks before it, so that two snapshots can be merged."""
+        """Return whether nothing that a task learns depends on the tasks before it, so that two snapshots can be
+        merged."""
         return False
 
     @property
     def rereads_rows(self) -> bool:
-        """Whether rows of earlier tasks are read again, so that their data must be there."""
+        """Return whether rows of earlier tasks are read again, so that their data must be there."""
         return False
 
     @property
     def keeps_data(self) -> bool:
-        """Whether rows, samples or features of earlier tasks' texts are kept for training (SLM's table 1, DR)."""
+        """Return whether rows, samples or features of earlier tasks' texts are kept for training (SLM's table 1,
+        DR)."""
         return self.rereads_rows
 
     @property
     def selects_router(self) -> bool:
-        """Whether the kind of router is selected by dev texts of all tasks."""
+        """Return whether the kind of router is selected by dev texts of all tasks."""
         return False
 
     @property
     def fits_ahead(self) -> bool:
-        """Whether texts of all phases are read before the first one is trained."""
+        """Return whether texts of all phases are read before the first one is trained."""
         return False
 
 

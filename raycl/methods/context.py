@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from raycl.data.prepare import fit_sources, leaves_room
@@ -127,10 +126,6 @@ class TaskContext:
     def add_samples(self, rows: HeldRows) -> None:
         """Train on samples of an earlier task too, as on rows."""
         self.added.append(rows)
-
-    def generator(self, offset: int = 0) -> torch.Generator:
-        """Return a random stream that depends on the phase and the offset alone."""
-        return torch.Generator().manual_seed(offset + self.phase.index)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all workers, in place. Collective."""

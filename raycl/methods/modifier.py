@@ -96,7 +96,7 @@ class GradientModifier:
 
     @property
     def holds(self) -> bool:
-        """Whether `held` gives anything for any parameter."""
+        """Return whether `held` gives anything for any parameter."""
         return type(self).held is not GradientModifier.held
 
     def held(self, name: str) -> Tensor | None:
@@ -173,7 +173,7 @@ class Modifiers:
 
     @property
     def holds(self) -> bool:
-        """Whether any of them holds parameters fixed."""
+        """Return whether any of them holds parameters fixed."""
         return any(member.holds for member in self.members.values())
 
     def held(self, name: str) -> Tensor | None:

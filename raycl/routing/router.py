@@ -112,7 +112,7 @@ class Router(ABC):
 
     @property
     def reads_task(self) -> bool:
-        """Whether the mixture depends on the task of a text, where it is given."""
+        """Return whether the mixture depends on the task of a text, where it is given."""
         return "task_id" in self.needs
 
     @classmethod

@@ -143,7 +143,7 @@ class TextRouter(Router):
 
     @property
     def reads_task(self) -> bool:
-        """Whether the router was configured with `task_id`."""
+        """Return whether the router was configured with `task_id`."""
         return self.router.config.task_id
 
     @classmethod

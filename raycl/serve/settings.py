@@ -208,7 +208,7 @@ class ServeConfig(Section):
 
     @property
     def scales(self) -> bool:
-        """Whether the number of replicas follows the load."""
+        """Return whether the number of replicas follows the load."""
         return self.max_replicas is not None and self.max_replicas != self.replicas
 
     @property
@@ -218,7 +218,7 @@ class ServeConfig(Section):
 
     @property
     def forwards(self) -> bool:
-        """Whether another engine answers."""
+        """Return whether another engine answers."""
         return self.upstream.url is not None
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:

@@ -96,7 +96,7 @@ class Storage:
 
     @property
     def is_local(self) -> bool:
-        """Whether the files are on this machine's own file system."""
+        """Return whether the files are on this machine's own file system."""
         return isinstance(self.filesystem, pafs.LocalFileSystem)
 
     def path(self, name: str = "") -> str:

@@ -353,13 +353,13 @@ def test_a_request_without_a_task_changes_no_other(taught: Taught, tmp_path: Pat
         route = client.loaded().router.route
         client.loaded().router.route = lambda texts, tasks: calls.append(tasks) or route(texts, tasks)  # type: ignore[method-assign, func-returns-value]
         with client.paused():
-            told = [client.ask(item.text, task=item.task, sampling=None) for item in asked[:3]]
+            given = [client.ask(item.text, task=item.task, sampling=None) for item in asked[:3]]
             untold = client.ask("fire is", sampling=None)
             wrong = client.ask("fire is", task="weather", sampling=None)
             pinned = client.ask("fire is", weights={"colour": 1.0}, sampling=None)
         assert "needs the task of each text" in untold.error
         assert "no adapter was trained on weather" in wrong.error
-        assert [reply.label for reply in told] == [item.answer for item in asked[:3]]
+        assert [reply.label for reply in given] == [item.answer for item in asked[:3]]
         assert pinned.label == asked[0].answer
         assert None in calls and any(tasks is not None and len(tasks) == 4 for tasks in calls)  # type: ignore[arg-type]
 

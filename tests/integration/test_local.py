@@ -81,7 +81,10 @@ def start(file: Path, tmp_path: Path) -> Start:
         script = f"{textwrap.dedent(before)}\nfrom raycl.cli.main import main\nstatus = main({words!r})\n"
         script += "import sys\nassert 'ray' not in sys.modules\nsys.exit(status)\n"
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        return subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, text=True, **pipes)
+        ours = {
+            name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"
+        }  # Ray sets it in drivers
+        return subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, text=True, env=ours, **pipes)
 
     return begin
 

@@ -59,7 +59,7 @@ class Models:
 
     @cached_property
     def bare(self) -> Backbone:
-        """Whether there are no adapters."""
+        """Return whether there are no adapters."""
         return decoder(self.setup, "7B")
 
     @cached_property

@@ -82,7 +82,7 @@ class Columns:
 
     @property
     def is_default(self) -> bool:
-        """Whether the text is looked for under the usual names."""
+        """Return whether the text is looked for under the usual names."""
         return self.text == TEXT_NAMES and not self.parts
 
     def needed(self, names: Sequence[str], refuse: Refuse) -> list[str]:

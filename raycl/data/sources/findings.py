@@ -1,6 +1,6 @@
 """Findings while a source is read: how it was read, and rows that cannot be used.
 
-The user is told once where a file is read differently than it looks, or with fewer rows than it has.
+The user reads once that a file is read differently than it looks, or with fewer rows than it has.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class DasConfig(MethodConfig):
 
     @property
     def needs_dropout(self) -> bool:
-        """Whether dropout is needed, as it is for general knowledge."""
+        """Return whether dropout is needed, as it is for general knowledge."""
         return self.general
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:

@@ -252,7 +252,8 @@ class Migu(GradientModifier):
 
     @property
     def _makes_mask(self) -> bool:
-        """Whether masks are made in this step: where masking is off, those of measured steps are for the report."""
+        """Return whether masks are made in this step: where masking is off, those of measured steps are for the
+        report."""
         return self._active or self._measured
 
     def observe_forward(self, forward: Callable[[Batch], T], batch: Batch) -> T:

@@ -60,7 +60,7 @@ class SparseLayers:
 
     @property
     def chosen(self) -> bool:
-        """Whether backward forms some rows only."""
+        """Return whether backward forms some rows only."""
         return any(choice.rows is not None for choice in self._choices.values())
 
     def formed(self, name: str) -> bool:

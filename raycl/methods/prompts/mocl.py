@@ -76,12 +76,12 @@ class MoclConfig(MethodConfig):
 
     @property
     def needs_task(self) -> bool:
-        """Whether the task id is needed, because it restricts the composition."""
+        """Return whether the task id is needed, because it restricts the composition."""
         return self.task_id
 
     @property
     def needs_texts(self) -> bool:
-        """Whether batches name their tasks, which they must where the task id restricts the composition."""
+        """Return whether batches name their tasks, which they must where the task id restricts the composition."""
         return self.task_id
 
     @property

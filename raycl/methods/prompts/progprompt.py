@@ -50,12 +50,12 @@ class ProgPromptConfig(MethodConfig):
 
     @property
     def needs_task(self) -> bool:
-        """Whether the task id is needed, because it selects the prompts."""
+        """Return whether the task id is needed, because it selects the prompts."""
         return self.task_id
 
     @property
     def needs_texts(self) -> bool:
-        """Whether batches name their tasks, which they must where the task id selects the prompts."""
+        """Return whether batches name their tasks, which they must where the task id selects the prompts."""
         return self.task_id
 
     def prompt_positions(self, tasks: int) -> int:

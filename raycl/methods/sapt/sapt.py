@@ -96,7 +96,7 @@ class Sapt(PerTaskAdapter):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether adapters are trained without attention."""
+        """Return whether adapters are trained without attention."""
         return self.task_id_given or not self.ablation.shares
 
     # ---- a task ----------------------------------------------------------------------------------------------
@@ -174,7 +174,8 @@ class Sapt(PerTaskAdapter):
 
     @property
     def _needs_all_labels(self) -> bool:
-        """Whether label rows of every adapter count, however small its weight: no other adapter has those labels."""
+        """Return whether label rows of every adapter count, however small its weight: no other adapter has those
+        labels."""
         return self._replay is not None or (self.backbone.head is not None and bool(self.backbone.allowed_labels))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:

@@ -127,8 +127,8 @@ class SlmConfig(MethodConfig):
 
     @property
     def needs_task(self) -> bool:
-        """Whether the task id is needed, where `retrieval.task_id` chooses the slots, or the task picks the label
-        head."""
+        """Return whether the task id is needed, where `retrieval.task_id` chooses the slots, or the task picks the
+        label head."""
         return self.retrieval.task_id or self.head_rule == "label_count"
 
     @property
@@ -184,7 +184,7 @@ class Slm(PerTaskAdapter):
 
     @property
     def _knows_task(self) -> bool:
-        """Whether evaluation gives the task id."""
+        """Return whether evaluation gives the task id."""
         return self.task_id_given or bool(self.config.retrieval.task_id)
 
     # ---- a task ----------------------------------------------------------------------------------------------

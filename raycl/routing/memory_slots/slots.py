@@ -245,7 +245,7 @@ class SlotRouter:
 
     @property
     def _is_large(self) -> bool:
-        """Whether there are too many slots for every cosine, under a rule that needs only the chosen ones."""
+        """Return whether there are too many slots for every cosine, under a rule that needs only the chosen ones."""
         plain = (
             self.config.rule == "group_union"
             and self.config.similarity == "cosine"

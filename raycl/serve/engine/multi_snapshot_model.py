@@ -91,12 +91,12 @@ class LoadedSnapshot(TaskPrompts):
 
     @property
     def asks_for_task(self) -> bool:
-        """Whether a request must say which task its text is of."""
+        """Return whether a request must say which task its text is of."""
         return self.needs_task or self.router.reads_task or self.head_rule == "label_count"
 
     @property
     def concatenates_prompts(self) -> bool:
-        """Whether the soft prompts of a text's adapters stand one after another instead of being added up."""
+        """Return whether the soft prompts of a text's adapters stand one after another instead of being added up."""
         return self.snapshot.router.settings.get("prompt_mixing") == "concat"
 
     @property
@@ -108,7 +108,7 @@ class LoadedSnapshot(TaskPrompts):
 
     @property
     def prompts_follow(self) -> bool:
-        """Whether the soft prompts of its adapters stand behind texts instead of in front of them."""
+        """Return whether the soft prompts of its adapters stand behind texts instead of in front of them."""
         return self.snapshot.router.settings.get("prompt_place") == "after"
 
     def prompt_positions(self, names: Collection[str] | None = None) -> int:

@@ -148,7 +148,7 @@ class ServingEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Return whether the thread runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:

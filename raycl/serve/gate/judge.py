@@ -64,7 +64,7 @@ class GateResult:
 
     @property
     def passed(self) -> bool:
-        """Whether no task falls by more than allowed."""
+        """Return whether no task falls by more than allowed."""
         return all(drop <= self.max_drop for drop in self.drops.values())
 
 

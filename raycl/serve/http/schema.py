@@ -161,7 +161,7 @@ class Generation(Request):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the tokens."""
+        """Return whether a stream ends with the tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 

@@ -66,7 +66,7 @@ class Listener:
 
     @property
     def alive(self) -> bool:
-        """Whether it listens."""
+        """Return whether it listens."""
         return self._thread.is_alive()
 
     def close(self) -> None:

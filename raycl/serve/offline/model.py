@@ -115,7 +115,7 @@ class OfflineModel:
 
     @property
     def reads_alone(self) -> bool:
-        """Whether texts without their task are answered, and may get another prompt than that of their task."""
+        """Return whether texts without their task are answered, and may get another prompt than that of their task."""
         loaded = self._loaded
         return not loaded.asks_for_task and (loaded.has_chats or len(set(loaded.prompts.values())) > 1)
 

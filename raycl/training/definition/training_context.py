@@ -78,5 +78,5 @@ class TrainingContext:
 
     @property
     def own_adapters(self) -> bool:
-        """Whether adapters of a phase were trained on its own tasks alone."""
+        """Return whether adapters of a phase were trained on its own tasks alone."""
         return self.schedule.is_of_its_own(self.method)

@@ -126,7 +126,7 @@ class DeepSpeedEngine:
 
     @property
     def separate_masters(self) -> bool:
-        """Whether there are separate masters, in bfloat16."""
+        """Return whether there are separate masters, in bfloat16."""
         return self.backbone.dtype != torch.float32
 
     @property

@@ -65,7 +65,8 @@ class Engine(Protocol):
 
     @property
     def separate_masters(self) -> bool:
-        """Whether what is trained is kept in full precision beside the backbone, and goes when the engine closes."""
+        """Return whether what is trained is kept in full precision beside the backbone, and goes when the engine
+        closes."""
         ...
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -48,7 +49,7 @@ class StateTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class OptimizerKind:
+class OptimizerKind(ABC):
     """An optimizer of the table, with the settings of a run. Subclasses give `build` and `state`.
 
     Class attributes:
@@ -77,14 +78,15 @@ class OptimizerKind:
         Raises:
             ConfigError: a package is missing, or does not support the device.
         """
+        del device  # torch's own optimizers work on every device
 
+    @abstractmethod
     def build(self, groups: list[Group]) -> Optimizer:
         """Return the optimizer; groups without `lr` or `weight_decay` have the configured ones."""
-        raise NotImplementedError(f"{type(self).__name__} has no build")
 
+    @abstractmethod
     def state(self, parameter: ParameterSpec) -> Mapping[str, StateTensor]:
         """Return names and shapes of the tensors that it keeps for a parameter, by the library's names."""
-        raise NotImplementedError(f"{type(self).__name__} has no state")
 
     def counters(self, parameter: Tensor, spec: ParameterSpec, steps: int) -> dict[str, Any]:
         """Return what else it keeps for a parameter after `steps` steps: step counts, and constants.

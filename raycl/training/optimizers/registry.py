@@ -25,44 +25,9 @@ OPTIMIZERS: dict[str, str] = {
 """Optimizer name -> class."""
 
 
-class Registered:
-    """Optimizers that this process has been given in addition to those of the table."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[str, type[OptimizerKind]] = {}
-
-    def add(self, name: str, kind: type[OptimizerKind]) -> None:
-        """See `register_optimizer`."""
-        self._kinds[name] = kind
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names of optimizers in the order of registration."""
-        return tuple(self._kinds)
-
-    def kind(self, name: str) -> type[OptimizerKind] | None:
-        """Return the class behind a name, or None."""
-        return self._kinds.get(name)
-
-
-REGISTERED = Registered()
-
-
-def register_optimizer(name: str, kind: type[OptimizerKind]) -> None:
-    """Make `train.optimizer=name` work in this process.
-
-    Workers that are other processes do not see it.
-
-    Raises:
-        ValueError: an optimizer has that name already.
-    """
-    if name in OPTIMIZERS:
-        raise ValueError(f"optimizer '{name}' is in the table already: choose another name")
-    REGISTERED.add(name, kind)
-
-
 def optimizer_names() -> tuple[str, ...]:
     """Return all names that `train.optimizer` may have."""
-    return (*OPTIMIZERS, *REGISTERED.names(), *names("optimizer"))
+    return (*OPTIMIZERS, *names("optimizer"))
 
 
 def optimizer_class(name: str) -> type[OptimizerKind]:
@@ -75,8 +40,6 @@ def optimizer_class(name: str) -> type[OptimizerKind]:
 
     if name not in OPTIMIZERS and (result := load_class("optimizer", name, OptimizerKind)) is not None:
         return result
-    if (registered := REGISTERED.kind(name)) is not None:
-        return registered
     if name not in OPTIMIZERS:
         raise ValueError(f"train.optimizer is '{name}': {meant(name, optimizer_names())}")
     module, _, attribute = OPTIMIZERS[name].partition(":")

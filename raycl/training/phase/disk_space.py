@@ -1,6 +1,6 @@
 """The disk space that a run needs, and a check that the disk has it.
 
-A run that fills the disk in its tenth task has learned nine in vain until somebody makes room.
+A run that fills the disk in its tenth task cannot go on with the nine that it has learned before space is freed.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Checkpoint:
 
     @property
     def is_phase_end(self) -> bool:
-        """Whether the phase's training is over."""
+        """Return whether the phase's training is over."""
         return self.step == self.steps
 
     @property

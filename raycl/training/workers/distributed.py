@@ -45,7 +45,7 @@ class DistributedContext:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker writes for all."""
+        """Return whether this worker writes for all."""
         return self.rank == 0
 
     @cached_property

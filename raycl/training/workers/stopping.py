@@ -86,7 +86,7 @@ class HostStop:
 
     @property
     def is_requested(self) -> bool:
-        """Whether there is a request."""
+        """Return whether there is a request."""
         return bool(self.reason)
 
 

@@ -165,7 +165,7 @@ class Idbr(Method):
 
     @property
     def _replays(self) -> bool:
-        """Whether stored rows join the present step."""
+        """Return whether stored rows join the present step."""
         context = self._context
         return self._rows is not None and context is not None and (context.step.index + 1) % self.config.every == 0
 

@@ -1,6 +1,6 @@
 """Expressions in sweep files: `ap - f_ra`, `10 * train.learning_rate`, read as a tree and computed by us alone.
 
-A setting may follow from another one and a metric may blend several, yet a file from elsewhere is never executed:
+A setting may follow from another one and a metric may combine several, yet a file from elsewhere is never executed:
 whatever the language below does not define is an error before anything starts.
 
 The language: numbers, strings, `True`, `False`, `None`, lists, dotted names, `+ - * / // % **`, comparisons, `in`,

@@ -1,4 +1,4 @@
-"""The metrics of a trial: AP, F.Ra, a task's score, or a blend of them, after each task."""
+"""The metrics of a trial: AP, F.Ra, a task's score, or an expression of them, after each task."""
 
 from __future__ import annotations
 

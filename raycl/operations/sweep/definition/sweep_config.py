@@ -137,7 +137,7 @@ class SweepConfig(Section):
 
     @property
     def in_process(self) -> bool:
-        """Whether a trial's one worker works in the process that Tune has for the trial, and for the next one.
+        """Return whether a trial's one worker works in the process that Tune has for the trial, and for the next one.
 
         Not under DeepSpeed, whose process group ends with the run and is not made again.
         """
@@ -147,7 +147,7 @@ class SweepConfig(Section):
 
     @property
     def plans(self) -> bool:
-        """Whether all trials are known before the first one runs."""
+        """Return whether all trials are known before the first one runs."""
         return self.search.name != "tpe"
 
     def trials(self) -> list[Settings]:
