@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from raycl.cli.terminal import echo, log_to_stderr
+from raycl.cli.commands import echo, log_to_stderr
 
 BENCHMARKS = {
     "stream": "benchmarks.streams.stream",

@@ -175,12 +175,11 @@ def commands_page() -> str:
 
 def _helps(name: str) -> Iterator[str]:
     names: list[list[str]] = [[]]
-    module = cli.load(name)
     if name == "bank":
         names += [["--bank", "BANK", command] for command in COMMANDS]
     for words in names:
         title = f"### `{words[-1]}`\n\n" if words else ""
-        parse = partial(module.arguments, prog=f"raycl {name}")
+        parse = partial(cli.parsed, name, prog=f"raycl {name}")
         yield f"{title}```text\n{_help(parse, [*words, '--help'])}\n```"
 
 

@@ -138,7 +138,7 @@ BROKEN = [
         "class Method:\n" + "".join(f"    def h{number}(self): ...\n" for number in range(11)),
         "Method has 11 public hooks, at most 10",
     ),
-    ("prints", "raycl/data/x.py", "print('x')", "print outside raycl/cli/terminal.py"),
+    ("prints", "raycl/data/x.py", "print('x')", "print outside raycl/cli/commands.py"),
     ("prints", "raycl/cli/runs/x.py", "print('x')", "echo it in a command"),
     ("excepts", "raycl/data/x.py", "try:\n    f()\nexcept:\n    g()", "catches everything"),
     ("excepts", "raycl/data/x.py", "try:\n    f()\nexcept (OSError, Exception):\n    g()", "catches everything"),

@@ -1,7 +1,7 @@
-"""The commands of `raycl` by name.
+"""The commands of `raycl` by name, and what they share.
 
-A command's module has `parser(prog)`, `arguments(words, prog)` and `run(options)`, which returns the exit status. It
-imports what it needs in `run`, so that `--help` does not wait for heavy libraries.
+A command's module has `add_arguments(parser)` and `run(options)`, which returns the exit status; its docstring is the
+command's help. It imports what it needs in `run`, so that `--help` does not wait for heavy libraries.
 """
 
 from __future__ import annotations
@@ -13,35 +13,42 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from raycl.cli.terminal import echo
-from raycl.errors import RayclError
+import raycl
+from raycl.errors import RayclError, printable
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its module and one line about it."""
+    """A command: its module and one line about it.
+
+    Attributes:
+        sorts: words may stand among options, and the module has `sort_words(parser, options)`, which tells what they
+            are, and refuses what does not fit.
+    """
 
     module: str
     summary: str
+    sorts: bool = False
 
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as in shells."""
 
 COMMANDS = {
-    "train": Command("raycl.cli.runs.train", "train a model on tasks that arrive one after another"),
+    "train": Command("raycl.cli.runs.train", "train a model on tasks that arrive one after another", True),
     "sweep": Command("raycl.cli.runs.sweep", "search settings: each trial is a run"),
-    "compare": Command("raycl.cli.runs.compare", "several methods and seeds, and their table"),
-    "serve": Command("raycl.cli.banks.serve", "answer from a bank, without task ids"),
+    "compare": Command("raycl.cli.runs.compare", "several methods and seeds, and their table", True),
+    "serve": Command("raycl.cli.banks.serve", "answer from a bank, without task ids", True),
     "bank": Command("raycl.cli.banks.bank", "look into a bank, check it, export, merge, clean up"),
-    "data": Command("raycl.cli.data", "look at data as a run would read it, before it trains"),
-    "predict": Command("raycl.cli.banks.predict", "answer the rows of files, without a server"),
-    "evaluate": Command("raycl.cli.banks.evaluate", "score a snapshot on files: metric, confusion, routing"),
+    "data": Command("raycl.cli.data", "look at data as a run would read it, before it trains", True),
+    "predict": Command("raycl.cli.banks.predict", "answer the rows of files, without a server", True),
+    "evaluate": Command("raycl.cli.banks.evaluate", "score a snapshot on files: metric, confusion, routing", True),
     "report": Command("raycl.cli.runs.report", "tables and pictures of finished runs"),
     "probe": Command("raycl.cli.runs.probe", "large outputs of finished models that tasks share, layer by layer"),
-    "status": Command("raycl.cli.runs.status", "state and progress of a run, and the next command"),
+    "status": Command("raycl.cli.runs.status", "state and progress of a run, and the next command", True),
     "plugins": Command("raycl.cli.plugins", "what installed packages add: methods, routers, optimizers and more"),
     "clean": Command("raycl.cli.runs.clean", "remove caches and checkpoints that are not needed any more"),
     "demo": Command("raycl.cli.runs.demo", "learn five short tasks in two ways: one forgets, one does not"),
@@ -50,6 +57,9 @@ COMMANDS = {
 
 OBJECTS = 100_000
 """New objects between two garbage collections; imported libraries create a million, none of them garbage."""
+
+INSTALLED = Path(raycl.__file__).parent / "files"
+"""The folder of configs, comparisons and sweeps that are installed with raycl."""
 
 
 def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -60,10 +70,9 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     """
     gc.set_threshold(OBJECTS)
     try:
-        module = load(name)
-        options = module.arguments(sys.argv[1:] if words is None else words, prog)
+        options = parsed(name, sys.argv[1:] if words is None else words, prog)
         with _allowed(options):
-            return int(module.run(options))
+            return int(load(name).run(options))
     except RayclError as error:
         echo(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -85,3 +94,63 @@ def _allowed(options: argparse.Namespace) -> AbstractContextManager[None]:
 def load(name: str) -> Any:
     """Return the module of a command."""
     return import_module(COMMANDS[name].module)
+
+
+def parser_of(name: str, prog: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a command."""
+    module = load(name)
+    command_parser = argparse.ArgumentParser(
+        prog, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(command_parser)
+    return command_parser
+
+
+def parsed(name: str, words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+    """Return the parsed command line of a command."""
+    command_parser = parser_of(name, prog)
+    if not COMMANDS[name].sorts:
+        return command_parser.parse_args(words)
+    options = command_parser.parse_intermixed_args(words)
+    load(name).sort_words(command_parser, options)
+    return options
+
+
+def echo(text: object = "", **options: Any) -> None:
+    """Print texts unchanged, except for characters that a terminal obeys; `options` are those of `print`."""
+    print(printable(str(text)), **options)
+
+
+def log_to_stderr() -> None:
+    """Log lines, without decoration."""
+    import logging
+
+    from raycl.launch.console import PlainFormatter
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PlainFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
+
+
+def add_allow_env(command_parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that read a config file."""
+    command_parser.add_argument(
+        "--allow-env",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="the config file may read this variable by ${oc.env:NAME}, besides RAYCL_DATA and RAYCL_MODELS",
+    )
+
+
+def local_or_installed(name: str) -> str:
+    """Return `name` if there is such a file, else raycl's file of that name, such as `sweeps/seeds.yaml`.
+
+    Raises:
+        ConfigError: neither exists.
+    """
+    from raycl.config import require_file  # imports pydantic and OmegaConf, which --help does not need
+
+    installed = INSTALLED / name
+    takes_own = not Path(name).exists() and installed.is_file() and not Path(name).is_absolute()
+    return str(installed) if takes_own else require_file(name)

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycl.cli.files import add_allow_env, local_or_installed
-from raycl.cli.terminal import echo
+from raycl.cli.commands import add_allow_env, echo, local_or_installed
 from raycl.errors import counted
 
 if TYPE_CHECKING:
@@ -37,44 +36,35 @@ SHOWN = 60
 """The number of tokens of a prompt or a target that are listed."""
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    argument_parser.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
         "action",
         choices=("check", "labels"),
         help="check: describe data and list what is probably wrong; labels: write the answers of train as label set",
     )
-    argument_parser.add_argument(
+    parser.add_argument(
         "words",
         nargs="*",
         metavar="PATH key.path=value",
         help="folder, file or hf:// name; settings of the task (columns.text, labels, format, config, splits.test, "
         "...) and of the run (backbone.name, stream.max_source_tokens, ...)",
     )
-    argument_parser.add_argument("--config", metavar="FILE", help="check the tasks of this run's config")
-    add_allow_env(argument_parser)
-    argument_parser.add_argument(
-        "--examples", type=int, default=5, metavar="N", help="examples of each task (default: 5)"
-    )
-    argument_parser.add_argument("--json", metavar="FILE", help="also write everything here")
-    return argument_parser
+    parser.add_argument("--config", metavar="FILE", help="check the tasks of this run's config")
+    add_allow_env(parser)
+    parser.add_argument("--examples", type=int, default=5, metavar="N", help="examples of each task (default: 5)")
+    parser.add_argument("--json", metavar="FILE", help="also write everything here")
 
 
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    argument_parser = parser(prog)
-    options = argument_parser.parse_intermixed_args(words)
+def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Tell paths from settings."""
     options.paths = [word for word in options.words if _is_path(word)]
     options.overrides = [word for word in options.words if word not in options.paths]
     named = bool(options.config) or any(word.startswith(("stream.name=", "stream.tasks=")) for word in options.words)
     if len(options.paths) > 1 or (options.paths and options.config) or not (options.paths or named):
-        argument_parser.error("expected one PATH, --config FILE, or stream.name=ORDER")
+        parser.error("expected one PATH, --config FILE, or stream.name=ORDER")
     if options.action == "labels" and not options.paths:
-        argument_parser.error("labels are those of one task: expected its PATH")
-    return options
+        parser.error("labels are those of one task: expected its PATH")
 
 
 def _is_path(word: str) -> bool:

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from raycl import __version__
-from raycl.cli.commands import COMMANDS, load, run
-from raycl.cli.terminal import echo
+from raycl.cli.commands import COMMANDS, echo, parser_of, run
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -53,7 +52,7 @@ def completion(shell: str) -> str:
     argument_parser = argparse.ArgumentParser(prog="raycl")
     names = argument_parser.add_subparsers()
     for name, command in COMMANDS.items():
-        names.add_parser(name, help=command.summary, parents=[load(name).parser(f"raycl {name}")], add_help=False)
+        names.add_parser(name, help=command.summary, parents=[parser_of(name, f"raycl {name}")], add_help=False)
     return str(shtab.complete(argument_parser, shell))
 
 

@@ -9,19 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from raycl.cli.terminal import echo
-
-
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    return argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+from raycl.cli.commands import echo
 
 
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    return parser(prog).parse_args(words)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: the command has no arguments."""
 
 
 def run(options: argparse.Namespace) -> int:

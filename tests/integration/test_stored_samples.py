@@ -14,7 +14,7 @@ from tiny import Lab, matrix, work
 from raycl.backbone import load_codec
 from raycl.bank import Bank
 from raycl.bank.branches import head_of
-from raycl.cli.banks.bank import parser
+from raycl.cli.commands import parsed
 from raycl.errors import BankError
 from raycl.launch import prepared_run
 from raycl.operations.banks.commands import answer
@@ -43,7 +43,7 @@ def sampled(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> SampleBank:
 
 
 def command(bank: Bank, *words: str) -> str:
-    return answer(parser().parse_args(["--bank", bank.storage.uri, *words])).text
+    return answer(parsed("bank", ["--bank", bank.storage.uri, *words])).text
 
 
 def test_they_are_counted_by_task_and_exported_on_request_only(sampled: SampleBank, tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from raycl import __version__
 from raycl.cli import main
-from raycl.cli.commands import COMMANDS, load
-from raycl.cli.files import FOLDER, local_or_installed
+from raycl.cli.commands import COMMANDS, INSTALLED, load, local_or_installed, parsed
 from raycl.config import to_yaml
 from raycl.errors import ConfigError
 from raycl.operations.sweep.comparison import load_comparison, plan
@@ -125,7 +124,7 @@ def test_completion_knows_commands_and_their_options(capsys: pytest.CaptureFixtu
 
 
 def test_settings_may_follow_the_rows_of_a_comparison() -> None:
-    options = load("compare").arguments(["c.yaml", "at_once=2", "--only", "lora", "slm", "seeds=[0]"])
+    options = parsed("compare", ["c.yaml", "at_once=2", "--only", "lora", "slm", "seeds=[0]"])
     assert options.only == ["lora", "slm"] and options.overrides == ["at_once=2", "seeds=[0]"]
 
 
@@ -150,7 +149,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 def test_configs_of_the_package_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of the user comes first; what neither has is refused."""
     monkeypatch.chdir(tmp_path)
-    own = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml")} | {
+    own = {path.relative_to(INSTALLED).as_posix() for path in INSTALLED.rglob("*.yaml")} | {
         path.relative_to(REPO).as_posix()
         for folder in ("sweeps", "jobs/configs")
         for path in (REPO / folder).rglob("*.yaml")

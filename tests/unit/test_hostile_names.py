@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raycl.cli import commands
-from raycl.cli.terminal import echo
+from raycl.cli.commands import echo
 from raycl.data.sources.spreadsheets import SpreadsheetWriter
 from raycl.errors import printable
 from raycl.launch.console import PlainFormatter

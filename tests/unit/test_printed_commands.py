@@ -25,7 +25,7 @@ from benchmarks.command import parser as benchmark_parser
 from raycl import config as configs
 from raycl.cli import main
 from raycl.cli.commands import COMMANDS as COMMANDS_OF_RAYCL
-from raycl.cli.commands import load
+from raycl.cli.commands import parsed
 from raycl.errors import ConfigError
 from raycl.operations.banks.commands import COMMANDS
 from raycl.operations.sweep.comparison import load_comparison
@@ -161,7 +161,7 @@ def _tree(overrides: list[str]) -> configs.Tree:
 
 def _options(command: str, words: list[str]) -> Any:
     """Return what the command's own parser makes of the words."""
-    return load(command).arguments(words)
+    return parsed(command, words)
 
 
 def _file(name: str) -> str:

@@ -10,23 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Sequence
 
-from raycl.cli.terminal import echo, log_to_stderr
+from raycl.cli.commands import echo, log_to_stderr
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    argument_parser.add_argument("--bank", required=True, metavar="PATH", help="folder or URI of the bank")
-    argument_parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run code that comes with the backbone"
-    )
-    argument_parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run code")
-    argument_parser.add_argument("--json", action="store_true", help="for scripts")
-    names = argument_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--bank", required=True, metavar="PATH", help="folder or URI of the bank")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
+    parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run code")
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    names = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     names.add_parser("list", help="snapshots and adapters")
     names.add_parser("branches", help="each branch, the snapshot that it points at, and what moved it there")
     log = names.add_parser("log", help="snapshots of a branch, newest first, with the tasks that each added")
@@ -94,12 +88,6 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     forgetting.add_argument("--backbone", help="where the backbone is now, if not where it was")
     data = "s3://BUCKET or the like at which the snapshot's record may name data, other than the bank's own"
     forgetting.add_argument("--allow-storage", metavar="ADDRESS", action="append", default=[], help=data)
-    return argument_parser
-
-
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    return parser(prog).parse_args(words)
 
 
 def run(options: argparse.Namespace) -> int:

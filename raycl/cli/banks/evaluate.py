@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 
 from raycl.cli.banks import predict
-from raycl.cli.terminal import echo, log_to_stderr
+from raycl.cli.commands import echo, log_to_stderr
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    predict.add_input(argument_parser)
-    argument_parser.add_argument("--label", metavar="COLUMN", help="column of the answer (default: label or output)")
-    argument_parser.add_argument("--metric", help="default: that of the task with these labels, else exact_match")
-    argument_parser.add_argument("--json", metavar="FILE", help="also write everything here")
-    argument_parser.add_argument("--png", metavar="FILE", help="draw the confusion of labels here")
-    return argument_parser
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    predict.add_input(parser)
+    parser.add_argument("--label", metavar="COLUMN", help="column of the answer (default: label or output)")
+    parser.add_argument("--metric", help="default: that of the task with these labels, else exact_match")
+    parser.add_argument("--json", metavar="FILE", help="also write everything here")
+    parser.add_argument("--png", metavar="FILE", help="draw the confusion of labels here")
 
 
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    return predict.split(parser(prog), words)
+def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Tell files from settings."""
+    predict.sort_words(parser, options)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,10 +12,9 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from raycl.cli.terminal import echo, log_to_stderr
+from raycl.cli.commands import echo, log_to_stderr
 
 if TYPE_CHECKING:
     from raycl.bank import Bank, Snapshot
@@ -25,66 +24,47 @@ if TYPE_CHECKING:
     from raycl.storage import Storage
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_input(argument_parser)
-    argument_parser.add_argument("--to", metavar="FOLDER", help="folder or URI for parts; default: standard output")
-    argument_parser.add_argument("--output", metavar="FILE", help="also one file of all rows: .csv, .jsonl or .parquet")
-    argument_parser.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_input(parser)
+    parser.add_argument("--to", metavar="FOLDER", help="folder or URI for parts; default: standard output")
+    parser.add_argument("--output", metavar="FILE", help="also one file of all rows: .csv, .jsonl or .parquet")
+    parser.add_argument(
         "--workers", type=int, metavar="N", help="answer parts on N workers of the Ray cluster at RAY_ADDRESS, or here"
     )
-    argument_parser.add_argument("--part-rows", type=int, default=4096, help="rows of a part (default: 4096)")
-    return argument_parser
+    parser.add_argument("--part-rows", type=int, default=4096, help="rows of a part (default: 4096)")
 
 
-def add_input(argument_parser: argparse.ArgumentParser) -> None:
+def add_input(parser: argparse.ArgumentParser) -> None:
     """Add arguments that name the snapshot and the rows."""
-    argument_parser.add_argument(
-        "bank", metavar="BANK[@REFERENCE]", help="branch, number or hash of a snapshot; default: main"
-    )
-    argument_parser.add_argument(
-        "words", nargs="+", metavar="FILE key.path=value", help="files or folders; settings of serving"
-    )
-    argument_parser.add_argument(
+    parser.add_argument("bank", metavar="BANK[@REFERENCE]", help="branch, number or hash of a snapshot; default: main")
+    parser.add_argument("words", nargs="+", metavar="FILE key.path=value", help="files or folders; settings of serving")
+    parser.add_argument(
         "--format",
         metavar="NAME",
         default="auto",
         help="of the files, as stream.tasks has it (default: by their suffix)",
     )
-    argument_parser.add_argument(
-        "--text", metavar="COLUMN", help="column of the text (default: text, input or sentence)"
-    )
-    argument_parser.add_argument(
-        "--depth", metavar="N", type=int, help="levels that a row of JSON may have (default: 64)"
-    )
-    argument_parser.add_argument("--row-mb", metavar="N", type=int, help="MiB that a row may have (default: 16)")
-    argument_parser.add_argument(
+    parser.add_argument("--text", metavar="COLUMN", help="column of the text (default: text, input or sentence)")
+    parser.add_argument("--depth", metavar="N", type=int, help="levels that a row of JSON may have (default: 64)")
+    parser.add_argument("--row-mb", metavar="N", type=int, help="MiB that a row may have (default: 16)")
+    parser.add_argument(
         "--expansion", metavar="N", type=int, help="times a Parquet file's size that its rows may take (default: 1000)"
     )
-    argument_parser.add_argument("--split", default="test", help="of a dataset (default: test)")
-    argument_parser.add_argument("--config", metavar="NAME", help="configuration of a dataset that has several")
-    argument_parser.add_argument("--task", help="task of all rows, if it is known")
-    argument_parser.add_argument("--max-tokens", type=int, help="of generated answers (default: as in training)")
+    parser.add_argument("--split", default="test", help="of a dataset (default: test)")
+    parser.add_argument("--config", metavar="NAME", help="configuration of a dataset that has several")
+    parser.add_argument("--task", help="task of all rows, if it is known")
+    parser.add_argument("--max-tokens", type=int, help="of generated answers (default: as in training)")
 
 
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    return split(parser(prog), words)
-
-
-def split(argument_parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse words, separating files and settings."""
-    options = argument_parser.parse_intermixed_args(words)
+def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Tell files from settings."""
     options.files = [word for word in options.words if "=" not in word or "://" in word.partition("=")[0]]
     options.overrides = [word for word in options.words if word not in options.files]
     if not options.files:
-        argument_parser.error("no FILE: expected a file or folder with rows")
+        parser.error("no FILE: expected a file or folder with rows")
     if getattr(options, "workers", None) and not options.to:
-        argument_parser.error("--workers write parts: name their folder with --to")
-    return options
+        parser.error("--workers write parts: name their folder with --to")
 
 
 def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfig]:

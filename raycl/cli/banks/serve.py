@@ -12,47 +12,36 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
 
-from raycl.cli.files import add_allow_env
-from raycl.cli.terminal import echo, log_to_stderr
+from raycl.cli.commands import add_allow_env, echo, log_to_stderr
 
 UNNAMED = "RUN_DIR"
 """The bank in a printed config for which none is named."""
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    argument_parser.add_argument(
-        "--bank", metavar="PATH", help="folder or URI of the bank, or of the run that publishes to it"
-    )
-    argument_parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
-    add_allow_env(argument_parser)
-    argument_parser.add_argument("--max-drop", type=float, help="points that an old task may lose (promote; default 1)")
-    argument_parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
-    argument_parser.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--bank", metavar="PATH", help="folder or URI of the bank, or of the run that publishes to it")
+    parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
+    add_allow_env(parser)
+    parser.add_argument("--max-drop", type=float, help="points that an old task may lose (promote; default 1)")
+    parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
+    parser.add_argument(
         "words", nargs="*", metavar="WORD", help="activate SNAPSHOT, promote SNAPSHOT, or key.path=value ..."
     )
-    return argument_parser
 
 
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    argument_parser = parser(prog)
-    options = argument_parser.parse_intermixed_args(words)
+def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Tell commands from settings."""
     commands = [word for word in options.words if "=" not in word]
     options.overrides = [word for word in options.words if "=" in word]
     options.command, options.snapshot = [*commands, "", ""][:2] if commands else ["serve", ""]
     known = commands[:1] in (["activate"], ["promote"]) and len(commands) == 2
     if commands and not known:
-        argument_parser.error(
+        parser.error(
             f"'{' '.join(commands)}' is no command: expected activate SNAPSHOT, promote SNAPSHOT, or nothing, where "
             "SNAPSHOT is a number, a branch or the first digits of a hash"
         )
-    return options
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,27 +9,17 @@ Banks, and runs that are not finished, are never touched.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from raycl.cli.terminal import echo
+from raycl.cli.commands import echo
 
 KINDS = ("checkpoints", "prefixes", "cache")
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    argument_parser.add_argument("folder", nargs="?", help="folder or URI of runs (default: as output.dir of a run)")
-    argument_parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="just these (default: all)")
-    argument_parser.add_argument("--remove", action="store_true", help="remove what is shown")
-    return argument_parser
-
-
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    return parser(prog).parse_args(words)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("folder", nargs="?", help="folder or URI of runs (default: as output.dir of a run)")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="just these (default: all)")
+    parser.add_argument("--remove", action="store_true", help="remove what is shown")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,35 +9,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from raycl.cli.files import add_allow_env, local_or_installed
-from raycl.cli.terminal import echo
+from raycl.cli.commands import add_allow_env, echo, local_or_installed
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    argument_parser.add_argument("comparison", metavar="FILE", help="YAML with name, base, runs, seeds")
-    argument_parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="for example base.train.epochs=1"
-    )
-    argument_parser.add_argument("--dir", default="runs", help="folder or URI for all runs (default: runs)")
-    argument_parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows")
-    add_allow_env(argument_parser)
-    argument_parser.add_argument("--status", action="store_true", help="state of each run, and stop")
-    argument_parser.add_argument("--png", metavar="FILE", help="write the matrices as heat maps side by side")
-    return argument_parser
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("comparison", metavar="FILE", help="YAML with name, base, runs, seeds")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example base.train.epochs=1")
+    parser.add_argument("--dir", default="runs", help="folder or URI for all runs (default: runs)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows")
+    add_allow_env(parser)
+    parser.add_argument("--status", action="store_true", help="state of each run, and stop")
+    parser.add_argument("--png", metavar="FILE", help="write the matrices as heat maps side by side")
 
 
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    options = parser(prog).parse_intermixed_args(words)
+def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Take settings that follow the rows of --only."""
     options.overrides += [word for word in options.only if "=" in word]  # numbers that follow the rows
     options.only = [word for word in options.only if "=" not in word]
-    return options
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,39 +10,27 @@ It works with every method, with and without the modifier migu. A run's probe.js
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from raycl.cli.terminal import echo
+from raycl.cli.commands import echo
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    argument_parser.add_argument("runs", nargs="+", help="run folder, or folder of runs (path or URI)")
-    argument_parser.add_argument(
-        "--rows", type=int, default=100, metavar="N", help="test rows of each task (default: 100)"
-    )
-    argument_parser.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("runs", nargs="+", help="run folder, or folder of runs (path or URI)")
+    parser.add_argument("--rows", type=int, default=100, metavar="N", help="test rows of each task (default: 100)")
+    parser.add_argument(
         "--threshold", type=float, default=0.7, metavar="T", help="share of outputs that are not large (default: 0.7)"
     )
-    argument_parser.add_argument(
+    parser.add_argument(
         "--layer", default="", metavar="REGEX", help="show layers whose path ends so (default: all of them)"
     )
-    argument_parser.add_argument(
+    parser.add_argument(
         "--set", nargs="+", default=[], metavar="key.path=value", help="of a run's config, such as stream.root=/data"
     )
-    argument_parser.add_argument("--again", action="store_true", help="measure runs again that were measured before")
-    argument_parser.add_argument("--png", type=Path, help="write the overlaps of tasks as heat maps side by side")
-    argument_parser.add_argument("--csv", type=Path, help="write the overlaps with full precision")
-    return argument_parser
-
-
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    return parser(prog).parse_args(words)
+    parser.add_argument("--again", action="store_true", help="measure runs again that were measured before")
+    parser.add_argument("--png", type=Path, help="write the overlaps of tasks as heat maps side by side")
+    parser.add_argument("--csv", type=Path, help="write the overlaps with full precision")
 
 
 def run(options: argparse.Namespace) -> int:

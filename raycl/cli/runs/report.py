@@ -10,33 +10,23 @@ raycl report runs/sapt --attention-png attention.png
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from raycl.cli.terminal import echo
+from raycl.cli.commands import echo
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    argument_parser.add_argument("runs", nargs="+", help="run folder, folder of runs, or results.json (path or URI)")
-    argument_parser.add_argument("--png", type=Path, help="write the matrices as heat maps side by side")
-    argument_parser.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("runs", nargs="+", help="run folder, folder of runs, or results.json (path or URI)")
+    parser.add_argument("--png", type=Path, help="write the matrices as heat maps side by side")
+    parser.add_argument(
         "--router-png", type=Path, help="draw the routers of the runs that have one: keys, t-SNE, tasks found"
     )
-    argument_parser.add_argument(
+    parser.add_argument(
         "--attention-png", type=Path, help="draw the adapters' weights for each task's texts in runs of sapt"
     )
-    argument_parser.add_argument("--csv", type=Path, help="write the comparison with full precision")
-    argument_parser.add_argument("--runs-csv", type=Path, help="write one line a run, with full precision")
-    return argument_parser
-
-
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    return parser(prog).parse_args(words)
+    parser.add_argument("--csv", type=Path, help="write the comparison with full precision")
+    parser.add_argument("--runs-csv", type=Path, help="write one line a run, with full precision")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,39 +8,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from raycl.cli.terminal import echo
+from raycl.cli.commands import echo
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    argument_parser.add_argument("run", metavar="RUN_DIR", help="folder or URI of a run")
-    argument_parser.add_argument(
-        "--web", action="store_true", help="serve a page of it on this machine: tasks, loss, matrix"
-    )
-    argument_parser.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("run", metavar="RUN_DIR", help="folder or URI of a run")
+    parser.add_argument("--web", action="store_true", help="serve a page of it on this machine: tasks, loss, matrix")
+    parser.add_argument(
         "--port", type=int, metavar="N", help="with --web: this port, 0 for any (default: the first free one from 8300)"
     )
-    argument_parser.add_argument(
-        "--host", help="with --web: address to listen on (default: 127.0.0.1, this machine alone)"
-    )
-    argument_parser.add_argument("--open", action="store_true", help="with --web: open the page in a browser")
-    return argument_parser
+    parser.add_argument("--host", help="with --web: address to listen on (default: 127.0.0.1, this machine alone)")
+    parser.add_argument("--open", action="store_true", help="with --web: open the page in a browser")
 
 
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    argument_parser = parser(prog)
-    options = argument_parser.parse_args(words)
+def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse options of the page without it."""
     if not options.web and (options.port is not None or options.host or options.open):
-        argument_parser.error("--port, --host and --open need --web")
+        parser.error("--port, --host and --open need --web")
     if options.port is not None and not 0 <= options.port < 2**16:
-        argument_parser.error(f"--port is {options.port}: expected a number from 0 to 65535")
-    return options
+        parser.error(f"--port is {options.port}: expected a number from 0 to 65535")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,32 +10,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from raycl.cli.files import add_allow_env, local_or_installed
-from raycl.cli.terminal import echo
+from raycl.cli.commands import add_allow_env, echo, local_or_installed
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    argument_parser.add_argument(
-        "sweep", metavar="FILE", help="YAML with name, base, space, metric, search, scheduler, ..."
-    )
-    argument_parser.add_argument("--dir", help="folder or URI for sweeps (default: as output.dir of a run)")
-    argument_parser.add_argument(
-        "--resume", action="store_true", help="continue the sweep; failed trials are tried again"
-    )
-    add_allow_env(argument_parser)
-    argument_parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="key.path=value")
-    return argument_parser
-
-
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    return parser(prog).parse_args(words)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("sweep", metavar="FILE", help="YAML with name, base, space, metric, search, scheduler, ...")
+    parser.add_argument("--dir", help="folder or URI for sweeps (default: as output.dir of a run)")
+    parser.add_argument("--resume", action="store_true", help="continue the sweep; failed trials are tried again")
+    add_allow_env(parser)
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="key.path=value")
 
 
 def run(options: argparse.Namespace) -> int:

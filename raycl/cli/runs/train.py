@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 
-from raycl.cli.files import add_allow_env, local_or_installed
-from raycl.cli.terminal import echo
+from raycl.cli.commands import add_allow_env, echo, local_or_installed
 
 GPU_NAMES = ("a10g-24", "l4-24", "a100-40", "a100-80", "h100-80", "h200-141")
 """The names in `raycl.operations.plan.arithmetic`, repeated here so that `--help` does not import it."""
@@ -30,24 +28,18 @@ SETTINGS = """settings that matter first (all: --print-config, and docs/referenc
 """
 
 
-def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    argument_parser = argparse.ArgumentParser(
-        prog, description=__doc__, epilog=SETTINGS, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    argument_parser.add_argument("words", nargs="*", metavar="FILE.yaml key.path=value", help="for example method=lora")
-    argument_parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
-    add_allow_env(argument_parser)
-    argument_parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
-    argument_parser.add_argument("--status", metavar="RUN_DIR", help="state of a run on any machine; starts nothing")
-    argument_parser.add_argument(
-        "--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML"
-    )
-    argument_parser.add_argument(
-        "--revise", metavar="TASK", help="learn a task of a bank again: name or YAML with its new data"
-    )
-    argument_parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
-    plan = argument_parser.add_argument_group("plan")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.epilog = SETTINGS
+    parser.add_argument("words", nargs="*", metavar="FILE.yaml key.path=value", help="for example method=lora")
+    parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
+    add_allow_env(parser)
+    parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
+    parser.add_argument("--status", metavar="RUN_DIR", help="state of a run on any machine; starts nothing")
+    parser.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML")
+    parser.add_argument("--revise", metavar="TASK", help="learn a task of a bank again: name or YAML with its new data")
+    parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
+    plan = parser.add_argument_group("plan")
     plan.add_argument("--plan", action="store_true", help="what the run would need on these GPUs, and stop")
     plan.add_argument("--gpu", metavar="NAME", default="a100-80", help=f"one of {', '.join(GPU_NAMES)}")
     plan.add_argument("--gpus", metavar="N", type=int, help="workers, a GPU each (default: launch.workers)")
@@ -58,29 +50,23 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     plan.add_argument("--methods", action="store_true", help="what each method keeps, needs and trains, and stop")
     plan.add_argument("--sizes", action="store_true", help="the table of sizes in cluster/README.md, and stop")
     plan.add_argument("--json", action="store_true", help="the plan as JSON")
-    argument_parser.add_argument(
-        "--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)"
-    )
-    return argument_parser
+    parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
 
 
-def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    argument_parser = parser(prog)
-    options = argument_parser.parse_intermixed_args(words)
+def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Tell the config file from settings, and refuse options that exclude each other."""
     files = [word for word in options.words[:1] if word.endswith((".yaml", ".yml")) and "=" not in word]
     options.overrides = options.words[len(files) :]
     if files and options.config:
-        argument_parser.error(f"two config files, {files[0]} and {options.config}: give one")
+        parser.error(f"two config files, {files[0]} and {options.config}: give one")
     options.config = options.config or next(iter(files), None)
     if options.resume and options.config:
-        argument_parser.error(f"--resume takes the run's own config: leave {options.config} out")
+        parser.error(f"--resume takes the run's own config: leave {options.config} out")
     if options.status and (options.words or options.config or options.resume):
-        argument_parser.error("--status takes no other options")
+        parser.error("--status takes no other options")
     planned = options.resume or options.status or options.add or options.revise
     if options.plan and planned:
-        argument_parser.error("--plan takes a config and overrides, no run that is there")
-    return options
+        parser.error("--plan takes a config and overrides, no run that is there")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from tiny import Lab
 from torch import Tensor
 
 from raycl import config as configs
+from raycl.cli.commands import parsed
 from raycl.cli.runs import train
 from raycl.errors import BackboneError, ConfigError
 from raycl.methods.base import activate_batch
@@ -297,22 +298,22 @@ def test_the_command_prints_text_and_json(lab: Lab, capsys: pytest.CaptureFixtur
     (folder / "config.json").write_bytes((lab.model_folder("llama") / "config.json").read_bytes())
     words = ["--plan", f"backbone.name={folder}", "stream.name=long-A", "stream.root=/nowhere", "--gpu", "h100-80"]
     with pytest.raises(BackboneError, match=r"128 \+ max_target_tokens 32 is more than the 128 positions"):
-        train.run(train.arguments(words))
+        train.run(parsed("train", words))
     words.append("stream.max_source_tokens=96")
-    assert train.run(train.arguments([*words, "--json"])) == 0
+    assert train.run(parsed("train", [*words, "--json"])) == 0
     tree = json.loads(capsys.readouterr().out)
     assert tree["fits"] and tree["cluster"]["gpu"]["ray"] == "H100" and not tree["model"]["mapped"]
     assert tree["model"]["trained"] == [2048] * 15 and tree["steps"] == []
-    assert train.run(train.arguments(words)) == 0
+    assert train.run(parsed("train", words)) == 0
     assert "trained per task" in capsys.readouterr().out
     assert set(train.GPU_NAMES) == set(GPUS)
-    assert train.run(train.arguments([*words, "method=slm", "method.encoder.name=no/encoder"])) == 0
+    assert train.run(parsed("train", [*words, "method=slm", "method.encoder.name=no/encoder"])) == 0
     assert "sentence encoder 'no/encoder' is not on this machine" in capsys.readouterr().out
 
 
 def test_the_table_of_sizes_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     readme = (Path(__file__).resolve().parents[3] / "cluster" / "README.md").read_text()
-    assert train.run(train.arguments(["--sizes"])) == 0
+    assert train.run(parsed("train", ["--sizes"])) == 0
     shown = readme.partition("<!-- sizes -->")[2].partition("<!-- /sizes -->")[0]
     assert shown.strip() == capsys.readouterr().out.strip()
 
@@ -339,14 +340,14 @@ def test_rows_are_as_long_as_the_longest_of_their_batch(lab: Lab) -> None:
 
 def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="expected one of a10g-24"):
-        train.run(train.arguments(["--plan", "--gpu", "k80"]))
+        train.run(parsed("train", ["--plan", "--gpu", "k80"]))
     with pytest.raises(ConfigError, match="expected a share above 0"):
-        train.run(train.arguments(["--plan", "--utilisation", "2"]))
+        train.run(parsed("train", ["--plan", "--utilisation", "2"]))
     with pytest.raises(ConfigError, match="not a multiple of micro_batch_size"):
-        train.run(train.arguments(["--plan", "--gpus", "7"]))
+        train.run(parsed("train", ["--plan", "--gpus", "7"]))
     with pytest.raises(ConfigError, match="unknown stream 'lng-A'"):
-        train.run(train.arguments(["--plan", "stream.name=lng-A"]))
+        train.run(parsed("train", ["--plan", "stream.name=lng-A"]))
     with pytest.raises(BackboneError, match=r"config.json of backbone 'no/model' is not on this machine"):
-        train.run(train.arguments(["--plan", "backbone.name=no/model"]))
+        train.run(parsed("train", ["--plan", "backbone.name=no/model"]))
     with pytest.raises(SystemExit):
-        train.arguments(["--plan", "--resume", "runs/x"])
+        parsed("train", ["--plan", "--resume", "runs/x"])
