@@ -16,6 +16,7 @@ from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
 from raycl.methods.lora_settings import LoraConfig
 from raycl.training.definition.seeds import micro_batch_size, stable_seed
+from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.setup.run_config import RunConfig, phases
 from raycl.types import Batch, Phase, TextCodec
 
@@ -31,14 +32,14 @@ def write_down(config: RunConfig, threads: int) -> Sheet:
     assert isinstance(config.method, LoraConfig), "the plain loop supports LoRA only"
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
-    train = config.train
+    train, values = config.train, optimizer_kind(config.train).values
     plan = phases(config, stream)
     return {
         "backbone": config.backbone.model_dump(mode="json"),
         "limits": [config.stream.max_source_tokens, config.stream.max_target_tokens],
         "kind": codec.kind,
         "lora": {"r": config.method.rank, "lora_alpha": config.method.alpha},
-        "optimizer": {"lr": train.learning_rate, "betas": train.betas, "eps": train.epsilon},
+        "optimizer": {"lr": train.learning_rate, "betas": values["betas"], "eps": values["epsilon"]},
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm,
         "max_new_tokens": config.eval.max_new_tokens or codec.max_target_tokens,

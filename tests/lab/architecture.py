@@ -48,7 +48,7 @@ DOORS = {
         "raycl/serve/",
         "benchmarks/",
     ),
-    "bitsandbytes": ("raycl/training/optimizers/adamw_8bit.py",),
+    "bitsandbytes": ("raycl/training/optimizers/built_in.py",),
     "deepspeed": ("raycl/training/engines/deepspeed.py",),
     "omegaconf": ("raycl/config/",),
     "boto3": ("raycl/storage/exclusive.py",),

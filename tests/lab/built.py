@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raycl.training.optimizers.base import OptimizerKind, ParameterSpec
-from raycl.training.optimizers.groups import groups_of
+from raycl.training.optimizers.parameters import groups_of
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.optimizers.settings import TrainConfig
 

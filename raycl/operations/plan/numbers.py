@@ -34,9 +34,8 @@ from raycl.training.definition.settings import DeepSpeedConfig, EngineConfig, FS
 from raycl.training.definition.task_order import SCHEDULES
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.compilation import layers
-from raycl.training.optimizers.groups import specs_of
+from raycl.training.optimizers.parameters import specs_of, state_bytes
 from raycl.training.optimizers.registry import optimizer_kind
-from raycl.training.optimizers.state import state_bytes
 from raycl.training.phase.data import order_of, rows_of
 from raycl.training.phase.disk_space import answers_of, growth, plan_from
 from raycl.training.setup.checks import make_modifiers

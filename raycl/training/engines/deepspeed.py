@@ -27,11 +27,10 @@ from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
 from raycl.training.definition.settings import DeepSpeedConfig
 from raycl.training.engines.engine import NO_RATES, NONE, Share, Transform, names_of
-from raycl.training.engines.learning_rate import advance, schedule
 from raycl.training.engines.module_traces import hooks_of, put_parameters, remove_traces
 from raycl.training.engines.zero_config import zero_config
 from raycl.training.optimizers.base import ParameterSpec
-from raycl.training.optimizers.groups import groups_of, specs_of
+from raycl.training.optimizers.parameters import advance, groups_of, schedule, specs_of
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.optimizers.settings import TrainConfig
 from raycl.training.workers.distributed import DistributedContext, ensure_process_group

@@ -18,11 +18,18 @@ from raycl.backbone import Backbone, Output
 from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
 from raycl.training.engines.buckets import GradientBuckets
-from raycl.training.engines.learning_rate import advance, schedule
-from raycl.training.optimizers.groups import groups_of, specs_of
+from raycl.training.optimizers.parameters import (
+    advance,
+    groups_of,
+    hold,
+    release,
+    schedule,
+    set_state,
+    specs_of,
+    state_of,
+)
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.optimizers.settings import TrainConfig
-from raycl.training.optimizers.state import hold, release, set_state, state_of
 from raycl.training.workers.distributed import (
     DistributedContext,
     Scattered,

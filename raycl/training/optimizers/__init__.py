@@ -1,1 +1,1 @@
-"""Optimizers: one file each, found by name in `registry.OPTIMIZERS`."""
+"""Optimizers, found by name in `registry.OPTIMIZERS`, and the parameters that they update."""

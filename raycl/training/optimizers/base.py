@@ -53,20 +53,26 @@ class OptimizerKind(ABC):
     """An optimizer of the table, with the settings of a run. Subclasses give `build` and `state`.
 
     Class attributes:
-        settings: the settings of `train` that it reads in addition to `learning_rate` and `weight_decay`.
+        settings: the settings of `train` that it reads in addition to `learning_rate` and `weight_decay`, each with
+            its value where the user sets none.
         elementwise: each value is updated by its own gradient and state alone, and every state tensor has the
             parameter's shape, so that an engine may give it parts of parameters (fsdp, ZeRO).
         updates_rows: it has `step_rows`, by which a modifier's held rows cost nothing.
         separates_matrices: weight matrices are in groups of their own (`is_matrix` in the group).
+
+    Attributes:
+        train: settings of the run. values: those of `settings`, the user's or its own.
     """
 
-    settings: ClassVar[tuple[str, ...]] = ()
+    settings: ClassVar[Mapping[str, Any]] = {}
     elementwise: ClassVar[bool] = False
     updates_rows: ClassVar[bool] = False
     separates_matrices: ClassVar[bool] = False
 
     def __init__(self, train: TrainConfig) -> None:
         self.train = train
+        given = {name: getattr(train, name) for name in self.settings}
+        self.values = {name: own if given[name] is None else given[name] for name, own in self.settings.items()}
 
     @classmethod
     def check(cls, device: str) -> None:

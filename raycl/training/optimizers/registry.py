@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from raycl.training.optimizers.settings import TrainConfig
 
 OPTIMIZERS: dict[str, str] = {
-    "adamw": "raycl.training.optimizers.adamw:AdamWKind",
-    "adafactor": "raycl.training.optimizers.adafactor:AdafactorKind",
-    "sgd": "raycl.training.optimizers.sgd:SGDKind",
-    "adamw_8bit": "raycl.training.optimizers.adamw_8bit:AdamW8bitKind",
-    "muon": "raycl.training.optimizers.muon:MuonKind",
+    "adamw": "raycl.training.optimizers.built_in:AdamWKind",
+    "adafactor": "raycl.training.optimizers.built_in:AdafactorKind",
+    "sgd": "raycl.training.optimizers.built_in:SGDKind",
+    "adamw_8bit": "raycl.training.optimizers.built_in:AdamW8bitKind",
+    "muon": "raycl.training.optimizers.built_in:MuonKind",
 }
 """Optimizer name -> class."""
 

@@ -78,9 +78,15 @@ class TrainConfig(Section):
     decay_norms_and_biases: bool = Field(
         False, description="weight decay acts on norms and biases too, which the Hugging Face trainer leaves out"
     )
-    momentum: float | None = Field(None, ge=0, lt=1, description="momentum of sgd (null: 0) and of muon (null: 0.95)")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay rates of AdamW's running averages")
-    epsilon: float = Field(1e-8, gt=0, description="epsilon of AdamW")
+    momentum: float | None = Field(
+        None, ge=0, lt=1, description="momentum; null: the optimizer's own, 0 for sgd and 0.95 for muon"
+    )
+    betas: tuple[float, float] | None = Field(
+        None, description="decay rates of running averages; null: the optimizer's own, [0.9, 0.999] for AdamW's"
+    )
+    epsilon: float | None = Field(
+        None, gt=0, description="added to the root of the mean square; null: the optimizer's own, 1e-8 for AdamW's"
+    )
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0: no clipping")
     log_every_s: float = Field(5.0, gt=0, description="seconds between progress lines")
 

@@ -16,9 +16,8 @@ import torch
 from raycl.bank.tensor_groups import ROUTERS
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.optimizers.groups import specs_of
+from raycl.training.optimizers.parameters import specs_of, state_bytes
 from raycl.training.optimizers.registry import optimizer_kind
-from raycl.training.optimizers.state import state_bytes
 from raycl.training.phase.evaluation import evaluated_tasks
 from raycl.types import Phase
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,10 +28,9 @@ from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.optimizers.base import Group, OptimizerKind, ParameterSpec, StateTensor
-from raycl.training.optimizers.groups import specs_of
+from raycl.training.optimizers.parameters import hold, release, set_state, specs_of, state_bytes, state_of
 from raycl.training.optimizers.registry import OPTIMIZERS, optimizer_kind
 from raycl.training.optimizers.settings import TrainConfig
-from raycl.training.optimizers.state import hold, release, set_state, state_bytes, state_of
 from raycl.training.phase.disk_space import plan_of
 from raycl.training.setup.method_checks import check_engine, check_optimizer
 from raycl.training.setup.run_config import RunConfig
@@ -43,8 +42,8 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 class Toy(Optimizer):
     """Moves against the sign of a mean of gradients, at a rate that halves with every step."""
 
-    def __init__(self, groups: list[Group], lr: float) -> None:
-        super().__init__(groups, {"lr": lr})
+    def __init__(self, groups: list[Group], lr: float, beta: float) -> None:
+        super().__init__(groups, {"lr": lr, "beta": beta})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -55,16 +54,18 @@ class Toy(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state |= {"done": 0, "mean": torch.zeros_like(parameter, dtype=torch.float16)}
-                state["mean"].lerp_(parameter.grad.half(), 0.5)
+                state["mean"].lerp_(parameter.grad.half(), 1 - group["beta"])
                 state["done"] += 1
                 parameter.sub_(state["mean"].float().sign(), alpha=group["lr"] / 2 ** state["done"])
 
 
 class ToyKind(OptimizerKind):
-    """Its entry in the table."""
+    """Its entry in the table, with a beta that is not AdamW's."""
+
+    settings: ClassVar[Mapping[str, Any]] = {"betas": (0.5, 0.75)}
 
     def build(self, groups: list[Group]) -> Optimizer:
-        return Toy(groups, self.train.learning_rate)
+        return Toy(groups, self.train.learning_rate, self.values["betas"][0])
 
     def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:
         return {"mean": StateTensor(tuple(parameter.shape), torch.float16)}
@@ -304,6 +305,22 @@ def test_a_run_with_masked_rows_trains_with_each(lab: Lab, tmp_path: Path) -> No
         config = lab.config("bert", "finetune", train=train, modifiers={"migu": {"mask_update": number < 4}})
         run(config, Storage.at(tmp_path / str(number)))
         assert len(trace(Storage.at(tmp_path / str(number)))) == 8
+
+
+def test_settings_that_a_user_leaves_out_are_the_optimizers_own(lab: Lab) -> None:
+    """The resolved config leaves them out too, so that a sweep over optimizers gives each its own."""
+    config = validate(RunConfig, as_tree(lab.config("bert", "lora", train={"optimizer": "toy"})))
+    assert optimizer_kind(config.train).values == {"betas": (0.5, 0.75)}
+    built_toy = optimizer_kind(config.train).build([{"params": [nn.Parameter(torch.ones(2))]}])
+    assert built_toy.param_groups[0]["beta"] == 0.5
+    adamw = lab.config("bert", "lora")
+    assert optimizer_kind(adamw.train).values == {"betas": (0.9, 0.999), "epsilon": 1e-8}
+    given = TrainConfig.model_validate({"optimizer": "toy", "betas": [0.25, 0.0]})
+    assert optimizer_kind(given).values == {"betas": (0.25, 0.0)}
+    assert {name: optimizer_kind(TrainConfig(optimizer=name)).values["momentum"] for name in ("sgd", "muon")} == {
+        "sgd": 0.0,
+        "muon": 0.95,
+    }
 
 
 def test_settings_of_another_optimizer_and_engine_are_named(lab: Lab) -> None:
