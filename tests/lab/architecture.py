@@ -58,6 +58,7 @@ DOORS = {
     "jinja2": ("raycl/backbone/markup/render_process.py",),
     "faiss": ("raycl/routing/memory_slots/codes.py",),
     "optuna": ("raycl/operations/sweep/search/searchers.py",),
+    "simpleeval": ("raycl/operations/sweep/definition/expressions.py",),
     "sentence_transformers": ("raycl/routing/sentence_encoder.py",),
     "triton": ("raycl/kernels/",),
     "matplotlib": ("raycl/operations/report/",),
