@@ -26,8 +26,8 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import info_of
 from raycl.bank.manifest import AdapterManifest, ModelInfo, RouterInfo
 from raycl.bank.object_store import ObjectStoreCache, shared_readers
+from raycl.bank.states import put_state
 from raycl.bank.tensor_groups import TensorGroups
-from raycl.bank.training_state import put_state
 from raycl.methods.base import packed
 from raycl.methods.lora.inclora import IncLora, IncLoraConfig
 from raycl.storage import Storage

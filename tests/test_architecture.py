@@ -166,7 +166,7 @@ SOUND = [
     ("raycl/backbone/load.py", "x = EncoderBackbone if kind == 'encoder' else {'decoder': CausalBackbone}[kind]"),
     ("benchmarks/streams/plain.py", "x = kind == 'encoder-decoder'"),
     ("raycl/routing/x.py", "x = isinstance(router, TextRouter) and router.kind == 'keys'"),
-    ("raycl/methods/x.py", "from raycl.routing.memory_slots.slots import SlotRouter"),
+    ("raycl/methods/x.py", "from raycl.routing.slots import SlotRouter"),
     ("raycl/serve/x.py", "x = 'task_id' in router.needs\ny = RouterInfo(kind=router.kind)\nz = one.kind == 'a'"),
     ("raycl/training/x.py", "x = f({'encoder': settings})\ny = backbone.capabilities.answers == 'label'"),
     ("raycl/methods/__init__.py", "METHODS = {'lora': 'raycl.methods.lora.lora:Lora'}\n__all__ = ['METHODS']"),
@@ -213,5 +213,5 @@ def test_a_circle_of_folders_is_found() -> None:
 
 def test_folders_in_an_order_are_no_circle() -> None:
     assert loops(_package(sources__cache="import os", stream="from raycl.data.sources.cache import A", order="")) == []
-    beside = _package(sources__cache="from raycl.data.sources.chunks import A", sources__chunks="from . import cache")
+    beside = _package(sources__cache="from raycl.data.sources.cache import A", sources__chunks="from . import cache")
     assert loops(beside) == [], "modules of one folder are one group"

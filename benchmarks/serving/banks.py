@@ -14,11 +14,11 @@ from raycl.backbone.roles import linear_names, linear_shapes
 from raycl.bank import Bank
 from raycl.bank.branches import Branch
 from raycl.bank.manifest import ModelInfo, TaskInfo
-from raycl.bank.router_states import put_router
-from raycl.routing.memory_slots.slots import SlotRouter
-from raycl.routing.memory_slots.weights import RetrievalConfig
+from raycl.bank.states import put_router
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
-from raycl.routing.statistics.discriminant import Statistics
+from raycl.routing.slot_weights import RetrievalConfig
+from raycl.routing.slots import SlotRouter
+from raycl.routing.statistics import Statistics
 from raycl.types import AdapterState, RouterState
 
 PLAIN = "plain"

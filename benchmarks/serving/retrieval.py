@@ -22,11 +22,10 @@ from benchmarks.growth import GrownSlm, steps_s
 from benchmarks.serving.banks import LIMITS_MS, WIDTH, drawn_router
 from benchmarks.streams.stream import default_models
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
-from raycl.routing.memory_slots.codes import search_threads
-from raycl.routing.memory_slots.index import KeyIndex
-from raycl.routing.memory_slots.keys import KeyConfig, cosines, learn_keys, split_groups
-from raycl.routing.memory_slots.slots import KINDS, SlotRouter
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
+from raycl.routing.slot_index import KeyIndex, search_threads
+from raycl.routing.slot_keys import KeyConfig, cosines, learn_keys, split_groups
+from raycl.routing.slots import KINDS, SlotRouter
 
 RECALL, BUSY = 0.99, 0.5
 EPOCHS, BATCH = 3, 16

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raycl.adapters.formula import OWN_GAIN
-from raycl.adapters.pool import RowPool
+from raycl.adapters.rows import RowPool
 from raycl.types import Mixture
 
 

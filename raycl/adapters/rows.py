@@ -1,4 +1,4 @@
-"""The rows of the pool that belong to each loaded adapter: allocation, least-recently-used eviction, pins.
+"""The rows of loaded adapters: their owners, the tensors on the device, and rows at fixed addresses.
 
 A bank may hold 10,000 adapters, a device keeps the few that are in use. Rows, not fixed-size slots, are handed out, so
 adapters of any rank share one pool.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
 
 from raycl.errors import AdapterError
 
@@ -85,3 +88,121 @@ class RowTable:
         """Free the rows of an adapter."""
         for row in self.rows.pop(name):
             heapq.heappush(self._free, row)
+
+
+Shape = tuple[int, int, torch.dtype, torch.device]
+
+
+class RowPool:
+    """A `[layers, R, D]` and B `[layers, R, O]` for every shape of linear.
+
+    One tensor for all layers of a shape makes loading an adapter, and picking a batch's rows for all layers, a few
+    copies instead of hundreds. Plain tensors, no parameters or buffers: engines neither cast, shard, average nor save
+    them.
+
+    Args:
+        shapes: path -> (inputs, outputs, dtype, device) of the linear.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], rows: int) -> None:
+        self.locations: dict[str, tuple[Shape, int]] = {}
+        members: dict[Shape, list[str]] = {}
+        for path, shape in shapes.items():
+            self.locations[path] = (shape, len(members.setdefault(shape, [])))
+            members[shape].append(path)
+        self.members = members
+        self.a = {s: torch.zeros(len(m), rows, s[0], dtype=s[2], device=s[3]) for s, m in members.items()}
+        self.b = {s: torch.zeros(len(m), rows, s[1], dtype=s[2], device=s[3]) for s, m in members.items()}
+        self.rows = rows
+        self._written: set[int] = set()
+
+    def grow(self, rows: int) -> None:
+        """Make room for more rows; those that were written keep their values."""
+        written = torch.tensor(sorted(self._written), dtype=torch.long)
+        for block in (self.a, self.b):
+            for shape, old in block.items():
+                index = written.to(shape[3])
+                block[shape] = old.new_zeros(old.shape[0], rows, old.shape[2])
+                block[shape].index_copy_(1, index, old.index_select(1, index))
+        self.rows = rows
+
+    def write(self, rows: list[int], linears: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Put an adapter's A `[r, D]` and B `[O, r]` into `rows`; linears it lacks, and rows beyond r, become 0."""
+        if not rows:  # an adapter of a head or a prompt alone
+            return
+        index = torch.tensor(rows)
+        self._written.update(rows)
+        for shape, members in self.members.items():
+            a = torch.zeros(len(members), len(rows), shape[0])
+            b = torch.zeros(len(members), len(rows), shape[1])
+            for layer, path in enumerate(members):
+                if path in linears:
+                    low, high = linears[path]
+                    a[layer, : low.shape[0]] = low
+                    b[layer, : low.shape[0]] = high.T
+            where = index.to(shape[3])
+            self.a[shape][:, where] = a.to(shape[3], shape[2])
+            self.b[shape][:, where] = b.to(shape[3], shape[2])
+
+    def layer(self, path: str) -> tuple[Tensor, Tensor]:
+        """Return all rows of one linear: A `[R, D]`, B `[R, O]`."""
+        shape, layer = self.locations[path]
+        return self.a[shape][layer], self.b[shape][layer]
+
+    def picked(self, index: Tensor) -> RowPool:
+        """Return a smaller pool with copies of the rows `index` only."""
+        small = object.__new__(RowPool)
+        small.locations, small.members, small.rows = self.locations, self.members, len(index)
+        small._written = set(range(len(index)))
+        small.a = {shape: block.index_select(1, index.to(shape[3])) for shape, block in self.a.items()}
+        small.b = {shape: block.index_select(1, index.to(shape[3])) for shape, block in self.b.items()}
+        return small
+
+    @property
+    def bytes(self) -> int:
+        """Memory held on the device."""
+        return sum(block.nbytes for blocks in (self.a, self.b) for block in blocks.values())
+
+
+class StaticRows:
+    """Room for `rows` rows in use and `sequences` rows of a batch, for torch.compile and CUDA graphs.
+
+    Activating a mixture copies its rows into preallocated tensors and fills one gate: shapes and addresses never
+    change, so another mixture, or an adapter learned a minute ago, costs no recompilation and no new graph. Rows beyond
+    those in use have closed gates.
+
+    Attributes:
+        gate: `[sequences, rows]`, rewritten in place.
+    """
+
+    def __init__(self, pool: RowPool, rows: int, sequences: int) -> None:
+        self.rows = rows
+        self.active = pool.picked(torch.zeros(rows, dtype=torch.long))
+        dtype, device = next(iter(pool.a))[2:]
+        self.gate = torch.zeros(sequences, rows, dtype=dtype, device=device)
+
+    def layer(self, path: str) -> tuple[Tensor, Tensor]:
+        """Return all rows of one linear: A `[R, D]`, B `[R, O]`."""
+        return self.active.layer(path)
+
+    def fill(self, pool: RowPool, index: Tensor, gate_BR: Tensor) -> None:
+        """Copy the rows `index` and their gates in.
+
+        Raises:
+            AdapterError: more rows or sequences than there is room for.
+        """
+        examples, count = gate_BR.shape
+        if count > self.gate.shape[1] or examples > self.gate.shape[0]:
+            raise AdapterError(
+                f"the batch needs {count} rows for {examples} sequences, but the preallocated room is "
+                f"{self.gate.shape[1]} rows for {self.gate.shape[0]}: make more room, or split the batch"
+            )
+        for mine, source in ((self.active.a, pool.a), (self.active.b, pool.b)):
+            for shape, block in source.items():
+                mine[shape][:, :count].copy_(block.index_select(1, index.to(block.device)))
+        self.gate.zero_()
+        self.gate[:examples, :count].copy_(gate_BR)
+
+    def clear(self) -> None:
+        """Close all gates, so that the bare backbone computes."""
+        self.gate.zero_()

@@ -18,10 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.layer import AttentionQueries, StackedLora, base_dtype, linear_shape
 from raycl.adapters.plan import MixturePlan, gate_of, neighbours, own_form
-from raycl.adapters.pool import RowPool
-from raycl.adapters.rows import RowTable
+from raycl.adapters.rows import RowPool, RowTable, StaticRows
 from raycl.adapters.state import check_fits
-from raycl.adapters.static import StaticRows
 from raycl.errors import AdapterError
 from raycl.types import Activation, AdapterState, Mixture
 

@@ -121,7 +121,7 @@ def _summed_heads(
 def fold(model: nn.Module, state: AdapterState) -> None:
     """Add `scale * B A` to the model's plain weights, in float32.
 
-    No other layer may share a weight that it changes (`raycl.backbone.linears.tied`).
+    No other layer may share a weight that it changes (`raycl.backbone.linears`).
 
     Raises:
         AdapterError: the adapter does not fit, or holds what no weight can (a prompt, a non-linearity).

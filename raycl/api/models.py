@@ -7,8 +7,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from raycl import config as configs
-from raycl.data.sources.chats import conversation_of
-from raycl.data.sources.conversation import text_of
+from raycl.data.sources.conversation import conversation_of, text_of
 from raycl.data.sources.fields import half_character
 from raycl.errors import DataError, RunError
 from raycl.serve.offline.model import OfflineModel, Prediction, settings_here

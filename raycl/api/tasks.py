@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from raycl.data.sources.chats import BESIDE, CHAT_NAMES, conversation_of, is_chat
+from raycl.data.sources.conversation import BESIDE, CHAT_NAMES, conversation_of, is_chat
 from raycl.data.sources.fields import half_character
 from raycl.data.sources.hub import NO_LABEL, class_names, named
 from raycl.errors import DataError, counted

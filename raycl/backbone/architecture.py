@@ -9,10 +9,9 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, T5Config
 
 from raycl.backbone.base import Backbone
-from raycl.backbone.codec import HFCodec
-from raycl.backbone.kinds import Kind
+from raycl.backbone.codec import HFCodec, Kind
 from raycl.backbone.load import BackboneConfig, known_kind, load_codec, load_skeleton, skeleton_of
-from raycl.backbone.pretrained import present_folder
+from raycl.backbone.model_files import present_folder
 from raycl.errors import BackboneError
 
 SIZES: dict[str, tuple[str, dict[str, int]]] = {

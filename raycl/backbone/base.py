@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from raycl.backbone.codec import HFCodec
-from raycl.backbone.linears.cpu import by_onednn
-from raycl.backbone.pretrained.position_tables import positions_of
+from raycl.backbone.linears import by_onednn
+from raycl.backbone.position_limits import positions_of
 from raycl.errors import BackboneError
 from raycl.types import IGNORE, Batch, Capabilities
 
@@ -89,7 +89,7 @@ def loss_count(batch: Batch) -> int:
 
 
 class Head(Protocol):
-    """Scores over label texts: `raycl.backbone.heads.label.LabelHead`, or heads that belong to adapters."""
+    """Scores over label texts: `raycl.backbone.encoder.LabelHead`, or heads that belong to adapters."""
 
     labels: list[str]
 

@@ -1,4 +1,5 @@
-"""Text to token ids and back with a Hugging Face fast tokenizer (the `TextCodec` of `raycl.types`)."""
+"""Text to token ids and back with a Hugging Face fast tokenizer (the `TextCodec` of `raycl.types`), and the kinds of
+backbone that it is for."""
 
 from __future__ import annotations
 
@@ -8,11 +9,32 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from raycl.backbone.kinds import capabilities_of
 from raycl.backbone.markup.chat_templates import turns
 from raycl.backbone.markup.rendering import Conversation
 from raycl.backbone.markup.special_strings import SpecialStrings
 from raycl.errors import BackboneError, ConversationError
+from raycl.types import Capabilities
+
+Kind = Literal["encoder", "encoder-decoder", "decoder"]
+
+KINDS: dict[str, Capabilities] = {
+    "encoder": Capabilities("label", False, "mlm", "FEATURE_EXTRACTION"),
+    "encoder-decoder": Capabilities("text", True, None, "SEQ_2_SEQ_LM"),
+    "decoder": Capabilities("text", False, "clm", "CAUSAL_LM"),
+}
+"""Capabilities of each kind, by its name in records and settings."""
+
+
+def capabilities_of(kind: str) -> Capabilities:
+    """Return the capabilities of backbones of this kind.
+
+    Raises:
+        BackboneError: there is no such kind.
+    """
+    if kind not in KINDS:
+        raise BackboneError(f"unknown kind of backbone '{kind}': expected one of {', '.join(KINDS)}")
+    return KINDS[kind]
+
 
 Bos = Literal["tokenizer", "none"]
 """The first token of a source of a decoder-only model: the tokenizer's, or none."""

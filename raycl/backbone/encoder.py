@@ -3,16 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from raycl.backbone.base import Backbone, Guesses, Head, Output, mean_pooled, summed_at, summed_cross_entropy
 from raycl.backbone.codec import HFCodec
-from raycl.backbone.heads.label import LabelHead
-from raycl.backbone.heads.language import LanguageHead
 from raycl.backbone.positions import loss_positions
 from raycl.types import IGNORE, Batch
+
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import BaseModelOutput
+
+
+class LabelHead(nn.Module):
+    """Linear head with named rows.
+
+    Attributes:
+        labels: row order, by first appearance.
+        weight: `[C, D]`. bias: `[C]`. New rows start at zero, so a new label changes no old logit.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+        self.weight = nn.Parameter(torch.zeros(0, width))
+        self.bias = nn.Parameter(torch.zeros(0))
+
+    def grow(self, labels: Sequence[str]) -> None:
+        """Append a zero row for each label not yet known; old rows keep their values bit for bit."""
+        new = [label for label in dict.fromkeys(labels) if label not in self.labels]
+        if new:
+            self.weight, self.bias = grown(self.weight, len(new)), grown(self.bias, len(new))
+            self.labels.extend(new)
+
+    def clear(self) -> None:
+        """Forget every label (a new model begins)."""
+        self.labels = []
+        self.weight, self.bias = grown(self.weight, 0, kept=0), grown(self.bias, 0, kept=0)
+
+    def forward(self, pooled_BD: Tensor) -> Tensor:
+        """Return logits `[B, C]` over all labels seen so far."""
+        return nn.functional.linear(pooled_BD, self.weight, self.bias)
+
+
+def grown(rows: nn.Parameter, more: int, kept: int | None = None) -> nn.Parameter:
+    """Return a parameter of the first `kept` of these rows (None: of all) and so many zero rows."""
+    old = rows.detach()[:kept]
+    return nn.Parameter(torch.cat([old, old.new_zeros(more, *old.shape[1:])]), requires_grad=rows.requires_grad)
+
+
+class LanguageHead(nn.Module):
+    """Maps states to scores over the vocabulary.
+
+    Attributes:
+        architecture: class of the full model. prefix: name of the encoder in it.
+        is_fresh: the checkpoint has no such head, so some of its weights are random (the output words are always those
+            of the input embeddings where the architecture ties them).
+    """
+
+    def __init__(self, full_model: Any, model: Any, is_fresh: bool) -> None:
+        """Take the head from `full_model`.
+
+        Args:
+            model: the encoder that it will read.
+        """
+        super().__init__()
+        self.architecture = type(full_model).__name__
+        self.prefix = str(full_model.base_model_prefix)
+        self.is_fresh = is_fresh
+        if getattr(full_model.config, "tie_word_embeddings", True):
+            full_model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        setattr(full_model, self.prefix, _Given())
+        self.whole = full_model
+
+    def forward(self, states_MD: Tensor) -> Tensor:
+        """Map `[M, D]` to `[M, V]`."""
+        logits: Tensor = self.whole(inputs_embeds=states_MD[None]).logits
+        return logits[0]
+
+    def exported(self, name: str) -> str:
+        """Return the name in the full model's checkpoint of a parameter of encoder (`model.`) or head (`language.`)."""
+        if name.startswith("model."):
+            return f"{self.prefix}.{name.removeprefix('model.')}"
+        return name.removeprefix("language.whole.")
+
+
+class _Given(nn.Module):
+    """Replaces the encoder: its inputs are already the states."""
+
+    def forward(self, *nothing: Any, inputs_embeds: Tensor, **others: Any) -> BaseModelOutput:
+        """Return `[1, M, D]` unchanged."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        return BaseModelOutput(last_hidden_state=inputs_embeds)
 
 
 class EncoderBackbone(Backbone):

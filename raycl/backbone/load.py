@@ -21,25 +21,22 @@ from torch import nn
 
 from raycl.backbone.base import Attention, Backbone, checkpoint_activations
 from raycl.backbone.causal import CausalBackbone
-from raycl.backbone.codec import Bos, HFCodec
-from raycl.backbone.encoder import EncoderBackbone
-from raycl.backbone.heads.language import LanguageHead
-from raycl.backbone.kinds import KINDS, Kind
-from raycl.backbone.linears.cpu import prefers_onednn, warn_of_slow_bfloat16
-from raycl.backbone.linears.quantization import Quantization, make_consistent, quantized
+from raycl.backbone.codec import KINDS, Bos, HFCodec, Kind
+from raycl.backbone.encoder import EncoderBackbone, LanguageHead
+from raycl.backbone.linears import Quantization, make_consistent, prefers_onednn, quantized, warn_of_slow_bfloat16
 from raycl.backbone.markup.chat_templates import template_source
-from raycl.backbone.position_limits import check_limits
-from raycl.backbone.positions import join_last_states
-from raycl.backbone.pretrained import (
+from raycl.backbone.model_files import (
     CONFIG,
     ONE_AT_A_TIME,
     FetchedFiles,
     commit_of,
-    fingerprint_of,
     folder_of,
     present_folder,
     resolve_path,
 )
+from raycl.backbone.model_hashes import fingerprint_of
+from raycl.backbone.position_limits import check_limits
+from raycl.backbone.positions import join_last_states
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
 from raycl.errors import BackboneError

@@ -251,7 +251,7 @@ class Bank:
         Args:
             adapters: manifests, or entries of an older snapshot with their layouts.
             again: the snapshot may exist already, so that all older ones are compared and not only the newest.
-            training: SHA-256 of its training state (`raycl.bank.training_state`).
+            training: SHA-256 of its training state (`raycl.bank.states`).
 
         Raises:
             BankError: an adapter of another backbone, two of one name, or missing tensors.

@@ -1,12 +1,18 @@
-"""Records of prunings of a bank, each written before anything is removed.
+"""What pruning keeps and what it has removed: leases of unfinished runs, and records of prunings.
 
-A missing snapshot is a loss unless it was removed; only a record distinguishes the two.
+    leases/<hash of the run's address>.json     written again at every checkpoint, deleted at the end of the run
+    pruned/<number>.json                        written before anything is removed
+
+A lease names the snapshots that an unfinished run may continue from. A run that ended without finishing leaves its
+lease behind, which expires after `LEASE_S`. A missing snapshot is a loss unless a record says that it was removed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
@@ -15,8 +21,79 @@ from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatErro
 from raycl.storage import Storage
 from raycl.storage.records import numbered, numbers, read_fields, seal
 
-FOLDER = "pruned"
+LEASES, PRUNED = "leases", "pruned"
 FORMAT = 1
+LEASE_S = 30 * 24 * 3600.0
+"""Age at which a lease expires."""
+
+_LEASE_FILE = re.compile(r"leases/[0-9a-f]{16}\.json")
+
+
+@dataclass(frozen=True)
+class _Lease:
+    """The record of a lease."""
+
+    run: str
+    snapshots: list[int]
+
+
+_LEASE = TypeAdapter(_Lease)
+
+
+def hold_lease(storage: Storage, run: str, snapshots: Sequence[int]) -> None:
+    """Record that the run may continue from these snapshots, and from no others."""
+    storage.write(_lease_file(run), seal({"format": FORMAT, "run": run, "snapshots": sorted(set(snapshots))}))
+
+
+def release_lease(storage: Storage, run: str) -> None:
+    """Delete the lease of a finished run."""
+    if storage.exists(_lease_file(run)):
+        storage.delete(_lease_file(run))
+
+
+def leased(storage: Storage, max_age_s: float = LEASE_S) -> dict[int, str]:
+    """Return snapshots that unfinished runs may continue from -> the run.
+
+    Raises:
+        BankError: a lease is damaged, so its snapshots are unknown.
+    """
+    runs: dict[int, str] = {}
+    for lease in _leases(storage, max_age_s):
+        if isinstance(lease, BankError):
+            raise lease
+        runs |= dict.fromkeys(lease.snapshots, lease.run)
+    return runs
+
+
+def lease_problems(storage: Storage) -> list[str]:
+    """Return a sentence for each damaged lease."""
+    return [str(lease) for lease in _leases(storage, LEASE_S) if isinstance(lease, BankError)]
+
+
+def _leases(storage: Storage, max_age_s: float) -> Iterator[_Lease | BankError]:
+    """Yield each lease that counts; in the place of a damaged one, what is wrong with it."""
+    for file, entry in storage.files(LEASES).items():
+        if not is_lease(file) or entry.age >= max_age_s:
+            continue
+        try:
+            lease = read_fields(storage, file, FORMAT, _LEASE)
+            if _lease_file(lease.run) != file:
+                raise DamagedError(
+                    f"'{storage.uri}/{file}' is the lease of '{lease.run}': it was moved; restore a copy"
+                )
+        except (DamagedError, FormatError) as error:
+            yield BankError(f"{error}, or remove it if its run is finished or will never be continued")
+        else:
+            yield lease
+
+
+def is_lease(file: str) -> bool:
+    """Return whether a file is called as a lease is."""
+    return _LEASE_FILE.fullmatch(file) is not None
+
+
+def _lease_file(run: str) -> str:
+    return f"{LEASES}/{hashlib.sha256(run.encode()).hexdigest()[:16]}.json"
 
 
 @dataclass
@@ -54,9 +131,9 @@ def record_removal(
     """Write down what is removed next."""
     fields = {"snapshots": list(snapshots), "adapters": list(adapters), "samples": list(samples), "time": time.time()}
     while True:
-        number = max(numbers(storage, FOLDER), default=0) + 1
+        number = max(numbers(storage, PRUNED), default=0) + 1
         try:
-            storage.create(f"{FOLDER}/{numbered(number)}", seal({"format": FORMAT, "number": number, **fields}))
+            storage.create(f"{PRUNED}/{numbered(number)}", seal({"format": FORMAT, "number": number, **fields}))
             return
         except AlreadyExistsError:
             continue
@@ -65,7 +142,7 @@ def record_removal(
 def removed_from(storage: Storage) -> Removed:
     """Return all that was removed so far."""
     removed = Removed()
-    for number in numbers(storage, FOLDER):
+    for number in numbers(storage, PRUNED):
         try:
             record = _read(storage, number)
         except BankError as error:
@@ -78,7 +155,7 @@ def removed_from(storage: Storage) -> Removed:
 
 
 def _read(storage: Storage, number: int) -> _Removal:
-    file = f"{FOLDER}/{numbered(number)}"
+    file = f"{PRUNED}/{numbered(number)}"
     try:
         record = read_fields(storage, file, FORMAT, _REMOVAL)
     except (DamagedError, FormatError) as error:

@@ -14,7 +14,7 @@ import numpy as np
 from raycl.data.mistakes import SPLITS, Mistake, mistakes_of, seen_rows
 from raycl.data.prepare import naming_rows
 from raycl.data.selection import sample
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices
 from raycl.data.sources.ingest import RawRows
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split

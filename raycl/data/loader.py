@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices
 from raycl.data.text_objectives import TextObjective
 from raycl.data.tokens import TokenRows
 from raycl.errors import ConfigError

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices
 from raycl.data.sources.conversation import messages_of
 from raycl.data.sources.ingest import MAX_AUTO_LABELS, RawRows
 from raycl.data.stream import Stream

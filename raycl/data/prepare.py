@@ -15,8 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from raycl.data.prompts import Prompt
-from raycl.data.sources.cache import Info, entry, key_of
-from raycl.data.sources.chunks import ChunkedRows, Indices
+from raycl.data.sources.cache import ChunkedRows, Indices, Info, entry, key_of
 from raycl.data.sources.ingest import RawRows
 from raycl.data.text_objectives import check_objective, whole_texts
 from raycl.data.tokens import Split, TokenTable

@@ -12,7 +12,7 @@ import json
 
 import numpy as np
 
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices
 
 
 def generator(seed: int, *words: str) -> np.random.Generator:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from raycl.config import PathOrUri, Section
-from raycl.data.sources.chats import Turns
+from raycl.data.sources.conversation import Turns
 from raycl.data.sources.findings import OnBadRow
 from raycl.data.sources.formats import Format
 from raycl.data.sources.limits import ReadLimits

@@ -22,8 +22,7 @@ from raycl.data.prompts import Prompt
 from raycl.data.resolve import StreamPlan, TaskPlan, resolve
 from raycl.data.selection import carve_dev, carve_test, draw_groups, per_class, pick_reference, sample
 from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
-from raycl.data.sources.cache import cache_folder, key_of
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices, cache_folder, key_of
 from raycl.data.sources.ingest import RawRows, ingest, ingest_pairs
 from raycl.data.text_objectives import TextObjective, text_objective
 from raycl.data.tokens import Split, TokenTable

@@ -10,8 +10,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raycl.data.sources.cache import CacheEntry
-from raycl.data.sources.chunks import ChunkedRows, RowIndices
+from raycl.data.sources.cache import CacheEntry, ChunkedRows, RowIndices
 from raycl.types import Task
 
 Split = Literal["train", "dev", "test"]

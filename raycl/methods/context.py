@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from raycl.data.prepare import fit_sources, leaves_room
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices
 from raycl.data.stream import Stream
 from raycl.data.tokens import HeldRows, Split, TokenRows, TokenTable
 from raycl.types import Batch, Phase, Task, TextCodec

@@ -21,7 +21,7 @@ from raycl.config import Section
 from raycl.errors import RetrievalError
 from raycl.routing.router import Need, Owners, PromptRouter, TrainedRouting, uniform
 from raycl.routing.sentence_encoder import SentenceEncoder
-from raycl.routing.statistics.discriminant import BareTexts
+from raycl.routing.statistics import BareTexts
 from raycl.types import Mixture, RouterState
 
 SHARED = ("down", "up", "norm_weight", "norm_bias")

@@ -24,7 +24,7 @@ from torch import Tensor
 from raycl.backbone.base import mean_pooled
 from raycl.routing.router import Need, Owners, PromptRouter
 from raycl.routing.sentence_encoder import SentenceEncoder
-from raycl.routing.statistics.out_of_distribution import OodCalibrator
+from raycl.routing.statistics import OodCalibrator
 from raycl.types import Mixture, RouterState
 
 MEANS, COVARIANCE, SAMPLE = "means", "covariance", "sample"

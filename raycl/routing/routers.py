@@ -16,10 +16,10 @@ from raycl.routing.attention import AttentionRouter
 from raycl.routing.class_gaussians import ClassGaussiansRouter
 from raycl.routing.experts import ExpertRouter
 from raycl.routing.gates import GateRouter
-from raycl.routing.memory_slots.slots import SlotRouter
 from raycl.routing.prompt_pool import PromptPoolRouter
 from raycl.routing.router import Need, Owners, Router, columns_of
 from raycl.routing.sentence_encoder import SERVED_TEXTS, EncoderConfig, SentenceEncoder
+from raycl.routing.slots import SlotRouter
 from raycl.routing.task_keys import GivenTaskKeysRouter, TaskKeysRouter
 from raycl.types import Mixture, RouterState
 

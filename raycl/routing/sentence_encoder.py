@@ -21,8 +21,9 @@ from pydantic import AfterValidator, Field
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from raycl.backbone.pretrained import ONE_AT_A_TIME, FetchedFiles, fingerprint_of, folder_of, only_pickled, resolve_path
-from raycl.backbone.pretrained.position_tables import positions_of
+from raycl.backbone.model_files import ONE_AT_A_TIME, FetchedFiles, folder_of, only_pickled, resolve_path
+from raycl.backbone.model_hashes import fingerprint_of
+from raycl.backbone.position_limits import positions_of
 from raycl.config import Section
 from raycl.errors import RetrievalError, StorageError
 from raycl.storage import Storage

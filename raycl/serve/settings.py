@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from raycl import config as configs
-from raycl.backbone.pretrained import resolve_path
+from raycl.backbone.model_files import resolve_path
 from raycl.bank.branches import MAIN, BranchName
 from raycl.config import Location, PathOrUri, Section, trust
 from raycl.config.addresses import announce

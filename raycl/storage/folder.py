@@ -19,8 +19,7 @@ from pyarrow import ArrowException, NativeFile
 from pyarrow import fs as pafs
 
 from raycl.errors import AlreadyExistsError, DamagedError, StorageError
-from raycl.storage.exclusive import create_gs, create_s3
-from raycl.storage.outage import with_retries
+from raycl.storage.remote import create_gs, create_s3, with_retries
 from raycl.storage.unfinished import UNFINISHED, Buffer, finished_beside
 
 T = TypeVar("T")

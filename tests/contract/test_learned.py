@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny import EXPORTED, KINDS, NOT_SERVED, RUNS, Complete, Done, Taught, run
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from raycl.backbone.heads.label import LabelHead
+from raycl.backbone.encoder import LabelHead
 from raycl.bank import Bank, Snapshot
 from raycl.data.loader import eval_batches
 from raycl.methods.base import activate_trainable, trained_names

@@ -13,7 +13,7 @@ from axes import sampled
 from tiny import KINDS, NOT_SERVED, RUNS_BY_KIND, Complete, Done, last_checkpoint, matrix, opened
 
 from raycl.bank import Bank, Snapshot
-from raycl.bank.router_states import get_router
+from raycl.bank.states import get_router
 from raycl.bank.tensor_groups import PUBLISHED
 from raycl.errors import BankError
 from raycl.methods.base import under

@@ -17,8 +17,7 @@ from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, head_of, line_of
 from raycl.bank.manifest import FORMAT
-from raycl.bank.router_states import get_router
-from raycl.bank.training_state import state_objects
+from raycl.bank.states import get_router, state_objects
 from raycl.errors import BankError, ConfigError, RayclError, RunError, StorageError, UnreachableError
 from raycl.launch import prepared_run
 from raycl.methods.base import at
@@ -346,7 +345,7 @@ def test_a_branch_that_has_moved_on_is_said_before_training_and_nothing_learned_
 def test_a_damaged_training_state_starts_nothing(
     lab: Lab, learned: Callable[[Path], Bank], tmp_path: Path, part: str, damage: str
 ) -> None:
-    from raycl.bank.training_state import state_file, state_objects
+    from raycl.bank.states import state_file, state_objects
 
     bank = learned(tmp_path)
     snapshot = bank.open(1)

@@ -10,7 +10,7 @@ from tiny import Complete, run
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.bank.training_state import has_state
+from raycl.bank.states import has_state
 from raycl.cli import main
 from raycl.launch.status import status_of
 from raycl.operations.banks.maintenance import verify

@@ -19,8 +19,8 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.branches import Branch, head_of
-from raycl.bank.leases import release_lease
 from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter
+from raycl.bank.pruning import release_lease
 from raycl.errors import BankError, RunError
 from raycl.launch import driver, prepared_run
 from raycl.operations.banks.maintenance import prune, verify

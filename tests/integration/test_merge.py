@@ -14,7 +14,7 @@ from tiny import Lab, opened, run
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import head_of
-from raycl.bank.router_states import get_router
+from raycl.bank.states import get_router
 from raycl.errors import BankError
 from raycl.launch import prepared_run
 from raycl.operations.banks.maintenance import verify

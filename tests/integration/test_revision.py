@@ -15,7 +15,7 @@ from tiny import Lab, matrix, trace
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, head_of
-from raycl.bank.training_state import get_state
+from raycl.bank.states import get_state
 from raycl.errors import BankError, ConfigError, RunError
 from raycl.launch import requested_run
 from raycl.operations.banks.maintenance import verify

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from raycl.adapters import AdapterStack
 from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.bank import Bank
-from raycl.bank.router_states import get_router
+from raycl.bank.states import get_router
 from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RayclError
 from raycl.generation.batch_answers import predict
@@ -28,7 +28,7 @@ from raycl.methods.sapt.sapt import Sapt
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import evaluate, forget
 from raycl.routing.attention import Attention, AttentionRouter, max_pooled
-from raycl.routing.statistics.discriminant import KINDS_OF_OUTLINES
+from raycl.routing.statistics import KINDS_OF_OUTLINES
 from raycl.serve.snapshots.parts import router_of
 from raycl.storage import Storage
 from raycl.training.assembly import build

@@ -15,7 +15,7 @@ from tiny import Lab, Stop, exported, matrix, run, trace
 from transformers import AutoTokenizer
 
 from raycl.bank import Bank
-from raycl.bank.router_states import get_router
+from raycl.bank.states import get_router
 from raycl.errors import BackboneError, ConfigError, DataError
 from raycl.methods.base import trained_names
 from raycl.methods.context import TaskContext

@@ -15,7 +15,7 @@ from tiny import KINDS, Complete, Done, Lab, Stop, evaluated_by, exported, matri
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
 from raycl.bank import Bank
-from raycl.bank.router_states import get_router
+from raycl.bank.states import get_router
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, ConfigError, RayclError
 from raycl.generation.batch_answers import predict
@@ -24,7 +24,7 @@ from raycl.methods.slm.slm import Slm
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import evaluate, forget
 from raycl.operations.report.phase_summaries import RouterSummary
-from raycl.routing.memory_slots.slots import SlotRouter
+from raycl.routing.slots import SlotRouter
 from raycl.serve.offline.model import OfflineModel
 from raycl.storage import Storage
 from raycl.testing.tiny_models import tiny_model

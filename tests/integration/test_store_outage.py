@@ -18,7 +18,7 @@ from raycl.bank import Bank
 from raycl.errors import AlreadyExistsError, StorageError, UnreachableError
 from raycl.launch import prepared_run
 from raycl.operations.banks.maintenance import verify
-from raycl.storage import Storage, outage
+from raycl.storage import Storage, remote
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_permanent_errors_are_not_retried(store: Store) -> None:
 
 def test_retries_end_with_one_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(outage, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
     without, retrying = (store.folder("gone", seconds) for seconds in (0, 40))
     store.stop()
     try:

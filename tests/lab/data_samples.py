@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from raycl.backbone.kinds import capabilities_of
+from raycl.backbone.codec import capabilities_of
 from raycl.data.stream import Stream, StreamConfig, open_stream
 
 WriteTask = Callable[..., Path]

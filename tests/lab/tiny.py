@@ -15,7 +15,7 @@ from raycl.launch.driver import RunOptions, job_of
 from raycl.launch.local import in_process_worker
 from raycl.launch.prepared_run import Prepared
 from raycl.methods.registry import METHODS
-from raycl.routing.memory_slots import key_maps
+from raycl.routing import key_maps
 from raycl.testing import runs
 from raycl.testing.runs import (
     KINDS,

@@ -12,7 +12,7 @@ import pytest
 
 from raycl.cli import commands
 from raycl.cli.commands import echo
-from raycl.data.sources.spreadsheets import SpreadsheetWriter
+from raycl.data.sources.table_cells import SpreadsheetWriter
 from raycl.errors import printable
 from raycl.launch.console import PlainFormatter
 from raycl.operations.report.tables import render

@@ -25,7 +25,7 @@ from raycl.backbone.load import wrap_model
 from raycl.kernels.magnitude import summed_magnitude
 from raycl.kernels.row_gradient import WeightRows, adamw_rows, rows_of, weight_gradient, widens
 from raycl.routing.attention import Attention, AttentionConfig, AttentionRouter
-from raycl.routing.memory_slots.slots import KINDS as ROUTERS
+from raycl.routing.slots import KINDS as ROUTERS
 from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
 from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.testing.tiny_models import tiny_model, word_tokenizer

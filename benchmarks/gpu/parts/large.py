@@ -27,7 +27,7 @@ from benchmarks.gpu.timing import Times
 from benchmarks.step import unlike_batch
 from raycl.backbone import Backbone, BackboneConfig, BackboneOptions, load_backbone
 from raycl.backbone.causal import join
-from raycl.backbone.linears.quantization import Quantization
+from raycl.backbone.linears import Quantization
 from raycl.training.engines.fsdp import shard
 from raycl.types import IGNORE, Batch
 

@@ -19,9 +19,9 @@ from benchmarks.gpu.timing import quartiles
 from benchmarks.serving.banks import LIMITS_MS, WIDTH, drawn_router
 from raycl.errors import WrongResultError
 from raycl.routing.attention import Attention, AttentionConfig, AttentionRouter, max_pooled
-from raycl.routing.memory_slots.keys import cosines, split_groups
-from raycl.routing.memory_slots.slots import KINDS, Kind, SlotRouter
-from raycl.routing.memory_slots.weights import slot_weights
+from raycl.routing.slot_keys import cosines, split_groups
+from raycl.routing.slot_weights import slot_weights
+from raycl.routing.slots import KINDS, Kind, SlotRouter
 from raycl.types import Mixture
 
 TASKS, TINY_TASKS = 10_000, 1_500

@@ -36,8 +36,8 @@ from raycl.methods.sapt.reflection import ReplayEntry
 from raycl.methods.sapt.sapt import Sapt
 from raycl.methods.sapt.settings import SaptConfig
 from raycl.methods.slm.slm import Slm, SlmConfig
-from raycl.routing.memory_slots.keys import KeyConfig
 from raycl.routing.sentence_encoder import EncoderConfig
+from raycl.routing.slot_keys import KeyConfig
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.engines.fsdp import FSDPEngine, Root
 from raycl.training.optimizers.settings import TrainConfig

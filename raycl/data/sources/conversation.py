@@ -1,15 +1,26 @@
-"""Conversations: messages in turn, and the one text that stands for them wherever a text is expected.
+"""Conversations: messages in turn, the one text that stands for them, and the forms in which people store them.
 
 Routers, replay buffers and requests know texts. A conversation up to a user's message is such a text: that message
 alone where it is the only one, else each message below a line with its role. The chat template of the tokenizer is put
 around the messages when they are tokenised, as serving does.
+
+Files hold OpenAI's messages or ShareGPT's, which become a text and an answer for each turn. The loss is on the
+assistant's turns alone, each of which is an answer to all before it; this holds for encoder-decoder backbones as well,
+and each turn keeps as much of its own past as fits.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast, get_args
+
+from raycl.errors import DataError
+
+if TYPE_CHECKING:
+    from raycl.data.sources.fields import Refuse
+
 
 Role = Literal["system", "user", "assistant"]
 
@@ -63,3 +74,191 @@ def last_contents(texts: Sequence[str]) -> list[str]:
 
 def _escape(line: re.Match[str]) -> str:
     return f"\\{line[0]}"
+
+
+CHAT_NAMES = ("messages", "conversations", "conversation")
+"""Fields that hold a conversation."""
+
+ROLES: dict[str, Role] = {
+    **{role: role for role in get_args(Role)},
+    "developer": "system",
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+"""Roles by the names that files have for them."""
+
+
+SYSTEM, HISTORY = "system", "history"
+"""Fields next to a conversation or an instruction: its system message, and the turns before it as pairs of texts."""
+
+UNREAD = ("tools", "functions", "image", "images", "videos", "audios")
+"""Fields next to a conversation or an instruction of which nothing is learned."""
+
+BESIDE = (SYSTEM, HISTORY, *UNREAD)
+
+_UNREAD_OF_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "thinking", *UNREAD)
+_NOTHING: tuple[Any, ...] = (None, "", "[]", "{}", "null", [], {})
+
+Turns = Literal["all", "last"]
+"""The assistant's turns that are learned."""
+
+
+def is_chat(value: Any) -> bool:
+    """Return whether a field holds messages: a list of objects, or the same as JSON in a cell of a CSV file."""
+    return (isinstance(value, list) and bool(value) and isinstance(value[0], dict)) or (
+        isinstance(value, str) and value.startswith("[{")
+    )
+
+
+def turns_of(
+    value: Any, number: int, answered: bool, refuse: Refuse, turns: Turns = "all", system: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yield (conversation up to a user's message, the assistant's answer to it) for each turn whose `weight` is not 0.
+
+    Args:
+        answered: the assistant's turns are wanted; else only the conversation up to its last user message.
+        turns: which of them. system: system message of a conversation without one.
+
+    Raises:
+        DataError: roles that are not known or do not alternate, contents that are no texts, nothing to learn.
+    """
+    given = _parsed(value, number, refuse)
+    if system:
+        given = _with_system(given, system, number, refuse)
+    messages = _messages(given, number, refuse)
+    users = [index for index, message in enumerate(messages) if message.role == "user"]
+    if not users or (answered and messages[-1].role == "user" and len(users) == 1):
+        wanted = "answer of the assistant" if users else "user message"
+        refuse(f"the conversation has no {wanted}: expected user and assistant in turn, complete or remove it", number)
+    if not answered:
+        yield text_of(messages[: users[-1] + 1]), ""
+        return
+    answers = [index + 1 for index in users if index + 1 < len(messages)]
+    learned = [index for index in answers if _weight(given[index], number, refuse)]
+    if not learned:
+        refuse("each answer of the conversation has weight 0: expected one to learn, remove the row", number)
+    for index in learned if turns == "all" else learned[-1:]:
+        yield text_of(messages[:index]), messages[index].content
+
+
+def system_of(item: Mapping[str, Any], number: int, refuse: Refuse) -> str:
+    """Return the system message of a conversation or an instruction.
+
+    Raises:
+        DataError: the row has other fields of which nothing would be learned.
+    """
+    for name in UNREAD:
+        if item.get(name) not in _NOTHING:
+            refuse(f"the row has {name}, which are not learned: remove the row, or the field from all of them", number)
+    return _text(item.get(SYSTEM), SYSTEM, number, refuse)
+
+
+def earlier_turns(value: Any, number: int, refuse: Refuse) -> list[Message]:
+    """Return the turns before an instruction, which are pairs of texts.
+
+    Raises:
+        DataError: they are something else.
+    """
+    if value in _NOTHING:
+        return []
+    pairs = _loaded(value, HISTORY, number, refuse) if isinstance(value, str) else value
+    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        refuse(
+            f"the {HISTORY} is no list of pairs: expected [question, answer] for each turn before, repair it", number
+        )
+    texts = [_text(text, HISTORY, number, refuse) for pair in pairs for text in pair]
+    return [Message("assistant" if index % 2 else "user", text) for index, text in enumerate(texts)]
+
+
+def _text(value: Any, name: str, number: int, refuse: Refuse) -> str:
+    if value is not None and not isinstance(value, str):
+        refuse(f"the {name} is a {type(value).__name__}: expected text, repair or remove the row", number)
+    return value or ""
+
+
+def _with_system(given: list[Any], system: str, number: int, refuse: Refuse) -> list[Any]:
+    first = _message(given[0], number, refuse) if given else None
+    if first is not None and first.role == SYSTEM:
+        if first.content not in ("", system):
+            refuse("the conversation has a system message and the row another one: expected one, remove it", number)
+        given = given[1:]
+    return [{"role": SYSTEM, "content": system}, *given]
+
+
+def _weight(message: Mapping[str, Any], number: int, refuse: Refuse) -> bool:
+    """Return whether an answer is learned."""
+    weight = message.get("weight", 1)
+    if weight not in (None, 0, 1):
+        refuse(f"a message has weight {weight}: expected 0 (not learned) or 1", number)
+    return bool(weight != 0)
+
+
+def conversation_of(value: Any, where: str) -> list[Message]:
+    """Return the messages of a conversation in memory, in any of the forms that files have.
+
+    Args:
+        where: its name in error messages.
+
+    Raises:
+        DataError: roles that are not known or do not alternate, contents that are no texts.
+    """
+
+    def refuse(problem: str, row: int | None = None) -> NoReturn:
+        raise DataError(f"{where}: {problem}")
+
+    return _messages(_parsed(value, 1, refuse), 1, refuse)
+
+
+def _parsed(value: Any, number: int, refuse: Refuse) -> list[Any]:
+    messages = _loaded(value, "conversation", number, refuse) if isinstance(value, str) else value
+    return list(messages)
+
+
+def _loaded(text: str, name: str, number: int, refuse: Refuse) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        refuse(f"the {name} is no JSON ({error}): expected a list, repair or remove the row", number)
+
+
+def _messages(given: Sequence[Any], number: int, refuse: Refuse) -> list[Message]:
+    messages = [_message(item, number, refuse) for item in given]
+    turns = [message.role for message in messages]
+    if turns[:1] == ["system"]:
+        turns = turns[1:]
+    first_number = len(messages) - len(turns) + 1
+    for index, role in enumerate(turns):
+        wanted = "assistant" if index % 2 else "user"
+        if role != wanted:
+            refuse(
+                f"message {first_number + index} of the conversation is of {role}: expected {wanted}, "
+                "since user and assistant alternate, behind at most one system message; repair or remove it",
+                number,
+            )
+    return messages
+
+
+def _message(item: Any, number: int, refuse: Refuse) -> Message:
+    if not isinstance(item, dict):
+        refuse(f"a message is a {type(item).__name__}: expected an object with role and content", number)
+    name, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
+    role = ROLES.get(str(name))
+    if role is None:
+        refuse(f"a message is of '{name}': expected one of {', '.join(ROLES)}; remove the row or the message", number)
+    unread = next((key for key in _UNREAD_OF_MESSAGE if item.get(key) not in _NOTHING), None)
+    if unread is not None:
+        refuse(f"a message has {unread}, which are not learned: remove the row or the message", number)
+    if isinstance(content, list):
+        content = _joined(content)
+    if not isinstance(content, str):
+        refuse(f"the content of a message is a {type(content).__name__}: expected text, repair or remove it", number)
+    return Message(role, content)
+
+
+def _joined(parts: Sequence[Any]) -> str | None:
+    """Return the texts of a content in parts; None if there is anything but text in it (images, audio)."""
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]

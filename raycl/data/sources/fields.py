@@ -10,18 +10,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from raycl.data.sources.chats import (
+from raycl.data.sources.conversation import (
     BESIDE,
     CHAT_NAMES,
     HISTORY,
     SYSTEM,
+    Message,
     Turns,
     earlier_turns,
     is_chat,
     system_of,
+    text_of,
     turns_of,
 )
-from raycl.data.sources.conversation import Message, text_of
 from raycl.data.sources.findings import BadRow, Findings
 
 TEXT_NAMES = ("text", "input", "sentence", "prompt")

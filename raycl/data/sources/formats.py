@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from raycl.data.sources.chats import CHAT_NAMES
+from raycl.data.sources.conversation import CHAT_NAMES
 from raycl.data.sources.fields import INSTRUCTION, QUESTION, Columns, SourceRow, usable_rows
 from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.hub import HubSplit

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
-from raycl.data.sources.compressed import check_compressed
 from raycl.data.sources.fields import Columns, SourceRow, usable_rows
 from raycl.data.sources.findings import BadRow, Findings
-from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits
+from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits, check_compressed
 from raycl.data.sources.parquet import BATCH, check_parquet
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError

@@ -17,8 +17,7 @@ from typing import Literal, NoReturn
 import numpy as np
 import pyarrow as pa
 
-from raycl.data.sources.cache import CacheEntry, Info, entry, key_of
-from raycl.data.sources.chunks import ChunkedRows, Indices
+from raycl.data.sources.cache import CacheEntry, ChunkedRows, Indices, Info, entry, key_of
 from raycl.data.sources.fields import Columns, Refuse, SourceRow
 from raycl.data.sources.findings import BadRow, Findings, OnBadRow
 from raycl.data.sources.formats import AUTO, Source, detect, package_of, read_definition, read_rows

@@ -1,4 +1,4 @@
-"""CSV and TSV files as items: separators, header, quotes, blank lines.
+"""CSV and TSV files: as items, by separators, header, quotes and blank lines; and written for spreadsheet programs.
 
 Such files are written by many programs, and a wrong guess about quotes or separators loses rows. Python's reader is
 used, not Arrow's: it goes row by row, so an error names the broken row.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import csv
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from raycl.data.sources.fields import Columns
 from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.source import SourceFile
+from raycl.errors import printable
 
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
@@ -163,3 +164,37 @@ def _tab_rows(file: SourceFile, findings: Findings) -> Iterator[list[str]]:
 
 def _each_line_is_a_row(file: SourceFile) -> bool:
     return len({line.count("\t") for _, line in file.lines() if line}) == 1
+
+
+_FORMULA = re.compile(r"\s*[=+\-@＝＋－＠]")
+_NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)*|\.\d+)([eE][+-]?\d+)?%?")
+
+
+class _Sink(Protocol):
+    def write(self, text: str, /) -> object: ...
+
+
+class SpreadsheetWriter:
+    """Writes CSV as `csv.writer` does, with cells of text that no spreadsheet program takes for a formula.
+
+    Names and texts may come from a stranger, and `=HYPERLINK(...)` or `=cmd|...` in a cell sends requests or starts
+    programs. Such cells get an apostrophe in front, which marks text in Excel, LibreOffice and Google Sheets.
+    """
+
+    def __init__(self, out: _Sink) -> None:
+        self._rows = csv.writer(out, lineterminator="\n")
+
+    def writerow(self, cells: Iterable[Any]) -> None:
+        """Write a row; None is an empty cell."""
+        self._rows.writerow([text_cell(cell) if isinstance(cell, str) else cell for cell in cells])
+
+    def writerows(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Write several rows."""
+        for cells in rows:
+            self.writerow(cells)
+
+
+def text_cell(text: str) -> str:
+    """Return a text that no program takes for a formula and no terminal obeys; numbers stay as they are."""
+    plain = "\r".join(map(printable, text.split("\r"))) if not text.isprintable() else text
+    return f"'{plain}" if _FORMULA.match(plain) and not _NUMBER.fullmatch(plain) else plain

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.data.selection import generator
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices
 from raycl.methods.context import TaskContext
 from raycl.methods.gradients.products import plus, product
 from raycl.methods.gradients.stored_rows_wrapper import StoredRowsConfig, StoredRowsWrapper

@@ -32,7 +32,7 @@ from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.methods.queries import TextQueries
 from raycl.routing.class_gaussians import COVARIANCE, MEANS, SAMPLE, ClassGaussians, ClassStatistics
-from raycl.routing.statistics.out_of_distribution import sample_rows
+from raycl.routing.statistics import sample_rows
 from raycl.types import Batch, Mixture, RouterState, Task
 
 TARGETS: dict[str, tuple[str, ...]] = {

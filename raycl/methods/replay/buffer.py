@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices
 from raycl.methods.context import TaskContext
 from raycl.types import Task
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from raycl.backbone import Backbone
 from raycl.backbone.base import evaluating
 from raycl.data.loader import Collate
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices
 from raycl.data.text_objectives import Ids, TextObjective
 from raycl.methods.context import TaskContext
 from raycl.types import IGNORE, Batch, Task

@@ -47,7 +47,7 @@ from raycl.methods.sapt.settings import ABLATIONS, SaptConfig
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.attention import LEAST_WEIGHT, Attention, AttentionRouter, max_pooled, mixture_of
 from raycl.routing.selector import learn_selector
-from raycl.routing.statistics.discriminant import KINDS_OF_OUTLINES, BareTexts
+from raycl.routing.statistics import KINDS_OF_OUTLINES, BareTexts
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
 
 Pool = Callable[[Tensor, Tensor], Tensor]

@@ -30,13 +30,13 @@ from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter, PromptFormSetting
 from raycl.methods.trained_adapters import is_trainable
-from raycl.routing.memory_slots.key_maps import newest_rows, plane, similarity
-from raycl.routing.memory_slots.keys import KeyConfig, check_keys, split_groups
-from raycl.routing.memory_slots.slots import Kind, SlotRouter
-from raycl.routing.memory_slots.weights import RetrievalConfig
+from raycl.routing.key_maps import newest_rows, plane, similarity
 from raycl.routing.routers import without
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
-from raycl.routing.statistics.discriminant import Statistics
+from raycl.routing.slot_keys import KeyConfig, check_keys, split_groups
+from raycl.routing.slot_weights import RetrievalConfig
+from raycl.routing.slots import Kind, SlotRouter
+from raycl.routing.statistics import Statistics
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState
 
 ACTIVATIONS: dict[str, Activation] = {"adapter": "relu", "prefix": "softmax"}

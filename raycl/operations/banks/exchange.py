@@ -17,9 +17,9 @@ from raycl.adapters.card import METADATA, CardMetadata, CardTask, model_card
 from raycl.adapters.peft import from_peft, to_peft
 from raycl.adapters.state import check_fits, combine, fold
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
-from raycl.backbone.kinds import KINDS
-from raycl.backbone.linears.tied import untie
-from raycl.backbone.pretrained import published_name
+from raycl.backbone.codec import KINDS
+from raycl.backbone.linears import untie
+from raycl.backbone.model_files import published_name
 from raycl.backbone.roles import linear_shapes
 from raycl.bank import AdapterManifest, Bank, Snapshot
 from raycl.bank.manifest import ModelInfo

@@ -11,8 +11,6 @@ from raycl.bank.activations import Activations, activated, followed
 from raycl.bank.bank import Bank
 from raycl.bank.branches import FOLDER as BRANCHES
 from raycl.bank.branches import NOT_SERVED, Branch, branch_names, branch_of, line_of, numbered_folders
-from raycl.bank.leases import FOLDER as LEASES
-from raycl.bank.leases import is_lease, lease_problems, leased
 from raycl.bank.manifest import (
     AdapterManifest,
     AdapterRef,
@@ -23,8 +21,8 @@ from raycl.bank.manifest import (
     manifest_file,
     snapshot_file,
 )
-from raycl.bank.pruning import record_removal, removed_from
-from raycl.bank.training_state import is_state, state_file, state_objects
+from raycl.bank.pruning import LEASES, is_lease, lease_problems, leased, record_removal, removed_from
+from raycl.bank.states import is_state, state_file, state_objects
 from raycl.errors import BankError
 from raycl.operations.banks.sample_listing import samples_in_state
 from raycl.storage.folder import StoredFile

@@ -14,8 +14,7 @@ from torch import Tensor
 from raycl.bank import Bank, Snapshot
 from raycl.bank.manifest import AdapterManifest, AdapterRef, Layout, SnapshotAdapter
 from raycl.bank.pruning import removed_from
-from raycl.bank.router_states import get_router, put_router
-from raycl.bank.training_state import get_state
+from raycl.bank.states import get_router, get_state, put_router
 from raycl.config import as_tree, remaining
 from raycl.errors import BankError
 from raycl.methods.base import at

@@ -12,7 +12,7 @@ from raycl.backbone.codec import HFCodec
 from raycl.bank import Bank, Snapshot
 from raycl.bank.manifest import ObjectInfo, SnapshotAdapter
 from raycl.bank.pruning import removed_from
-from raycl.bank.training_state import state_objects
+from raycl.bank.states import state_objects
 from raycl.methods.pseudo_samples.samples import PseudoSamples
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
-from raycl.bank.router_states import get_router, put_router
+from raycl.bank.states import get_router, get_state, put_router, put_state
 from raycl.bank.tensor_groups import TensorGroups
-from raycl.bank.training_state import get_state, put_state
 from raycl.config.trust import NONE_GIVEN, Permissions
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import BankError

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from raycl.adapters.card import CardMetadata
 from raycl.adapters.peft import to_peft
-from raycl.backbone.kinds import capabilities_of
+from raycl.backbone.codec import capabilities_of
 from raycl.bank import Bank, Snapshot
 from raycl.errors import BankError
 from raycl.operations.banks.exchange import card_metadata, empty_folder, export_peft, mixed

@@ -17,7 +17,7 @@ from raycl.adapters.layer import linear_shape
 from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone
 from raycl.backbone.architecture import architecture
-from raycl.backbone.pretrained import present_folder
+from raycl.backbone.model_files import present_folder
 from raycl.backbone.roles import ROLES, is_linear, linear_shapes, matching
 from raycl.data.benchmarks.orders import find
 from raycl.data.prepare import fit_sources, fit_targets

@@ -17,7 +17,7 @@ from rich.console import Group
 from rich.text import Text
 
 from raycl.config import Tree
-from raycl.data.sources.spreadsheets import SpreadsheetWriter
+from raycl.data.sources.table_cells import SpreadsheetWriter
 from raycl.errors import RunError
 from raycl.metrics.run_results import backbone_of, method_of, stream_of
 from raycl.operations.report.phase_summaries import TaskRows, unpacked_rows

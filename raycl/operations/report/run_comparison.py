@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from raycl.config import Tree, flatten
-from raycl.data.sources.spreadsheets import SpreadsheetWriter
+from raycl.data.sources.table_cells import SpreadsheetWriter
 from raycl.metrics.published import OF_TYPE, numbers_of, source_of
 from raycl.metrics.run_results import (
     INSTRUCTION,

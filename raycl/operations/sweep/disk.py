@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from raycl.bank.training_state import has_state
+from raycl.bank.states import has_state
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import BankError, RunError, StorageError
 from raycl.launch.status import status_of

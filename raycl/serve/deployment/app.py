@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from raycl import config as configs
-from raycl.backbone.pretrained import present_folder
+from raycl.backbone.model_files import present_folder
 from raycl.bank import Bank
 from raycl.launch import cluster
 from raycl.serve.gate.gate_actor import GateActor, poll_gate

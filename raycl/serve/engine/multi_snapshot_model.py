@@ -18,9 +18,9 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
+from raycl.adapters.rows import StaticRows
 from raycl.adapters.soft_prompts import MixedPrompts, PromptUse
 from raycl.adapters.stack import Source
-from raycl.adapters.static import StaticRows
 from raycl.backbone import Backbone
 from raycl.backbone.roles import query_of
 from raycl.bank import Snapshot

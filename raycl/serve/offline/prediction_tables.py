@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from raycl.config import Tree
 from raycl.data.sources.source import SourceFile
-from raycl.data.sources.spreadsheets import SpreadsheetWriter
+from raycl.data.sources.table_cells import SpreadsheetWriter
 from raycl.errors import ConfigError
 from raycl.serve.offline.prediction_files import OWN, PLACE
 from raycl.serve.offline.prediction_input import Input

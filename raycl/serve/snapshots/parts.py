@@ -11,7 +11,7 @@ from raycl.adapters.stack import Source
 from raycl.backbone import BackboneConfig, identity
 from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import ObjectReader
-from raycl.bank.router_states import get_router
+from raycl.bank.states import get_router
 from raycl.config import Tree
 from raycl.config.addresses import addresses, require_named
 from raycl.config.trust import NONE_GIVEN, RISKS, Permissions

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from raycl.backbone.base import loss_count
 from raycl.data.loader import Collate, GlobalOrder, Loader
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices
 from raycl.data.text_objectives import TextObjective
 from raycl.data.tokens import TokenRows
 from raycl.methods.base import activate_batch

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import info_of
-from raycl.bank.leases import hold_lease
+from raycl.bank.pruning import hold_lease
+from raycl.bank.states import get_record, put_state, restore_record
 from raycl.bank.tensor_groups import PUBLISHED, TensorGroups
-from raycl.bank.training_state import get_record, put_state, restore_record
 from raycl.errors import BankError, CheckpointError
 from raycl.methods.base import Method, State, under
 from raycl.routing.routers import without

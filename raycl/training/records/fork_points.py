@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from raycl.bank.leases import hold_lease
 from raycl.bank.manifest import Sha256
+from raycl.bank.pruning import hold_lease
 from raycl.config.addresses import Server
 from raycl.config.names import FolderName
 from raycl.errors import AlreadyExistsError, CheckpointError, DamagedError

@@ -14,8 +14,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, is_ancestor
 from raycl.bank.manifest import AdapterRef, ModelInfo, TaskInfo, dump, manifest_of, parse_snapshot
 from raycl.bank.pruning import removed_from
-from raycl.bank.router_states import put_router
-from raycl.bank.training_state import has_state
+from raycl.bank.states import has_state, put_router
 from raycl.errors import BankError, BranchMovedError, CheckpointError, RunError, StorageError
 from raycl.methods.base import Learned
 from raycl.storage import Storage

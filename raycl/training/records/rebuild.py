@@ -15,7 +15,7 @@ from torch import Tensor
 from raycl.bank import Bank, Snapshot
 from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter
 from raycl.bank.pruning import removed_from
-from raycl.bank.training_state import state_objects
+from raycl.bank.states import state_objects
 from raycl.errors import BankError, CheckpointError
 from raycl.methods.base import under
 from raycl.storage import Storage

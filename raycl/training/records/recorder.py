@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from raycl.bank.branches import explain_empty
-from raycl.bank.leases import hold_lease, release_lease
+from raycl.bank.pruning import hold_lease, release_lease
 from raycl.errors import StorageError
 from raycl.methods.base import Learned
 from raycl.storage import Storage

@@ -1,7 +1,7 @@
 """Fingerprints of what a run reads: its rows, its pretrained models, and files that its method names.
 
 Rows count by what they say, so the same rows in another folder or format are the same. Hashes of large files are kept
-(`raycl.backbone.pretrained.hashes`), those of rows are made once, when they are read.
+(`raycl.backbone.model_hashes`), those of rows are made once, when they are read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from raycl.backbone import BackboneConfig
-from raycl.backbone.pretrained import is_local, parts_of
+from raycl.backbone.model_files import is_local
+from raycl.backbone.model_hashes import parts_of
 from raycl.config import Section
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.source import SourceFile

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from raycl import config as configs
 from raycl.backbone import Backbone
-from raycl.backbone.linears.quantization import check_quantization
+from raycl.backbone.linears import check_quantization
 from raycl.backbone.roles import GROUPS, ROLES, without_role
 from raycl.config.unused import covering, unused_in
 from raycl.data.prompts import Prompt

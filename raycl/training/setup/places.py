@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raycl.backbone.pretrained import resolve as resolve_backbone
+from raycl.backbone.model_files import resolve as resolve_backbone
 from raycl.data.resolve import resolve
 from raycl.data.sources.source import SourceFile
 from raycl.training.setup.run_config import RunConfig, read_config, refuse_unused

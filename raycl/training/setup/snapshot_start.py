@@ -10,7 +10,7 @@ from typing import Any
 
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
-from raycl.bank.training_state import state_objects
+from raycl.bank.states import state_objects
 from raycl.config import Tree
 from raycl.config.addresses import addresses, require_named
 from raycl.data.prompts import Prompt

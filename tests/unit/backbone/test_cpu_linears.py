@@ -10,8 +10,8 @@ from tiny import Lab, save_model
 from torch import nn
 
 from raycl.backbone import BackboneConfig, BackboneOptions, load_backbone, load_codec
-from raycl.backbone.linears import cpu as cpu_linears
-from raycl.backbone.linears.cpu import by_onednn
+from raycl.backbone import linears as cpu_linears
+from raycl.backbone.linears import by_onednn
 
 HAS_PRODUCT = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 CPU = torch.device("cpu")

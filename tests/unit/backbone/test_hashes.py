@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raycl.backbone.pretrained import hashes
+from raycl.backbone import model_hashes as hashes
 
 SIZE = hashes.LARGE + 1
 

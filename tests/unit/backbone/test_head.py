@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycl.backbone.heads.label import LabelHead
+from raycl.backbone.encoder import LabelHead
 
 LABELS = st.lists(st.sampled_from(["red", "blue", "cat", "dog", "yes", "no"]), max_size=8)
 

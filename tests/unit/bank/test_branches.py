@@ -14,7 +14,7 @@ from damage import KINDS, damaged
 from raycl.bank import Bank
 from raycl.bank.activations import Activations, activated
 from raycl.bank.branches import Branch, branch_names, check_branch, head_of, line_of, resolve
-from raycl.bank.leases import hold_lease, release_lease
+from raycl.bank.pruning import hold_lease, release_lease
 from raycl.errors import BankError, BranchMovedError
 from raycl.operations.banks.maintenance import prune, verify
 from raycl.storage.numbered import NOTE

@@ -18,11 +18,10 @@ from run_records import HASH, phase_record
 from raycl.bank import AdapterRef, Bank
 from raycl.bank.activations import Activations, activated
 from raycl.bank.branches import Branch, explain_empty, missing_branch
-from raycl.bank.leases import hold_lease, leased
 from raycl.bank.manifest import ModelInfo, RouterInfo
-from raycl.bank.pruning import record_removal, removed_from
+from raycl.bank.pruning import hold_lease, leased, record_removal, removed_from
+from raycl.bank.states import get_state, put_state, state_file
 from raycl.bank.tensors import views
-from raycl.bank.training_state import get_state, put_state, state_file
 from raycl.errors import BankError, DamagedError, RayclError, RunError, StorageError
 from raycl.storage import Storage
 from raycl.storage.numbered import NOTE

@@ -21,7 +21,7 @@ from raycl.adapters import AdapterStack
 from raycl.adapters.card import CardMetadata
 from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig, identity
-from raycl.backbone.kinds import capabilities_of
+from raycl.backbone.codec import capabilities_of
 from raycl.bank import AdapterRef, Bank
 from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.errors import AdapterError, BackboneError, BankError

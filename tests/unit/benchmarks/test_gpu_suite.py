@@ -131,7 +131,7 @@ WRONG = [
     ("linears", "7B, o", "raycl.adapters.layer.add_shared", wrong_add),
     ("decoding", "prefill", "raycl.adapters.layer.add_shared", wrong_add),
     ("masking", "T5 large, finetune", "raycl.kernels.row_gradient.weight_gradient", wrong_gradient),
-    ("routing", "keys", "raycl.routing.memory_slots.slots.sparse_weights", wrong_search),
+    ("routing", "keys", "raycl.routing.slots.sparse_weights", wrong_search),
 ]
 
 

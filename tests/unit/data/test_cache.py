@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raycl.data.sources.cache import Info, cache_folder, entry, key_of
-from raycl.data.sources.chunks import ChunkedRows
+from raycl.data.sources.cache import ChunkedRows, Info, cache_folder, entry, key_of
 
 SCHEMA = pa.schema([("ids", pa.list_(pa.int32())), ("n", pa.int64())])
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from damage import KINDS, damaged, flips
 
-from raycl.backbone.pretrained import hashes
+from raycl.backbone import model_hashes as hashes
 from raycl.data.sources.cache import Info, entry
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from tiny import Lab
 
-from raycl.backbone.pretrained import fingerprint_of, only_pickled
+from raycl.backbone.model_files import only_pickled
+from raycl.backbone.model_hashes import fingerprint_of
 from raycl.bank import Bank
 from raycl.bank.manifest import AdapterManifest, ModelInfo
-from raycl.bank.router_states import put_router
+from raycl.bank.states import put_router
 from raycl.config.trust import Permissions
 from raycl.errors import BackboneError, BankError, ConfigError, RetrievalError
 from raycl.routing.routers import make_router

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raycl.errors import RetrievalError
 from raycl.methods.slm.slm import SlmConfig
-from raycl.routing.memory_slots.keys import (
+from raycl.routing.slot_keys import (
     KeyConfig,
     choose,
     cosines,
@@ -21,8 +21,8 @@ from raycl.routing.memory_slots.keys import (
     semi_orthogonal,
     split_groups,
 )
-from raycl.routing.memory_slots.slots import SlotRouter
-from raycl.routing.memory_slots.weights import RetrievalConfig, slot_weights
+from raycl.routing.slot_weights import RetrievalConfig, slot_weights
+from raycl.routing.slots import SlotRouter
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

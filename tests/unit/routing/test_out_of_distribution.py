@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from raycl.errors import RetrievalError
-from raycl.routing.memory_slots.key_maps import newest_rows, similarity
-from raycl.routing.memory_slots.keys import KeyConfig
-from raycl.routing.memory_slots.slots import SlotRouter
-from raycl.routing.memory_slots.weights import RetrievalConfig
+from raycl.routing.key_maps import newest_rows, similarity
 from raycl.routing.routers import without
-from raycl.routing.statistics.discriminant import Discriminant, Statistics
-from raycl.routing.statistics.out_of_distribution import KEPT, OodCalibrator, sample_rows
+from raycl.routing.slot_keys import KeyConfig
+from raycl.routing.slot_weights import RetrievalConfig
+from raycl.routing.slots import SlotRouter
+from raycl.routing.statistics import KEPT, Discriminant, OodCalibrator, Statistics, sample_rows
 from raycl.types import RouterState
 
 TASKS = ("one", "two", "three", "four")

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import RobertaConfig, RobertaModel
 
 from raycl.errors import BankError, RetrievalError
-from raycl.routing.memory_slots.index import KeyIndex
-from raycl.routing.memory_slots.key_maps import plane, similarity
-from raycl.routing.memory_slots.keys import KeyConfig
-from raycl.routing.memory_slots.slots import Kind, SlotRouter
-from raycl.routing.memory_slots.weights import RetrievalConfig
+from raycl.routing.key_maps import plane, similarity
 from raycl.routing.routers import make_router, without
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
-from raycl.routing.statistics.discriminant import DIRECTIONS, WIDEST, BareTexts, Discriminant, Statistics
+from raycl.routing.slot_index import KeyIndex
+from raycl.routing.slot_keys import KeyConfig
+from raycl.routing.slot_weights import RetrievalConfig
+from raycl.routing.slots import Kind, SlotRouter
+from raycl.routing.statistics import DIRECTIONS, WIDEST, BareTexts, Discriminant, Statistics
 from raycl.types import RouterState
 
 TASKS = {"one": 0, "two": 1, "three": 2}
@@ -161,7 +161,7 @@ def test_the_packaged_encoder_gives_means_over_real_tokens(tmp_path: Path, layer
     torch.testing.assert_close(alone, queries[0], atol=1e-5, rtol=1e-4)
     from transformers import AutoModel, AutoTokenizer
 
-    from raycl.backbone.pretrained import folder_of
+    from raycl.backbone.model_files import folder_of
 
     tokens = AutoTokenizer.from_pretrained(folder_of("minilm"))(texts[:1], return_tensors="pt")
     with torch.no_grad():

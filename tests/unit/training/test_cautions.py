@@ -11,7 +11,7 @@ import torch
 from tiny import Lab, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from raycl.backbone.linears import cpu
+from raycl.backbone import linears
 from raycl.backbone.load import wrap_model
 from raycl.methods.registry import METHODS, method_class
 from raycl.training.setup.checks import check
@@ -70,7 +70,7 @@ def test_bfloat16_on_a_cpu_without_its_instructions(tmp_path: Path, caplog: pyte
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="raycl"):
             for _ in range(2):
-                cpu.warn_of_slow_bfloat16(f"model{number}", info)
+                linears.warn_of_slow_bfloat16(f"model{number}", info)
         assert len(caplog.records) == is_slow
         assert all("backbone.dtype=float32" in record.getMessage() for record in caplog.records)
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices
 
 ROUNDS = 25
 """The most rounds of k-means, from rows drawn by the seed (IDBR's code: scikit-learn's start and 300 rounds, 10

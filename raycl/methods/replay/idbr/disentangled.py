@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from raycl.backbone.heads.label import grown
+from raycl.backbone.encoder import grown
 
 
 @dataclass(frozen=True)

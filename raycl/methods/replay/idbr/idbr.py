@@ -42,7 +42,7 @@ from torch.nn.functional import cross_entropy
 from raycl.backbone import Backbone, Output
 from raycl.backbone.base import loss_count
 from raycl.data.selection import generator
-from raycl.data.sources.chunks import Indices
+from raycl.data.sources.cache import Indices
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State, phase_labels, under
 from raycl.methods.context import TaskContext

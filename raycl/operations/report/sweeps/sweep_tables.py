@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from raycl.config import Tree
-from raycl.data.sources.spreadsheets import SpreadsheetWriter
+from raycl.data.sources.table_cells import SpreadsheetWriter
 from raycl.operations.report.tables import grid, render
 
 

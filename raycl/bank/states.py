@@ -1,4 +1,4 @@
-"""The state that training needs to continue from a snapshot, in addition to that of answering: values and tensors.
+"""States that belong to a snapshot: its router's, and what training needs to continue in addition to that of answering.
 
     states/<2 hex>/<sha256>.json     a record, named by its content: values, and the object of each group of tensors
 
@@ -16,12 +16,42 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from raycl.bank.bank import Bank, info_of
-from raycl.bank.manifest import ObjectInfo, Snapshot, read_bytes
+from raycl.bank.bank import Bank, ObjectReader, info_of
+from raycl.bank.manifest import ModelInfo, ObjectInfo, RouterInfo, Snapshot, read_bytes
 from raycl.bank.pruning import removed_from
 from raycl.bank.tensors import views
 from raycl.errors import BankError, DamagedError, FormatError
 from raycl.storage.records import fields_of, seal, unseal
+from raycl.types import RouterState
+
+ENCODER = "encoder"
+
+
+def put_router(bank: Bank, state: RouterState) -> tuple[RouterInfo, ModelInfo | None]:
+    """Store a router's tensors, and return its entry in a snapshot and that of its encoder."""
+    tensors = bank.put(state.tensors) if state.tensors else None
+    settings = state.settings if state.encoder is None else {**state.settings, ENCODER: state.encoder}
+    router = RouterInfo(kind=state.kind, settings=settings, tensors=tensors, package=state.package)
+    if state.encoder is None:
+        return router, None
+    return router, ModelInfo(name=str(state.encoder["name"]), sha256=state.encoder_sha256, kind="sentence encoder")
+
+
+def get_router(reader: ObjectReader, snapshot: Snapshot) -> RouterState:
+    """Return the router of a snapshot; its tensors are read-only.
+
+    Raises:
+        BankError: the router's tensors are missing or damaged.
+    """
+    router = snapshot.router
+    settings = {key: value for key, value in router.settings.items() if key != ENCODER}
+    what, tensors = f"the router of snapshot {snapshot.number}", {}
+    if router.tensors:
+        (data,) = reader.read_objects([(what, router.tensors)])
+        tensors = views(data, what)
+    encoder = snapshot.encoder.sha256 if snapshot.encoder else ""
+    return RouterState(router.kind, settings, tensors, router.settings.get(ENCODER), encoder, router.package)
+
 
 FORMAT = 2
 

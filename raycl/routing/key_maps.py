@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from raycl.routing.memory_slots.keys import cosines
-from raycl.routing.memory_slots.slots import SlotRouter
+from raycl.routing.slot_keys import cosines
+from raycl.routing.slots import SlotRouter
 
 MOST_POINTS, STEPS = 1000, 500
 """The most sub-keys for t-SNE, and its steps: about a second. Twice the steps do not improve it (a divergence of 0.62

@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock
 from pydantic import TypeAdapter
 
-from raycl.backbone.pretrained.model_files import FetchedFiles, folder_of, identity_files, part_files
+from raycl.backbone.model_files import FetchedFiles, folder_of, identity_files, part_files
 from raycl.errors import StorageError
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal

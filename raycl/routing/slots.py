@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from raycl.errors import RetrievalError
-from raycl.routing.memory_slots.index import EXACT_UP_TO, KeyIndex
-from raycl.routing.memory_slots.keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
-from raycl.routing.memory_slots.weights import RetrievalConfig, slot_weights, sparse_weights
-from raycl.routing.statistics.discriminant import Discriminant, Statistics
-from raycl.routing.statistics.out_of_distribution import OodCalibrator, sample_rows
+from raycl.routing.slot_index import EXACT_UP_TO, KeyIndex
+from raycl.routing.slot_keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
+from raycl.routing.slot_weights import RetrievalConfig, slot_weights, sparse_weights
+from raycl.routing.statistics import Discriminant, OodCalibrator, Statistics, sample_rows
 from raycl.types import Mixture, RouterState
 
 Kind = Literal["keys", "discriminant"]

@@ -1,1 +1,0 @@
-"""Heads of an encoder-only model: scores over labels, and guesses of hidden words."""

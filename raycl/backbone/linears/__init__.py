@@ -1,1 +1,0 @@
-"""Linears of a backbone that torch does not compute alone: quantized weights, products on CPUs."""

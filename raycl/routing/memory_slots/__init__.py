@@ -1,1 +1,0 @@
-"""SLM's memory slots: keys, nearest-key search, mixture weights, and their router."""
