@@ -63,8 +63,8 @@ SETTINGS: dict[str, tuple[str, type[Section], str]] = {
         "Settings of the endpoint",
         ServeConfig,
         "The endpoint is configured by a YAML file, by overrides on the command line, or by both: "
-        "`raycl serve --bank RUN/bank port=9000`. "
-        "`raycl serve --bank RUN/bank --print-config` prints all settings with their values.",
+        "`raycl serve RUN/bank port=9000`. "
+        "`raycl serve RUN/bank --print-config` prints all settings with their values.",
     ),
 }
 """Page -> title, config class, introduction."""
@@ -176,7 +176,7 @@ def commands_page() -> str:
 def _helps(name: str) -> Iterator[str]:
     names: list[list[str]] = [[]]
     if name == "bank":
-        names += [["--bank", "BANK", command] for command in COMMANDS]
+        names += [[command] for command in COMMANDS]
     for words in names:
         title = f"### `{words[-1]}`\n\n" if words else ""
         parse = partial(cli.parsed, name, prog=f"raycl {name}")

@@ -122,7 +122,7 @@ def load(bank: str, **settings: Any) -> Model:
     """Return a snapshot of a bank as a model.
 
     Args:
-        bank: folder or URI of a bank, or BANK@REFERENCE: a branch, a snapshot's number or hash; default: branch `main`.
+        bank: folder or URI of a bank, or BANK@REF: a branch, a snapshot's number or hash; default: branch `main`.
         settings: settings of serving: device, dtype, threads, max_batch, backbone (where it is now), max_loaded_rows.
 
     Raises:

@@ -2,6 +2,7 @@
 
     branches/<name>/<number>.json     a move: the branch points at this snapshot, or at none (it is deleted)
     branches/<name>/newest.json       the number of the newest move
+    branches/tags/<name>/...          a tag: a branch that moves once
     not_served.json                   why a run whose bank this is publishes no snapshot
 
 Each move is created exclusively and never changed: of two writers that saw the same head, one creates the next move,
@@ -28,6 +29,12 @@ from raycl.storage.records import Stamp, number_of, numbered, read_fields, seal
 
 FOLDER, MAIN = "branches", "main"
 FORMAT = 1
+TAGS = "tags/"
+"""The beginning of a tag's name among branches; a reference to it may leave it out."""
+
+LATEST = "latest"
+"""The reference of a bank's newest snapshot, whatever its branch."""
+
 NOT_SERVED = "not_served.json"
 DEPTH = 8
 """The most parts of a branch's name."""
@@ -86,10 +93,15 @@ def check_branch(name: str) -> str:
     """
     parts = name.split("/")
     fits = len(parts) <= DEPTH and all(NAME.fullmatch(part) and ".." not in part for part in parts)
-    if not fits or name.isdigit() or any(number_of(part) is not None or part == NOTE for part in parts):
+    if (
+        not fits
+        or name.isdigit()
+        or name == LATEST
+        or any(number_of(part) is not None or part == NOTE for part in parts)
+    ):
         raise BankError(
             f"'{name}' cannot name a branch: use letters, digits, '.', '_', '-' and '/', for example main or "
-            "team/experiment, and no number alone, which names a snapshot"
+            "team/experiment, and no number alone and not latest, which name snapshots"
         )
     return name
 
@@ -259,7 +271,16 @@ class Branch:
         return self._add(self.records.next_number() - 1, None, "", why, None)
 
     def _add(self, last: int, snapshot: int | None, sha256: str, why: str, new: Snapshot | None) -> Move:
-        """Return the move after number `last`."""
+        """Return the move after number `last`.
+
+        Raises:
+            BranchMovedError: another writer was first. BankError: it would move a tag.
+        """
+        if self.name.startswith(TAGS) and snapshot is not None and self.head() is not None:
+            raise BankError(
+                f"tag '{self.name.removeprefix(TAGS)}' names snapshot {self.head()} and never moves: delete it first "
+                f"(delete {self.name}), or choose another name"
+            )
         move = Move(last + 1, snapshot, sha256, why, time.time())
         record = {"format": FORMAT, "branch": self.name, **asdict(move)}
         try:
@@ -368,15 +389,18 @@ def head_of(bank: Bank, name: str = MAIN) -> Snapshot:
 
 
 def resolve(bank: Bank, reference: str) -> Snapshot:
-    """Return the snapshot that a reference names: a branch, a number, or the first digits of a snapshot's hash.
+    """Return the snapshot that a reference names: a branch, a tag, `latest`, a number, or the first digits of a hash.
 
     Raises:
         BankError: the reference matches no snapshot, or several.
     """
     if reference.isdigit() and len(reference) < SHORTEST_HASH:
         return bank.open(int(reference))
-    if is_branch_name(reference) and Branch(bank, reference).head() is not None:
-        return head_of(bank, reference)
+    if reference == LATEST and bank.snapshots():
+        return bank.open(bank.snapshots()[-1])
+    for name in (reference, TAGS + reference):
+        if is_branch_name(name) and Branch(bank, name).head() is not None:
+            return head_of(bank, name)
     digits = reference.lower()
     if len(digits) >= SHORTEST_HASH and all(digit in "0123456789abcdef" for digit in digits):
         newest_first = map(bank.open, reversed(bank.snapshots()))
@@ -384,8 +408,10 @@ def resolve(bank: Bank, reference: str) -> Snapshot:
         matching = list(itertools.islice(matches, 1 if len(digits) == WHOLE_HASH else 2))
         if len(matching) == 1:
             return matching[0]
+    if not bank.snapshots():
+        raise missing_branch(bank, reference)
     names = ", ".join(branch_names(bank)[:20]) or "none yet"
     raise BankError(
-        f"the bank '{bank.storage.uri}' has no '{reference}': expected a branch ({names}), a snapshot's number, or at "
-        f"least {SHORTEST_HASH} digits of its hash"
+        f"the bank '{bank.storage.uri}' has no '{reference}': expected a branch or tag ({names}), {LATEST}, a "
+        f"snapshot's number, or at least {SHORTEST_HASH} digits of its hash"
     )

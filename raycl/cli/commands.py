@@ -132,6 +132,11 @@ def log_to_stderr() -> None:
     logging.basicConfig(handlers=[handler])
 
 
+def is_override(word: str) -> bool:
+    """Return whether a word of the command line is `key.path=value`, not a path or a URI with a query."""
+    return "=" in word and "://" not in word.partition("=")[0]
+
+
 def add_allow_env(command_parser: argparse.ArgumentParser) -> None:
     """Add the option of commands that read a config file."""
     command_parser.add_argument(

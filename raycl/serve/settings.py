@@ -10,12 +10,12 @@ from pydantic import AfterValidator, Field, model_validator
 
 from raycl import config as configs
 from raycl.backbone.model_files import resolve_path
-from raycl.bank.branches import MAIN, BranchName
+from raycl.bank.branches import MAIN, Branch, BranchName, is_branch_name, resolve
 from raycl.config import Location, PathOrUri, Section, trust
 from raycl.config.addresses import announce
 from raycl.config.trust import Permissions
 from raycl.config.unused import refuse, unused_written
-from raycl.training.records.named_bank import bank_at
+from raycl.training.records.named_bank import bank_and_reference
 
 
 class LimitsConfig(Section):
@@ -252,14 +252,22 @@ class ServeConfig(Section):
 
 
 def at_bank(config: ServeConfig) -> ServeConfig:
-    """Return the config with the bank that `bank` means, where that is a run: its bank, and the branch it publishes to.
+    """Return the config with the bank and the branch or snapshot that `bank` means.
+
+    A run means its bank and the branch that it publishes to. BANK@REF means a branch, which is followed, or a snapshot,
+    which answers whatever is published later.
 
     Raises:
-        BankError: there is no bank.
+        BankError: there is no such bank or snapshot.
     """
-    bank, branch = bank_at(config.bank)
-    named = "branch" in config.model_fields_set
-    return config.model_copy(update={"bank": bank.storage.address, "branch": config.branch if named else branch})
+    bank, reference = bank_and_reference(config.bank)
+    update: dict[str, object] = {"bank": bank.storage.address}
+    if "branch" not in config.model_fields_set and is_branch_name(reference) and Branch(bank, reference).last():
+        update["branch"] = reference
+    elif "branch" not in config.model_fields_set:
+        update["snapshot"] = resolve(bank, reference).number
+        update["follow"] = FollowConfig(enabled=False)
+    return config.model_copy(update=update)
 
 
 def load_serve_config(path: str | None, overrides: Sequence[str]) -> ServeConfig:

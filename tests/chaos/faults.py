@@ -274,7 +274,7 @@ class Driver:
 def endpoint(bank: str, port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`jobs/serve.py` with two replicas on a Ray of its own; it is up when it is yielded."""
     with (folder / "endpoint.log").open("wb") as said:
-        words = ["--bank", bank, f"port={port}", "replicas=2", "cpus=0.2", "ingress=proxy", "follow.poll_s=1"]
+        words = [bank, f"port={port}", "replicas=2", "cpus=0.2", "ingress=proxy", "follow.poll_s=1"]
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         command = [sys.executable, str(REPO / "jobs" / "serve.py"), *words]
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said)

@@ -127,10 +127,10 @@ def test_a_snapshot_without_its_run_cannot_be_evaluated(complete: Complete, tmp_
 def test_forgetting_by_the_command(complete: Complete, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     bank, snapshot = copied(complete("llama", "separate", "torch"), tmp_path)
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
-    assert main(["--bank", bank.storage.uri, "forget", "colour", "--rows", "4"]) == 0
+    assert main(["forget", bank.storage.uri, "colour", "--rows", "4"]) == 0
     shown = capsys.readouterr().out
     assert "before" in shown and "animal" in shown and "+0.0" in shown and "(removed: colour)" in shown
-    assert main(["--bank", bank.storage.uri, "forget", "colour"]) == 1
+    assert main(["forget", bank.storage.uri, "colour"]) == 1
     assert "has no task 'colour'" in capsys.readouterr().err
-    assert main(["--bank", bank.storage.uri, "--json", "diff", str(snapshot.number), str(snapshot.number + 1)]) == 0
+    assert main(["diff", bank.storage.uri, "--json", str(snapshot.number), str(snapshot.number + 1)]) == 0
     assert json.loads(capsys.readouterr().out)["tasks_removed"] == ["colour"]

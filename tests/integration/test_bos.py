@@ -95,7 +95,7 @@ def test_an_exported_card_reads_texts_without_the_first_token(
 ) -> None:
     bank = Bank(done.copy(tmp_path).sub("bank"))
     command = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
-    assert command(["--bank", bank.storage.uri, "export", "--adapters", "colour", "--to", str(tmp_path / "out")]) == 0
+    assert command(["export", bank.storage.uri, "--adapters", "colour", "--to", str(tmp_path / "out")]) == 0
     texts = ["fire is warm very", "the sea is cold"]
     call = Call("card_code:main", ([str(tmp_path / "out")], texts, tmp_path / "said.json"), tmp_path / "log")
     fork_server.run([call], 240)

@@ -20,8 +20,8 @@ COMMANDS = {
         "raycl.serve.offline.model:OfflineModel.open",
     ),
     "evaluate": (["evaluate", "{bank}", "{data}/test.jsonl"], "raycl.serve.offline.model:OfflineModel.open"),
-    "serve": (["serve", "--bank", "{bank}"], STORAGE),
-    "bank": (["bank", "--bank", "{bank}", "verify"], "raycl.operations.banks.maintenance:numbered_folders"),
+    "serve": (["serve", "{bank}"], STORAGE),
+    "bank": (["bank", "verify", "{bank}"], "raycl.operations.banks.maintenance:numbered_folders"),
     "status": (["status", "{bank}/.."], STORAGE),
 }
 

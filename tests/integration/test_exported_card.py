@@ -27,7 +27,7 @@ WEIGHTS = {"animal.1": 2.0, "colour.0": -1.0}
 
 def export(bank: Bank, folder: Path, adapters: str, *options: str) -> None:
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
-    assert main(["--bank", bank.storage.uri, "export", "--adapters", adapters, "--to", str(folder), *options]) == 0
+    assert main(["export", bank.storage.uri, "--adapters", adapters, "--to", str(folder), *options]) == 0
 
 
 def printed(server: ForkServer, root: Path, folders: list[Path]) -> list[dict[str, str]]:

@@ -44,7 +44,7 @@ def three(lab: Lab, tmp_path: Path) -> tuple[Any, Storage, Bank]:
 def job(bank: Bank, capsys: pytest.CaptureFixture[str], *command: str) -> tuple[int, str]:
     """Exit status and everything printed by `jobs/bank.py`."""
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
-    status = main(["--bank", bank.storage.uri, *command])
+    status = main([command[0], bank.storage.uri, *command[1:]])
     said = capsys.readouterr()
     return status, said.out + said.err
 

@@ -111,7 +111,7 @@ def test_branches_of_one_snapshot_are_merged_by_the_command_with_the_router_sele
         config = run_config.from_tree({**given, "output": {"dir": str(tmp_path), "name": f"run-{name}"}})
         work(prepared_run.prepare(config))
     main = runpy.run_path(str(REPO / "jobs/bank.py"))["main"]
-    assert main(["--bank", bank.storage.uri, "merge", "main", "team"]) == 0
+    assert main(["merge", bank.storage.uri, "main", "team"]) == 0
     said = capsys.readouterr().out
     assert "branch 'main' points at it: colour, animal, third\nit has no training state: it answers" in said, said
     assert "no run can start from it; `rollback --to 2` goes back to one that has" in said, said
@@ -120,7 +120,7 @@ def test_branches_of_one_snapshot_are_merged_by_the_command_with_the_router_sele
     assert len(mixtures(bank, merged, None)) == 3
     limits = [merged.token_limits(name)[0] for name in ("colour", "animal", "third", "")]
     assert limits == [24, 24, 40, 40], "each task is read as it was learned"
-    assert main(["--bank", bank.storage.uri, "merge", "main", str(tmp_path / "nowhere") + "@main"]) == 1
+    assert main(["merge", bank.storage.uri, "main", str(tmp_path / "nowhere") + "@main"]) == 1
     assert "there is no bank at '" in capsys.readouterr().err
 
 

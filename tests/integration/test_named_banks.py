@@ -61,7 +61,16 @@ def test_a_run_stands_for_its_bank_and_a_folder_may_have_an_at_in_its_name(
     bank = at_bank(ServeConfig(bank=f"{tmp_path}/of@other"))
     assert (bank.bank, bank.branch) == (shared, "other")
     assert at_bank(ServeConfig(bank=f"{tmp_path}/of@other", branch="main")).branch == "main"
+    of_branch = at_bank(ServeConfig(bank=f"{shared}@other"))
+    assert (of_branch.branch, of_branch.snapshot, of_branch.follow.enabled) == ("other", None, True)
+    for reference, number in (("2", 2), ("latest", 2)):
+        of_snapshot = at_bank(ServeConfig(bank=f"{shared}@{reference}"))
+        assert (of_snapshot.bank, of_snapshot.snapshot, of_snapshot.follow.enabled) == (shared, number, False)
     with pytest.raises(BankError, match="there is no bank at"):
-        snapshot_at(f"{tmp_path}/nobody@nowhere")
-    of_run = command(capsys, "bank", "--bank", f"{tmp_path}/of@other", "log")
-    assert of_run[0] == 0 and of_run == command(capsys, "bank", "--bank", shared, "log", "other")
+        snapshot_at(f"{tmp_path}/x@nowhere")
+    with pytest.raises(BankError, match="there is no bank at"):
+        snapshot_at(f"{tmp_path}/me@host/nowhere")
+    of_run = command(capsys, "bank", "log", f"{tmp_path}/of@other")
+    assert command(capsys, "bank", "tag", f"{shared}@1", "first")[0] == 0
+    assert snapshot_at(f"{shared}@first")[1].number == 1
+    assert of_run[0] == 0 and of_run == command(capsys, "bank", "log", f"{shared}@other")

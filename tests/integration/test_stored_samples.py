@@ -43,7 +43,7 @@ def sampled(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> SampleBank:
 
 
 def command(bank: Bank, *words: str) -> str:
-    return answer(parsed("bank", ["--bank", bank.storage.uri, *words])).text
+    return answer(parsed("bank", [words[0], bank.storage.uri, *words[1:]])).text
 
 
 def test_they_are_counted_by_task_and_exported_on_request_only(sampled: SampleBank, tmp_path: Path) -> None:

@@ -63,10 +63,10 @@ def test_a_bank_with_stray_files_works(taught: Taught, tmp_path: Path, capsys: p
     assert sorted(result.strays) == sorted(written) and clean.strays == []
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
     for command in (["list"], ["show", "2"], ["show", "colour"], ["verify"], ["prune", "--grace-s", "0"]):
-        assert main(["--bank", bank.storage.uri, *command]) == 0, capsys.readouterr().err
+        assert main([command[0], bank.storage.uri, *command[1:]]) == 0, capsys.readouterr().err
         said = capsys.readouterr().out
         assert command != ["verify"] or [said.count(f"stray: {file}\n") for file in written] == [1] * len(written)
-    assert main(["--bank", bank.storage.uri, "--json", "verify"]) == 0
+    assert main(["verify", bank.storage.uri, "--json"]) == 0
     assert sorted(json.loads(capsys.readouterr().out)["strays"]) == sorted(written)
     assert prune(bank, grace_s=0.0).files == []
     assert files | set(written) <= set(bank.storage.files()), "prune removes what the bank wrote, and nothing else"

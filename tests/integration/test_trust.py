@@ -173,15 +173,15 @@ def test_the_bank_command_needs_permission(
     custom: Custom, trained: Storage, tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = runpy.run_path(str(REPO / "jobs/bank.py"))["main"]
-    bank = ["--bank", trained.sub("bank").uri]
-    assert job([*bank, "export", "--adapters", "colour", "--to", str(tmp_path / "peft")]) == 0
+    bank = trained.sub("bank").uri
+    assert job(["export", bank, "--adapters", "colour", "--to", str(tmp_path / "peft")]) == 0
     arguments = (
-        ["export", "--adapters", "colour", "--merged", "--to", str(tmp_path / "merged")],
-        ["import", str(tmp_path / "peft"), "--name", "guest", "--backbone", str(custom.folder)],
+        ["export", bank, "--adapters", "colour", "--merged", "--to", str(tmp_path / "merged")],
+        ["import", bank, str(tmp_path / "peft"), "--name", "guest", "--backbone", str(custom.folder)],
     )
     for given in arguments:
         capsys.readouterr()
-        assert job([*bank, *flags, *given]) == (0 if flags else 1)
+        assert job([*given, *flags]) == (0 if flags else 1)
         if not flags:
             assert "--trust-remote-code" in capsys.readouterr().err
     assert custom.ran == bool(flags)

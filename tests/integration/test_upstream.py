@@ -98,7 +98,7 @@ def export(bank: Bank, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def exported(bank: Bank, folder: Path, *options: str) -> str:
-    assert run("bank", ["--bank", bank.storage.uri, "export", "--engine", "vllm", "--to", str(folder), *options]) == 0
+    assert run("bank", ["export", bank.storage.uri, "--engine", "vllm", "--to", str(folder), *options]) == 0
     return str(folder)
 
 

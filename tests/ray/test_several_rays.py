@@ -121,7 +121,7 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
     sweep = {"name": "ranks", "base": base, "space": {"method.rank": {"grid": [2, 4]}}, "concurrency": 1}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     port = free_port()
-    arguments = ["--bank", str(tmp_path / "served/bank"), f"port={port}", "ingress=proxy"]
+    arguments = [str(tmp_path / "served/bank"), f"port={port}", "ingress=proxy"]
     endpoint = start(str(REPO / "jobs/serve.py"), *arguments)
     end = time.monotonic() + 180
     while asked(port) != 200:
@@ -256,8 +256,8 @@ def test_endpoints_of_one_named_cluster(ray_cluster: dict[str, str], lab: Lab, s
     port, address = free_port(), ray_cluster["address"]
 
     def endpoint(name: str, *words: str) -> subprocess.Popen[str]:
-        bank = ["--bank", str(tmp_path / name / "bank")]
-        return start(str(REPO / "jobs/serve.py"), *bank, "cpus=0.1", *words, RAY_ADDRESS=address)
+        bank = str(tmp_path / name / "bank")
+        return start(str(REPO / "jobs/serve.py"), bank, "cpus=0.1", *words, RAY_ADDRESS=address)
 
     first = endpoint("first", f"port={port}")
     assert address_of(first) == f"http://127.0.0.1:{port}"

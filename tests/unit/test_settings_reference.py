@@ -98,7 +98,7 @@ def test_the_printed_config_of_the_endpoint_loads_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["port=9000", "gate.stream=[stream.root=/data]"]
-    printed = _printed("jobs/serve.py", ["--bank", "runs/x/bank", *words, "--print-config"], monkeypatch, capsys)
+    printed = _printed("jobs/serve.py", ["runs/x/bank", *words, "--print-config"], monkeypatch, capsys)
     file = tmp_path / "printed.yaml"
     file.write_text(printed)
     assert load_serve_config(str(file), []) == load_serve_config(None, ["bank=runs/x/bank", *words])

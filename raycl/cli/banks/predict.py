@@ -14,7 +14,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from raycl.cli.commands import echo, log_to_stderr
+from raycl.cli.commands import echo, is_override, log_to_stderr
 
 if TYPE_CHECKING:
     from raycl.bank import Bank, Snapshot
@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_input(parser: argparse.ArgumentParser) -> None:
     """Add arguments that name the snapshot and the rows."""
-    parser.add_argument("bank", metavar="BANK[@REFERENCE]", help="branch, number or hash of a snapshot; default: main")
+    parser.add_argument(
+        "bank", metavar="BANK[@REF]", help="branch, tag, latest, number or hash of a snapshot; default: main"
+    )
     parser.add_argument("words", nargs="+", metavar="FILE key.path=value", help="files or folders; settings of serving")
     parser.add_argument(
         "--format",
@@ -59,8 +61,8 @@ def add_input(parser: argparse.ArgumentParser) -> None:
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Tell files from settings."""
-    options.files = [word for word in options.words if "=" not in word or "://" in word.partition("=")[0]]
-    options.overrides = [word for word in options.words if word not in options.files]
+    options.files = [word for word in options.words if not is_override(word)]
+    options.overrides = [word for word in options.words if is_override(word)]
     if not options.files:
         parser.error("no FILE: expected a file or folder with rows")
     if getattr(options, "workers", None) and not options.to:

@@ -1,10 +1,11 @@
 """Serve a bank: one endpoint for every task, no task id, always up to date.
 
-raycl serve --bank runs/mine                       until Ctrl-C, on http://127.0.0.1:8000
-raycl serve --bank runs/mine/bank port=9000 follow.enabled=false
-raycl serve --bank runs/mine activate 3            answer from snapshot 3: a rollback, or forward
-raycl serve --bank runs/mine activate BRANCH       answer from the newest snapshot of a branch
-raycl serve --bank runs/mine promote 4 --max-drop 1.0
+raycl serve runs/mine                       until Ctrl-C, on http://127.0.0.1:8000
+raycl serve runs/mine/bank@experiment port=9000
+raycl serve runs/mine@3                     snapshot 3, whatever is published later
+raycl serve runs/mine activate 3            answer from snapshot 3: a rollback, or forward
+raycl serve runs/mine activate BRANCH       answer from the newest snapshot of a branch
+raycl serve runs/mine promote 4 --max-drop 1.0
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import logging
 import sys
 
-from raycl.cli.commands import add_allow_env, echo, log_to_stderr
+from raycl.cli.commands import add_allow_env, echo, is_override, log_to_stderr
 
 UNNAMED = "RUN_DIR"
 """The bank in a printed config for which none is named."""
@@ -21,27 +22,33 @@ UNNAMED = "RUN_DIR"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--bank", metavar="PATH", help="folder or URI of the bank, or of the run that publishes to it")
     parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
     add_allow_env(parser)
     parser.add_argument("--max-drop", type=float, help="points that an old task may lose (promote; default 1)")
     parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
     parser.add_argument(
-        "words", nargs="*", metavar="WORD", help="activate SNAPSHOT, promote SNAPSHOT, or key.path=value ..."
+        "words",
+        nargs="*",
+        metavar="BANK[@REF] WORD",
+        help="the bank, or the run that publishes to it; activate SNAPSHOT, promote SNAPSHOT, or key.path=value ...",
     )
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Tell commands from settings."""
-    commands = [word for word in options.words if "=" not in word]
-    options.overrides = [word for word in options.words if "=" in word]
-    options.command, options.snapshot = [*commands, "", ""][:2] if commands else ["serve", ""]
-    known = commands[:1] in (["activate"], ["promote"]) and len(commands) == 2
-    if commands and not known:
+    """Tell the bank, the command and settings apart."""
+    options.overrides = [word for word in options.words if is_override(word)]
+    names = [word for word in options.words if not is_override(word)]
+    options.bank = None if not names or _is_command(names) else names.pop(0)
+    if names and not _is_command(names):
         parser.error(
-            f"'{' '.join(commands)}' is no command: expected activate SNAPSHOT, promote SNAPSHOT, or nothing, where "
+            f"'{' '.join(names)}' is no command: expected activate SNAPSHOT, promote SNAPSHOT, or nothing, where "
             "SNAPSHOT is a number, a branch or the first digits of a hash"
         )
+    options.command, options.snapshot = names or ("serve", "")
+
+
+def _is_command(names: list[str]) -> bool:
+    return len(names) == 2 and names[0] in ("activate", "promote")
 
 
 def run(options: argparse.Namespace) -> int:

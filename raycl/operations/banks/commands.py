@@ -16,7 +16,7 @@ from rich.table import Table
 
 from raycl.backbone import BackboneConfig, load_codec
 from raycl.bank import AdapterRef, Bank, Snapshot
-from raycl.bank.branches import MAIN, Branch, branch_names, head_of, is_branch_name, resolve
+from raycl.bank.branches import MAIN, TAGS, Branch, branch_names, head_of, is_branch_name, resolve
 from raycl.bank.manifest import snapshot_file
 from raycl.config.trust import Permissions
 from raycl.errors import BankError, BranchMovedError, counted
@@ -169,6 +169,14 @@ def merge(bank: Bank, options: Namespace) -> CommandResult:
     text += f": {', '.join(task.name for task in merged.tasks)}"
     back = f"`rollback --to {ours.number}` goes back to one that has"
     return CommandResult(f"{text}\nit has no training state: it answers, and no run can start from it; {back}", tree)
+
+
+def tag(bank: Bank, options: Namespace) -> CommandResult:
+    """Return a snapshot with a name that never moves."""
+    snapshot, name = resolve(bank, options.snapshot), TAGS + options.tag
+    Branch(bank, name).advance(snapshot, f"tagged by hand at {options.snapshot}")
+    tree = {"tag": options.tag, "snapshot": snapshot.number, "sha256": snapshot.sha256}
+    return CommandResult(f"tag '{options.tag}' names snapshot {snapshot.number}", tree)
 
 
 def delete(bank: Bank, options: Namespace) -> CommandResult:
@@ -362,7 +370,7 @@ def _prune(bank: Bank, options: Namespace) -> CommandResult:
 
 
 def _diff(bank: Bank, options: Namespace) -> CommandResult:
-    tree = diff(bank.open(options.old), bank.open(options.new))
+    tree = diff(resolve(bank, options.old), resolve(bank, options.new))
     return CommandResult(table(("", ""), [(key, _short(value) or "-") for key, value in tree.items()]), tree)
 
 
@@ -402,6 +410,7 @@ COMMANDS: dict[str, Callable[[Bank, Namespace], CommandResult]] = {
     "promote": promote,
     "rollback": rollback,
     "merge": merge,
+    "tag": tag,
     "delete": delete,
     "list": _list,
     "show": _show,
@@ -422,11 +431,14 @@ def answer(options: Namespace) -> CommandResult:
         RayclError: there is no such bank, or the command failed.
     """
     begins = options.command == "import" and find_bank(options.bank) is None
-    bank, branch = (Bank.at(options.bank), MAIN) if begins else bank_at(options.bank)
-    defaults = {"branch": branch, "snapshot": branch, **({"to": MAIN} if options.command == "promote" else {})}
-    for name, default in defaults.items():
-        if getattr(options, name, default) is None:
-            setattr(options, name, default)
+    takes_reference = options.command in ("log", "tag", "export", "forget")
+    named = bank_and_reference if takes_reference else bank_at
+    bank, branch = (Bank.at(options.bank), MAIN) if begins else named(options.bank)
+    options.snapshot = branch
+    if vars(options).get("branch", branch) is None:
+        options.branch = branch
+    if options.command == "promote" and options.to is None:
+        options.to = MAIN
     return COMMANDS[options.command](bank, options)
 
 

@@ -106,7 +106,7 @@ KINDS: dict[str, Callable[[Storage], Iterator[Storage]]] = {
 """Kind -> where it is found."""
 
 EFFECTS = {
-    "checkpoints": "finished runs are extended from their bank (bank.start=BANK@REFERENCE) instead of --resume --add",
+    "checkpoints": "finished runs are extended from their bank (bank.start=BANK@REF) instead of --resume --add",
     "prefixes": "a sweep that is extended trains first phases again",
     "cache": "tables, queries and hashes are computed again when they are needed",
 }

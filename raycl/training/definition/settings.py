@@ -93,7 +93,7 @@ class BankConfig(Section):
     )
     start: str | None = Field(
         None,
-        description="BANK@REFERENCE: start from a snapshot (its branch, number or hash), whose config is taken over; "
+        description="BANK@REF: start from a snapshot (its branch, number or hash), whose config is taken over; "
         "stream.tasks names the tasks that are learned next; null: start from the backbone",
     )
     allow_storage: tuple[str, ...] = Field(

@@ -2,7 +2,10 @@
 
 runs/mine/bank      the bank there, its branch main
 runs/mine           the bank of that run, and the branch that the run publishes to
-PLACE@REFERENCE     of either: a branch, a snapshot's number, or the first digits of its hash
+PLACE@REF           of either: a branch, a tag, `latest`, a snapshot's number, or the first digits of its hash
+
+A REF has no slash, so an @ in a folder's name belongs to the path. Branches with a slash in their name are named by a
+number or hash of their snapshots.
 """
 
 from __future__ import annotations
@@ -60,19 +63,20 @@ def bank_at(address: str) -> tuple[Bank, str]:
 
 
 def bank_and_reference(text: str) -> tuple[Bank, str]:
-    """Return the bank and the reference of `PLACE` or `PLACE@REFERENCE`; a place may have an @ in it too.
+    """Return the bank and the reference of `PLACE` or `PLACE@REF`; a place may have an @ in it too.
 
     Raises:
         BankError: there is no such bank.
     """
     address, at, reference = text.rpartition("@")
-    if at and ("?" in address or find_bank(text) is None):  # behind the query of a URI, which has no @ of its own
+    is_reference = at and reference and "/" not in reference
+    if is_reference and ("?" in address or find_bank(text) is None):  # behind the query of a URI, which has no @
         return bank_at(address)[0], reference
     return bank_at(text)
 
 
 def snapshot_at(text: str) -> tuple[Bank, Snapshot]:
-    """Return the bank and the snapshot that `PLACE` or `PLACE@REFERENCE` names; default: the head of the bank's branch.
+    """Return the bank and the snapshot that `PLACE` or `PLACE@REF` names; default: the head of the bank's branch.
 
     Raises:
         BankError: there is no such bank or snapshot.

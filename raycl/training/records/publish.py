@@ -192,8 +192,8 @@ def restore_objects(context: TrainingContext, storage: Storage, state: RunState)
     if len(again) < len(lost) and max(wanted) in removed:
         raise BankError(
             f"snapshot {max(wanted)}, from which the run continues, was pruned from the bank '{bank.storage.uri}': "
-            f"start a run from one that is there, with bank.start={bank.storage.address}@REFERENCE "
-            f"(raycl bank --bank {bank.storage.address} branches lists them)"
+            f"start a run from one that is there, with bank.start={bank.storage.address}@REF "
+            f"(raycl bank branches {bank.storage.address} lists them)"
         )
     return bool(again)
 

@@ -113,12 +113,32 @@ def test_references_are_branches_numbers_and_hashes(bank: Bank) -> None:
     assert resolve(bank, first.sha256[:12]) == first and resolve(bank, "1") == first
     for reference in ("nothing", "deadbeef", second.sha256[:7]):
         with pytest.raises(
-            BankError, match=rf"has no '{reference}': expected a branch \(main\), a snapshot's number, or"
+            BankError, match=rf"has no '{reference}': expected a branch or tag \(main\), latest, a snapshot's number"
         ):
             resolve(bank, reference)
-    for name in ("", "7", "../up", "a//b", "a b", "a/000001.json", "a/newest.json", "/".join("x" * 9)):
+    third = child(bank, "c", first)
+    assert resolve(bank, "latest") == third and resolve(bank, "main") == second
+    for name in ("", "7", "latest", "../up", "a//b", "a b", "a/000001.json", "a/newest.json", "/".join("x" * 9)):
         with pytest.raises(BankError, match="cannot name a branch"):
             check_branch(name)
+
+
+def test_a_tag_never_moves_and_keeps_its_snapshot(bank: Bank) -> None:
+    first = child(bank, "a")
+    second = child(bank, "b", first)
+    Branch(bank).advance(second, "run")
+    tag = Branch(bank, "tags/v1")
+    tag.advance(first, "tagged")
+    assert resolve(bank, "v1") == resolve(bank, "tags/v1") == first
+    for move in (lambda: tag.advance(second, "again"), lambda: tag.go_back(first, "again")):
+        with pytest.raises(BankError, match=r"v1'"):
+            move()
+    assert prune(bank, keep_snapshots=1, grace_s=0.0).snapshots == [] and tag.head() == 1
+    tag.delete("by hand")
+    with pytest.raises(BankError, match="has no 'v1'"):
+        resolve(bank, "v1")
+    tag.advance(second, "tagged anew")
+    assert resolve(bank, "v1") == second
 
 
 def test_a_deleted_branch_can_come_back_and_endpoints_see_it(bank: Bank) -> None:
@@ -197,7 +217,7 @@ def command(bank: Bank, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
     main = runpy.run_path(str(REPO / "jobs/bank.py"))["main"]
 
     def run(*words: str, fails: bool = False) -> str:
-        status = main(["--bank", bank.storage.uri, *words])
+        status = main([words[0], bank.storage.uri, *words[1:]])
         output, errors = capsys.readouterr()
         assert (status != 0) == fails, output + errors
         return errors if fails else output

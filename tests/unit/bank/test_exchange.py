@@ -234,7 +234,7 @@ def test_a_non_linear_adapter_cannot_be_exported(
     for number, how in enumerate(([], ["--merged"], ["--without-head"], ["--without-head", "--merged"])):
         for adapters in ("one", "one=0.5"):
             folder = tmp_path / f"out{number}"
-            command = ["--bank", bank.storage.uri, "export", "--adapters", adapters, "--to", str(folder), *how]
+            command = ["export", bank.storage.uri, "--adapters", adapters, "--to", str(folder), *how]
             assert main(command) == 1
             error = capsys.readouterr().err
             assert said in error and error.count("\n") == 1, error
@@ -265,7 +265,7 @@ def test_export_for_vllm(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert torch.equal(even.linears[path][1] @ even.linears[path][0], high @ low)
 
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
-    export = ["--bank", bank.storage.uri, "--json", "export", "--engine", "vllm", "--to"]
+    export = ["export", bank.storage.uri, "--json", "--engine", "vllm", "--to"]
     assert main([*export, str(tmp_path / "all")]) == 0  # by the task id: each adapter by itself
     printed = json.loads(capsys.readouterr().out)
     assert printed["models"] == {"one": "llama:one", "two": "llama:two"} and printed["config"] is None
@@ -304,12 +304,12 @@ def test_export_by_the_command(llama: Path, tmp_path: Path, capsys: pytest.Captu
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
 
     def job(*arguments: str) -> tuple[int, str, str]:
-        status = main(["--bank", bank.storage.uri, *arguments])
+        status = main([arguments[0], bank.storage.uri, *arguments[1:]])
         return status, *capsys.readouterr()
 
     status, out, _ = job("list")
     assert status == 0 and "one" in out and "task" in out
-    status, out, _ = job("--json", "verify")
+    status, out, _ = job("verify", "--json")
     assert status == 0 and json.loads(out)["problems"] == []
     status, _, error = job("show", "three")
     assert status == 1 and "has no adapter 'three'" in error and error.count("\n") == 1
@@ -332,9 +332,9 @@ def test_export_by_the_command(llama: Path, tmp_path: Path, capsys: pytest.Captu
         ["prune"],
         ["diff", "1", "2"],
         ["forget", "task"],
-        ["--json", "list"],
+        ["list", "--json"],
     ],
-    ids=lambda command: command[-1],
+    ids=" ".join,
 )
 def test_a_missing_bank_gives_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
@@ -344,8 +344,7 @@ def test_a_missing_bank_gives_one_sentence(
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "snapshots.txt").write_text("a file of somebody's")
     for name in ("nowhere", "empty", "other"):
-        options = ["--json"] if command[0] == "--json" else []
-        assert main([*options, "--bank", str(tmp_path / name), *command[len(options) :]]) == 1
+        assert main([command[0], str(tmp_path / name), *command[1:]]) == 1
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1, said
         assert f"there is no bank at '{tmp_path / name}'" in said.err

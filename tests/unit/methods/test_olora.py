@@ -249,7 +249,7 @@ def test_a_merged_model_answers_as_the_snapshot(lab: Lab, tmp_path: Path, kind: 
     snapshot, folder = bank.newest(), tmp_path / "merged"
     assert snapshot is not None
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
-    assert main(["--bank", bank.storage.uri, "export", "--merged", "--to", str(folder)]) == 0
+    assert main(["export", bank.storage.uri, "--merged", "--to", str(folder)]) == 0
     config = backbone_of(snapshot).model_copy(update={"name": str(folder)})
     merged = load_backbone(config, load_codec(config, 24, 4), WORLD.device, 0).eval()
     served = opened(bank, snapshot)
