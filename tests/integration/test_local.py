@@ -59,6 +59,9 @@ trainer.train_step = stops
 """
 """The first optimizer step stops in the debugger."""
 
+UNUSED = ("bitsandbytes", "datasets", "deepspeed", "faiss", "matplotlib", "optuna", "peft", "sklearn", "wandb")
+"""Libraries that a run which does not use them does not wait for."""
+
 
 @pytest.fixture
 def file(lab: Lab, tmp_path: Path) -> Path:
@@ -90,10 +93,11 @@ def start(file: Path, tmp_path: Path) -> Start:
 
 
 def test_a_debugger_stops_in_a_run_of_a_machine_without_ray(file: Path, start: Start, tmp_path: Path) -> None:
-    process = start(WITHOUT_RAY + STOPPED, str(file), "output.name=mine")
-    said, errors = process.communicate("p ('main', inside)\np sorted(given[1].state_dict())\nc\n", timeout=120)
+    process = start(f"{WITHOUT_RAY}{STOPPED}\nUNUSED = {UNUSED}", str(file), "output.name=mine")
+    commands = ["p ('main', inside)", "import sys", "p ('imported', {*UNUSED} & {*sys.modules})", "c", ""]
+    said, errors = process.communicate("\n".join(commands), timeout=120)
     assert process.returncode == 0, errors
-    assert "('main', True)" in said and "(Pdb)" in said and "after animal" in said
+    assert "('main', True)" in said and "('imported', set())" in said and "(Pdb)" in said and "after animal" in said
     assert "[2/2] animal" in errors, "progress is printed as it comes"
     run = Storage.at(tmp_path / "runs/mine")
     assert status_of(run.uri).state == "finished" and run.exists("bank/branches/main")

@@ -106,7 +106,6 @@ def run(options: argparse.Namespace) -> int:
     stopping.exit_on_sigterm()
     prepared = requested_run.prepared(config, options.overrides, options.resume, options.add, options.revise)
     from raycl.launch import driver
-    from raycl.operations.report.plots import heatmap
     from raycl.operations.report.tables import matrix_table
 
     echo(f"run {prepared.storage.uri}", flush=True)
@@ -114,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
     echo(matrix_table(results))
     echo(f"results {prepared.storage.uri}/results.json")
     if options.png or prepared.storage.is_local:
+        from raycl.operations.report.plots import heatmap  # brings matplotlib, which no step waits for
+
         echo(f"picture {heatmap(results, options.png or f'{prepared.storage.uri}/matrix.png')}")
     return 0
 

@@ -115,7 +115,8 @@ RowIndices = Sequence[int] | Indices
 class ChunkedRows:
     """Scattered rows of a memory-mapped table whose columns share their chunks, as record batches give them.
 
-    Whole columns are not copied: Arrow's own `take` joins all chunks of a list column first.
+    Whole columns are not copied: Arrow's own `take` joins all chunks of a list column first. Arrays become NumPy's by
+    DLPack, for `to_numpy` imports pandas.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -135,21 +136,21 @@ class ChunkedRows:
     def numbers(self, column: str, rows: RowIndices) -> NDArray[Any]:
         """Return values of a number column, `[len(rows)]`; the column stays in memory."""
         if column not in self._numbers:
-            self._numbers[column] = self._table.column(column).to_numpy()
+            self._numbers[column] = np.from_dlpack(self._table.column(column).combine_chunks())
         return self._numbers[column][np.asarray(rows, dtype=np.int64)]
 
     def lists(self, column: str, rows: RowIndices) -> list[NDArray[np.int32]]:
         """Return views of a list<int32> column's rows into the mapped file."""
         chunks = self._table.column(column).chunks
-        views = []
+        views: list[NDArray[Any]] = []
         for chunk, offset in self._positions(rows):
             start, end = (chunks[chunk].offsets[index].as_py() for index in (offset, offset + 1))
-            views.append(chunks[chunk].values.slice(start, end - start).to_numpy())
+            views.append(np.from_dlpack(chunks[chunk].values.slice(start, end - start)))
         return views
 
     def list_lengths(self, column: str) -> NDArray[np.int64]:
         """Return the length of every row of a list column, `[rows]`; touches the offsets alone."""
-        chunks = [np.diff(chunk.offsets.to_numpy()) for chunk in self._table.column(column).chunks]
+        chunks = [np.diff(np.from_dlpack(chunk.offsets)) for chunk in self._table.column(column).chunks]
         return np.concatenate([*chunks, np.zeros(0)]).astype(np.int64)
 
     def _positions(self, rows: RowIndices) -> Iterator[tuple[int, int]]:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from raycl.backbone import Backbone
 from raycl.training.optimizers.base import Group, OptimizerKind, ParameterSpec
+from raycl.training.optimizers.decays import DECAYS
 from raycl.training.optimizers.settings import TrainConfig
 
 
@@ -119,13 +120,13 @@ def release(kept: list[tuple[Tensor, Tensor, Tensor]]) -> None:
 
 
 def schedule(optimizer: Optimizer, train: TrainConfig, steps: int) -> LambdaLR:
-    """Return the Hugging Face schedule of that name over `steps` optimizer steps."""
-    from transformers import get_scheduler  # brings peft: a third of a driver's start, which makes none
+    """Return the schedule of that name over `steps` optimizer steps."""
+    warmup, decay = train.warmup(steps), DECAYS[train.lr_scheduler]
 
-    warmup = train.warmup(steps)
-    scheduler = get_scheduler(train.lr_scheduler, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-    assert isinstance(scheduler, LambdaLR), f"{train.lr_scheduler} is no function of the step, so it cannot be resumed"
-    return scheduler
+    def factor(step: int) -> float:
+        return step / warmup if step < warmup else decay(step - warmup, steps - warmup, train.learning_rate)
+
+    return LambdaLR(optimizer, factor)
 
 
 def advance(scheduler: LambdaLR, steps: int) -> None:

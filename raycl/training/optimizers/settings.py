@@ -8,11 +8,8 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from raycl.config import Section
+from raycl.training.optimizers.decays import DECAYS, POLYNOMIAL_END
 from raycl.training.optimizers.registry import optimizer_class
-
-SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
-"""Learning-rate schedules by their Hugging Face names (those that need no further arguments)."""
-
 
 OPTIMIZER_SETTINGS = ("momentum", "betas", "epsilon")
 """Settings that only some optimizers read (`OptimizerKind.settings`)."""
@@ -67,7 +64,7 @@ class TrainConfig(Section):
         "task's own (labels of earlier tasks then keep their scores: Zeno et al. 2018, 'labels "
         "trick'; replayed rows compete with all)",
     )
-    lr_scheduler: str = Field("constant", description=f"one of {', '.join(SCHEDULERS)}")
+    lr_scheduler: str = Field("constant", description=f"one of {', '.join(DECAYS)}")
     warmup_steps: int = Field(
         0, ge=0, description="optimizer steps in which the learning rate rises from zero; 0: warmup_ratio decides"
     )
@@ -99,8 +96,8 @@ class TrainConfig(Section):
     @field_validator("lr_scheduler")
     @classmethod
     def _known_scheduler(cls, value: str) -> str:
-        if value not in SCHEDULERS:
-            raise ValueError(f"train.lr_scheduler is '{value}': expected one of {', '.join(SCHEDULERS)}")
+        if value not in DECAYS:
+            raise ValueError(f"train.lr_scheduler is '{value}': expected one of {', '.join(DECAYS)}")
         return value
 
     @model_validator(mode="after")
@@ -109,6 +106,16 @@ class TrainConfig(Section):
             raise ValueError(
                 "train.lr_scheduler 'constant' ignores warm-up: "
                 "use constant_with_warmup, or drop warmup_steps and warmup_ratio"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _polynomial_falls(self) -> TrainConfig:
+        lowest = min([self.learning_rate, *self.learning_rate_by_task.values()])
+        if self.lr_scheduler == "polynomial" and lowest <= POLYNOMIAL_END:
+            raise ValueError(
+                f"train.lr_scheduler 'polynomial' falls to {POLYNOMIAL_END:g}, and the learning rate is {lowest:g}: "
+                "use a higher rate or another schedule"
             )
         return self
 

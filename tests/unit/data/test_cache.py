@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -62,6 +64,20 @@ def test_rows_are_read_in_any_order_across_chunks(tmp_path: Path) -> None:
     assert rows.list_lengths("ids").tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(AssertionError, match="outside"):
         rows.values("n", [6])
+
+
+def test_reading_an_entry_imports_no_pandas(tmp_path: Path) -> None:
+    """Arrow's own conversions do: a tenth of a second before a run's first step."""
+    entry(tmp_path, "key", SCHEMA, build)
+    code = f"""
+import sys
+from pathlib import Path
+from raycl.data.sources.cache import ChunkedRows, entry
+rows = ChunkedRows(entry(Path({str(tmp_path)!r}), "key", None, None).table())
+print(rows.list_lengths("ids"), rows.lists("ids", [2]), rows.numbers("n", [5]), "pandas" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[0 1 2 3 4 5] [array([0, 1], dtype=int32)] [5] False\n"
 
 
 def test_an_entry_is_mapped_not_loaded(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from phases import begin_phase
 from tiny import ENGINES, Lab, run, trace
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from transformers import get_scheduler
 
 from raycl.backbone import Backbone
 from raycl.data.loader import Collate
@@ -22,7 +23,8 @@ from raycl.methods.base import activate_trainable, trained_names
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.engines.engine import TorchEngine, advance, schedule
-from raycl.training.optimizers.settings import SCHEDULERS, TrainConfig
+from raycl.training.optimizers.decays import DECAYS
+from raycl.training.optimizers.settings import TrainConfig
 from raycl.training.phase.step import train_step
 from raycl.training.workers.distributed import DistributedContext, whole
 from raycl.types import AdapterState, Mixture
@@ -82,7 +84,32 @@ def test_a_label_head_without_a_rate_of_its_own_follows_that_of_the_task(head: f
         TrainConfig(learning_rate_by_task={"sky": 0.0})
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", DECAYS)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_schedules_are_those_of_hugging_face(name: str, warmup: int) -> None:
+    """Bit for bit, up to the rate after the last step."""
+    train = TrainConfig(lr_scheduler=name, warmup_steps=0 if name == "constant" else warmup)
+
+    def fresh() -> Optimizer:
+        trained = {name: nn.Parameter(torch.zeros(2)) for name in ("body", "head.bias")}
+        return built(trained, train, {"head.bias": 0.5})[1]
+
+    ours = schedule(fresh(), train, 10)
+    theirs = get_scheduler(name, fresh(), num_warmup_steps=train.warmup_steps, num_training_steps=10)
+    for _ in range(10):
+        assert ours.get_last_lr() == theirs.get_last_lr()
+        for scheduler in (ours, theirs):
+            scheduler.optimizer.step()
+            scheduler.step()
+    assert ours.get_last_lr() == theirs.get_last_lr()
+
+
+def test_a_polynomial_begins_above_its_end() -> None:
+    with pytest.raises(ValueError, match="'polynomial' falls to 1e-07, and the learning rate is 1e-08: use a higher"):
+        TrainConfig(lr_scheduler="polynomial", learning_rate_by_task={"sky": 1e-8})
+
+
+@pytest.mark.parametrize("name", DECAYS)
 @pytest.mark.parametrize("done", [0, 1, 4, 9])
 def test_advance_equals_stepping(name: str, done: int) -> None:
     train = TrainConfig(lr_scheduler=name, warmup_steps=0 if name == "constant" else 3)
