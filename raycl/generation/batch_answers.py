@@ -1,7 +1,7 @@
 """Greedy answers to one batch: a label, or a text by Hugging Face's `generate`.
 
-Evaluation takes those of label heads, and of models whose rows cannot join a running batch (`answer_batch`). Serving
-and the evaluation of all other models decode the same answers token by token, which tests compare.
+Evaluation takes those of label heads, and of models whose rows cannot join a running batch. Serving and the evaluation
+of all other models decode the same answers token by token (`continuous_batch`), which tests compare.
 """
 
 from __future__ import annotations
@@ -13,8 +13,37 @@ from torch import Tensor
 
 from raycl.backbone import Backbone
 from raycl.backbone.base import GenerationInputs
-from raycl.generation.allowed_tokens import AllowedTokens
+from raycl.generation.dynamic_cache import attends_to_all
+from raycl.generation.requests import AllowedTokens
 from raycl.types import Batch
+
+RELATIVE = ("longt5", "mt5", "t5", "umt5")
+"""Encoder-decoder models whose decoder counts positions from the newest one, so rows of unlike length fit together."""
+
+HARMLESS = frozenset(
+    (
+        *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens"),
+        *("do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_return_sequences"),
+        *("early_stopping", "length_penalty", "use_cache", "cache_implementation", "output_attentions"),
+        *("output_hidden_states", "return_dict_in_generate", "transformers_version", "_from_model_config"),
+    )
+)
+"""Settings of `generate` that do not change the most likely token."""
+
+
+def answers_continuously(backbone: Backbone) -> bool:
+    """Return whether `AnswerBatch` gives the answers of `generate`, with the model's own generation settings.
+
+    Where workers share the weights they must run equally many passes, and there each decodes at its own pace.
+    """
+    capabilities, model = backbone.capabilities, backbone.model
+    if capabilities.answers != "text" or backbone.synchronized:
+        return False
+    if set(model.generation_config.to_diff_dict()) - HARMLESS:
+        return False  # for example forced tokens or a penalty on repetitions
+    if capabilities.separate_encoder:
+        return model.config.model_type in RELATIVE
+    return attends_to_all(model.config)
 
 
 @torch.no_grad()

@@ -1,243 +1,142 @@
-"""The continuous batch: texts join while others are decoded, each row has its own mixture and leaves at its end."""
+"""The continuous batch: rows join while others are decoded, each has its own mixture and leaves at its end.
+
+Evaluation takes whole answers to a long sequence of prompts (`answer_batch`); serving sends each row's text while it is
+decoded (`raycl.serve.engine.request_batch`).
+"""
 
 from __future__ import annotations
 
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
-from raycl.errors import AdapterError
 from raycl.generation import dynamic_cache
-from raycl.generation.requests import Event, Failed, GenerationRequest, ResponseMetadata, Sampling, TextDelta
-from raycl.generation.sampling import NOT_FINITE, DecodedText, pick
+from raycl.generation.dynamic_cache import DynamicKVCache
+from raycl.generation.requests import Sampling
+from raycl.generation.sampling import pick, within_allowed
 from raycl.generation.static_cache import StaticKVCache
 from raycl.types import Mixture
 
-PATIENCE_S = 1.0
-"""Seconds during which later texts may join before one whose adapters do not fit with the active ones."""
+Activate = Callable[[Mixture | None], AbstractContextManager[Any]]
+"""Activates the mixture of some rows; None: the bare backbone."""
 
-OVERFLOW = "the model's outputs are not finite under this mixture: use weights closer to those of training"
+ActivateStatic = Callable[[Mixture, Tensor], AbstractContextManager[int]]
+"""Activates a mixture, with weights at the slots of its rows, at addresses that stay while the number stays."""
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
-
-class AdapterModel(Protocol):
-    """A backbone with adapters that are loaded when a mixture names them.
+class BatchRow(ABC):
+    """A sequence of the running batch.
 
     Attributes:
-        stack: its adapters.
+        mixture: None: the bare backbone, for all rows of a batch or for none.
+        sampling: how its tokens are drawn. ids: tokens so far.
     """
 
-    backbone: Backbone
-    stack: AdapterStack
+    def __init__(self, mixture: Mixture | None, sampling: Sampling) -> None:
+        self.mixture, self.sampling = mixture, sampling
+        self.ids: list[int] = []
+        self.draws = torch.Generator().manual_seed(sampling.seed)
 
-    def fit(self, mixtures: Sequence[Mixture]) -> bool:
-        """Return whether the adapters of all have room on the device together."""
-        ...
-
-    def activate(self, mixture: Mixture) -> AbstractContextManager[None]:
-        """Activate a mixture for the code inside."""
-        ...
-
-    def activate_static(self, mixture: Mixture, weights_SN: Tensor) -> AbstractContextManager[int]:
-        """Activate a mixture at addresses that do not change while the returned number stays the same."""
-        ...
-
-    def pin(self, keys: Sequence[str]) -> None:
-        """Keep adapters loaded until they are unpinned as often as they were pinned."""
-        ...
-
-    def unpin(self, keys: Sequence[str]) -> None:
-        """Undo one `pin` of each adapter."""
-        ...
+    @abstractmethod
+    def push(self, token: int) -> bool:
+        """Add the next token (or `NOT_FINITE`), and return whether the sequence continues."""
 
 
-@dataclass(frozen=True)
-class PreparedRequest(Generic[RequestT]):
-    """A request whose mixture and prompt are known.
+RowT = TypeVar("RowT", bound=BatchRow)
+
+
+class ContinuousBatch(Generic[RowT]):
+    """Rows that are decoded together.
 
     Attributes:
-        sampling: sampling of the request, limited to the tokens that fit.
-    """
-
-    request: RequestT
-    mixture: Mixture
-    ids: list[int]
-    sampling: Sampling | None
-    metadata: ResponseMetadata
-
-
-@dataclass
-class BatchRow(Generic[RequestT]):
-    """A sequence of the running batch."""
-
-    request: RequestT
-    mixture: Mixture
-    decoded: DecodedText
-    draws: torch.Generator
-
-
-class ContinuousBatch(Generic[RequestT]):
-    """Texts that are being decoded.
-
-    Attributes:
-        joining: requests that wait until they fit.
-        tokens: generated so far.
-        patience_s: seconds for which later requests may pass one that does not fit.
+        rows: those that are decoded now.
+        tokens: generated so far. steps: forward passes of one token so far.
     """
 
     def __init__(
-        self,
-        model: AdapterModel,
-        max_rows: int,
-        send: Callable[[RequestT, Event], None],
-        static_cache: bool = False,
-        patience_s: float = PATIENCE_S,
+        self, backbone: Backbone, activate: Activate, max_rows: int, activate_static: ActivateStatic | None = None
     ) -> None:
         """Start empty.
 
         Args:
-            send: called with every event.
-            static_cache: decode at fixed addresses (`raycl.generation.static_cache`).
-            patience_s: seconds for which later requests may pass one that does not fit.
+            max_rows: most rows that are decoded together.
+            activate_static: decode at fixed addresses (`raycl.generation.static_cache`); None: in caches that grow.
         """
-        self.patience_s = patience_s
-        self.model, self.max_rows = model, max_rows
-        self._static = StaticKVCache(model.backbone, max_rows) if static_cache else None
+        self.backbone, self.max_rows = backbone, max_rows
+        self.rows: list[RowT] = []
+        self.tokens = self.steps = 0
+        self._activate, self._activate_static = activate, activate_static
+        self._static = None if activate_static is None else StaticKVCache(backbone, max_rows)
         self._graph_key = 0
-        self.joining: list[PreparedRequest[RequestT]] = []
-        self.tokens = 0
-        self._send = send
-        self._rows: list[BatchRow[RequestT]] = []
-        self._state: dynamic_cache.DynamicKVCache | StaticKVCache | None = None
-        self._active = ExitStack()
-
-    def __bool__(self) -> bool:
-        return bool(self.joining or self._rows)
+        self._state: DynamicKVCache | StaticKVCache | None = None
+        self._active, self._is_active = ExitStack(), False
 
     @property
     def captures(self) -> int:
         """The number of steps captured as CUDA graphs so far."""
         return 0 if self._static is None else self._static.captures
 
-    @property
-    def requests(self) -> list[RequestT]:
-        """All requests that are not finished."""
-        return [*(ready.request for ready in self.joining), *self.decoding]
-
-    @property
-    def decoding(self) -> list[RequestT]:
-        """The requests that are decoded now."""
-        return [row.request for row in self._rows]
-
-    def joined(self) -> list[PreparedRequest[RequestT]]:
-        """Take the requests that fit; a request that does not is passed over for `patience_s` only."""
-        room, now = self.max_rows - len(self._rows), time.perf_counter()
-        fresh: list[PreparedRequest[RequestT]] = []
-        left: list[PreparedRequest[RequestT]] = []
-        for request in self.joining:
-            beside = [*(row.mixture for row in self._rows), *(other.mixture for other in fresh)]
-            if len(fresh) < room and self.model.fit([*beside, request.mixture]):
-                fresh.append(request)
-                continue
-            left.append(request)
-            if now - request.request.began > self.patience_s:
-                room = 0
-        self.joining = left
-        return fresh
-
-    def begin(self, ready: list[PreparedRequest[RequestT]]) -> list[PreparedRequest[RequestT]]:
-        """Read the prompts of requests and add them to the batch.
-
-        Raises:
-            RayclError: their adapters cannot be loaded; none of them is added.
-        """
-        self.deactivate()
-        codec, mixture = self.model.backbone.codec, Mixture.stacked([request.mixture for request in ready])
-        rows = []
-        for item in ready:
-            assert item.sampling is not None, "only texts are decoded"
-            draws = torch.Generator().manual_seed(item.sampling.seed)
-            rows.append(
-                BatchRow(item.request, item.mixture, DecodedText(codec.tokenizer, codec.eos_id, item.sampling), draws)
-            )
-        with self.model.activate(mixture):
-            state = dynamic_cache.begin(self.model.backbone, [request.ids for request in ready])
+    def join(self, rows: Sequence[RowT], read: DynamicKVCache) -> None:
+        """Add rows whose prompts have been read."""
         before = self._state if self._static is None else self._static
-        self._state = state if before is None else before.joined(state)
-        self._rows += rows
-        for row in rows:
-            self.model.pin(row.mixture.names)
-        return ready
+        self._state = read if before is None else before.joined(read)
+        self.rows += rows
 
-    def step(self) -> None:
-        """Decode one token for every row, and remove finished rows."""
+    def step(self) -> list[RowT]:
+        """Decode one token for every row, and return the rows that end with it, which have left."""
         if self._state is None:
-            return
-        settings = [row.decoded.settings for row in self._rows]
-        tokens = pick(self._state.logits, settings, [row.draws for row in self._rows])
+            return []
+        settings = [row.sampling for row in self.rows]
+        logits_BV = within_allowed(self._state.logits, settings, [row.ids for row in self.rows])
+        tokens = pick(logits_BV, settings, [row.draws for row in self.rows])
         self.tokens += len(tokens)
-        for row, token in zip(self._rows, tokens, strict=True):
-            event = _event_of(row.decoded, token)
-            if event is not None:
-                self._send(row.request, event)
-        going = [number for number, row in enumerate(self._rows) if not row.request.over]
-        self._keep(going)
+        pairs = enumerate(zip(self.rows, tokens, strict=True))
+        going = [number for number, (row, token) in pairs if row.push(token)]
+        ended = self.keep(going)
         if self._state is None:
-            return
-        if not self.model.stack.is_open:
-            self._open(Mixture.stacked([row.mixture for row in self._rows]))
-        device = self.model.backbone.device
-        chosen = torch.tensor([tokens[number] for number in going], device=device)
+            return ended
+        if not self._is_active:
+            self._activate_rows()
+        chosen = torch.tensor([tokens[number] for number in going], device=self.backbone.device)
         if isinstance(self._state, StaticKVCache):
             self._state.step(chosen, self._graph_key)
         else:
-            self._state = dynamic_cache.step(self.model.backbone, self._state, chosen)
+            self._state = dynamic_cache.step(self.backbone, self._state, chosen)
+        self.steps += 1
+        return ended
 
-    def _open(self, mixture: Mixture) -> None:
-        if isinstance(self._state, StaticKVCache):
-            opened = self.model.activate_static(mixture, self._state.placed(mixture.weights))
-            self._graph_key = self._active.enter_context(opened)
-        else:
-            self._active.enter_context(self.model.activate(mixture))
-
-    def drop_cancelled(self) -> None:
-        """Remove cancelled requests."""
-        self.joining = [ready for ready in self.joining if not ready.request.cancelled]
-        self._keep([number for number, row in enumerate(self._rows) if not row.request.cancelled])
-
-    def clear(self) -> None:
-        """Remove every row."""
-        self._keep([])
-
-    def deactivate(self) -> None:
-        """Deactivate the mixture; the next step activates it again."""
-        self._active.close()
-
-    def _keep(self, going: Sequence[int]) -> None:
-        """Keep only these rows."""
-        if len(going) == len(self._rows):
-            return
+    def keep(self, going: Sequence[int]) -> list[RowT]:
+        """Keep only the rows with these numbers, and return the others."""
+        if len(going) == len(self.rows):
+            return []
         self.deactivate()
-        for number in set(range(len(self._rows))) - set(going):
-            self.model.unpin(self._rows[number].mixture.names)
-        self._rows = [self._rows[number] for number in going]
+        gone = [self.rows[number] for number in sorted(set(range(len(self.rows))) - set(going))]
+        self.rows = [self.rows[number] for number in going]
         if self._static is not None and self._state is not None:
             self._static.kept(going)
         elif going and self._state is not None:
             self._state = self._state.kept(going)
         self._state = self._state if going else None
+        return gone
 
+    def deactivate(self) -> None:
+        """Deactivate the mixture; the next step activates it again."""
+        self._active.close()
+        self._is_active = False
 
-def _event_of(decoded: DecodedText, token: int) -> Event | None:
-    if token == NOT_FINITE:
-        return Failed(AdapterError(OVERFLOW))
-    text = decoded.push(token)
-    return TextDelta(text, len(decoded.ids), decoded.finish) if text or decoded.finish else None
+    def _activate_rows(self) -> None:
+        mixtures = [row.mixture for row in self.rows if row.mixture is not None]
+        assert len(mixtures) in (0, len(self.rows)), "the backbone is bare for all rows or for none"
+        mixture = Mixture.stacked(mixtures) if mixtures else None
+        if isinstance(self._state, StaticKVCache):
+            assert mixture is not None and self._activate_static is not None, "slots have weights"
+            activated = self._activate_static(mixture, self._state.placed(mixture.weights))
+            self._graph_key = self._active.enter_context(activated)
+        else:
+            self._active.enter_context(self._activate(mixture))
+        self._is_active = True

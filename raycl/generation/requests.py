@@ -1,10 +1,33 @@
-"""Generation requests, and the events that answer them."""
+"""Generation requests, how their tokens are drawn, and the events that answer them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+
+class AllowedTokens:
+    """The tokens that may follow each other, as a tree, so that a generated answer is one of a few."""
+
+    def __init__(self, answers: Iterable[Sequence[int]], end: int, forced: int | None = None) -> None:
+        """Build the tree.
+
+        Args:
+            answers: ids of the answers, as they are learned. end: id of the end of the sequence.
+            forced: the model's own first token of every answer, if it has one.
+        """
+        self._end = [end]
+        self._after: dict[tuple[int, ...], list[int]] = {}
+        for answer in answers:
+            ids = [*answer] if forced is None else [forced, *answer]
+            for position, token in enumerate(ids):
+                known = self._after.setdefault(tuple(ids[:position]), [])
+                known += [token] if token not in known else []
+
+    def after(self, ids: Sequence[int]) -> list[int]:
+        """Return tokens that may follow these of an answer; the end of the sequence where nothing else may."""
+        return self._after.get(tuple(ids), self._end)
 
 
 @dataclass(frozen=True)
@@ -16,6 +39,7 @@ class Sampling:
         temperature: 0 takes the most likely token. top_p: nucleus.
         seed: seed of this answer's draws, which depend on nothing else.
         stop: the answer ends before any of these.
+        allowed: the tokens of the only answers; None: all.
     """
 
     max_tokens: int
@@ -24,6 +48,7 @@ class Sampling:
     seed: int = 0
     stop: tuple[str, ...] = ()
     as_trained: bool = False
+    allowed: AllowedTokens | None = None
 
 
 @dataclass(frozen=True)

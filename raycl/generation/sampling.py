@@ -17,6 +17,23 @@ COLDEST = 1e-4
 """Lower temperatures are raised to this one, at which only the most likely token is left."""
 
 
+def within_allowed(logits_BV: Tensor, settings: Sequence[Sampling], ids: Sequence[Sequence[int]]) -> Tensor:
+    """Return the logits with minus infinity for tokens that no allowed answer of a row has next.
+
+    Args:
+        ids: tokens of each row so far.
+    """
+    trees = {row: allowed for row, setting in enumerate(settings) if (allowed := setting.allowed) is not None}
+    if not trees:
+        return logits_BV
+    barred_MV = torch.ones(len(trees), logits_BV.shape[1], dtype=torch.bool)
+    for index, (row, allowed) in enumerate(trees.items()):
+        barred_MV[index, allowed.after(ids[row])] = False
+    limited, logits_BV = list(trees), logits_BV.clone()
+    logits_BV[limited] = logits_BV[limited].masked_fill(barred_MV.to(logits_BV.device), -torch.inf)
+    return logits_BV
+
+
 def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.Generator]) -> list[int]:
     """Return the next token of each row: from the row's own settings and random generator, independent of other rows.
 

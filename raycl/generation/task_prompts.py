@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from raycl.adapters import AdapterStack
+from raycl.backbone import Backbone
 from raycl.backbone.markup.chat_templates import check
 from raycl.bank.manifest import Snapshot
 from raycl.data.loader import batch_of
@@ -226,3 +228,25 @@ def check_templates(snapshot: Snapshot) -> None:
                 f"the chat template of snapshot {snapshot.number} ('{' '.join(template[:40].split())}...') {error}; "
                 "use another snapshot, or train with another template in backbone.chat_template"
             ) from error
+
+
+def route_batch(
+    router: Router, backbone: Backbone, stack: AdapterStack, batch: Batch, tasks: Sequence[str] | None = None
+) -> Mixture:
+    """Return the mixture of each text of a batch.
+
+    Other texts may be decoded under their mixture meanwhile, which must not affect the states that a router reads.
+
+    Args:
+        batch: a batch, with its texts for routers that read them.
+        tasks: tasks of the texts where they are known.
+
+    Raises:
+        BankError: the router needs the tasks, or does not know one. RetrievalError: it is of another backbone.
+    """
+    if not {"embeddings", "hidden_states"} & router.needs:
+        return router.route(batch.texts or ("",) * len(batch), tasks)
+    ids_BL, mask_BL, is_deep = batch.source_ids, batch.source_mask, "hidden_states" in router.needs
+    with stack.mixture_aside():
+        embeddings = backbone.hidden_states(ids_BL, mask_BL) if is_deep else backbone.embedded(ids_BL)
+    return router.route_embeddings(embeddings, mask_BL, tasks)

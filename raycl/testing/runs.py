@@ -20,7 +20,7 @@ from raycl import config as configs
 from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.generation.batch_answers import predict
-from raycl.generation.route_batch import route_batch
+from raycl.generation.task_prompts import route_batch
 from raycl.methods.registry import method_class
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.request_mixtures import heads_of

@@ -13,7 +13,7 @@ from raycl import config as configs
 from raycl.cli import main
 from raycl.data.loader import eval_batches
 from raycl.generation.requests import Sampling
-from raycl.generation.route_batch import route_batch
+from raycl.generation.task_prompts import route_batch
 from raycl.launch.page.server import RunReader
 from raycl.launch.worker import CONFIG
 from raycl.operations.report.tables import matrix_table

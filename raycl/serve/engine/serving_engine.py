@@ -23,11 +23,11 @@ from torch import Tensor
 from raycl.data.loader import batch_of
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
-from raycl.generation.continuous_batch import OVERFLOW, ContinuousBatch, PreparedRequest
 from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started
-from raycl.generation.route_batch import route_batch
+from raycl.generation.task_prompts import route_batch
 from raycl.serve.engine.engine_requests import CLOSED, FAILURES, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
+from raycl.serve.engine.request_batch import OVERFLOW, PreparedRequest, RequestBatch
 from raycl.serve.engine.request_mixtures import head_of, mixtures_of, ood_score_of, template_of
 from raycl.serve.engine.truncation import PromptRequest, RoutedPrompt, Truncation
 from raycl.serve.errors import InternalError
@@ -79,7 +79,7 @@ class ServingEngine:
             queue.SimpleQueue()
         )
         self._waiting: list[EngineRequest] = []
-        self._texts = ContinuousBatch(model, max_batch, self._send, static_cache)
+        self._texts = RequestBatch(model, max_batch, self._send, static_cache)
         self._retrieval_s = 0.0
         self._lock = threading.Lock()  # of the three below
         self._unfinished = 0
@@ -165,7 +165,12 @@ class ServingEngine:
                 if self._waiting:
                     self._start()
                 self._isolated(self._texts.begin, self._texts.joined(), lambda prepared: prepared.request)
-                self._guarded(self._texts.step, self._texts.decoding, self._texts.clear)
+                try:
+                    self._texts.step()
+                except FAILURES as error:  # a request must never end the thread
+                    for request in self._texts.decoding:
+                        self._fail(request, error)
+                    self._texts.clear()
         finally:
             self._end()
 
@@ -231,14 +236,6 @@ class ServingEngine:
                 return []
             return [output for item in items for output in self._isolated(work, [item], request_of)]
 
-    def _guarded(self, work: Callable[[], None], requests: Sequence[EngineRequest], after: Callable[[], None]) -> None:
-        try:
-            work()
-        except FAILURES as error:  # a request must never end the thread
-            for request in requests:
-                self._fail(request, error)
-            after()
-
     def _fail(self, request: EngineRequest, error: Exception) -> None:
         if not isinstance(error, RayclError):
             log.error("an answer failed", exc_info=error)
@@ -262,7 +259,7 @@ class ServingEngine:
 
     # ---- choosing --------------------------------------------------------------------------------------------
 
-    def _routed(self, requests: list[EngineRequest]) -> list[PreparedRequest[EngineRequest]]:
+    def _routed(self, requests: list[EngineRequest]) -> list[PreparedRequest]:
         began = time.perf_counter()
         mixtures: dict[int, Mixture] = {}
         for loaded in {id(request.loaded): request.loaded for request in requests}.values():
@@ -339,9 +336,9 @@ class ServingEngine:
 
     # ---- labels ----------------------------------------------------------------------------------------------
 
-    def _groups(self, ready: list[PreparedRequest[EngineRequest]]) -> list[list[PreparedRequest[EngineRequest]]]:
+    def _groups(self, ready: list[PreparedRequest]) -> list[list[PreparedRequest]]:
         """Return batches whose adapters fit on the device together and whose heads go by one rule."""
-        groups: list[list[PreparedRequest[EngineRequest]]] = []
+        groups: list[list[PreparedRequest]] = []
         for prepared in ready:
             for group in groups:
                 same = group[0].request.loaded.head_rule == prepared.request.loaded.head_rule
@@ -353,7 +350,7 @@ class ServingEngine:
         return groups
 
     @torch.no_grad()
-    def _labelled(self, ready: list[PreparedRequest[EngineRequest]]) -> list[PreparedRequest[EngineRequest]]:
+    def _labelled(self, ready: list[PreparedRequest]) -> list[PreparedRequest]:
         backbone = self.model.backbone
         rule = ready[0].request.loaded.head_rule
         heads = [head_of(prepared.request) for prepared in ready] if rule == "label_count" else ()

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from raycl.data.loader import eval_batches
 from raycl.data.tokens import Split
-from raycl.generation.answer_batch import AnswerBatch, Prompts, answers_continuously
-from raycl.generation.batch_answers import predict
+from raycl.generation.answer_batch import AnswerBatch, Prompts
+from raycl.generation.batch_answers import answers_continuously, predict
+from raycl.generation.requests import AllowedTokens
 from raycl.methods.base import activate
 from raycl.metrics.text_scores import score_texts
 from raycl.scoring.scored_task import Predictions, ScoredTask, line_of, merge, predict_share
@@ -202,7 +203,8 @@ def _generated(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> d
         for task in tasks:
             scored = _opened(context, task, row)
             start = scored.table.common_start() if row.alone is None else []
-            allowed, limit = tuple(map(tuple, scored.allowed.values())), scored.limit
+            labels, limit = scored.allowed.values(), scored.limit
+            allowed = AllowedTokens(labels, backbone.codec.eos_id) if labels else None
             for batch in _batches(context, scored, row, decoder.read_rows):
                 real = int((batch.rows >= 0).sum())  # the last ones of a worker may be fill-ups, without an answer
                 if real:

@@ -19,8 +19,7 @@ from raycl.bank.manifest import Snapshot
 from raycl.bank.tensor_groups import PUBLISHED
 from raycl.data.sources.conversation import messages_of
 from raycl.errors import RetrievalError
-from raycl.generation.route_batch import route_batch
-from raycl.generation.task_prompts import PromptReading, TaskPrompts, task_prompts
+from raycl.generation.task_prompts import PromptReading, TaskPrompts, route_batch, task_prompts
 from raycl.methods.base import Learned, Method, under
 from raycl.routing.router import Owners, Router, heads_of_tasks
 from raycl.routing.routers import make_router

@@ -15,9 +15,10 @@ from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.backbone.roles import linear_names
 from raycl.data.loader import batch_of
-from raycl.generation import dynamic_cache, shared_prompt
-from raycl.generation.answer_batch import AnswerBatch, Prompts, answers_continuously
-from raycl.generation.batch_answers import predict
+from raycl.generation import answer_batch, dynamic_cache
+from raycl.generation.answer_batch import AnswerBatch, Prompts
+from raycl.generation.batch_answers import answers_continuously, predict
+from raycl.generation.requests import AllowedTokens
 from raycl.training.assembly import build
 from raycl.training.phase import evaluation
 from raycl.training.workers.distributed import DistributedContext
@@ -66,16 +67,17 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
         return None if mixtures == "bare" else Mixture(("a", "b", "c"), weights[rows])
 
     def prompts_of() -> Iterator[Prompts]:
-        for task, allowed in (("free", ()), ("limited", LABELS)):
+        for task, labels in (("free", ()), ("limited", LABELS)):
+            allowed = AllowedTokens(codec.encode_target(labels), codec.eos_id) if labels else None
             for first in range(0, len(SOURCES), 2):
                 assert not stack.is_open, "rows are routed while no mixture is active"
                 rows = slice(first, first + 2)
                 batch = batch_of(codec.encode_source(SOURCES[rows]), codec.pad_id)
                 batch.rows += first
-                yield Prompts(task, batch, 8, mixture(rows), start, tuple(map(tuple, codec.encode_target(allowed))))
+                yield Prompts(task, batch, 8, mixture(rows), start, allowed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prompt, "LEAST_TOKENS", 2)
+        patch.setattr(answer_batch, "LEAST_TOKENS", 2)
         decoder = AnswerBatch(backbone, stack.activate, 5)
         decoder.read_rows = 2
         answers = list(decoder.answers(prompts_of()))
@@ -91,7 +93,7 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
     assert {(answer.task, answer.row): answer.text for answer in answers} == expected
     assert len(answers) == len(expected) and {expected["limited", row] for row in range(7)} <= set(LABELS)
     longest = 2 * 4 * 8  # four batches of two rows for each task, one after another, of eight tokens
-    assert decoder.steps < longest and decoder.decoded > decoder.steps
+    assert decoder.steps < longest and decoder.tokens > decoder.steps
 
 
 def test_models_whose_answers_are_not_the_most_likely_tokens_use_generate(
