@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from raycl.bank.manifest import TaskInfo
+from raycl import config as configs
+from raycl.bank.manifest import Snapshot, TaskInfo
 from raycl.data.sources.conversation import last_contents
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split, TokenTable
@@ -17,6 +18,20 @@ from raycl.types import Batch, Score, Task, TextCodec
 
 Predictions = list[tuple[int, str]]
 """Pairs of row and answer."""
+
+
+RECORDED = ("labels", "off_task", "max_new_tokens")
+"""Settings by which the run that made a snapshot judged answers."""
+
+
+def recorded_settings(snapshot: Snapshot, **others: object) -> EvalConfig:
+    """Return the settings of evaluation by which a snapshot's run judged answers, so that its scores are the run's.
+
+    Args:
+        others: settings that the caller decides.
+    """
+    recorded = snapshot.provenance.get("config", {}).get("eval", {})
+    return configs.validate(EvalConfig, {name: recorded[name] for name in RECORDED if name in recorded} | others)
 
 
 @dataclass(frozen=True)

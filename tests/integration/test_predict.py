@@ -16,9 +16,13 @@ import torch
 from local_endpoint import Served
 from tiny import Complete, Lab, matrix, run
 
+from raycl import config as configs
 from raycl.bank import Bank
+from raycl.bank.activations import Activations
 from raycl.cli import main
 from raycl.errors import ConfigError
+from raycl.operations.banks import unlearning
+from raycl.serve.gate.judge import judge
 from raycl.serve.offline.model import WINDOW, OfflineModel
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import router_of
@@ -283,6 +287,31 @@ def test_scores_of_files_equal_the_matrix(
             }
             right = sum(row[index] for index, row in enumerate(tree["confusion"]))
             assert 100 * right / 6 == pytest.approx(value)
+
+
+def test_answers_are_kept_to_a_tasks_labels_wherever_they_are_scored(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a run has `eval.labels=task`: by its own evaluation, `raycl evaluate`, `forget` and the gate."""
+    storage = run(lab.config("llama", "lora", eval={"labels": "task"}), Storage.at(tmp_path / "run")).storage
+    bank, snapshot = snapshot_at(storage.sub("bank").uri)
+    names, last = [task["name"] for task in lab.tasks], matrix(storage)[-1]
+    with OfflineModel.open(bank, snapshot) as model:
+        for task, info in zip(lab.tasks, snapshot.tasks, strict=True):
+            texts = [json.loads(line)["text"] for line in open_lines(Path(task["path"]) / "test.jsonl")]
+            answers = [answer.text for answer in model.predict(texts, info.name, allowed=model.answers_of(info))]
+            lines = storage.read(f"predictions/001-{names[1]}/{info.name}.jsonl").decode().splitlines()
+            assert answers == [json.loads(line)["answer"] for line in lines] and {*answers} <= {*(info.labels or ())}
+            assert not {*answers} & {answer.text for answer in model.predict(texts, info.name)}, "it would say more"
+            file, to = str(Path(task["path"]) / "test.jsonl"), tmp_path / "scores.json"
+            given = ["evaluate", storage.sub("bank").uri, file, "--task", info.name, "--json", str(to)]
+            assert command(capsys, *given)[0] == 0
+            assert json.loads(to.read_text())["score"]["value"] == last[names.index(info.name)]
+    assert max(last) > 0, "answers of other words would score 0"
+    assert [score.value for score in unlearning.evaluate(bank, snapshot).values()] == last
+    tree = {"bank": bank.storage.address, "snapshot": "1", "follow": {"enabled": False}, "gate": {"split": "test"}}
+    Activations(bank, "main").add(bank.open(1), "requested")
+    assert [score.value for score in judge(configs.validate(ServeConfig, tree), 2).after.values()] == last
 
 
 def test_labels_that_differ_by_their_sign_are_scored_alike(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from raycl.data.stream import Stream
 from raycl.errors import BankError
-from raycl.metrics.settings import EvalConfig
+from raycl.scoring.scored_task import recorded_settings
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.gate.earlier_rows import earlier_rows, stream_of
@@ -93,7 +93,8 @@ def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False)
         _check_rows(stream, tasks, learned, config)
         tasks = [task for task in tasks if stream.has_data(task)]
         earlier, revised, gone = earlier_rows(active.snapshot, newer.snapshot, stream, config)
-        settings = EvalConfig(split=config.gate.split, instruction="chosen")  # as an endpoint answers texts alone
+        # as an endpoint answers texts alone, and both snapshots by one measure
+        settings = recorded_settings(newer.snapshot, split=config.gate.split, instruction="chosen")
         rows = {task.name: f" (rows of snapshot {candidate})" for task in revised}
         old_rows = f" (rows of snapshot {active.snapshot.number})"
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raycl import config as configs
 from raycl.bank import Snapshot
 from raycl.bank.manifest import TaskInfo
 from raycl.data.sources.conversation import last_contents, messages_of
@@ -18,7 +17,7 @@ from raycl.data.stream import Stream
 from raycl.errors import BankError, DataError
 from raycl.metrics.per_example import check_metric, taken_for_same
 from raycl.metrics.settings import EvalConfig
-from raycl.scoring.scored_task import ScoredTask, line_of, score_answers
+from raycl.scoring.scored_task import ScoredTask, line_of, recorded_settings, score_answers
 from raycl.serve.offline.model import OfflineModel, Text
 from raycl.serve.offline.prediction_input import Input
 from raycl.types import Score, Task
@@ -74,7 +73,7 @@ class Evaluation:
 def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, **settings: Any) -> Evaluation:
     """Answer all rows and compare with their references, as the snapshot's run compares the answers of a task.
 
-    Its `eval.off_task` counts here too, and its `eval.labels` where the task is named.
+    Its `eval.off_task` and `eval.max_new_tokens` count here too, and its `eval.labels` where the task is named.
 
     Args:
         metric: a name in `raycl.metrics.per_example.METRICS` or of a package; None: that of the task whose rows these
@@ -95,15 +94,13 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
                 sources.extend(last_contents([row.text]) if row.is_chat else [row.text])
             yield _text_of(row)
 
-    recorded = model.snapshot.provenance.get("config", {}).get("eval", {})
-    rules = configs.validate(EvalConfig, {name: recorded[name] for name in ("labels", "off_task") if name in recorded})
-    named = next(
-        (known_task.labels for known_task in model.snapshot.tasks if known_task.name == settings.get("task")), None
-    )
-    allowed = (named or ()) if rules.labels == "task" else ()
+    rules = recorded_settings(model.snapshot)
+    settings["max_tokens"] = settings.get("max_tokens") or rules.max_new_tokens
+    named = next((info for info in model.snapshot.tasks if info.name == settings.get("task")), None)
+    settings["allowed"] = model.answers_of(named) if named is not None and rules.labels == "task" else None
     answers, weights, ood_scores = [], Counter[str](), []
     for prediction in model.predict(texts(), **settings):
-        answers.append(prediction.among(allowed))
+        answers.append(prediction.text)
         weights.update(prediction.tasks)
         ood_scores += [] if prediction.ood_score is None else [prediction.ood_score]
     if not answers:
@@ -125,9 +122,7 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     alone = None
     if settings.get("task") and model.reads_alone:
         texts_alone = (_text_of(row) for _, row in given.rows())
-        alone = scored(
-            [known_task.among(allowed) for known_task in model.predict(texts_alone, **{**settings, "task": None})]
-        )
+        alone = scored([prediction.text for prediction in model.predict(texts_alone, **{**settings, "task": None})])
     return Evaluation(
         metric,
         scored(answers),

@@ -6,9 +6,9 @@ import logging
 import queue
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from types import TracebackType
@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from raycl.bank import Bank, Snapshot
+from raycl.bank.manifest import TaskInfo
+from raycl.data.prepare import fit_targets
 from raycl.data.sources.conversation import Message, messages_of, text_of
 from raycl.errors import AdapterError, ConfigError, ConversationError, RetrievalError
-from raycl.generation.requests import Event, Failed, Sampling
+from raycl.generation.requests import AllowedTokens, Event, Failed, Sampling
 from raycl.scoring.scored_task import ScoredTask
 from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
@@ -34,6 +36,9 @@ log = logging.getLogger("raycl")
 
 Text = str | Sequence[Message]
 """A text, or the messages of a conversation, whose last one is answered."""
+
+Answers = Mapping[str, Sequence[int]]
+"""Answers with their ids, which are empty where labels are not generated."""
 
 TEXT_ERRORS = (AdapterError, ConversationError, InternalError, RetrievalError)
 """Errors on one text that do not affect others."""
@@ -62,13 +67,6 @@ class Prediction:
     ood_score: float | None = None
     cut_tokens: int = 0
     error: str = ""
-
-    def among(self, labels: Collection[str]) -> str:
-        """Return the most probable of these labels, "" where none is known; the text itself without any, or if
-        generated."""
-        if not labels or not self.scores:
-            return self.text
-        return next((label for label in self.scores if label in labels), "")
 
 
 def settings_here(bank: Bank) -> dict[str, Any]:
@@ -125,6 +123,7 @@ class OfflineModel:
         task: str | None = None,
         max_tokens: int | None = None,
         keep_errors: bool = False,
+        allowed: Answers | None = None,
     ) -> Iterator[Prediction]:
         """Yield the answer to each text or conversation, in order; texts are read as answers are taken, a few batches
         ahead.
@@ -135,6 +134,7 @@ class OfflineModel:
             task: task of all texts, if it is known; a warning says where the router ignores it.
             max_tokens: limit of generated answers; None: as in training.
             keep_errors: a text that the model fails on gets a prediction without an answer (`Prediction.error`).
+            allowed: the only answers (`answers_of`); None: all. The text of a label is "" where none of them is known.
 
         Raises:
             ConfigError: no such task. RayclError: a text cannot be answered.
@@ -144,24 +144,40 @@ class OfflineModel:
             raise ConfigError(f"snapshot {self.snapshot.number} has no task '{task}': expected one of {names}")
         if task is not None:
             self._warn_of(task)
-        return self._predicted(texts, task, max_tokens, keep_errors)
+        return self._predicted(texts, task, max_tokens, allowed or {}, keep_errors)
+
+    def answers_of(self, task: TaskInfo) -> Answers:
+        """Return the labels of a learned task with their ids, written and cut as the answers of its rows."""
+        labels, limit = task.labels or (), self.snapshot.token_limits(task.name)[1] or self.codec.max_target_tokens
+        ids, _ = fit_targets([""] * len(labels), labels, self._loaded.prompts[task.name], self.codec, limit)
+        return dict(zip(labels, ids, strict=True))
 
     def answers_to(self, rows: ScoredTask) -> list[str]:
         """Return an answer to each row of a task, in its own prompt or by the text alone (`eval.instruction`)."""
         texts = [messages_of(text) for text in rows.texts] if rows.stream.is_chat(rows.task) else rows.texts
         is_given = rows.settings.instruction == "given" or self._loaded.asks_for_task
-        predictions, allowed = self._predicted(texts, rows.task.name if is_given else None, rows.limit), rows.allowed
-        return [prediction.among(allowed).strip() for prediction in predictions]
+        predictions = self._predicted(texts, rows.task.name if is_given else None, rows.limit, rows.allowed)
+        return [prediction.text.strip() for prediction in predictions]
 
     def _predicted(
-        self, texts: Iterable[Text], task: str | None, max_tokens: int | None, keep_errors: bool = False
+        self,
+        texts: Iterable[Text],
+        task: str | None,
+        max_tokens: int | None,
+        allowed: Answers,
+        keep_errors: bool = False,
     ) -> Iterator[Prediction]:
         sampling = None
         if self.answers != "label":
-            sampling = Sampling(max_tokens) if max_tokens else Sampling(sys.maxsize, as_trained=True)
+            tree = AllowedTokens(allowed.values(), self.codec.eos_id) if allowed else None
+            sampling = Sampling(max_tokens or sys.maxsize, as_trained=not max_tokens, allowed=tree)
         source = iter(texts)
         while window := list(islice(source, WINDOW * self._engine.max_batch)):
-            yield from self._window(window, task, sampling, keep_errors=keep_errors)
+            for prediction in self._window(window, task, sampling, keep_errors=keep_errors):
+                if allowed and prediction.scores:
+                    known = next((label for label in prediction.scores if label in allowed), "")
+                    prediction = replace(prediction, text=known)
+                yield prediction
 
     def _warn_of(self, task: str) -> None:
         """Warn once if the router does not select by the task."""
