@@ -243,7 +243,7 @@ class GrownSlm(Grown):
             phase = Phase(number, f"old{number}", ())
             self.method.fit(phase, centre, centre[:2])
             names = self.method.router.adapters(phase.name)
-            self.method._load({name: self.slot(self.method.config.rank, 1.0) for name in names})
+            self.method._load({name: self.slot(self.method.config.r, 1.0) for name in names})
 
 
 class GrownSapt(Grown):
@@ -266,6 +266,6 @@ class GrownSapt(Grown):
             key = (torch.rand(attention.dimensions, generator=self.draw) * 2 - 1) * self.sharpness
             attention.begin(name, number)
             attention.end({**attention.tensors(), "key": key})
-            self.method._load({name: self.slot(config.rank, config.alpha / config.rank)})
+            self.method._load({name: self.slot(config.r, config.scaling)})
             abar = torch.full((number + 1,), 1 / (number + 1))
             self.method.reflection.entries[name] = ReplayEntry(PseudoSamples(sources, [], []), abar)

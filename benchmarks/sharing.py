@@ -58,7 +58,7 @@ class Reader:
         torch.set_num_threads(1)
         self.bank, self.run = Bank.at(bank), Storage.at(run)
         self.readers = shared_readers()
-        self.width, self.config = width, IncLoraConfig(rank=rank)
+        self.width, self.config = width, IncLoraConfig(r=rank)
 
     def restore(self, checkpoint: str, number: int, shared: bool, trial: bool) -> tuple[float, int, int, int]:
         """Return seconds to restore; private bytes after reading a few adapters, after reading all, after loading a

@@ -165,7 +165,7 @@ class Learner:
             checkpoint_activations(own.model)
         if name == COMPILED:
             compile_layers(own)
-        self.method = Lora(LoraConfig(targets=("attention.query", "attention.value")), own, 0)
+        self.method = Lora(LoraConfig(target_modules=("attention.query", "attention.value")), own, 0)
         self.method.begin_task(PHASE, bare_context(PHASE))
         self.world = DistributedContext.alone(torch.device("cpu"))
         engine = EveryLogit if name == EVERY else TorchEngine

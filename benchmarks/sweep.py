@@ -147,7 +147,7 @@ def _swept(
     result = {
         "name": name,
         "base": tree(options, TASKS),
-        "space": {"train.learning_rate": {"grid": list(RATES)}, "method.rank": {"grid": list(RANKS)}},
+        "space": {"train.learning_rate": {"grid": list(RATES)}, "method.r": {"grid": list(RANKS)}},
         "search": {"name": "grid", "seed": order},
         "scheduler": {"name": scheduler, "grace": 1, "reduction": options.reduction},
         "concurrency": options.concurrency,

@@ -46,7 +46,7 @@ SETTINGS: dict[str, tuple[str, type[Section], str]] = {
         "Settings of a run",
         RunConfig,
         "A run is configured by a YAML file, by overrides on the command line, or by both: "
-        "`raycl train jobs/configs/demo.yaml method=slm method.rank=4`. "
+        "`raycl train jobs/configs/demo.yaml method=slm method.r=4`. "
         "`raycl train --print-config` prints all settings with their values.",
     ),
     "sweep": (

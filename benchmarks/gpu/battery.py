@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 MIGU = {"migu": {"threshold": 0.5, "skip_first_task": False}}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lora": ({"name": "lora"}, {}),
-    "slm": ({"name": "slm", "targets": ["attention"], "keys": {"groups": 4, "steps": 20, "start": "data"}}, {}),
+    "slm": ({"name": "slm", "target_modules": ["attention"], "keys": {"groups": 4, "steps": 20, "start": "data"}}, {}),
     "sapt": ({"name": "sapt"}, {}),
     "replay": ({"name": "replay"}, {}),
     "migu, finetune": ({"name": "finetune"}, MIGU),

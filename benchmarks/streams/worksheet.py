@@ -38,7 +38,7 @@ def write_down(config: RunConfig, threads: int) -> Sheet:
         "backbone": config.backbone.model_dump(mode="json"),
         "limits": [config.stream.max_source_tokens, config.stream.max_target_tokens],
         "kind": codec.kind,
-        "lora": {"r": config.method.rank, "lora_alpha": config.method.alpha},
+        "lora": {"r": config.method.r, "lora_alpha": config.method.lora_alpha},
         "optimizer": {"lr": train.learning_rate, "betas": values["betas"], "eps": values["epsilon"]},
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm,

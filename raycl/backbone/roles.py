@@ -64,11 +64,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """All roles of one kind; `ffn` has linears of feed-forward blocks under other names too."""
 
+ALL_LINEAR = "all-linear"
+"""PEFT's word for every linear but the head."""
+
+POOLER = re.compile(r"(^|\.)pooler(\.|$)")
+"""Linears of a pooler, which belongs to the head of the checkpoint; raycl pools hidden states by itself."""
+
 
 def without_role(model: nn.Module) -> list[str]:
     """Return the linears in a model's layers that no role covers, `*` for each number: those under other names, and
     those that are slices of one tensor (experts), which adapters cannot replace."""
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    head = _output_embeddings(model)
     ends = [re.compile(f"{end}$") for group in GROUPS.values() for end in group]
     paths: set[str] = set()
     for path, module in model.named_modules():
@@ -80,17 +86,26 @@ def without_role(model: nn.Module) -> list[str]:
     return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in paths if re.search(r"\.\d+\.", name)})
 
 
+def _output_embeddings(model: nn.Module) -> Any:
+    return getattr(model, "get_output_embeddings", lambda: None)()
+
+
 def linear_names(model: nn.Module, targets: Sequence[str]) -> list[str]:
     """Return the paths of the linear layers that `targets` select.
 
     Args:
-        targets: roles (`attention.query`, `ffn.in`, ...), all roles of a kind (`attention`, `ffn`), or regular
-            expressions for the end of a path (`layer\\.0\\..*query`).
+        targets: `all-linear` (all but the head), roles (`attention.query`, `ffn.in`, ...), all roles of a kind
+            (`attention`, `ffn`), or regular expressions for the end of a path (`layer\\.0\\..*query`).
 
     Raises:
         BackboneError: a target matches nothing; the message lists the linears there are.
     """
-    return matching([name for name, module in model.named_modules() if is_linear(module)], targets)
+    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
+    chosen = matching(list(linears), [target for target in targets if target != ALL_LINEAR])
+    if ALL_LINEAR not in targets:
+        return chosen
+    head = _output_embeddings(model)
+    return [name for name, module in linears.items() if name in chosen or not (module is head or POOLER.search(name))]
 
 
 def matching(linears: Sequence[str], targets: Sequence[str]) -> list[str]:

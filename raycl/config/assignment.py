@@ -39,7 +39,7 @@ def read_override(override: str) -> tuple[str, Any]:
     """
     key, sign, text = override.partition("=")
     if not sign or not all(key.strip().split(".")):
-        raise ConfigError(f"override '{override}' is not of the form key.path=value, for example method.rank=8")
+        raise ConfigError(f"override '{override}' is not of the form key.path=value, for example method.r=8")
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:

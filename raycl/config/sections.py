@@ -3,7 +3,7 @@
 A typo must be an error with the nearest valid key, before any work starts. OmegaConf parses, pydantic validates; ours
 is only the sugar for named nodes and the wording of errors.
 
-Named nodes: `method=lora method.rank=8` is short for `method: {name: lora, rank: 8}`, and
+Named nodes: `method=lora method.r=8` is short for `method: {name: lora, r: 8}`, and
 `modifiers=[migu] modifiers.migu.threshold=0.7` for `modifiers: {migu: {threshold: 0.7}}`. Naming another
 choice drops the keys of the former choice, which do not apply to it; naming the same choice keeps them.
 Interpolations (`${data.path}`) are resolved last: they see the overrides, and only what is written, never a
@@ -232,7 +232,7 @@ Sections = list[type[BaseModel]]
 def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple[list[str], Sections, Sections]:
     """Return a pydantic location in the terms of the user's file.
 
-    pydantic puts the chosen member of a union into the location (`method.lora.rank`, `steps.int`), which the
+    pydantic puts the chosen member of a union into the location (`method.lora.r`, `steps.int`), which the
     user's file does not contain.
 
     Returns:

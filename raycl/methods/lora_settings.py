@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
+from raycl.config import Section
 from raycl.methods.base import MethodConfig
 
 
-class LoraSettings(MethodConfig):
-    """The settings of every LoRA; `alpha / rank` is the scale of the update."""
-
-    rank: int = Field(8, ge=1, description="r, the rank of the update")
-    alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
-    targets: tuple[str, ...] = Field(
-        ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
-    )
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
 
 
-class LoraConfig(LoraSettings):
+TargetModules = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_as_tuple),
+    Field(
+        min_length=1,
+        description="linears with an adapter: all-linear (all but the head), or roles or regular expressions of paths",
+    ),
+]
+Rank = Annotated[int, Field(ge=1, description="the rank of the update")]
+LoraAlpha = Annotated[float, Field(gt=0, description="the update is scaled by lora_alpha / r")]
+InputDropout = Annotated[
+    float, Field(ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
+]
+
+
+class LoraSettings(Section):
+    """The settings of every LoRA, by the names that PEFT's `LoraConfig` has for them."""
+
+    r: Rank = 8
+    lora_alpha: LoraAlpha = 32.0
+    lora_dropout: InputDropout = 0.0
+    target_modules: TargetModules = ("attention.query", "attention.value")
+
+    @property
+    def scaling(self) -> float:
+        """The scale of the update."""
+        return self.lora_alpha / self.r
+
+
+class LoraConfig(LoraSettings, MethodConfig):
     """One LoRA that is trained on all tasks in turn (SeqLoRA)."""
 
     name: Literal["lora"] = "lora"

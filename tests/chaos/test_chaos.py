@@ -77,7 +77,7 @@ def save_config(folder: Path) -> Path:
         "backbone": {"name": model, "dtype": "float32"},
         "method": {
             "name": "slm",
-            "targets": ["attention", "ffn"],
+            "target_modules": ["attention", "ffn"],
             "keys": {"groups": 4, "steps": 40, "start": "data"},
             "encoder": {"name": model, "max_tokens": 64},
         },

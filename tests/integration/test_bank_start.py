@@ -234,7 +234,7 @@ def test_what_differs_from_the_snapshots_run_is_refused_with_both_values(
     assert run_config.fingerprint(config) != run_config.fingerprint(own)
     for sections, tasks, kind, message in (
         ({"method": "sapt"}, [new], ConfigError, "method.name was 'lora', now 'sapt'"),
-        ({"method": {"rank": 3}}, [new], ConfigError, "method.rank was 8, now 3"),
+        ({"method": {"r": 3}}, [new], ConfigError, "method.r was 8, now 3"),
         (
             {"backbone": {"name": str(lab.model_folder("t5"))}},
             [new],
@@ -272,11 +272,11 @@ def test_settings_that_an_older_bank_lacks_have_their_defaults(
     """In a run that starts from it and in a merge; a value that was recorded counts as before."""
     bank, new = learned(tmp_path), lab.tasks[1]
     whole = bank.open(1)
-    older(bank, 1, "method.dropout", "backbone.bos", "stream.references", "eval.subsample", "modifiers")
+    older(bank, 1, "method.lora_dropout", "backbone.bos", "stream.references", "eval.subsample", "modifiers")
     config = started(bank.storage.uri, [new], "1")
-    assert (config.method.dropout, config.backbone.bos) == (0.0, "tokenizer")  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match=r"differ: method.dropout was 0\.0, now 0\.1; leave"):
-        started(bank.storage.uri, [new], "1", method={"dropout": 0.1})
+    assert (config.method.lora_dropout, config.backbone.bos) == (0.0, "tokenizer")  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"differ: method.lora_dropout was 0\.0, now 0\.1; leave"):
+        started(bank.storage.uri, [new], "1", method={"lora_dropout": 0.1})
     with pytest.raises(BankError, match="what a task learns depends on the tasks before it"):
         merge(bank, whole, bank.open(1), bank)
 

@@ -94,7 +94,7 @@ def test_a_signal_stops_all_runs_with_a_checkpoint(
 
     monkeypatch.setattr(cluster, "joined", lambda address: nullcontext())
     monkeypatch.setattr(driver, "train", train)
-    runs = {name: {"set": ["method=lora", f"method.rank={rank}"]} for rank, name in enumerate(("a", "b", "c"), 1)}
+    runs = {name: {"set": ["method=lora", f"method.r={rank}"]} for rank, name in enumerate(("a", "b", "c"), 1)}
     tree: dict[str, Any] = {"name": "table", "base": lab.tree("bert"), "runs": runs, "seeds": [3], "at_once": 2}
     before = signal.getsignal(number)
     with pytest.raises(

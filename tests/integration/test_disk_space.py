@@ -17,13 +17,13 @@ from raycl.training.phase.disk_space import DiskPlan, Growth, growth, moments, s
 
 Usage = namedtuple("Usage", "total used free")
 
-LARGE = {"name": "lora", "rank": 64}
+LARGE = {"name": "lora", "r": 64}
 METHODS: dict[str, Any] = {
     "lora": LARGE,
     "separate": ("separate", LARGE),
-    "inclora": {"name": "inclora", "rank": 64},
-    "slm": {"name": "slm", "rank": 32},
-    "sapt": {"name": "sapt", "rank": 64},
+    "inclora": {"name": "inclora", "r": 64},
+    "slm": {"name": "slm", "r": 32},
+    "sapt": {"name": "sapt", "r": 64},
     "finetune": "finetune",
 }
 

@@ -186,9 +186,9 @@ def test_a_setting_of_one_task_names_a_task_of_the_stream(lab: Lab, key: str) ->
 @pytest.mark.parametrize(
     ("method", "key"),
     [
-        ("slm", "rank_by_task"),
+        ("slm", "r_by_task"),
         ("slm", "keys.slots_by_task"),
-        ("sapt", "rank_by_task"),
+        ("sapt", "r_by_task"),
         ("olora", "lambda_1_by_task"),
     ],
 )
@@ -205,10 +205,10 @@ def test_a_new_task_may_have_a_size_of_its_own(lab: Lab, tmp_path: Path) -> None
     _, first, later = halves(lab, "sapt")
     Storage.at(tmp_path / "run").write(CONFIG, configs.to_yaml(first).encode())
     own = str(lab.tasks[1]["name"])
-    with pytest.raises(ResumeError, match=r"method\.rank_by_task\.colour"):
-        prepared_run.extend(str(tmp_path / "run"), [later], ("method.rank_by_task.colour=3",))
-    grown = prepared_run.extend(str(tmp_path / "run"), [later], (f"method.rank_by_task.{own}=3",)).config
-    assert grown.method.settings_by_task()["rank_by_task"] == {own: 3}
+    with pytest.raises(ResumeError, match=r"method\.r_by_task\.colour"):
+        prepared_run.extend(str(tmp_path / "run"), [later], ("method.r_by_task.colour=3",))
+    grown = prepared_run.extend(str(tmp_path / "run"), [later], (f"method.r_by_task.{own}=3",)).config
+    assert grown.method.settings_by_task()["r_by_task"] == {own: 3}
 
 
 def test_mistakes_in_data_are_said_before_it_is_trained_on(

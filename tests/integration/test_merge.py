@@ -30,7 +30,7 @@ def tasks_of(lab: Lab) -> list[Any]:
     return [*lab.tasks, {**lab.tasks[0], "name": "third"}]
 
 
-SIZES = {"rank_by_task": {"third": 6, "animal": 3}, "keys": {"slots_by_task": {"third": 5}}}
+SIZES = {"r_by_task": {"third": 6, "animal": 3}, "keys": {"slots_by_task": {"third": 5}}}
 """Of tasks on either side."""
 
 

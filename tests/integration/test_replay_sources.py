@@ -203,10 +203,10 @@ def test_a_generator_writes_instructions_that_stand_for_the_tasks_own(
 
     monkeypatch.setattr(Generator, "_sample", watched)
     monkeypatch.setattr(TaskContext, "prompts", recorded)
-    writer = {"steps": 200, "rate": 0.005, "max_tokens": 16, "dropout": 0.0, "writes": "instruction_and_input"}
+    writer = {"steps": 200, "rate": 0.005, "max_tokens": 16, "lora_dropout": 0.0, "writes": "instruction_and_input"}
     writer |= {"repetition_penalty": 1.0, "top_k": 1}
     arm = {"source": "generated", "fraction": 0.3}
-    settings = {"name": "sapt", "targets": ["attention", "ffn"], "arm": arm, "generator": writer}
+    settings = {"name": "sapt", "target_modules": ["attention", "ffn"], "arm": arm, "generator": writer}
     done = run(lab.config("t5", settings, stream=instructed(lab)), Storage.at(tmp_path))
     method = done.context.method
     assert isinstance(method, Sapt)

@@ -113,7 +113,7 @@ def test_a_task_may_get_another_size_with_new_weights_alone(three: Learned, tmp_
     """SAPT's rank is settable by task; the others keep theirs, and their scale."""
     bank, _ = three("sapt text")
     given = {"start": f"{bank.storage.uri}@3", "branch": "sized", "revise": "animal"}
-    method = {"method": {"rank_by_task": {"animal": 3}}}
+    method = {"method": {"r_by_task": {"animal": 3}}}
     with pytest.raises(RunError, match=r"adapter 'animal' has rank 8 .* the settings give it rank 3 .*revise_from=new"):
         begun({"bank": given, **method}, tmp_path / "kept")
     begun({"bank": {**given, "revise_from": "new"}, **method}, tmp_path / "new")

@@ -266,7 +266,7 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
 SETTINGS: dict[str, dict[str, Any]] = {
     "prompt": {"value": "prompt", "prompt_length": 3},
     "between": {"attention": {"proj_act": "between", "tau": 2.0, "pruning_threshold": 0.3}},
-    "logit": {"head_rule": "logit", "stop_grad_old_blocks": True, "dropout": 0.1, "arm": {"abar_split": "test"}},
+    "logit": {"head_rule": "logit", "stop_grad_old_blocks": True, "lora_dropout": 0.1, "arm": {"abar_split": "test"}},
 }
 
 
@@ -362,7 +362,7 @@ def test_texts_alone_are_refused(complete: Complete) -> None:
 
 def test_bad_settings_are_refused_before_training(lab: Lab) -> None:
     with pytest.raises(RayclError, match="target 'nowhere' matches no linear layer"):
-        check(lab.config("bert", {"name": "sapt", "targets": ["nowhere"]}))
+        check(lab.config("bert", {"name": "sapt", "target_modules": ["nowhere"]}))
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,12 @@ def test_a_run_with_a_generator_resumes_where_it_stopped(
 @pytest.mark.parametrize(("kind", "falls"), [("t5", 2.0), ("llama", 0.25)])
 def test_a_generator_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str, falls: float) -> None:
     """The one released with SAPT trains nothing. Its loss on the task's texts falls, [Gen] and LoRA move."""
-    context, _ = build(lab.config(kind, sapt(targets=["attention", "ffn"])), WORLD)
+    context, _ = build(lab.config(kind, sapt(target_modules=["attention", "ffn"])), WORLD)
     method, losses = context.method, list[float]()
     assert isinstance(method, Sapt)
     rows = TaskContext(context.phases[0], 4, context.stream, context.backbone.codec)
     generator = Generator(
-        GeneratorConfig(steps=100, rate=0.003, max_tokens=8, dropout=0.0), context.backbone, method.stack, 0
+        GeneratorConfig(steps=100, rate=0.003, max_tokens=8, lora_dropout=0.0), context.backbone, method.stack, 0
     )
     plain = Generator._loss
 

@@ -119,6 +119,6 @@ def test_settings_that_do_not_affect_single_tasks_are_not_compared(
 
 
 def test_settings_that_affect_single_tasks_are_compared(lab: Lab, alone: Callable[[str], Storage]) -> None:
-    trial = lab.config("bert", {"name": "sapt", "rank": 3}, eval={"singles": alone("sapt").address})
-    with pytest.raises(ConfigError, match=r"is another setting; it differs in method\.rank: "):
+    trial = lab.config("bert", {"name": "sapt", "r": 3}, eval={"singles": alone("sapt").address})
+    with pytest.raises(ConfigError, match=r"is another setting; it differs in method\.r: "):
         read_singles(trial)

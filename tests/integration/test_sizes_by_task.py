@@ -16,7 +16,7 @@ from raycl.training.assembly import build
 
 def test_tasks_of_different_ranks_have_scales_of_their_own(lab: Lab, tmp_path: Path) -> None:
     """y = W h + sum_i alpha_i (32 / r_i) B_i A_i h, in training, after a restart, and in the bank."""
-    ranks = {"rank": 2, "rank_by_task": {"animal": 5}}
+    ranks = {"r": 2, "r_by_task": {"animal": 5}}
     method, batch = started(lab, "llama", **ranks)
     assert (method.stack.states["colour"].scale, method.stack.trainable_scale) == (16.0, 6.4)
     path, layer = next(iter(method.stack.layers.items()))

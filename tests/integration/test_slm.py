@@ -127,9 +127,9 @@ def test_with_the_task_id_only_the_tasks_slots_are_used(lab: Lab, tmp_path: Path
         {"value_layout": "per_group"},
         {"head_rule": "logit", "retrieval": {"rule": "group_mean"}},
         {"keys": {"update": "official", "start": "data"}, "retrieval": {"rule": "vote", "scope": "batch"}},
-        {"targets": ["attention.query", "ffn"]},
+        {"target_modules": ["attention.query", "ffn"]},
     ],
-    ids=["discriminant", "seen", "all", "label_count", "per_group", "logit", "official", "targets"],
+    ids=["discriminant", "seen", "all", "label_count", "per_group", "logit", "official", "target_modules"],
 )
 def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path, settings: dict[str, Any]) -> None:
     storage = Storage.at(tmp_path)

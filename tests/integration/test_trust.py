@@ -94,7 +94,7 @@ def trained(custom: Custom) -> Storage:
 
 def test_a_config_file_cannot_permit_remote_code(custom: Custom) -> None:
     with pytest.raises(ConfigError, match=rf"config\.yaml' sets backbone\.trust_remote_code.*add {TYPED} to the comm"):
-        run_config.load_config(str(custom.file), ["method.rank=4"])
+        run_config.load_config(str(custom.file), ["method.r=4"])
     with pytest.raises(ConfigError, match="trust_remote_code"):
         run_config.load_config(str(custom.file), [TYPED, "backbone.trust_remote_code=${seed}"])
     assert not custom.ran
@@ -191,9 +191,9 @@ def test_a_sweep_file_cannot_permit_remote_code(custom: Custom, tmp_path: Path) 
     base = yaml.safe_load(custom.file.read_text())
     base.pop("output")
     plain = {**base, "backbone": {**base["backbone"], "trust_remote_code": False}}
-    rank = {"method.rank": {"grid": [2, 4]}}
+    rank = {"method.r": {"grid": [2, 4]}}
     asks = {"backbone.trust_remote_code": {"grid": [True, False]}}
-    follows = {"backbone.trust_remote_code": {"expr": "method.rank > 3"}}
+    follows = {"backbone.trust_remote_code": {"expr": "method.r > 3"}}
     for number, (tree, space) in enumerate([(base, rank), (plain, rank | asks), (plain, rank | follows)]):
         file = tmp_path / f"sweep{number}.yaml"
         file.write_text(yaml.safe_dump({"name": "mine", "base": tree, "space": space}))

@@ -65,7 +65,7 @@ def test_the_installed_command_reads_the_installed_configs(raycl: Callable[..., 
     assert raycl("--help").startswith("usage: raycl ")
     assert "max_source_tokens: 64" in raycl("train", "jobs/configs/demo.yaml", "--print-config")
     extending = raycl("train", "jobs/configs/paper/sapt-lora-long-t5-xl.yaml", "--print-config")
-    assert "name: google/t5-v1_1-xl" in extending and "rank: 8" in extending and "width: 100" in extending
+    assert "name: google/t5-v1_1-xl" in extending and "r: 8" in extending and "width: 100" in extending
 
 
 def test_the_wheel_has_types_and_the_package_alone(wheel: Path) -> None:

@@ -60,8 +60,8 @@ DAS_ROWS: dict[str, Row] = {
                 "code: config.py, utils/model.py, networks/adapters/ (reduction 16, behind feed-forward blocks)",
                 {
                     "method.name": "hat-adapter",
-                    "method.rank": 48,
-                    "method.targets": ["ffn.out"],
+                    "method.bottleneck_size": 48,
+                    "method.target_modules": ["ffn.out"],
                     "method.max_scale": 400,
                     "method.sparsity": 0.75,
                 },
@@ -77,8 +77,8 @@ DAS_ROWS: dict[str, Row] = {
                 "code: config.py, posttrain.py, networks/baselines/demix.py",
                 {
                     "method.name": "demix",
-                    "method.rank": 48,
-                    "method.targets": ["ffn.out"],
+                    "method.bottleneck_size": 48,
+                    "method.target_modules": ["ffn.out"],
                     "method.sample": 10000,
                 },
             ),
@@ -91,7 +91,12 @@ DAS_ROWS: dict[str, Row] = {
             CONTINUAL_LM,
             (
                 "code: config.py (reduction), utils/model.py (behind feed-forward blocks alone)",
-                {"method.name": "adapter", "method.reduction": 16, "method.targets": ["ffn.out"], "modifiers": {}},
+                {
+                    "method.name": "adapter",
+                    "method.reduction": 16,
+                    "method.target_modules": ["ffn.out"],
+                    "modifiers": {},
+                },
             ),
         ),
         scores=("74.05 / 79.48",),

@@ -19,9 +19,9 @@ SCRIPTS = (
         "backbone.name": "google-t5/t5-large",
         "backbone.dtype": "float32",
         "backbone.dropout": 0.1,
-        "method.alpha": 32,
-        "method.dropout": 0.0,
-        "method.targets": QV,
+        "method.lora_alpha": 32,
+        "method.lora_dropout": 0.0,
+        "method.target_modules": QV,
         "method.threshold": 0.995,
         "method.threshold_tasks": 15,
         "method.stop_grad_old_blocks": True,
@@ -49,8 +49,8 @@ ALONE = (
     {"method.name": "inflora", "method.design": "random"},
 )
 SIZES = "code: the scripts of each benchmark"
-SUPERNI = (SIZES, {"stream.name": "superni-1", "stream.prompt": "superni", "method.rank": 4, "train.epochs": 100})
-LONG = (SIZES, {"stream.name": "long-C", "stream.prompt": "long", "method.rank": 8, "train.epochs": 10})
+SUPERNI = (SIZES, {"stream.name": "superni-1", "stream.prompt": "superni", "method.r": 4, "train.epochs": 100})
+LONG = (SIZES, {"stream.name": "long-C", "stream.prompt": "long", "method.r": 8, "train.epochs": 10})
 
 GAINLORA: dict[str, Row] = {
     "gainlora-superni-t5-large": Row("t5", (SCRIPTS, GATED, SUPERNI)),

@@ -15,7 +15,7 @@ SLM_TEXT = (
         "method.router": "keys",
         "method.train_scope": "own",
         "method.value_layout": "shared",
-        "method.targets": ["attention.out"],
+        "method.target_modules": ["attention.out"],
         "method.keys.mask": 0.2,
         "method.keys.rate": 1e-3,
         "method.keys.update": "official",
@@ -69,7 +69,7 @@ CL_DATA = (
 STANDARD = ("MIGU, table 7", {"stream.name": "std-1"})
 ADAPTER = (
     "code: src/run_uie_lora.py of both (PEFT's own layers for T5)",
-    {"method.rank": 8, "method.alpha": 32, "method.dropout": 0.1, "method.targets": QV},
+    {"method.r": 8, "method.lora_alpha": 32, "method.lora_dropout": 0.1, "method.target_modules": QV},
 )
 OLORA = (
     "code: scripts/order_1.sh of O-LoRA",
@@ -160,7 +160,7 @@ OTHERS: dict[str, Row] = {
             (
                 "code: SLM-bert/models/config.py, SLM-bert/train.py, vectordb/script.sh",
                 {
-                    "method.rank": 12,
+                    "method.r": 12,
                     "method.head_rule": "label_count",
                     "method.keys.batch_size": 16,
                     "backbone.dropout": 0.1,
@@ -195,7 +195,7 @@ OTHERS: dict[str, Row] = {
             ),
             ("code: SLM-llama/vecordb/script.sh (keys of T5: 4 a GPU, 2 GPUs)", {"method.keys.batch_size": 8}),
         ),
-        ("max_target_tokens", "dtype", "dropout", "rank", "encoder", "lr_scheduler"),
+        ("max_target_tokens", "dtype", "dropout", "r", "encoder", "lr_scheduler"),
         ("73.1, 72.9, 73.3", "73.1"),
     ),
     "slm-llama2-7b": Row(
@@ -223,7 +223,7 @@ OTHERS: dict[str, Row] = {
                     "stream.max_target_tokens": 512,
                     "backbone.name": "meta-llama/Llama-2-7b-chat-hf",
                     "backbone.dtype": "bfloat16",
-                    "method.rank": 8,
+                    "method.r": 8,
                     "method.encoder.name": "sentence-transformers/nli-roberta-base-v2",
                     "method.keys.batch_size": 16,
                     "train.batch_size": 64,
@@ -289,7 +289,7 @@ OTHERS: dict[str, Row] = {
             ("paper: section 4.1 (as many LoRAs as tasks)", {"method.name": "moelora", "method.experts": 4}),
             (MIGU_CODE[0], {"backbone.dtype": "bfloat16", "modifiers": {}}),
         ),
-        ("rank", "alpha", "dropout", "targets", "learning_rate"),
+        ("r", "lora_alpha", "lora_dropout", "target_modules", "learning_rate"),
         ("54.1", "27.6"),
     ),
     "migu-das-roberta": Row(
@@ -370,8 +370,8 @@ OTHERS: dict[str, Row] = {
             MIGU_TEXT,
         ),
         (
-            *("prompt", "max_source_tokens", "max_target_tokens", "dtype", "rank", "alpha", "dropout", "targets"),
-            *("migu", "batch_size", "learning_rate", "lr_scheduler"),
+            *("prompt", "max_source_tokens", "max_target_tokens", "dtype", "r", "lora_alpha", "lora_dropout"),
+            *("target_modules", "migu", "batch_size", "learning_rate", "lr_scheduler"),
         ),
         ("59.4", "58.4"),
     ),

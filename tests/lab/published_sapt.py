@@ -97,7 +97,7 @@ SAPT_LORA = (
     {
         "method.value": "lora",
         "method.generator.value": "lora",
-        "method.generator.rank": 8,
+        "method.generator.r": 8,
         "method.generator.steps": 5000,
         "method.generator.rate": 1e-3,
         "train.optimizer": "adamw",
@@ -108,9 +108,9 @@ SAPT_LORA_CODE = (
     "code: gen_script_superni_t5.py; old adapters without autograd in src/t5_prompt.py",
     {
         "method.stop_grad_old_blocks": True,
-        "method.alpha": 32,
-        "method.dropout": 0.0,
-        "method.targets": QV,
+        "method.lora_alpha": 32,
+        "method.lora_dropout": 0.0,
+        "method.target_modules": QV,
         "train.epochs": 100,
         "train.micro_batch_size": 8,
         "engine.name": "torch",
@@ -132,9 +132,9 @@ SAPT_PROMPT = (
 T5 = ("paper: appendix C (the size; which release is not said)", {"backbone.name": "google-t5/t5-large"})
 SUPERNI_T5 = (
     "paper: appendix C",
-    {"method.rank": 4, "method.arm.weight": 0.5, "train.batch_size": 32, "train.learning_rate": 3e-4},
+    {"method.r": 4, "method.arm.weight": 0.5, "train.batch_size": 32, "train.learning_rate": 3e-4},
 )
-LONG_T5 = ("paper: appendix C", {**SUPERNI_T5[1], "method.rank": 8, "method.arm.weight": 0.1})
+LONG_T5 = ("paper: appendix C", {**SUPERNI_T5[1], "method.r": 8, "method.arm.weight": 0.1})
 LONG_CODE = ("code: gen_script_long_t5.py", {"train.epochs": 10, "train.micro_batch_size": 16})
 LLAMA_CODE = (
     "code: gen_script_superni_llama.py",
@@ -152,7 +152,7 @@ LLAMA_BOS = (
     "code: src/cl_collator.py, decoder_call (prompts are tokenized with add_special_tokens=False)",
     {"backbone.bos": "none"},
 )
-LLAMA = ("paper: appendix C", {"method.rank": 4, "method.arm.weight": 2.0, "train.batch_size": 32})
+LLAMA = ("paper: appendix C", {"method.r": 4, "method.arm.weight": 2.0, "train.batch_size": 32})
 LONG_LLAMA_CODE = ("code: gen_script_long_llama.py", {"train.epochs": 20})
 FOUR = (
     "paper: appendix C (32 a GPU, four A800, DeepSpeed)",

@@ -129,8 +129,8 @@ VARIANTS: dict[str, Any] = {
         "prompt_length": 3,
         "prompt_length_by_task": {"animal": 5},
     },
-    "slm-sizes": {"name": "slm", "rank_by_task": {"animal": 3}, "keys": {"slots_by_task": {"animal": 3, "colour": 5}}},
-    "sapt-sizes": {"name": "sapt", "rank": 2, "rank_by_task": {"animal": 5}},
+    "slm-sizes": {"name": "slm", "r_by_task": {"animal": 3}, "keys": {"slots_by_task": {"animal": 3, "colour": 5}}},
+    "sapt-sizes": {"name": "sapt", "r": 2, "r_by_task": {"animal": 5}},
     "mocl-prefix": {"name": "mocl", "value": "prefix", "prompt_length": 3},
     "mocl-task-id": {"name": "mocl", "task_id": True},
     "sapt-prompt": {"name": "sapt", "value": "prompt", "prompt_length": 3, "attention": {"standardize": False}},
@@ -154,7 +154,7 @@ class Lab(runs.Lab):
         """SLM whose keys are learned in no time, over a sentence encoder of a few thousand weights."""
         return {
             "name": "slm",
-            "targets": ["attention", "ffn"],
+            "target_modules": ["attention", "ffn"],
             "keys": {"groups": 4, "steps": 40, "start": "data"},
             "encoder": {"name": str(self.model_folder("bert")), "max_tokens": 64},
             **settings,

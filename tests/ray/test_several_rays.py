@@ -118,7 +118,7 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
     tree = lab.tree("bert", "inclora", train={"epochs": 2}, output={"dir": str(tmp_path / "runs"), "name": "mine"})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     base = lab.tree("bert", "inclora")
-    sweep = {"name": "ranks", "base": base, "space": {"method.rank": {"grid": [2, 4]}}, "concurrency": 1}
+    sweep = {"name": "ranks", "base": base, "space": {"method.r": {"grid": [2, 4]}}, "concurrency": 1}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     port = free_port()
     arguments = [str(tmp_path / "served/bank"), f"port={port}", "ingress=proxy"]

@@ -137,7 +137,7 @@ def test_signals_write_checkpoints_and_the_same_command_continues(
     lab: Lab, tmp_path: Path, compare: Callable[[Path], subprocess.Popen[str]]
 ) -> None:
     """As many runs at a time as the cluster holds: two. The third has not begun when SIGTERM and then Ctrl-C come."""
-    file = written(lab, tmp_path, {"a": [LONG], "b": [LONG, "method.rank=2"], "c": []})
+    file = written(lab, tmp_path, {"a": [LONG], "b": [LONG, "method.r=2"], "c": []})
     for attempt, (number, status) in enumerate([(signal.SIGTERM, 75), (signal.SIGINT, 130)], 1):
         process = compare(file)
         until(partial(both_learn, file, attempt, process))

@@ -21,7 +21,7 @@ from raycl.training.setup.run_config import RunConfig, load_config
 
 BASE = """
 seed: 1
-method: {name: slm, rank: 4, keys: {groups: 3, slots: 2}}
+method: {name: slm, r: 4, keys: {groups: 3, slots: 2}}
 modifiers: [migu]
 train: {epochs: 2, epochs_by_task: {topic: 5}}
 """
@@ -40,7 +40,7 @@ def test_a_file_is_laid_over_the_one_that_it_extends(tmp_path: Path) -> None:
     config = load_config(files(tmp_path, own=own, base=BASE), ["method.keys.groups=6"])
     assert config.seed == 2 and config.train.epochs == 2
     assert config.train.epochs_by_task == {"topic": 5, "intent": 1}
-    assert (config.method.name, config.method.rank) == ("slm", 4)
+    assert (config.method.name, config.method.r) == ("slm", 4)
     assert (config.method.keys.groups, config.method.keys.slots) == (6, 3)
     assert list(config.modifiers) == ["migu"]
 
@@ -53,7 +53,7 @@ def test_another_name_drops_the_keys_of_the_former(method: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("method", ["slm", "{name: slm}"])
 def test_the_same_name_keeps_them(method: str, tmp_path: Path) -> None:
-    assert load_config(files(tmp_path, own=f"extends: base.yaml\nmethod: {method}\n", base=BASE), []).method.rank == 4
+    assert load_config(files(tmp_path, own=f"extends: base.yaml\nmethod: {method}\n", base=BASE), []).method.r == 4
 
 
 def test_a_modifier_of_the_base_gets_settings_and_can_be_taken_away(tmp_path: Path) -> None:

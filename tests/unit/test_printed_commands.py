@@ -283,6 +283,6 @@ def test_an_extra_file_is_an_error(words: list[str], message: str, capsys: pytes
 
 
 def test_a_word_that_is_no_file_is_an_override() -> None:
-    options = _options("train", ["method.rank"])
-    with pytest.raises(ConfigError, match=r"override 'method\.rank' is not of the form key\.path=value"):
+    options = _options("train", ["method.r"])
+    with pytest.raises(ConfigError, match=r"override 'method\.r' is not of the form key\.path=value"):
         run_config.load_config(options.config, options.overrides)

@@ -31,7 +31,7 @@ CASES = {
     "method.selector.steps=9": ("method.ablation=none", ["method=sapt"]),
     "method.generator.steps=9": ("method.arm.source=real", ["method=sapt"]),
     "method.prompt_length=5": ("method.value=lora", ["method=sapt"]),
-    "method.targets=[ffn]": ("method.value=prompt", ["method=sapt"]),
+    "method.target_modules=[ffn]": ("method.value=prompt", ["method=sapt"]),
     "method.stop_grad_old_blocks=true": ("method.value=prompt", ["method=sapt"]),
     "method.a_init_std=0.5": ("method.value=prompt", ["method=slm"]),
     "method.lambda_1=0.3": ("method.base=inflora", ["method=gainlora"]),
@@ -318,7 +318,7 @@ def test_what_all_rows_of_a_comparison_share_acts_in_one_of_them(tmp_path: Path)
     ],
 )
 def test_a_sweep_ignores_nothing(base: dict[str, Any], space: dict[str, Any], message: str, tmp_path: Path) -> None:
-    ranks = {"method.rank": {"grid": [2, 4]}}
+    ranks = {"method.r": {"grid": [2, 4]}}
     with pytest.raises(ConfigError, match=message):
         load_sweep(file(tmp_path, {"name": "mine", "base": {**BASE, **base}, "space": ranks | space}))
 

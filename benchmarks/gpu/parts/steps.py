@@ -154,7 +154,7 @@ def _check_first_steps(setup: Setup, size: str, first: dict[str, StepResult]) ->
 
 def plain_lora(backbone: Backbone) -> Lora:
     """Return a LoRA on query and value projections."""
-    return Lora(LoraConfig(rank=RANK), backbone, 0)
+    return Lora(LoraConfig(r=RANK), backbone, 0)
 
 
 def _checkpointed(backbone: Backbone) -> Lora:
@@ -167,8 +167,8 @@ def _slm(backbone: Backbone, batch: Batch) -> Slm:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({"hidden_size": QUERY_WIDTH}))
         config = SlmConfig(
-            rank=RANK,
-            targets=LoraConfig().targets,
+            r=RANK,
+            target_modules=LoraConfig().target_modules,
             router="keys",
             keys=KeyConfig(start="data", steps=0),
             encoder=EncoderConfig(name=folder),
@@ -186,7 +186,7 @@ def drawn_queries(batch: Batch) -> dict[Split, Tensor]:
 
 def _sapt(backbone: Backbone, batch: Batch) -> Sapt:
     """Earlier tasks' adapters add nothing (B is zero), which takes as long as if they did."""
-    method = Sapt(SaptConfig(rank=RANK), backbone, 0)
+    method = Sapt(SaptConfig(r=RANK), backbone, 0)
     draw = torch.Generator().manual_seed(0)
     attention, sources = method.attention, batch.source_ids.tolist()
     adapters: dict[str, AdapterState] = {}
@@ -198,7 +198,7 @@ def _sapt(backbone: Backbone, batch: Batch) -> Sapt:
             path: (torch.randn(RANK, layer.inputs, generator=draw), torch.zeros(layer.outputs, RANK))
             for path, layer in method.stack.layers.items()
         }
-        adapters[name] = AdapterState(pairs, method.config.alpha / RANK)
+        adapters[name] = AdapterState(pairs, method.config.lora_alpha / RANK)
         kept = PseudoSamples([sources[index % len(sources)] for index in range(PSEUDO_SAMPLES)], [], [])
         method.reflection.entries[name] = ReplayEntry(kept, torch.full((number + 1,), 1 / (number + 1)))
     method._load(adapters)

@@ -30,7 +30,7 @@ from raycl.config import Tree
 from raycl.methods.adapters.chosen_by_task import ByTaskConfig, ChosenByTask
 from raycl.methods.base import MethodConfig, State, phase_labels
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import as_peft_draws
+from raycl.methods.lora_settings import InputDropout, TargetModules, as_peft_draws
 from raycl.methods.per_task_adapter import AdapterForm
 from raycl.types import Batch, Mixture, Phase
 
@@ -39,11 +39,9 @@ class DemixConfig(ByTaskConfig):
     """DEMix: an adapter for each task, which begins as the earlier one with the lowest loss on its rows."""
 
     name: Literal["demix"] = "demix"
-    rank: int = Field(48, ge=1, description="units of each bottleneck")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
-    targets: tuple[str, ...] = Field(
-        ("ffn.out",), min_length=1, description="roles or regular expressions of linear paths"
-    )
+    bottleneck_size: int = Field(48, ge=1, description="units of each bottleneck")
+    dropout: InputDropout = 0.0
+    target_modules: TargetModules = ("ffn.out",)
     sample: int = Field(1000, ge=1, description="training rows on which earlier adapters are compared")
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("sample",)
@@ -66,7 +64,7 @@ class Demix(ChosenByTask):
     Config: ClassVar[type[MethodConfig]] = DemixConfig
 
     def __init__(self, config: DemixConfig, backbone: Backbone, seed: int) -> None:
-        super().__init__(config, backbone, seed, AdapterForm(config.targets, 1.0, "probability", "relu"))
+        super().__init__(config, backbone, seed, AdapterForm(config.target_modules, 1.0, "probability", "relu"))
         self.starts: dict[str, str] = {}
         self._compared = ""
 
@@ -78,7 +76,7 @@ class Demix(ChosenByTask):
         super().begin_task(phase, context)
 
     def _create(self, task: str) -> None:
-        self.stack.begin_training({task: self.config.rank}, 1.0, as_peft_draws, self.config.dropout)
+        self.stack.begin_training({task: self.config.bottleneck_size}, 1.0, as_peft_draws, self.config.dropout)
 
     def _nearest(self, phase: Phase, context: TaskContext) -> str:
         """Return the earlier adapter with the lowest loss on the phase's rows, the newest of equal ones. Collective."""

@@ -8,8 +8,8 @@ a layer, after attention and after the feed-forward block, each k = D / 16 wide 
 backbones is trained with the adapters. Where this differs from both: the bottlenecks stand in parallel to the output
 projections and read what these read (He et al. 2022, "parallel adapter"), they have no biases, and the backbone's layer
 norms stay frozen (Houlsby et al. train them). ContinualLM has bottlenecks behind feed-forward blocks alone
-(utils/model.py; `targets=[ffn.out]`), draws B with a deviation of 0.02 as it draws A (networks/adapters/modeling.py),
-and trains the language head's dense layer, norm and bias too, which are frozen here.
+(utils/model.py; `target_modules=[ffn.out]`), draws B with a deviation of 0.02 as it draws A
+(networks/adapters/modeling.py), and trains the language head's dense layer, norm and bias too, which are frozen here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.methods.base import MethodConfig
-from raycl.methods.lora_settings import kaiming
+from raycl.methods.lora_settings import TargetModules, kaiming
 from raycl.methods.single_adapter import SingleAdapter
 
 
@@ -32,11 +32,7 @@ class SeqAdapterConfig(MethodConfig):
 
     name: Literal["adapter"] = "adapter"
     reduction: int = Field(16, ge=1, description="the backbone's hidden width divided by that of the bottlenecks")
-    targets: tuple[str, ...] = Field(
-        ("attention.out", "ffn.out"),
-        min_length=1,
-        description="roles or regular expressions of paths of the linears with a bottleneck in parallel",
-    )
+    target_modules: TargetModules = ("attention.out", "ffn.out")
 
     task_id_in_training: ClassVar[bool] = False
 
@@ -50,7 +46,7 @@ class SeqAdapter(SingleAdapter):
 
     def __init__(self, config: SeqAdapterConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
-        paths = linear_names(backbone.model, config.targets)
+        paths = linear_names(backbone.model, config.target_modules)
         self.stack = AdapterStack(backbone.model, paths, activation="relu")
         width = max(1, int(backbone.model.config.hidden_size) // config.reduction)
         torch.manual_seed(seed)

@@ -26,7 +26,7 @@ from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.types import Batch, Mixture, RouterState
 
 
-class IncLoraSettings(LoraSettings):
+class IncLoraSettings(LoraSettings, MethodConfig):
     """LoRA settings of every task's own adapter."""
 
     head: Literal["shared", "own"] = Field(
@@ -59,17 +59,17 @@ class IncLora(PerTaskAdapter):
     Config: ClassVar[type[MethodConfig]] = IncLoraConfig
 
     def __init__(self, config: IncLoraSettings, backbone: Backbone, seed: int) -> None:
-        super().__init__(config, backbone, seed, AdapterForm(config.targets, config.alpha / config.rank, "logit"))
+        super().__init__(config, backbone, seed, AdapterForm(config.target_modules, config.scaling, "logit"))
         self.stack.detach_loaded = config.stop_grad_old_blocks
 
     def _create(self, task: str) -> None:
         if self.task_id_given and isinstance(self.backbone.head, MixedHead):
             self.backbone.head.clear()
-        self.stack.begin_training({task: self._rank()}, self.scale, as_peft_draws, self.config.dropout)
+        self.stack.begin_training({task: self._rank()}, self.scale, as_peft_draws, self.config.lora_dropout)
 
     def _rank(self) -> int:
         """Return the rank of the task that begins."""
-        return int(self.config.rank)
+        return int(self.config.r)
 
     def _number(self) -> int:
         return 0 if self.task_id_given else len(self._learned)

@@ -17,7 +17,8 @@ Where GainLoRA's code runs InfLoRA alone (src/cl_trainer_inflora.py), A does not
 (`design=random`): the first task keeps A as LoRA draws it, a later one has A (I - M M^T) with rows of norm 1 / sqrt(3).
 That code also stops gradients at earlier adapters (`stop_grad_old_blocks`).
 InfLoRA's own code, for images, adapts keys and values at scale 1 and trains a classifier for each task over its classes
-alone: `targets=[attention.key, attention.value]`, `alpha` equal to `rank`, `head=own` and `train.label_loss=task`.
+alone: `target_modules=[attention.key, attention.value]`, `lora_alpha` equal to `r`, `head=own` and
+`train.label_loss=task`.
 
 Deviations: the first task of both codes keeps one direction less than it takes to reach the threshold; here it keeps as
 many as it takes, as all later tasks do. Directions without energy are never used: rows of A that lack one are zero.
@@ -154,7 +155,7 @@ class InfLora(IncLora):
         if self.config.design == "random":
             self._fill({path: self._projected(path) for path in self.stack.layers})
             return
-        rank = self.config.rank
+        rank = self.config.r
         low = {
             path: designed(self._subspace(path).directions(covariance)[0], rank)
             for path, covariance in self._covariances(context).items()

@@ -25,7 +25,6 @@ class Lora(SingleAdapter):
 
     def __init__(self, config: LoraConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
-        self.stack = AdapterStack(backbone.model, linear_names(backbone.model, config.targets))
+        self.stack = AdapterStack(backbone.model, linear_names(backbone.model, config.target_modules))
         torch.manual_seed(seed)
-        scale = config.alpha / config.rank
-        self.stack.begin_training({self.adapter: config.rank}, scale, as_peft_draws, config.dropout)
+        self.stack.begin_training({self.adapter: config.r}, config.scaling, as_peft_draws, config.lora_dropout)

@@ -6,7 +6,7 @@ Nothing is frozen, so it is a lower reference for methods that give each task an
 a router. Experts and router never know which task a text belongs to. The definition is that of the comparisons in CoIN
 (Chen et al. 2024, "CoIN: A Benchmark of Continual Instruction Tuning for Multimodal Large Language Models"; code:
 CoIN/peft/tuners/coinmoelora.py): all experts are active, G has no bias, and no term balances their load. Its 8 experts
-share a rank of 128 (16 each) at a scale of 2: `rank=16 alpha=32`. Others of that name: Liu et al. 2023, whose gate
+share a rank of 128 (16 each) at a scale of 2: `r=16 lora_alpha=32`. Others of that name: Liu et al. 2023, whose gate
 reads the task id, and Luo et al. 2024, with top-k experts and a contrastive term. MIGU cites the latter and compares "a
 vanilla MoE with LoRA number equals to the task number" (section 4.1, table 2), whose router it does not describe; here
 that is `experts` set to the number of tasks.
@@ -29,7 +29,7 @@ from pydantic import Field
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
-from raycl.methods.base import Learned, Method, check_prompts, in_head, phase_labels
+from raycl.methods.base import Learned, Method, MethodConfig, check_prompts, in_head, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import LoraSettings, as_peft_draws
 from raycl.methods.queries import TextQueries
@@ -38,13 +38,11 @@ from raycl.routing.experts import ExpertGate, router_state
 from raycl.types import Batch, Mixture, Phase, Task
 
 
-class MoeLoraConfig(LoraSettings):
+class MoeLoraConfig(LoraSettings, MethodConfig):
     """MoELoRA: LoRA experts that a router mixes for each text."""
 
     name: Literal["moelora"] = "moelora"
-    experts: int = Field(
-        8, ge=1, description="number of LoRA experts, each of rank `rank`; usually the number of tasks"
-    )
+    experts: int = Field(8, ge=1, description="number of LoRA experts, each of rank r; usually the number of tasks")
 
     task_id_in_training: ClassVar[bool] = False
 
@@ -57,10 +55,10 @@ class MoeLora(Method):
     def __init__(self, config: MoeLoraConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
         names = [f"expert{number:03d}" for number in range(config.experts)]
-        self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.targets))
+        self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.target_modules))
         torch.manual_seed(seed)
-        ranks = dict.fromkeys(names, config.rank)
-        self.stack.begin_training(ranks, config.alpha / config.rank, as_peft_draws, config.dropout)
+        ranks = dict.fromkeys(names, config.r)
+        self.stack.begin_training(ranks, config.scaling, as_peft_draws, config.lora_dropout)
         width = int(backbone.model.config.hidden_size)
         self.gate = self.router_module = ExpertGate(names, width, seed, backbone.device)
         backbone.add_module("expert_gate", self.gate)

@@ -20,7 +20,7 @@ magnitudes are not kept, but start at 0.8 in every task, which changes the outpu
 (`train.label_loss=task`); it trains with SGD.
 On encoder-only backbones, each task trains an increment of all label rows, and logits are the sum of all increments
 (see `inclora`), which no magnitude scales: else a new task would lower the magnitudes of earlier ones because that
-lowers the scores of their labels. s = `alpha` / `rank` is 1, as in the paper, where the two are equal.
+lowers the scores of their labels. s = `lora_alpha` / `r` is 1, as in the paper, where the two are equal.
 Where the task id is given (schedule `separate`), a task is trained alone and its magnitude goes into B.
 """
 
@@ -40,6 +40,7 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.methods.base import MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.inclora import IncLora, IncLoraSettings
+from raycl.methods.lora_settings import LoraAlpha, Rank
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.methods.trained_adapters import end_training
 from raycl.types import AdapterState, Batch, Mixture, RouterState
@@ -49,8 +50,8 @@ class SdLoraConfig(IncLoraSettings):
     """SD-LoRA: frozen directions of earlier tasks, whose magnitudes every task trains."""
 
     name: Literal["sdlora"] = "sdlora"
-    rank: int = Field(10, ge=1, description="r, the rank of a task's update")
-    alpha: float = Field(10.0, gt=0, description="the update in training is scaled by alpha / rank (the paper's: 1)")
+    r: Rank = 10
+    lora_alpha: LoraAlpha = 10.0
     magnitude: float = Field(1.0, gt=0, description="a_t when task t begins (0.8 in the authors' code)")
     norm: Literal["product", "factors"] = Field(
         "product",
@@ -81,9 +82,7 @@ class SdLora(IncLora):
     revisable: ClassVar[bool] = False  # magnitudes of later tasks were trained beside the task's own
 
     def __init__(self, config: SdLoraConfig, backbone: Backbone, seed: int) -> None:
-        PerTaskAdapter.__init__(
-            self, config, backbone, seed, AdapterForm(config.targets, config.alpha / config.rank, "sum")
-        )
+        PerTaskAdapter.__init__(self, config, backbone, seed, AdapterForm(config.target_modules, config.scaling, "sum"))
         self.stack.detach_loaded = config.stop_grad_old_blocks
         self.magnitudes = self.router_module = TaskMagnitudes(self.stack.device)
         backbone.add_module("magnitudes", self.magnitudes)
@@ -97,7 +96,7 @@ class SdLora(IncLora):
     def _rank(self) -> int:
         number, steps = self._number() + 1, self.config.rank_reduction
         reached = [first for first in steps if first <= number]
-        return int(steps[max(reached)] if reached and not self.task_id_given else self.config.rank)
+        return int(steps[max(reached)] if reached and not self.task_id_given else self.config.r)
 
     def _is_trained(self, name: str, parameter: Tensor) -> bool:
         return name.startswith("magnitudes.") or super()._is_trained(name, parameter)

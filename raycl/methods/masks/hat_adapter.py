@@ -28,7 +28,7 @@ from raycl.backbone import Backbone, Output
 from raycl.methods.adapters.chosen_by_task import ByTaskConfig, ChosenByTask
 from raycl.methods.base import MethodConfig, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import as_peft_draws
+from raycl.methods.lora_settings import InputDropout, TargetModules, as_peft_draws
 from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, Bounds, HardAttention, Key, annealed, freedom
 from raycl.methods.per_task_adapter import AdapterForm
 from raycl.methods.trained_adapters import end_training
@@ -90,11 +90,9 @@ class HatAdapterConfig(HatSettings):
     """HAT in adapters: one bottleneck adapter for all tasks, whose units each task masks."""
 
     name: Literal["hat-adapter"] = "hat-adapter"
-    rank: int = Field(48, ge=1, description="units of each bottleneck")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
-    targets: tuple[str, ...] = Field(
-        ("ffn.out",), min_length=1, description="roles or regular expressions of linear paths"
-    )
+    bottleneck_size: int = Field(48, ge=1, description="units of each bottleneck")
+    dropout: InputDropout = 0.0
+    target_modules: TargetModules = ("ffn.out",)
 
 
 class HatAdapter(BehindMasks):
@@ -103,10 +101,10 @@ class HatAdapter(BehindMasks):
     Config: ClassVar[type[MethodConfig]] = HatAdapterConfig
 
     def __init__(self, config: HatAdapterConfig, backbone: Backbone, seed: int) -> None:
-        super().__init__(config, backbone, seed, AdapterForm(config.targets, 1.0, "probability", "relu"))
+        super().__init__(config, backbone, seed, AdapterForm(config.target_modules, 1.0, "probability", "relu"))
         sizes: dict[Key, int] = {}
         for path, layer in self.stack.layers.items():
-            sizes[path, "units"] = config.rank
+            sizes[path, "units"] = config.bottleneck_size
             sizes[path, "outputs"] = layer.outputs
         self.mask_units(sizes)
         for path, layer in self.stack.layers.items():
@@ -119,7 +117,7 @@ class HatAdapter(BehindMasks):
     # ---- a task ----------------------------------------------------------------------------------------------
 
     def _create(self, task: str) -> None:
-        self.stack.begin_training({task: self.config.rank}, 1.0, as_peft_draws, self.config.dropout)
+        self.stack.begin_training({task: self.config.bottleneck_size}, 1.0, as_peft_draws, self.config.dropout)
         if self._shared and not self.task_id_given:
             linears = AdapterState.from_tensors(self._shared, 1.0, (), "relu")
             self.stack.fill({task: linears})

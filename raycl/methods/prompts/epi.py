@@ -28,25 +28,18 @@ from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import as_peft_draws
+from raycl.methods.lora_settings import LoraSettings, as_peft_draws
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.methods.queries import TextQueries
 from raycl.routing.class_gaussians import COVARIANCE, MEANS, SAMPLE, ClassGaussians, ClassStatistics
 from raycl.routing.statistics import sample_rows
 from raycl.types import Batch, Mixture, RouterState, Task
 
-TARGETS: dict[str, tuple[str, ...]] = {
-    "prefix": ("attention.out",),
-    "prompt": (),
-    "lora": ("attention.query", "attention.value"),
-}
-"""Value -> linears that it is at, unless they are given."""
-
 DEV_BATCH = 16
 """Dev texts that are read together."""
 
 
-class EpiConfig(MethodConfig):
+class EpiConfig(LoraSettings, MethodConfig):
     """EPI: an adapter for each task, chosen by the nearest class."""
 
     name: Literal["epi"] = "epi"
@@ -54,15 +47,6 @@ class EpiConfig(MethodConfig):
         "prefix", description="the adapter of a task: a prefix in every attention layer, a soft prompt, or a LoRA"
     )
     length: int = Field(16, ge=1, description="positions of a prefix or prompt; the authors search 4, 8, 16 and 32")
-    rank: int = Field(8, ge=1, description="value=lora: r, the rank of the update")
-    alpha: float = Field(32.0, gt=0, description="value=lora: the update is scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="value=lora: share of the inputs that is dropped in training")
-    targets: tuple[str, ...] | None = Field(
-        None,
-        min_length=1,
-        description="roles or regular expressions of linear paths; null: attention.out for a prefix, attention.query "
-        "and attention.value for a LoRA",
-    )
     ridge: float = Field(
         0.0,
         ge=0,
@@ -78,8 +62,8 @@ class EpiConfig(MethodConfig):
 
     @property
     def fixed_roles(self) -> tuple[str, ...]:
-        """The roles of linears where `targets` names none."""
-        return TARGETS[self.value] if self.targets is None else ()
+        """The role of linears with prefixes."""
+        return ("attention.out",) if self.value == "prefix" else ()
 
     def extra_passes(self, epochs: int) -> float:
         """Return the pass of the bare backbone over every row, for the means and the covariance of its classes."""
@@ -90,10 +74,8 @@ class EpiConfig(MethodConfig):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of another kind of adapter."""
-        others = ("length",) if self.value == "lora" else ("rank", "alpha", "dropout")
+        others = ("length",) if self.value == "lora" else LoraSettings.model_fields
         yield from ((name, f"value={self.value}") for name in others)
-        if self.value == "prompt":
-            yield "targets", "value=prompt"
 
 
 class Epi(PerTaskAdapter):
@@ -105,16 +87,16 @@ class Epi(PerTaskAdapter):
         """Attach the adapters' layers.
 
         Raises:
-            BackboneError: `targets` matches no linear, or a prefix none that it could be at.
+            BackboneError: `target_modules` matches no linear, or a prefix none that it could be at.
         """
-        is_lora = config.value == "lora"
+        targets = {"lora": config.target_modules, "prefix": ("attention.out",), "prompt": ()}[config.value]
         super().__init__(
             config,
             backbone,
             seed,
             AdapterForm(
-                config.targets or TARGETS[config.value],
-                config.alpha / config.rank if is_lora else 1.0,
+                targets,
+                config.scaling if config.value == "lora" else 1.0,
                 "probability",
                 "softmax" if config.value == "prefix" else "",
                 "sum" if config.value == "prompt" else None,
@@ -139,7 +121,7 @@ class Epi(PerTaskAdapter):
     def _create(self, task: str) -> None:
         config = self.config
         if config.value == "lora":
-            self.stack.begin_training({task: config.rank}, self.scale, as_peft_draws, config.dropout)
+            self.stack.begin_training({task: config.r}, self.scale, as_peft_draws, config.lora_dropout)
             return
         self.stack.begin_training({task: config.length}, self.scale, _normal)
         if config.value == "prompt":

@@ -19,8 +19,8 @@ Where the authors' code differs:
   of its own, with a softmax of its own, in which the positions of all prefixes compete with the weights as prior.
   `lora` (LLaMA) and `prompt` are exactly the sum above.
 - Keys of prefixes are drawn from U(0, 1), and values start at zero; theirs are both drawn from U(0, 1).
-- `value=lora`: their LLaMA code has no factor alpha / rank where modules are weighted, a dropout of 0.1, and no
-  matching loss (`run_continual_causal_llama2.py` leaves its option out): alpha=rank, dropout=0.1, pull=0 here.
+- `value=lora`: their LLaMA code has no factor lora_alpha / r where modules are weighted, a dropout of 0.1, and no
+  matching loss (`run_continual_causal_llama2.py` leaves its option out): lora_alpha=r, lora_dropout=0.1, pull=0 here.
 - Each example's matching loss counts by its loss positions, so that N workers equal one.
 """
 
@@ -36,7 +36,7 @@ from raycl.adapters.head import Rule as HeadRule
 from raycl.backbone import Backbone, Output
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import as_peft_draws
+from raycl.methods.lora_settings import LoraAlpha, LoraSettings, Rank, as_peft_draws
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.methods.queries import TextQueries, mean_by_positions
 from raycl.methods.trained_adapters import is_trainable
@@ -44,7 +44,7 @@ from raycl.routing.task_keys import TaskKeys, Weighting
 from raycl.types import Batch, Mixture, RouterState
 
 
-class MoclConfig(MethodConfig):
+class MoclConfig(LoraSettings, MethodConfig):
     """MoCL: a module and a key for each task, and a weighted sum of modules for each text."""
 
     name: Literal["mocl"] = "mocl"
@@ -53,12 +53,8 @@ class MoclConfig(MethodConfig):
         description="the module of a task. lora: weight increments (the paper's LLaMA); prefix: keys and values that "
         "attention reads in addition to the text's (its BERT and T5); prompt: a soft prompt",
     )
-    rank: int = Field(4, ge=1, description="r, the rank of the LoRA")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; the update is scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
-    targets: tuple[str, ...] = Field(
-        ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
-    )
+    r: Rank = 4
+    lora_alpha: LoraAlpha = 16.0
     prompt_length: int = Field(50, ge=1, description="positions of a prefix or soft prompt; the scripts: 8 to 50")
     weights: Weighting = Field(
         "softmax", description="of the modules of a text. softmax: over scaled cosines of query and keys; cosine: these"
@@ -98,7 +94,7 @@ class MoclConfig(MethodConfig):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of other modules, and of other weights."""
-        others = ("prompt_length",) if self.value == "lora" else ("rank", "alpha", "dropout", "targets")
+        others = ("prompt_length",) if self.value == "lora" else LoraSettings.model_fields
         yield from ((name, f"value={self.value}") for name in others)
         if self.weights != "softmax":
             yield "scale", f"weights={self.weights}"
@@ -113,17 +109,17 @@ class Mocl(PerTaskAdapter):
         """Attach the stack and the keys.
 
         Raises:
-            BackboneError: `targets` matches no linear, or a prefix finds no query projection.
+            BackboneError: `target_modules` matches no linear, or a prefix finds no query projection.
         """
         rule: HeadRule = "probability" if config.weights == "softmax" else "logit"
-        targets = {"lora": config.targets, "prefix": ("attention.out",), "prompt": ()}[config.value]
+        targets = {"lora": config.target_modules, "prefix": ("attention.out",), "prompt": ()}[config.value]
         super().__init__(
             config,
             backbone,
             seed,
             AdapterForm(
                 targets,
-                config.alpha / config.rank if config.value == "lora" else 1.0,
+                config.scaling if config.value == "lora" else 1.0,
                 rule,
                 "softmax" if config.value == "prefix" else "",
                 "sum" if config.value == "prompt" else None,
@@ -139,8 +135,8 @@ class Mocl(PerTaskAdapter):
 
     def _create(self, task: str) -> None:
         config = self.config
-        rank = {"lora": config.rank, "prefix": config.prompt_length, "prompt": 0}[config.value]
-        init, dropout = (as_peft_draws, config.dropout) if config.value == "lora" else (_uniform, 0.0)
+        rank = {"lora": config.r, "prefix": config.prompt_length, "prompt": 0}[config.value]
+        init, dropout = (as_peft_draws, config.lora_dropout) if config.value == "lora" else (_uniform, 0.0)
         self.stack.begin_training({task: rank}, self.scale, init, dropout)
         if config.value == "prompt":
             self._begin_prompts(1, config.prompt_length)

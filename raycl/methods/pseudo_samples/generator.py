@@ -37,11 +37,10 @@ from raycl.backbone.base import summed_cross_entropy
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.positions import decoder_inputs, logits_at
 from raycl.backbone.roles import linear_names
-from raycl.config import Section
 from raycl.data.loader import padded
 from raycl.errors import ConfigError
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import kaiming
+from raycl.methods.lora_settings import InputDropout, LoraSettings, TargetModules, kaiming
 from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, drawn_sources
 from raycl.types import IGNORE, Mixture, Task
 
@@ -52,13 +51,13 @@ TRIES = 4
 """Rounds of sampling, each of as many texts as are wanted."""
 
 OWN = {
-    "lora": ("rank", "alpha", "dropout", "targets", "steps", "rate"),
+    "lora": (*LoraSettings.model_fields, "steps", "rate"),
     "prompt": ("prompt_length", "epochs", "prompt_rate"),
 }
 """Value -> settings that only it has."""
 
 
-class GeneratorConfig(Section):
+class GeneratorConfig(LoraSettings):
     """The generator's settings (rank, steps, batch, rates: SAPT, appendix C; else the authors' scripts)."""
 
     value: Literal["lora", "prompt"] = Field("lora", description="what is trained beside the embedding of [Gen]")
@@ -70,12 +69,9 @@ class GeneratorConfig(Section):
     backbone: BackboneConfig | None = Field(
         None, description="model that generates; null: the run's own backbone, which must not be encoder-only"
     )
-    rank: int = Field(8, ge=1, description="value=lora: r, the rank of the LoRA")
-    alpha: float = Field(32.0, gt=0, description="the LoRA's update is scaled by alpha / rank")
-    dropout: float = Field(0.1, ge=0, lt=1, description="share of the LoRA's inputs that is dropped in training")
-    targets: tuple[str, ...] = Field(
+    lora_dropout: InputDropout = 0.1
+    target_modules: TargetModules = Field(
         ("attention.query", "attention.value"),
-        min_length=1,
         description="linears, if `backbone` is set or method.value=prompt; else those of the tasks' adapters",
     )
     steps: int = Field(5000, ge=1, description="value=lora: optimizer steps for each task")
@@ -173,7 +169,7 @@ class Generator:
         if config.value == "prompt":
             self.stack = None
         elif own is None:
-            self.stack = AdapterStack(model, linear_names(model, config.targets))
+            self.stack = AdapterStack(model, linear_names(model, config.target_modules))
 
     def write(self, context: TaskContext, volume: Volume) -> PseudoSamples:
         """Write as many inputs of each task of the phase as `volume` says, with its template.
@@ -241,7 +237,7 @@ class Generator:
         if self.stack is None:
             return []
         config = self.config
-        self.stack.begin_training({NAME: config.rank}, config.alpha / config.rank, kaiming, config.dropout)
+        self.stack.begin_training({NAME: config.r}, config.scaling, kaiming, config.lora_dropout)
         own = [p for layer in self.stack.layers.values() for p in (layer.lora_A, layer.lora_B) if p is not None]
         for parameter in own:
             parameter.data = parameter.data.float()

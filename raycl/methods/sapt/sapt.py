@@ -72,14 +72,13 @@ class Sapt(PerTaskAdapter):
         """Attach stack and attention.
 
         Raises:
-            BackboneError: `targets` matches no linear. ConfigError: settings that do not fit the backbone.
+            BackboneError: `target_modules` matches no linear. ConfigError: settings that do not fit the backbone.
         """
         attention = config.attention.settled(backbone.head is not None, config.head_rule == "logit")
         config = config.model_copy(update={"attention": attention})
         is_prompt = config.value == "prompt"
-        targets = () if is_prompt else config.targets
-        scale = config.alpha / config.rank
-        form = AdapterForm(targets, scale, config.head_rule, prompts="sum" if is_prompt else None)
+        targets = () if is_prompt else config.target_modules
+        form = AdapterForm(targets, config.scaling, config.head_rule, prompts="sum" if is_prompt else None)
         super().__init__(config, backbone, seed, form)
         self.config: SaptConfig
         self.stack.detach_loaded = config.stop_grad_old_blocks
@@ -139,8 +138,8 @@ class Sapt(PerTaskAdapter):
 
     def _create(self, task: str) -> None:
         config = self.config
-        rank = config.rank_by_task.get(task, config.rank)
-        self.stack.begin_training({task: rank}, config.alpha / rank, as_peft_draws, config.dropout)
+        rank = config.r_by_task.get(task, config.r)
+        self.stack.begin_training({task: rank}, config.lora_alpha / rank, as_peft_draws, config.lora_dropout)
         if config.value == "prompt":
             length = config.prompt_length_by_task.get(task, config.prompt_length)
             self._begin_prompts(1, length, PromptForm(config.prompt_form))

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from raycl.config import Size, Tree
 from raycl.methods.base import MethodConfig
+from raycl.methods.lora_settings import LoraSettings, Rank
 from raycl.methods.per_task_adapter import PromptFormSetting
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
@@ -48,18 +49,13 @@ ABLATIONS: dict[str, Ablation] = {
 """Name of `method.ablation` -> what is done."""
 
 
-class SaptConfig(MethodConfig):
+class SaptConfig(LoraSettings, MethodConfig):
     """SAPT: an adapter for each task under shared attention (defaults: its appendix C, and the authors' scripts)."""
 
     name: Literal["sapt"] = "sapt"
     value: Literal["lora", "prompt"] = Field("lora", description="the adapter of a task: SAPT-LoRA or SAPT-Prompt")
-    rank: int = Field(8, ge=1, description="r, the rank of the LoRA; the paper: 8 on T5's long sequences, else 4")
-    rank_by_task: dict[str, Size] = Field(default_factory=dict, description="task name -> rank, where it differs")
-    alpha: float = Field(32.0, gt=0, description="LoRA's alpha; the update is scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
-    targets: tuple[str, ...] = Field(
-        ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
-    )
+    r: Rank = Field(8, description="the rank of the LoRA; the paper: 8 on T5's long sequences, else 4")
+    r_by_task: dict[str, Size] = Field(default_factory=dict, description="task name -> r, where it differs")
     prompt_length: int = Field(10, ge=1, description="positions of a soft prompt, and of the weighted sum of all")
     prompt_length_by_task: dict[str, Size] = Field(
         default_factory=dict,
@@ -99,7 +95,7 @@ class SaptConfig(MethodConfig):
     )
     """A single adapter gets weight 1, and there is nothing to reflect on."""
 
-    by_task: ClassVar[tuple[str, ...]] = ("rank_by_task", "prompt_length_by_task")
+    by_task: ClassVar[tuple[str, ...]] = ("r_by_task", "prompt_length_by_task")
 
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
     needs_texts: ClassVar[bool] = True  # evaluation reports attention by task
@@ -143,7 +139,7 @@ class SaptConfig(MethodConfig):
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of the other kind of adapter, of a component that is left out, or of another source."""
         prompt = ("prompt_length", "prompt_length_by_task", "prompt_form")
-        others = ("rank", "rank_by_task", "alpha", "dropout", "targets") if self.value == "prompt" else prompt
+        others = (*LoraSettings.model_fields, "r_by_task") if self.value == "prompt" else prompt
         yield from ((name, f"value={self.value}") for name in others)
         if self.value == "prompt" or not ABLATIONS[self.ablation].shares:
             alone = "value=prompt" if self.value == "prompt" else f"ablation={self.ablation}"

@@ -28,6 +28,7 @@ from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
+from raycl.methods.lora_settings import Rank, TargetModules
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter, PromptFormSetting
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.key_maps import newest_rows, plane, similarity
@@ -47,15 +48,15 @@ class SlmConfig(MethodConfig):
     """SLM: memory slots selected for each text (sections 3.2 and 4.2, tables 10 and 14, the authors' scripts)."""
 
     name: Literal["slm"] = "slm"
-    rank: int = Field(8, ge=1, description="r, the rank of each slot; the paper: 12 for BERT, 8 for LLaMA")
-    rank_by_task: dict[str, Size] = Field(
-        default_factory=dict, description="task name -> rank, where it differs (SLM, appendix A.9)"
+    r: Rank = Field(8, description="the rank of each slot; the paper: 12 for BERT, 8 for LLaMA")
+    r_by_task: dict[str, Size] = Field(
+        default_factory=dict, description="task name -> r, where it differs (SLM, appendix A.9)"
     )
     a_init_std: float = Field(1.0, gt=0, description="standard deviation of A's initial values; B starts at 0")
     value: Literal["jare", "adapter", "prefix", "prompt"] = Field(
         "jare",
         description="what a slot stores. jare: weight increments; adapter: bottleneck adapters in parallel to the "
-        "targets; prefix: keys and values that attention reads in addition to the text's, as in LLaMA-Adapter (the "
+        "linears; prefix: keys and values that attention reads in addition to the text's, as in LLaMA-Adapter (the "
         "paper's DTKR+Adapter is either); prompt: a soft prompt (DTKR+Prompt). The paper uses retrieval.rule=vote with "
         "the last three, without distance weights",
     )
@@ -69,9 +70,7 @@ class SlmConfig(MethodConfig):
         "another, without weights (the paper's DTKR+Prompt); sum: their weighted sum, whose length stays",
     )
     prompt_form: PromptFormSetting = "plain"
-    targets: tuple[str, ...] = Field(
-        ("attention.out",), min_length=1, description="roles or regular expressions of linear paths"
-    )
+    target_modules: TargetModules = ("attention.out",)
     router: Literal["keys", "discriminant", "auto"] = Field(
         "auto",
         description="what selects slots at test; auto: keys or discriminant, whichever routes more dev texts to "
@@ -98,7 +97,7 @@ class SlmConfig(MethodConfig):
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
     needs_texts: ClassVar[bool] = True
 
-    by_task: ClassVar[tuple[str, ...]] = ("rank_by_task", "prompt_length_by_task", "keys.slots_by_task")
+    by_task: ClassVar[tuple[str, ...]] = ("r_by_task", "prompt_length_by_task", "keys.slots_by_task")
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("keys.centrifugal",)
     """There are no keys of other tasks."""
@@ -120,9 +119,9 @@ class SlmConfig(MethodConfig):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield what slots of another kind hold."""
-        rank, length = ("rank", "rank_by_task"), ("prompt_length", "prompt_length_by_task")
+        rank, length = ("r", "r_by_task"), ("prompt_length", "prompt_length_by_task")
         prompt = ("prompt_mixing", "prompt_form")
-        others = {"prompt": (*rank, "a_init_std", "targets"), "prefix": (*rank, *prompt)}.get(self.value)
+        others = {"prompt": (*rank, "a_init_std", "target_modules"), "prefix": (*rank, *prompt)}.get(self.value)
         yield from ((name, f"value={self.value}") for name in others or (*length, *prompt))
 
     @property
@@ -173,7 +172,7 @@ class Slm(PerTaskAdapter):
         device = "cuda" if backbone.device.type == "cuda" else "cpu"
         encoder = SentenceEncoder(config.encoder, cache_folder(None) / "queries", device)
         split_groups(torch.zeros(1, encoder.width), config.keys.groups)
-        targets = () if is_prompt else config.targets
+        targets = () if is_prompt else config.target_modules
         mixing = config.prompt_mixing if is_prompt else None
         super().__init__(config, backbone, seed, AdapterForm(targets, 1.0, config.head_rule, activation, mixing))
         self.encoder: SentenceEncoder = encoder
@@ -217,7 +216,7 @@ class Slm(PerTaskAdapter):
 
     def _create(self, task: str) -> None:
         length = self.config.prompt_length_by_task.get(task, self.config.prompt_length)
-        rank = length if self.config.value == "prefix" else self.config.rank_by_task.get(task, self.config.rank)
+        rank = length if self.config.value == "prefix" else self.config.r_by_task.get(task, self.config.r)
         ranks = dict.fromkeys(self.router.adapters(task), rank)
         self.stack.begin_training(ranks, self.scale, partial(_normal, std=self.config.a_init_std))
         if self.config.value == "prompt":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from raycl.backbone.roles import GROUPS, ROLES, linear_names, without_role
+from raycl.backbone.roles import GROUPS, ROLES, is_linear, linear_names, without_role
 from raycl.errors import BackboneError
 from raycl.testing.tiny_models import tiny_model
 
@@ -149,6 +149,14 @@ def test_regular_expressions_choose_by_the_end_of_the_path(models: dict[str, Any
     assert linear_names(models["bert"], ["dense", "query"])[0] == "encoder.layer.0.attention.self.query"
     with pytest.raises(BackboneError):
         linear_names(models["bert"], ["uery"])
+
+
+def test_all_linear_is_every_linear_but_the_head(models: dict[str, Any]) -> None:
+    """A pooler belongs to the head, and what is named beside the word is added."""
+    for kind, head in (("llama", "lm_head"), ("bert", "pooler.dense")):
+        every = [name for name, module in models[kind].named_modules() if is_linear(module)]
+        assert linear_names(models[kind], ["all-linear"]) == [name for name in every if name != head]
+        assert linear_names(models[kind], ["all-linear", head]) == every and head in every
 
 
 def test_an_unknown_target_is_answered_with_roles_and_layers(models: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def test_gradients_of_rows_add_up_to_those_of_their_batch(lab: Lab, kind: str) -
 
 
 def test_gradients_of_rows_are_those_without_dropout(lab: Lab) -> None:
-    _, context, task = begun(lab, learner={"name": "lora", "dropout": 0.5})
+    _, context, task = begun(lab, learner={"name": "lora", "lora_dropout": 0.5})
     with torch.no_grad():
         weight = dict(context.backbone.named_parameters())["head.weight"]
         weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))

@@ -32,7 +32,7 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 def started(lab: Lab, kind: str = "bert", **settings: Any) -> tuple[GainLora, TrainingContext]:
-    settings = {"name": "gainlora", "rank": 3, "gate_width": 8, "gate_threshold": 0.9, **settings}
+    settings = {"name": "gainlora", "r": 3, "gate_width": 8, "gate_threshold": 0.9, **settings}
     context, _ = build(lab.config(kind, settings), WORLD)
     assert isinstance(context.method, GainLora)
     return context.method, context

@@ -34,7 +34,7 @@ def attention(values: list[float], scale: float = 2.0, max_scale: float = 400.0)
 
 
 def started(lab: Lab, kind: str = "bert", **settings: Any) -> tuple[HatAdapter, TrainingContext]:
-    context, _ = build(lab.config(kind, {"name": "hat-adapter", "rank": 6, **settings}), WORLD)
+    context, _ = build(lab.config(kind, {"name": "hat-adapter", "bottleneck_size": 6, **settings}), WORLD)
     assert isinstance(context.method, HatAdapter)
     return context.method, context
 

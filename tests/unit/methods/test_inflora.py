@@ -152,7 +152,7 @@ def test_inputs_are_those_of_real_tokens_alone(lab: Lab, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_task_acts_outside_the_inputs_of_earlier_ones(lab: Lab, kind: str) -> None:
-    method, context = started(lab, kind, rank=3, threshold=0.9)
+    method, context = started(lab, kind, r=3, threshold=0.9)
     trained(context, 0)
     begin_phase(context, 1)
     nonzero = 0
@@ -169,7 +169,7 @@ def test_a_new_task_acts_outside_the_inputs_of_earlier_ones(lab: Lab, kind: str)
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_earlier_answers_stay_where_the_subspace_holds_all_their_inputs(lab: Lab, kind: str) -> None:
     """At threshold 1 a new adapter reads nothing of an earlier text: its outputs keep their values."""
-    method, context = started(lab, kind, rank=3, threshold=1.0, targets=["layer.0.*query|layers.0.*q_proj"])
+    method, context = started(lab, kind, r=3, threshold=1.0, target_modules=["layer.0.*query|layers.0.*q_proj"])
     trained(context, 0)
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[0], "train", codec)

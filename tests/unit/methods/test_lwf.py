@@ -112,7 +112,7 @@ def finished(lab: Lab, folder: Path, method: Any, **sections: Any) -> Storage:
 
 def test_without_weight_it_is_the_learner_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
     """Dropout included, of which the old model draws nothing."""
-    learner = {"name": "lora", "dropout": 0.2}
+    learner = {"name": "lora", "lora_dropout": 0.2}
     lwf = {"name": "lwf", "learner": learner}
     plain, none, tiny = (
         finished(lab, tmp_path / str(number), method, train={"micro_batch_size": 2})

@@ -73,12 +73,20 @@ def test_a_task_resumed_keeps_its_values(lab: Lab, name: str) -> None:
 
 
 def test_lora_trains_its_adapter_and_the_head_only(lab: Lab) -> None:
-    context = made(lab, {"name": "lora", "rank": 3, "targets": ["attention.key", "ffn"]})
+    context = made(lab, {"name": "lora", "r": 3, "target_modules": ["attention.key", "ffn"]})
     method = begin(context, 0)
     assert all(".lora_" in name or name.startswith("head.") for name in trained_names(method.backbone))
     trainable = {name: p for name, p in context.backbone.named_parameters() if "lora_A" in name}
     assert len(trainable) == 6 and all(p.shape[0] == 3 for p in trainable.values())
     assert not any(p.any() for name, p in context.backbone.named_parameters() if "lora_B" in name), "it starts at zero"
+
+
+@pytest.mark.parametrize(("given", "adapters"), [("all-linear", 12), ("attention.query", 2), (r"layer\.0\..*dense", 3)])
+def test_one_string_chooses_linears(lab: Lab, given: str, adapters: int) -> None:
+    context = made(lab, {"name": "lora", "target_modules": given})
+    assert context.method.config.target_modules == (given,)
+    assert sum("lora_A" in name for name, _ in context.backbone.named_parameters()) == adapters
+    assert not any("pooler" in name and "lora" in name for name, _ in context.backbone.named_parameters())
 
 
 def test_the_seed_decides_how_lora_starts(lab: Lab) -> None:

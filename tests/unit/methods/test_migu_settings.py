@@ -32,7 +32,7 @@ from raycl.types import Objective, Phase
 
 def test_lora_masks_a_by_its_units_and_b_by_the_whole_output(lab: Lab) -> None:
     """At the start B is 0, so `B A x` is zero: B's mask comes from `W x`."""
-    started = Started(lab, "bert", {"name": "lora", "rank": 8}, threshold=0.7)
+    started = Started(lab, "bert", {"name": "lora", "r": 8}, threshold=0.7)
     path = "encoder.layer.0.attention.self.query"
     layer: Any = started.parts.backbone.model.get_submodule(path)
     batch = started.batch([0, 1, 4])
@@ -51,7 +51,7 @@ def test_lora_masks_a_by_its_units_and_b_by_the_whole_output(lab: Lab) -> None:
 
 
 def test_every_slot_of_slm_competes_by_itself(lab: Lab) -> None:
-    started = Started(lab, "bert", lab.slots(rank=4), threshold=0.5)
+    started = Started(lab, "bert", lab.slots(r=4), threshold=0.5)
     batch = started.batch([0, 1, 2, 3])
     started.step(batch)
     for (_, part), units in started.migu._layout.units.items():

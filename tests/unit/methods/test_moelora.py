@@ -28,7 +28,7 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 def started(lab: Lab, kind: str = "bert", **settings: Any) -> tuple[MoeLora, TrainingContext]:
-    context, _ = build(lab.config(kind, {"name": "moelora", "experts": 3, "rank": 2, **settings}), WORLD)
+    context, _ = build(lab.config(kind, {"name": "moelora", "experts": 3, "r": 2, **settings}), WORLD)
     assert isinstance(context.method, MoeLora)
     begin_phase(context)
     return context.method, context

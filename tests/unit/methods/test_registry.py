@@ -28,13 +28,13 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
             ["method=xyzzy"],
             "config key 'method' names 'xyzzy': expected one of 30, of which demix, replay, slm are the nearest",
         ),
-        (["method=lora", "method.rnak=8"], "unknown config key 'method.rnak': did you mean 'method.rank'?"),
-        (["method.rnak=8"], "unknown config key 'method.rnak': did you mean 'method.rank'?"),
-        (["method=lora", "method.rank=0"], "config key 'method.rank' is 0: input should be greater than or equal to 1"),
-        (["method=finetune", "method.rank=8"], "unknown config key 'method.rank': it belongs to method="),
+        (["method=lora", "method.alpha=8"], "unknown config key 'method.alpha': did you mean 'method.lora_alpha'?"),
+        (["method.targets=x"], "unknown config key 'method.targets': did you mean 'method.target_modules'?"),
+        (["method=lora", "method.r=0"], "config key 'method.r' is 0: input should be greater than or equal to 1"),
+        (["method=finetune", "method.r=8"], "unknown config key 'method.r': it belongs to method="),
         (
-            ["method=replay", "method.learner.rnak=8"],
-            "unknown config key 'method.learner.rnak': did you mean 'method.learner.rank'?",
+            ["method=replay", "method.learner.dropout=0.1"],
+            "unknown config key 'method.learner.dropout': did you mean 'method.learner.lora_dropout'?",
         ),
         (
             ["method=replay", "method.learner=replay"],
@@ -86,8 +86,8 @@ def test_errors_of_choices_use_the_users_names(overrides: list[str], words: str)
 
 
 def test_a_wrapper_takes_its_learners_settings() -> None:
-    method = load_config(None, ["method=replay", "method.learner.rank=4"]).method
-    assert isinstance(method, ReplayConfig) and method.learner == LoraConfig(rank=4)
+    method = load_config(None, ["method=replay", "method.learner.r=4"]).method
+    assert isinstance(method, ReplayConfig) and method.learner == LoraConfig(r=4)
 
 
 def test_schedules_without_earlier_tasks_refuse_replay() -> None:

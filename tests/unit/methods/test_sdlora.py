@@ -28,7 +28,7 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 def started(lab: Lab, kind: str = "bert", **settings: Any) -> tuple[SdLora, TrainingContext]:
-    context, _ = build(lab.config(kind, {"name": "sdlora", "rank": 3, **settings}), WORLD)
+    context, _ = build(lab.config(kind, {"name": "sdlora", "r": 3, **settings}), WORLD)
     assert isinstance(context.method, SdLora)
     return context.method, context
 

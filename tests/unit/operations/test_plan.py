@@ -98,7 +98,7 @@ def test_the_model_and_what_is_trained_have_the_real_sizes(lab: Lab, kind: str, 
 
 def test_tasks_of_their_own_sizes_add_up(lab: Lab) -> None:
     """SAPT on a LLaMA of width 32 with two layers, query and value: 2 x 2 linears, values half as wide."""
-    model, step = sized(lab.config("llama", {"name": "sapt", "rank": 2, "rank_by_task": {"animal": 5}}))
+    model, step = sized(lab.config("llama", {"name": "sapt", "r": 2, "r_by_task": {"animal": 5}}))
     per_rank = 2 * ((32 + 32) + (32 + 32))
     attention = 100 * 32 * 2 + 2 * 32
     assert model.trained == (2 * per_rank + attention + 32, 5 * per_rank + attention + 32)

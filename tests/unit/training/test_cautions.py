@@ -81,7 +81,7 @@ def test_linears_that_roles_leave_out(lab: Lab, caplog: pytest.LogCaptureFixture
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **item, num_attention_heads=2))
     backbone = wrap_model(model, tokenizer("llama"), 8, 8)
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        check_roles(lab.config("llama", {"name": "lora", "targets": ["q_proj"]}), backbone)
+        check_roles(lab.config("llama", {"name": "lora", "target_modules": ["q_proj"]}), backbone)
         check_roles(lab.config("llama", "finetune"), backbone)
         check_roles(lab.config("llama", {"name": "sapt", "value": "prompt"}), backbone)
         assert not caplog.records, "no role acts, though settings without effect name some"

@@ -148,7 +148,7 @@ def test_the_torch_engine_equals_a_loop_by_hand_bit_for_bit(lab: Lab, kind: str,
 
 def test_dropout_is_drawn_from_the_steps_seed_alone(lab: Lab) -> None:
     def losses(noise: int) -> list[float]:
-        config = lab.config("bert", {"name": "lora", "dropout": 0.5}, backbone={"dropout": 0.3})
+        config = lab.config("bert", {"name": "lora", "lora_dropout": 0.5}, backbone={"dropout": 0.3})
         context = build(config, WORLD)[0]
         begin_phase(context)
         context.backbone.train()

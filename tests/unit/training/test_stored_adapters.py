@@ -50,7 +50,7 @@ STATES = {name: adapter(seed) for seed, name in enumerate(NAMES)}
 
 
 def method() -> IncLora:
-    return IncLora(IncLoraConfig(rank=RANK), make_backbone(WIDTH), 0)
+    return IncLora(IncLoraConfig(r=RANK), make_backbone(WIDTH), 0)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def _result(method: str = "sapt", seed: int = 0, ap: float = 81.667) -> dict[str
                 "seed": seed,
                 "stream": {"name": "long-a"},
                 "backbone": {"name": "models/mini-t5"},
-                "method": {"name": method, "rank": 8},
+                "method": {"name": method, "r": 8},
             },
             "stream": {"name": "long-a", "tasks": ["agnews", "dbpedia", "yahoo"], "notes": ["dev equals test"]},
             "phases": ["agnews", "dbpedia", "yahoo"],

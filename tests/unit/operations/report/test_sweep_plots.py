@@ -63,23 +63,23 @@ def test_categories_have_means_but_no_line(tmp_path: Path, drawn: list[Figure]) 
 
 
 def test_settings_that_are_the_same_everywhere_are_named_and_not_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
-    trials = [({"method.rank": 8, "train.learning_rate": rate, "seed": 3}, [rate]) for rate in (0.1, 0.2)]
+    trials = [({"method.r": 8, "train.learning_rate": rate, "seed": 3}, [rate]) for rate in (0.1, 0.2)]
     sensitivity(summary_of(*trials), tmp_path / "s.png")
     parallel_coordinates(summary_of(*trials), tmp_path / "p.png")
     assert [axes.get_xlabel() for axes in drawn[0].axes] == ["train.learning_rate"]
     shown = [label.get_text() for label in drawn[1].axes[0].get_xticklabels()]
     assert shown == ["train.learning_rate", "ap"]
     for figure in drawn:
-        assert [text.get_text() for text in figure.texts] == ["the same in all trials: method.rank 8, seed 3"]
+        assert [text.get_text() for text in figure.texts] == ["the same in all trials: method.r 8, seed 3"]
 
 
 def test_a_single_trial_has_all_its_axes(tmp_path: Path, drawn: list[Figure]) -> None:
-    sensitivity(summary_of(({"method.rank": 8, "seed": 3}, [1.0])), tmp_path / "s.png")
-    assert [axes.get_xlabel() for axes in drawn[0].axes] == ["method.rank", "seed"] and not drawn[0].texts
+    sensitivity(summary_of(({"method.r": 8, "seed": 3}, [1.0])), tmp_path / "s.png")
+    assert [axes.get_xlabel() for axes in drawn[0].axes] == ["method.r", "seed"] and not drawn[0].texts
 
 
 def test_trials_with_equal_values_and_scores_lie_side_by_side(tmp_path: Path, drawn: list[Figure]) -> None:
-    trials = [({"method.rank": rank, "method": name}, [50.0]) for rank in (4, 8) for name in ("lora", "olora", "slm")]
+    trials = [({"method.r": rank, "method": name}, [50.0]) for rank in (4, 8) for name in ("lora", "olora", "slm")]
     sensitivity(summary_of(*trials), tmp_path / "s.png")
     rank, method = drawn[0].axes
     for axes in (rank, method):
@@ -89,7 +89,7 @@ def test_trials_with_equal_values_and_scores_lie_side_by_side(tmp_path: Path, dr
 
 
 def test_no_line_of_the_parallel_coordinates_covers_another(tmp_path: Path, drawn: list[Figure]) -> None:
-    trials = [({"method.rank": rank, "method": name}, [50.0]) for rank in (4, 8) for name in ("lora", "olora") * 2]
+    trials = [({"method.r": rank, "method": name}, [50.0]) for rank in (4, 8) for name in ("lora", "olora") * 2]
     parallel_coordinates(summary_of(*trials), tmp_path / "p.png")
     lines = [line for line in drawn[0].axes[0].lines if len(line.get_ydata()) == 3]
     for index in range(3):

@@ -81,12 +81,12 @@ def test_seeds_become_mean_and_spread(make_result: Make) -> None:
 
 def test_runs_with_other_settings_are_separate_lines(make_result: Make) -> None:
     wide = make_result("lora", seed=1)
-    wide["config"]["method"]["rank"] = 16
+    wide["config"]["method"]["r"] = 16
     wide["config"] |= {"tracking": {"backend": "wandb"}, "eval": {"singles": "runs/single-1"}}
     lines = compare([make_result("lora"), wide, make_result("sapt")])
     assert [(line.method, line.settings) for line in lines] == [
-        ("lora", "method.rank=8"),
-        ("lora", "method.rank=16"),
+        ("lora", "method.r=8"),
+        ("lora", "method.r=16"),
         ("sapt", ""),
     ]
 

@@ -174,11 +174,11 @@ def summary(tmp_path: Path) -> dict[str, Any]:
     """Return two metrics, settings of all kinds."""
     space = {
         "train.learning_rate": {"loguniform": [1e-5, 1e-2]},
-        "method": {"choice": ["lora", {"name": "lora", "rank": 4}]},
+        "method": {"choice": ["lora", {"name": "lora", "r": 4}]},
         "stream.tasks": {"choice": [TASKS, TASKS[::-1]]},
     }
     written = Written(tmp_path, space=space, metric=["ap", "f_ra"], mode=["max", "min"], search="tpe", samples=9)
-    kinds = ["lora", {"name": "lora", "rank": 4}]
+    kinds = ["lora", {"name": "lora", "r": 4}]
     for number in range(4):
         settings = {"train.learning_rate": 10.0 ** -(number + 2), "method": kinds[number % 2], "stream.tasks": TASKS}
         written.trial(number, settings, [[90 - number], [60 + 5 * number, 70]])
@@ -202,7 +202,7 @@ def test_each_method_has_a_curve_of_its_own() -> None:
 
 def test_tables_of_all_kinds_of_settings(summary: dict[str, Any]) -> None:
     said = sweep_table(summary)
-    assert "lora (rank=4)" in said and "topic>sentiment" in said and "front" in said and "1e-05" in said
+    assert "lora (r=4)" in said and "topic>sentiment" in said and "front" in said and "1e-05" in said
     assert len(list(csv.reader(io.StringIO(sweep_csv(summary))))) == 5
     assert "over stream.tasks" in group_table({**summary, "over": ["stream.tasks"]})
 

@@ -28,10 +28,10 @@ def sweep(**changes: Any) -> SweepConfig:
         "name": "s",
         "space": {
             "train.learning_rate": {"loguniform": [1e-5, 1e-1]},
-            "method.rank": {"choice": [2, 4, 8]},
+            "method.r": {"choice": [2, 4, 8]},
             "train.weight_decay": {"quniform": [0, 0.5, 0.1]},
             "train.epochs": {"randint": [1, 5]},
-            "method.alpha": {"expr": "2 * method.rank"},
+            "method.lora_alpha": {"expr": "2 * method.r"},
         },
         "search": {"name": "tpe", "startup": 3},
         "samples": 12,
@@ -41,7 +41,7 @@ def sweep(**changes: Any) -> SweepConfig:
 
 def score(settings: dict[str, Any]) -> float:
     """Best at rank 8, decay 0.2 and many epochs."""
-    return float(settings["method.rank"] - 10 * abs(settings["train.weight_decay"] - 0.2) + settings["train.epochs"])
+    return float(settings["method.r"] - 10 * abs(settings["train.weight_decay"] - 0.2) + settings["train.epochs"])
 
 
 def go(searcher: Any, count: int) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def test_tpe_keeps_to_the_space_repeats_itself_and_learns(tmp_path: Path) -> Non
     result = go(TpeSearcher(sweep(), SweepFolder.of(sweep(), str(tmp_path / "a")), {}), 12)
     assert result == go(TpeSearcher(sweep(), SweepFolder.of(sweep(), str(tmp_path / "b")), {}), 12)
     for settings in result:
-        assert settings["method.alpha"] == 2 * settings["method.rank"]
+        assert settings["method.lora_alpha"] == 2 * settings["method.r"]
         assert settings["train.weight_decay"] in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
         sweep().config(settings)
     scores = [score(settings) for settings in result]
@@ -299,7 +299,7 @@ def run_config(**sections: Any) -> RunConfig:
         ({"stream": {"tasks": ["intent", "topic"]}}, True),
         ({"output": {"name": "x"}, "bank": {"dir": "b"}}, True),
         ({"train": {"learning_rate": 0.5}}, False),
-        ({"method": {"name": "lora", "rank": 2}}, False),
+        ({"method": {"name": "lora", "r": 2}}, False),
         ({"modifiers": ["migu"]}, False),
         ({"seed": 7}, False),
     ],
@@ -311,7 +311,7 @@ def test_tasks_are_trained_alone_once_for_what_it_depends_on(sections: dict[str,
 
 
 def test_alone_a_wrapper_is_its_learner() -> None:
-    learner = {"name": "lora", "rank": 2}
+    learner = {"name": "lora", "r": 2}
     tree = separate_tree(run_config(method={"name": "replay", "learner": learner}))
-    assert tree["method"]["rank"] == 2
+    assert tree["method"]["r"] == 2
     assert separate_key(tree) == separate_key(separate_tree(run_config(method=learner)))

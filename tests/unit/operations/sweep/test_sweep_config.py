@@ -45,7 +45,7 @@ def space(**draws: Any) -> dict[str, Any]:
         ),
         (space(train__batch_sise={"grid": [8]}), "did you mean 'train.batch_size'"),
         (space(method={"grid": ["lora", "olra"]}), r"space\.method = 'olra'.*did you mean 'olora'"),
-        (space(method__rank={"grid": [4, "many"]}), r"space\.method\.rank = 'many'.*valid integer"),
+        (space(method__r={"grid": [4, "many"]}), r"space\.method\.r = 'many'.*valid integer"),
         (space(modifiers__migu__threshold={"grid": [0.1, 1.5]}), r"threshold = 1\.5.*less than or equal to 1"),
         (space(train__epochs={"uniform": [1, 3.5]}) | {"search": "random"}, r"space\.train\.epochs = 3\.5.*integer"),
         (space(train__epochs={"grid": [1], "choice": [2]}), "exactly one of"),
@@ -73,7 +73,7 @@ def test_errors_are_reported_before_anything_starts(changes: dict[str, Any], mes
 def test_a_grid_is_every_combination_and_settings_follow() -> None:
     result = sweep(
         **space(
-            method={"grid": ["finetune", {"name": "lora", "rank": 4}]},
+            method={"grid": ["finetune", {"name": "lora", "r": 4}]},
             seed={"grid": [1, 2]},
             train__learning_rate={"expr": "1e-4 if method == 'finetune' else 1e-3"},
         )
@@ -82,7 +82,7 @@ def test_a_grid_is_every_combination_and_settings_follow() -> None:
     assert [trial["seed"] for trial in trials] == [1, 2, 1, 2]
     assert [trial["train.learning_rate"] for trial in trials] == [1e-4, 1e-4, 1e-3, 1e-3]
     config = result.config(trials[2])
-    assert config.method.name == "lora" and config.method.rank == 4 and config.train.learning_rate == 1e-3
+    assert config.method.name == "lora" and config.method.r == 4 and config.train.learning_rate == 1e-3
     assert config.launch.workers == 1 and config.launch.cpus_per_worker == 1
 
 
@@ -91,7 +91,7 @@ def test_random_trials_repeat_the_grid_and_are_functions_of_the_file() -> None:
         seed={"grid": [0, 1]},
         train__learning_rate={"loguniform": [1e-5, 1e-1]},
         train__weight_decay={"quniform": [0, 0.5, 0.1]},
-        method__rank={"randint": [1, 3]},
+        method__r={"randint": [1, 3]},
         train__epochs={"choice": [1, 5]},
     )
     trials = sweep(**changes, search="random", samples=40).trials()
@@ -101,7 +101,7 @@ def test_random_trials_repeat_the_grid_and_are_functions_of_the_file() -> None:
     logs = [math.log10(trial["train.learning_rate"]) for trial in trials]
     assert min(logs) >= -5 and max(logs) <= -1 and sum(value < -3 for value in logs) in range(25, 56)
     assert {trial["train.weight_decay"] for trial in trials} == {0.0, 0.1, 0.2, 0.3, 0.4, 0.5}
-    assert {trial["method.rank"] for trial in trials} == {1, 2, 3}
+    assert {trial["method.r"] for trial in trials} == {1, 2, 3}
     assert {trial["train.epochs"] for trial in trials} == {1, 5}
 
 
@@ -116,8 +116,8 @@ def test_a_scheduler_gets_a_shuffled_grid() -> None:
 
 
 def test_a_node_is_set_before_what_is_in_it() -> None:
-    result = sweep(**space(method__rank={"grid": [3]}, method={"grid": ["inclora"]}))
-    assert result.config(result.trials()[0]).method.model_dump()["rank"] == 3
+    result = sweep(**space(method__r={"grid": [3]}, method={"grid": ["inclora"]}))
+    assert result.config(result.trials()[0]).method.model_dump()["r"] == 3
 
 
 def test_overrides_reach_into_the_space(tmp_path: Path) -> None:
