@@ -90,6 +90,12 @@ def to_peft(
     return tensors, config
 
 
+def names_in_bank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of `to_peft` by the names of `AdapterState.tensors`; those of other names are left out."""
+    matches = {key: KEY.fullmatch(key) for key in tensors}
+    return {f"{match['path']}.lora_{match['side']}": tensors[key] for key, match in matches.items() if match}
+
+
 def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears: Collection[str]) -> AdapterState:
     """Return an adapter that PEFT wrote.
 

@@ -121,11 +121,11 @@ def folder_of(name: str, revision: str | None = None, files: FetchedFiles = SAFE
         return _without_adapter(Path(where))
     folder = _described(where, revision)
     if files.code:
-        _download(where, folder.name, CODE)
+        download(where, folder.name, CODE)
     if files.weights:
         _fetch_weights(where, folder.name)
         if files.pickles:
-            _download(where, folder.name, (*LAYER_PICKLES, *(() if _safetensors(folder) else PICKLES)))
+            download(where, folder.name, (*LAYER_PICKLES, *(() if _safetensors(folder) else PICKLES)))
     return folder
 
 
@@ -148,16 +148,22 @@ def only_pickled(folder: Path) -> Path | None:
 @lru_cache(maxsize=64)
 def _described(where: str, revision: str | None) -> Path:
     """Return the folder of a hub model, named after its commit, with config and tokenizer."""
-    return _download(where, revision, DESCRIPTION)
+    return download(where, revision, DESCRIPTION)
 
 
 @lru_cache(maxsize=64)
 def _fetch_weights(where: str, commit: str) -> None:
-    _download(where, commit, WEIGHTS)
+    download(where, commit, WEIGHTS)
 
 
-def _download(where: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Return the folder of a hub model, with its files of these names."""
+def download(where: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Return the folder of a hub repository of models, named after its commit, with its files of these names.
+
+    Files that are on this machine already are not fetched again.
+
+    Raises:
+        OSError: the hub has no such repository or revision, or does not answer.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -166,7 +172,8 @@ def _download(where: str, revision: str | None, patterns: Sequence[str]) -> Path
     try:
         return Path(snapshot_download(where, revision=revision, allow_patterns=files, local_files_only=offline))
     except LocalEntryNotFoundError as error:
-        raise OSError(f"it is not on this machine, and {why or 'the hub does not answer'}") from error
+        why = why or str(error.__cause__ or "the hub does not answer")
+        raise OSError(f"it is not on this machine, and {why}") from error
 
 
 def _unreachable() -> str:

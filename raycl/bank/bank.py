@@ -114,7 +114,7 @@ class Bank:
                 "extras": beside,
             }
             known = self.storage.exists(tensors.file)
-            if not (known and self._is_whole(tensors)):
+            if not (known and self.is_whole(tensors)):
                 write_as(tensors.file)
         taken = self.versions(name)
         if version is not None:
@@ -144,7 +144,8 @@ class Bank:
             raise BankError(f"the tensors of {manifest.ref} vanished while it was published: publish it again")
         return manifest
 
-    def _is_whole(self, info: ObjectInfo) -> bool:
+    def is_whole(self, info: ObjectInfo) -> bool:
+        """Return whether an object is there and its hash is right."""
         with suppress(BankError):
             self.read_object(info, "")
             return True

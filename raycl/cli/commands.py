@@ -43,6 +43,8 @@ COMMANDS = {
     "compare": Command("raycl.cli.runs.compare", "several methods and seeds, and their table", True),
     "serve": Command("raycl.cli.banks.serve", "answer from a bank, without task ids", True),
     "bank": Command("raycl.cli.banks.bank", "look into a bank, check it, export, merge, clean up"),
+    "push": Command("raycl.cli.banks.push", "send a bank's snapshot to the Hugging Face hub"),
+    "pull": Command("raycl.cli.banks.pull", "fetch a bank from the Hugging Face hub"),
     "data": Command("raycl.cli.data", "look at data as a run would read it, before it trains", True),
     "predict": Command("raycl.cli.banks.predict", "answer the rows of files, without a server", True),
     "evaluate": Command("raycl.cli.banks.evaluate", "score a snapshot on files: metric, confusion, routing", True),

@@ -3,6 +3,7 @@
 raycl serve runs/mine                       until Ctrl-C, on http://127.0.0.1:8000
 raycl serve runs/mine/bank@experiment port=9000
 raycl serve runs/mine@3                     snapshot 3, whatever is published later
+raycl serve hf://me/tickets@COMMIT          a bank of the Hugging Face hub
 raycl serve runs/mine activate 3            answer from snapshot 3: a rollback, or forward
 raycl serve runs/mine activate BRANCH       answer from the newest snapshot of a branch
 raycl serve runs/mine promote 4 --max-drop 1.0

@@ -3,6 +3,7 @@
 runs/mine/bank      the bank there, its branch main
 runs/mine           the bank of that run, and the branch that the run publishes to
 PLACE@REF           of either: a branch, a tag, `latest`, a snapshot's number, or the first digits of its hash
+hf://ORG/NAME@REV   a bank on the Hugging Face hub at a commit, branch or tag there, pulled into the cache first
 
 A REF has no slash, so an @ in a folder's name belongs to the path. Branches with a slash in their name are named by a
 number or hash of their snapshots.
@@ -17,6 +18,7 @@ from raycl.config.addresses import announce
 from raycl.errors import BankError
 from raycl.storage import Storage
 from raycl.training.definition.settings import BankConfig
+from raycl.training.records.hub import cached, on_hub
 from raycl.training.records.publish import open_bank
 from raycl.training.records.run_folder import CONFIG
 
@@ -35,7 +37,11 @@ def find_bank(address: str) -> tuple[Bank, str] | None:
 
     Raises:
         ConfigError: the config of that run cannot be read. StorageError: the place is out of reach.
+        BankError: a bank on the hub cannot be pulled.
     """
+    if on_hub(address):
+        bank, _, branch = cached(address)
+        return bank, branch
     storage = Storage.at(address)
     if is_bank(storage):
         return Bank(storage), MAIN
@@ -68,6 +74,8 @@ def bank_and_reference(text: str) -> tuple[Bank, str]:
     Raises:
         BankError: there is no such bank.
     """
+    if on_hub(text):
+        return bank_at(text)
     address, at, reference = text.rpartition("@")
     is_reference = at and reference and "/" not in reference
     if is_reference and ("?" in address or find_bank(text) is None):  # behind the query of a URI, which has no @

@@ -177,8 +177,9 @@ def from_tree(given: Tree) -> RunConfig:
     """
     given = with_template_files(given)
     output = given.get("output")
-    announce(given, str((output.get("dir") if isinstance(output, dict) else None) or default_directory()))
-    start = read_start(given)
+    runs = str((output.get("dir") if isinstance(output, dict) else None) or default_directory())
+    announce(given, runs)
+    start = read_start(given, runs)
     config = configs.validate(RunConfig, given if start is None else start.tree)
     if start is not None:  # what an older bank does not record has its default, as it has in the run that starts
         before = configs.as_tree(configs.validate(RunConfig, start.base))

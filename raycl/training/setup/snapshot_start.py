@@ -21,6 +21,7 @@ from raycl.methods.base import at
 from raycl.methods.registry import method_class, method_config
 from raycl.training.definition.settings import EXEMPT
 from raycl.training.records.bank_start import adapters_of_task
+from raycl.training.records.hub import HubAddress, on_hub, pull
 from raycl.training.records.named_bank import snapshot_at
 
 log = logging.getLogger("raycl")
@@ -59,8 +60,11 @@ class Start:
     written: str
 
 
-def read_start(given: Tree) -> Start | None:
+def read_start(given: Tree, runs: str) -> Start | None:
     """Return the run that starts from a snapshot, from what the user wrote; None without `bank.start`.
+
+    Args:
+        runs: folder of runs: a bank on the hub is pulled into `hub/` there, unless `bank.dir` names another folder.
 
     Raises:
         BankError: there is no such snapshot, or it cannot be trained on.
@@ -71,7 +75,7 @@ def read_start(given: Tree) -> Start | None:
     if not written:
         return None
     assert isinstance(section, dict)
-    bank, snapshot = snapshot_at(str(written))
+    bank, snapshot = _pulled(str(written), section.get("dir"), runs) if on_hub(str(written)) else snapshot_at(written)
     address = bank.storage.address
     if section.get("dir") and Bank.at(str(section["dir"])).storage.address != address:
         raise ConfigError(
@@ -112,6 +116,12 @@ def read_start(given: Tree) -> Start | None:
     tree["stream"]["tasks"] = [*_reachable(specs, snapshot, tree), *added]
     tree["bank"] = {**section, "dir": address, "start": f"{address}@{snapshot.sha256}"}
     return Start(tree, base, tuple(map(_name, added)), str(written))
+
+
+def _pulled(written: str, folder: Any, runs: str) -> tuple[Bank, Snapshot]:
+    """Return a bank of the hub and its snapshot, pulled to where the run publishes."""
+    address = HubAddress.of(written)
+    return pull(address, lambda _: Bank.at(folder or f"{runs}/hub/{address.repository}"))[:2]
 
 
 def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any]:

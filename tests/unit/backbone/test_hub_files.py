@@ -10,7 +10,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from hub_server import Hub, serving_hub
+from hub_server import Hub, asked_by_this_process
 from tiny import Lab
 
 from raycl.backbone import BackboneConfig, at_commit, identity, load_backbone, load_codec
@@ -21,13 +21,9 @@ OTHERS = ("README.md", "evil.py", "consolidated.safetensors", "model.onnx", "tra
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+def hub(tmp_path: Path) -> Iterator[Hub]:
     """Yield a hub that this process asks, with an empty cache."""
-    with serving_hub() as hub:
-        files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        own = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": files, "HF_HUB_CACHE": str(tmp_path / "hf")}
-        for name, value in {**own, "HF_HUB_OFFLINE": False}.items():
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
+    with asked_by_this_process(tmp_path) as hub:
         yield hub
 
 

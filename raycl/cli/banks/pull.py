@@ -1,0 +1,34 @@
+"""Pull a bank from the Hugging Face hub, every file checked by its hash; nothing of it is executed.
+
+raycl pull hf://me/tickets                      into the folder tickets
+raycl pull hf://me/tickets@COMMIT s3://team/bank
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from raycl.cli.commands import echo, log_to_stderr
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "address", metavar="hf://ORG/NAME[@REVISION]", help="repository that raycl push wrote; default: newest commit"
+    )
+    parser.add_argument("bank", nargs="?", metavar="BANK", help="folder or URI of a bank, new or not; default: NAME")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Pull."""
+    from raycl.bank import Bank
+    from raycl.training.records.hub import HubAddress, pull
+
+    log_to_stderr()
+    logging.getLogger("raycl").setLevel(logging.INFO)
+    address = HubAddress.of(options.address)
+    target = Bank.at(options.bank or address.repository.rpartition("/")[2])
+    bank, snapshot, branch = pull(address, lambda _: target)
+    echo(f"branch '{branch}' of {bank.storage.uri} has snapshot {snapshot.number} of {address}")
+    return 0

@@ -1,0 +1,257 @@
+"""Banks on the Hugging Face hub: a snapshot of one is pulled into a bank on storage.
+
+    README.md                                     the model card
+    <folder>/adapter_model.safetensors, ...       an adapter in PEFT's layout, which plain PEFT loads from the hub
+    raycl/hub.json                                the snapshot, its branch, adapter -> its folder, what was left out
+    raycl/snapshots/, adapters/, states/          the bank's records
+    raycl/objects/                                tensors that PEFT's layout cannot hold: prompts, bottlenecks, routers
+
+An object that is in PEFT's layout is put together from there, and its hash is that of the bank that was pushed. Only
+files that a record names are fetched, JSON and safetensors alone: a repository's code and pickles stay where they are.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from raycl.adapters.peft import names_in_bank
+from raycl.backbone.model_files import download
+from raycl.bank import AdapterRef, Bank, Snapshot
+from raycl.bank.branches import MAIN, Branch, check_branch, is_ancestor
+from raycl.bank.manifest import Name, ObjectInfo, SnapshotAdapter, check_name, manifest_file, snapshot_file
+from raycl.bank.pruning import record_removal, removed_from
+from raycl.bank.states import state_file, state_objects
+from raycl.bank.tensors import HEAD_BIAS, HEAD_WEIGHT, views
+from raycl.data.sources.cache import cache_folder
+from raycl.errors import BankError, StorageError, counted
+from raycl.storage import Storage
+from raycl.storage.records import MAX_BYTES, read_fields
+
+log = logging.getLogger("raycl")
+
+HUB = "hf://"
+FORMAT = 1
+ROOT = "raycl"
+"""Folder of the bank in a repository."""
+RECORD = "hub.json"
+TENSORS, HEAD = "adapter_model.safetensors", "label_head.safetensors"
+"""Files of an adapter's folder that hold tensors: the LoRA under PEFT's names, and a label head."""
+
+ADDRESS = re.compile(r"hf://([\w.-]+/[\w.-]+)((?:/[^/@]+)*)(?:@(.+))?")
+
+
+@dataclass(frozen=True)
+class HubAddress:
+    """A place on the hub: `hf://ORG/NAME[/FOLDER][@REVISION]`.
+
+    Attributes:
+        repository: `ORG/NAME`. folder: a folder in it; "": all of it.
+        revision: commit, branch or tag; None: the newest commit.
+    """
+
+    repository: str
+    folder: str = ""
+    revision: str | None = None
+
+    @staticmethod
+    def of(text: str) -> HubAddress:
+        """Parse an address.
+
+        Raises:
+            BankError: it is none.
+        """
+        match = ADDRESS.fullmatch(text)
+        if match is None or ".." in text:
+            raise BankError(f"'{text}' names nothing on the hub: expected hf://ORG/NAME or hf://ORG/NAME@REVISION")
+        return HubAddress(match[1], match[2].strip("/"), match[3])
+
+    def __str__(self) -> str:
+        place = "/".join(filter(None, (self.repository, self.folder)))
+        return f"{HUB}{place}{f'@{self.revision}' if self.revision else ''}"
+
+    def fetch(self, files: Sequence[str]) -> Path:
+        """Return the repository's folder on this machine, named after its commit, with its files of these names.
+
+        Raises:
+            BankError: there is no such repository or revision, or the hub does not answer.
+        """
+        try:
+            return download(self.repository, self.revision, files)
+        except (OSError, ValueError) as error:
+            raise BankError(
+                f"cannot pull {self}: {' '.join(str(error).split()):.300}; expected a repository that `raycl push` "
+                "wrote; of a private one, log in with `hf auth login`; what has come stays: try again"
+            ) from error
+
+
+def on_hub(address: str) -> bool:
+    """Return whether an address is one of the hub."""
+    return address.startswith(HUB)
+
+
+@dataclass(frozen=True)
+class HubRecord:
+    """The record of a pushed snapshot.
+
+    Attributes:
+        number, sha256: of the snapshot. branch: branch that points at it.
+        peft: adapter -> its folder, of adapters in PEFT's layout.
+        without: files of stored samples that were left out.
+    """
+
+    number: int
+    sha256: str
+    branch: str = MAIN
+    peft: dict[Name, Name] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+
+_RECORD = TypeAdapter(HubRecord)
+
+
+def objects_to_pull(bank: Bank, snapshot: Snapshot, without: Sequence[str]) -> dict[str, ObjectInfo]:
+    """Return file -> object of all that answering and training from a snapshot need, except files of samples.
+
+    Raises:
+        BankError: the record of its training state is missing or damaged.
+    """
+    infos = [info for entry in snapshot.adapters for info in (entry.tensors, *entry.extras.values())]
+    infos += [snapshot.router.tensors] if snapshot.router.tensors else []
+    infos += state_objects(bank, snapshot).values()
+    return {info.file: info for info in infos if info.file not in without}
+
+
+def records_of(snapshot: Snapshot) -> list[str]:
+    """Return the files of a bank that describe a snapshot; its own is the last."""
+    states = [state_file(snapshot.training)] if snapshot.training is not None else []
+    manifests = [manifest_file(entry.name, entry.version) for entry in snapshot.adapters]
+    return [*states, *manifests, snapshot_file(snapshot.number)]
+
+
+def tensors_in(folder: Storage) -> dict[str, Tensor]:
+    """Return the tensors of an adapter in PEFT's layout by their names in a bank.
+
+    Raises:
+        BankError: a file is no whole safetensors file. StorageError: it cannot be read.
+    """
+    tensors = names_in_bank(views(folder.read(TENSORS), f"'{folder.uri}/{TENSORS}'"))
+    if folder.exists(HEAD):
+        head = views(folder.read(HEAD), f"'{folder.uri}/{HEAD}'")
+        tensors |= {HEAD_WEIGHT: head["weight"], HEAD_BIAS: head["bias"]} if {"weight", "bias"} <= head.keys() else {}
+    return tensors
+
+
+def pull(address: HubAddress, target: Callable[[str], Bank]) -> tuple[Bank, Snapshot, str]:
+    """Copy a snapshot of the hub into a bank; returns the bank, the snapshot and its branch there.
+
+    Everything is fetched and checked by its hash before the snapshot's record is written, and its branch moves last.
+    A pull that was interrupted continues: files that have come are not fetched again.
+
+    Args:
+        target: returns the bank for a commit.
+
+    Raises:
+        BankError: there is no such repository, it holds no bank, a file is missing or damaged, or the bank has another
+            snapshot of that number. BranchMovedError: its branch has snapshots that are not from this repository.
+    """
+    folder = address.fetch([f"{ROOT}/*.json"])
+    pinned = HubAddress(address.repository, revision=folder.name)
+    source, bank = Bank.at(folder / ROOT), target(folder.name)
+    try:
+        record = read_fields(source.storage, RECORD, FORMAT, _RECORD)
+        snapshot = source.open(record.number)
+        if snapshot.sha256 != record.sha256:
+            raise BankError(f"snapshot {record.number} is not the one that {RECORD} names")
+        files = records_of(snapshot)
+        for entry in snapshot.adapters:
+            source.manifest(entry_ref(entry))
+        _check_same(bank, source, files, address)
+        objects = objects_to_pull(source, snapshot, record.without)
+    except (StorageError, BankError) as error:
+        raise BankError(f"{pinned} cannot be pulled: {error}; push it again") from error
+    folders = {entry.tensors.file: record.peft[entry.name] for entry in snapshot.adapters if entry.name in record.peft}
+    wanted = {file: info for file, info in objects.items() if not bank.is_whole(info)}
+    pinned.fetch([glob.escape(name) for file in wanted for name in _fetched(file, folders)])
+    for file, info in wanted.items():
+        _place(bank, source, info, Storage.at(folder / folders[file]) if file in folders else None, pinned)
+    _explain_missing(bank, snapshot, record.without)
+    for file in files:
+        if not bank.storage.exists(file):
+            bank.storage.create(file, source.storage.read(file, MAX_BYTES))
+    _move(bank, snapshot, check_branch(record.branch), pinned)
+    log.info("pulled %s: snapshot %d, %s", pinned, snapshot.number, counted(len(snapshot.tasks), "task"))
+    return bank, snapshot, record.branch
+
+
+def cached(address: str) -> tuple[Bank, Snapshot, str]:
+    """Return the bank, snapshot and branch that an address means, pulled into raycl's cache, a bank for each commit.
+
+    Raises:
+        BankError: see `pull`.
+    """
+    parsed = HubAddress.of(address)
+    if parsed.folder:
+        raise BankError(f"'{address}' names a folder of a repository: expected a bank, hf://ORG/NAME@REVISION")
+    return pull(parsed, lambda commit: Bank.at(cache_folder(None) / "hub" / parsed.repository / commit))
+
+
+def entry_ref(entry: SnapshotAdapter) -> AdapterRef:
+    """Return name and version of a snapshot's adapter."""
+    return AdapterRef(name=entry.name, version=entry.version)
+
+
+def _check_same(bank: Bank, source: Bank, files: Sequence[str], address: HubAddress) -> None:
+    for file in files:
+        if bank.storage.exists(file) and bank.storage.read(file, MAX_BYTES) != source.storage.read(file, MAX_BYTES):
+            raise BankError(f"the bank '{bank.storage.uri}' has another '{file}': pull {address} into another folder")
+
+
+def _fetched(file: str, folders: Mapping[str, str]) -> list[str]:
+    """Return the files of a repository that hold an object."""
+    if file not in folders:
+        return [f"{ROOT}/{file}"]
+    return [f"{check_name(folders[file])}/{name}" for name in (TENSORS, HEAD)]
+
+
+def _place(bank: Bank, source: Bank, info: ObjectInfo, peft: Storage | None, address: HubAddress) -> None:
+    """Write an object to the bank, after its hash was checked."""
+    where = f"{ROOT}/{info.file}" if peft is None else f"{Path(peft.root).name}/{TENSORS}"
+    try:
+        if peft is not None and bank.restore_object(info, tensors_in(peft)):
+            return
+        if peft is None and source.is_whole(info):
+            bank.storage.write(info.file, source.storage.read(info.file))
+            return
+    except (BankError, StorageError) as error:
+        raise BankError(f"'{where}' of {address} is missing or no safetensors file ({error}): push it again") from error
+    raise BankError(
+        f"'{where}' of {address} is damaged: its hash is not {info.sha256[:12]}; push it again, or remove the "
+        f"repository from the cache if the file changed on this machine (`hf cache rm model/{address.repository}`)"
+    )
+
+
+def _explain_missing(bank: Bank, snapshot: Snapshot, without: Sequence[str]) -> None:
+    """Record that older snapshots and samples were left out, so that they are not missed."""
+    removed, there = removed_from(bank.storage), set(bank.snapshots())
+    older = [snapshot.parent] if snapshot.parent and snapshot.parent not in there | removed.snapshots else []
+    samples = [file for file in without if file not in removed.samples and not bank.storage.exists(file)]
+    if older or samples:
+        record_removal(bank.storage, older, [], samples)
+
+
+def _move(bank: Bank, snapshot: Snapshot, name: str, address: HubAddress) -> None:
+    """Move the branch forward; one that was pulled from the same repository before may jump."""
+    branch, why = Branch(bank, name), f"pulled from {HUB}{address.repository}"
+    last = branch.last()
+    if last is not None and last.snapshot is not None and is_ancestor(bank, snapshot.number, bank.open(last.snapshot)):
+        return
+    was_pulled = last is not None and last.why.startswith(why) and (last.snapshot or 0) <= snapshot.number
+    branch.advance(snapshot, f"{why}@{address.revision}", lambda _: was_pulled)

@@ -1,0 +1,273 @@
+"""Banks on the Hugging Face hub: a local stand-in of its HTTP API, asked through the real `huggingface_hub` client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import Hub, asked_by_this_process
+from test_bank_start import begun, tree_of
+from tiny import Complete, Lab, matrix
+
+from raycl.adapters.state import fold
+from raycl.bank import Bank
+from raycl.bank.branches import head_of
+from raycl.cli import main
+from raycl.cli.commands import parsed
+from raycl.errors import BankError
+from raycl.operations.banks.hub import CardFields, push
+from raycl.operations.banks.maintenance import verify
+from raycl.operations.banks.sample_listing import stored_samples
+from raycl.serve.settings import at_bank, load_serve_config
+from raycl.storage.records import seal, unseal
+from raycl.training.records.hub import HubAddress, pull
+from raycl.training.records.named_bank import snapshot_at
+
+PARTS = ("objects", "adapters", "snapshots", "states")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setenv("RAYCL_CACHE", str(tmp_path / "cache"))
+    with asked_by_this_process(tmp_path) as hub:
+        yield hub
+
+
+def contents(bank: Bank) -> dict[str, bytes]:
+    """Return the bank's files of adapters, snapshots and training states."""
+    return {file: bank.storage.read(file) for file in bank.storage.files() if file.partition("/")[0] in PARTS}
+
+
+def pulled(to: Path, address: str = "hf://me/bank") -> Bank:
+    return pull(HubAddress.of(address), lambda _: Bank.at(to))[0]
+
+
+def bank_of(complete: Complete, kind: str, method: str) -> Bank:
+    return Bank(complete(kind, method, "torch").storage.sub("bank"))
+
+
+@pytest.mark.parametrize(("kind", "method"), [("bert", "slm"), ("llama", "olora"), ("t5", "slm-prompt-mlp")])
+def test_what_is_pulled_is_what_was_pushed_bit_for_bit(
+    hub: Hub, complete: Complete, kind: str, method: str, tmp_path: Path
+) -> None:
+    """What PEFT can hold is in its layout alone; prompts travel as the bank has them, and the card says so."""
+    bank = bank_of(complete, kind, method)
+    snapshot = head_of(bank)
+    done = push(bank, snapshot, "main", "me/bank", CardFields())
+    there = pulled(tmp_path / "pulled")
+    theirs = contents(there)
+    assert theirs.items() <= contents(bank).items() and snapshot.file in theirs
+    assert head_of(there).sha256 == snapshot.sha256
+    assert verify(there).problems == [] and verify(there).leftovers == []
+    sent = {str(file.relative_to(hub.commits["me/bank"][-1])) for file in hub.commits["me/bank"][-1].rglob("*")}
+    card = (hub.commits["me/bank"][-1] / "README.md").read_text()
+    for entry in snapshot.adapters:
+        is_lora = entry.prompt is None
+        assert (f"raycl/{entry.tensors.file}" in sent) != is_lora
+        assert (entry.name in done.folders) == is_lora != (entry.name in done.own)
+        assert is_lora or f"| {entry.name} | {entry.tasks[0]} | raycl's own format: a soft prompt" in card
+
+
+def test_plain_peft_loads_each_task_from_the_hub_and_gives_the_same_logits(
+    hub: Hub, complete: Complete, lab: Lab
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    bank = bank_of(complete, "llama", "inclora")
+    push(bank, head_of(bank), "main", "me/bank", CardFields())
+    ids = torch.arange(3, 11)[None]
+    snapshot = head_of(bank)
+    for name in ("animal", "colour"):
+        entry = snapshot.adapter(next(entry.name for entry in snapshot.adapters if entry.tasks == (name,)))
+        state = bank.fetch(entry, snapshot.layouts[entry.layout])
+        base = AutoModelForCausalLM.from_pretrained(lab.model_folder("llama"), dtype=torch.float32)
+        bare = base(ids).logits
+        theirs = PeftModel.from_pretrained(base, "me/bank", subfolder=name).eval()(ids).logits
+        ours = AutoModelForCausalLM.from_pretrained(lab.model_folder("llama"), dtype=torch.float32)
+        fold(ours, state)
+        torch.testing.assert_close(theirs, ours(ids).logits, atol=1e-5, rtol=1e-5)
+        assert (theirs - bare).abs().max() > 1e-3
+
+
+def test_an_interrupted_push_shows_nothing_and_sends_the_rest_when_it_is_repeated(
+    hub: Hub, complete: Complete, tmp_path: Path
+) -> None:
+    bank = bank_of(complete, "bert", "slm")
+    refused = ["one file comes through"]
+    hub.refused = lambda name: len(hub.received) >= 1 and bool(refused)
+    with pytest.raises(BankError, match=r"cannot push to hf://me/bank: .*403.*; expected ORG/NAME that you may write"):
+        push(bank, head_of(bank), "main", "me/bank", CardFields())
+    assert len(hub.commits["me/bank"]) == 1 and not list(hub.commits["me/bank"][0].iterdir()), "no half of a bank"
+    with pytest.raises(BankError, match=r"hub\.json"):
+        pulled(tmp_path / "too early")
+    refused.clear()
+    push(bank, head_of(bank), "main", "me/bank", CardFields())
+    assert len(hub.received) == len(set(hub.received)), "no file was sent twice"
+    assert verify(pulled(tmp_path / "pulled")).problems == []
+
+
+def test_an_interrupted_pull_shows_nothing_and_fetches_the_rest_when_it_is_repeated(
+    hub: Hub, complete: Complete, tmp_path: Path
+) -> None:
+    bank = bank_of(complete, "bert", "slm")
+    push(bank, head_of(bank), "main", "me/bank", CardFields())
+    last = f"{next(reversed(head_of(bank).adapters)).name}/adapter_model.safetensors"
+    hub.refused = lambda name: name == last
+    with pytest.raises(BankError, match=r"cannot pull hf://me/bank@.*403.*; what has come stays: try again"):
+        pulled(tmp_path / "pulled")
+    assert Bank.at(tmp_path / "pulled").snapshots() == [] and last not in hub.sent
+    hub.refused = lambda _: False
+    assert contents(pulled(tmp_path / "pulled")).items() <= contents(bank).items()
+    assert len(hub.sent) == len(set(hub.sent)) and last in hub.sent, "each file once"
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*/adapter_model.safetensors", "raycl/objects/*/*", "raycl/snapshots/*", "raycl/hub.json"]
+)
+def test_a_damaged_file_is_refused(hub: Hub, complete: Complete, pattern: str, tmp_path: Path) -> None:
+    bank = bank_of(complete, "bert", "slm")
+    push(bank, head_of(bank), "main", "me/bank", CardFields())
+    file = next(hub.commits["me/bank"][-1].glob(pattern))
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BankError, match=r"hf://me/bank@[0-9a-f]{40} .*push it again"):
+        pulled(tmp_path / "pulled")
+    assert Bank.at(tmp_path / "pulled").snapshots() == []
+
+
+def test_code_and_pickles_of_a_repository_stay_there(hub: Hub, complete: Complete, tmp_path: Path) -> None:
+    bank = bank_of(complete, "bert", "slm")
+    push(bank, head_of(bank), "main", "me/bank", CardFields())
+    for name in (
+        "setup.py",
+        "raycl/evil.py",
+        "raycl/objects/evil.pkl",
+        "adapter_model.bin",
+        "raycl/objects/x.safetensors",
+    ):
+        (hub.commits["me/bank"][-1] / name).write_text("raise SystemExit")
+    there = pulled(tmp_path / "pulled")
+    assert not [name for name in hub.sent if name.endswith((".py", ".pkl", ".bin", "x.safetensors"))]
+    assert not [name for name in there.storage.files() if not name.endswith((".json", ".safetensors"))]
+
+
+def test_a_record_cannot_name_files_outside_its_repository(hub: Hub, complete: Complete, tmp_path: Path) -> None:
+    bank = bank_of(complete, "bert", "slm")
+    push(bank, head_of(bank), "main", "me/bank", CardFields())
+    file = hub.commits["me/bank"][-1] / "raycl/hub.json"
+    record = unseal(file.read_bytes(), "", 1)
+    file.write_bytes(seal({**record, "peft": dict.fromkeys(record["peft"], "../../secret")}))
+    with pytest.raises(BankError, match=r"hub\.json.* is no valid record"):
+        pulled(tmp_path / "pulled")
+
+
+def test_a_run_starts_from_the_hub_and_learns_one_more_task(
+    hub: Hub, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns what it learns from the bank that was pushed, and publishes into a folder beside the runs."""
+    begun(tree_of(lab, "slm", lab.tasks, tmp_path / "bank"), tmp_path / "runs/first")
+    bank = Bank.at(tmp_path / "bank")
+    done = push(bank, head_of(bank), "main", "me/bank", CardFields())
+    third = {"stream": {"tasks": [{**lab.tasks[0], "name": "third"}]}}
+    local = begun({"bank": {"start": f"{bank.storage.uri}@main"}, **third}, tmp_path / "runs/local")
+    later = begun({"bank": {"start": f"hf://me/bank@{done.commit}"}, **third}, tmp_path / "runs/later")
+    assert matrix(later) == matrix(local)
+    there = Bank.at(tmp_path / "runs/hub/me/bank")
+    assert head_of(there).adapters == head_of(bank).adapters and head_of(there).parent == 2
+    assert verify(there).problems == []
+    named = begun({"bank": {"start": "hf://me/bank", "dir": str(tmp_path / "own")}, **third}, tmp_path / "runs/named")
+    assert matrix(named) == matrix(local) and head_of(Bank.at(tmp_path / "own")).parent == 2
+
+
+def test_stored_samples_are_left_out_unless_they_are_asked_for(
+    hub: Hub, lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = tree_of(lab, "sapt", lab.tasks, tmp_path / "bank")
+    tree["method"] = {"name": "sapt", "arm": {"fraction": 0.5, "max_samples": 3}}
+    begun(tree, tmp_path / "runs/first")
+    bank = f"{tmp_path}/bank"
+    assert main.main(["push", bank, "me/without"]) == 0
+    there = pulled(tmp_path / "without", "hf://me/without")
+    assert stored_samples(there, head_of(there)) == {} and verify(there).problems == []
+    third = {"stream": {"tasks": [{**lab.tasks[0], "name": "third"}]}}
+    later = begun({"bank": {"start": f"{tmp_path}/without@main"}, **third}, tmp_path / "runs/later")
+    assert matrix(later)[2][2] is not None, "a run starts from what is left"
+    capsys.readouterr()
+    assert main.main(["push", bank, "me/with", "--with-samples"]) == 1
+    question = "6 rows of stored samples, inputs of users, are sent: animal 3, colour 3"
+    assert f"{question}; add --yes to send them" in capsys.readouterr().err and "me/with" not in hub.commits
+    assert main.main(["push", bank, "me/with", "--with-samples", "--yes"]) == 0
+    assert question in capsys.readouterr().out
+    whole = pulled(tmp_path / "with", "hf://me/with")
+    assert stored_samples(whole, head_of(whole)) == {"colour": 3, "animal": 3}
+
+
+def test_the_card_has_what_the_hub_reads(hub: Hub, lab: Lab, tmp_path: Path) -> None:
+    """Results are the accuracy matrix; what a user has said once is kept, and files of others stay."""
+    from huggingface_hub import ModelCard
+
+    run = begun(tree_of(lab, "slm", lab.tasks, tmp_path / "bank"), tmp_path / "runs/first")
+    bank = f"{tmp_path}/bank"
+    words = ["--license", "apache-2.0", "--language", "en", "--language", "de", "--dataset", "me/rows"]
+    assert main.main(["push", f"{bank}@1", "me/bank", *words]) == 0
+    (hub.commits["me/bank"][-1] / "picture.png").write_text("theirs")
+    assert main.main(["push", bank, "me/bank"]) == 0
+    newest = hub.commits["me/bank"][-1]
+    assert (newest / "picture.png").exists()
+    assert [file.name for file in newest.glob("raycl/snapshots/*")] == ["000002.json"], (
+        "the older one is in the history"
+    )
+    card = ModelCard.load(newest / "README.md")
+    assert (card.data.license, card.data.language, card.data.datasets) == ("apache-2.0", ["en", "de"], ["me/rows"])
+    cells = {(result.dataset_name, result.metric_name): result.metric_value for result in card.data.eval_results}
+    names = [task["name"] for task in lab.tasks]
+    values = {
+        (task, f"exact_match after {phase}"): value
+        for phase, row in zip(names, matrix(run), strict=True)
+        for task, value in zip(names, row, strict=True)
+        if value is not None
+    }
+    assert cells == values
+    first = pulled(tmp_path / "pulled", f"hf://me/bank@{hub.commits['me/bank'][1].name}")
+    assert head_of(first).number == 1
+    again = pulled(tmp_path / "pulled")
+    assert head_of(again).number == 2 and verify(again).problems == []
+
+
+def test_commands_take_a_bank_of_the_hub(
+    hub: Hub,
+    complete: Complete,
+    lab: Lab,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bank = bank_of(complete, "bert", "slm")
+    assert main.main(["push", bank.storage.uri, "me/bank"]) == 0
+    rows = f"{lab.tasks[0]['path']}/test.jsonl"
+    capsys.readouterr()
+    assert main.main(["predict", bank.storage.uri, rows]) == 0
+    local = capsys.readouterr().out
+    assert main.main(["predict", "hf://me/bank", rows]) == 0
+    assert capsys.readouterr().out == local
+    sent = len(hub.sent)
+    assert main.main(["evaluate", f"hf://me/bank@{hub.commits['me/bank'][-1].name}", rows]) == 0
+    assert len(hub.sent) == sent, "it is in the cache"
+    assert snapshot_at("hf://me/bank")[1].sha256 == head_of(bank).sha256
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["pull", "hf://me/bank"]) == 0
+    assert main.main(["bank", "verify", "bank"]) == 0
+    served = parsed("serve", ["hf://me/bank", "port=0"])
+    assert (served.bank, served.overrides) == ("hf://me/bank", ["port=0"])
+    assert at_bank(load_serve_config(None, [f"bank={served.bank}"])).bank.startswith(str(tmp_path / "cache"))
+    capsys.readouterr()
+    assert main.main(["predict", "hf://bank", rows]) == 1
+    assert "'hf://bank' names nothing on the hub: expected hf://ORG/NAME" in capsys.readouterr().err
+    other = bank_of(complete, "llama", "olora")
+    push(other, head_of(other), "main", "me/bank", CardFields())
+    with pytest.raises(BankError, match=r"has another 'snapshots/000002\.json': pull hf://me/bank into another folder"):
+        pulled(tmp_path / "bank")
