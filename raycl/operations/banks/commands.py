@@ -28,6 +28,7 @@ from raycl.operations.banks.vllm import MIXTURE, export_vllm
 from raycl.routing.routers import router_class
 from raycl.serve.snapshots.parts import backbone_of, router_of
 from raycl.storage import Storage
+from raycl.training.records.hub import on_hub
 from raycl.training.records.journal import last_attempt, read_state
 from raycl.training.records.named_bank import bank_and_reference, bank_at, find_bank
 
@@ -156,7 +157,8 @@ def rollback(bank: Bank, options: Namespace) -> CommandResult:
 def merge(bank: Bank, options: Namespace) -> CommandResult:
     """Return a snapshot with the tasks of two."""
     ours = resolve(bank, options.ours)
-    other, reference = bank_and_reference(options.theirs) if "@" in options.theirs else (bank, options.theirs)
+    is_elsewhere = "@" in options.theirs or on_hub(options.theirs)
+    other, reference = bank_and_reference(options.theirs) if is_elsewhere else (bank, options.theirs)
     theirs = resolve(other, reference)
     merged = merging.merge(bank, ours, theirs, other, options.with_samples)
     tree = {"snapshot": merged.number, "tasks": [task.name for task in merged.tasks], "branch": None}
