@@ -143,11 +143,8 @@ def f_t(values: Values) -> list[float | None]:
     """
     if not is_sequence(values):
         return []
-    return [_f_t(values[:t]) for t in range(2, len(values) + 1)]
-
-
-def _f_t(rows: Values) -> float | None:
-    return mean([_minus(_best(rows, 0, j), rows[-1][j]) for j in range(len(rows) - 1)])
+    until = [values[:t] for t in range(2, len(values) + 1)]
+    return [mean([_minus(_best(rows, 0, j), rows[-1][j]) for j in range(len(rows) - 1)]) for rows in until]
 
 
 def is_sequence(values: Values) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from raycl.metrics.answers import Answers, mean_best
@@ -67,14 +67,10 @@ def _rouge_l(prediction: str, reference: str, ascii_only: bool = False) -> float
     return float(_scorer(ascii_only).score(target=reference, prediction=prediction)["rougeL"].fmeasure)
 
 
-def _rouge_l_ascii(prediction: str, reference: str) -> float:
-    return _rouge_l(prediction, reference, ascii_only=True)
-
-
 rouge = mean_best(_rouge_l)
 """Rouge-L, F-measure, English words stemmed."""
 
-rouge_ascii = mean_best(_rouge_l_ascii)
+rouge_ascii = mean_best(partial(_rouge_l, ascii_only=True))
 """Rouge-L as rouge_score computes it: letters and digits outside ASCII are dropped."""
 
 

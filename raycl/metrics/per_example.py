@@ -20,11 +20,12 @@ import importlib.util
 import re
 import string
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+
+import numpy as np
 
 from raycl.errors import BackboneError, ConfigError, DataError, meant
-from raycl.metrics.answers import Answers, Labels, Metric, References, mean_best
-from raycl.metrics.intervals import interval
+from raycl.metrics.answers import Answers, Labels, Metric, mean_best
 from raycl.metrics.matrix import ACCURACY
 from raycl.metrics.overlap import bleu, edit_similarity, rouge, rouge_ascii
 from raycl.metrics.sari import sari
@@ -38,12 +39,9 @@ _NO_LABEL = "<off task>"
 
 def score(
     metric: str,
-    predictions: Sequence[str],
-    references: References,
-    labels: Labels = None,
+    answers: Answers,
     other_labels: Collection[str] = (),
     *,
-    sources: Sequence[str] = (),
     off_task_is_wrong: bool = True,
     with_interval: bool = False,
 ) -> Score:
@@ -51,11 +49,8 @@ def score(
 
     Args:
         metric: a name in `METRICS`, or of a package.
-        predictions: one text per example, markers and prompt already cut off.
-        references: per example one or more accepted texts.
-        labels: the task's closed label set, None for free text.
+        answers: one text per example, markers and prompt already cut off; sources where `Metric.needs_sources`.
         other_labels: label words of the other tasks; replies equal to one of them are off-task.
-        sources: the input texts, for metrics that need them (`Metric.needs_sources`).
         off_task_is_wrong: off-task replies score 0, but under metrics of overlapping text; else they are only counted.
         with_interval: add `low` and `high`, the limits of the 95 % interval, where the metric is a mean of rows.
 
@@ -67,18 +62,43 @@ def score(
         DataError: nothing to score, an example without reference, references that the metric cannot use.
     """
     rule = check_metric(metric)
-    _check_examples(predictions, references)
-    foreign = _Foreign(labels, other_labels)
-    off_task = [foreign.has(*example) for example in zip(predictions, references, strict=True)]
-    zeroed = off_task if off_task_is_wrong and not rule.overlap else [False] * len(off_task)
-    judged = tuple(None if wrong else text for text, wrong in zip(predictions, zeroed, strict=True))
-    answers = Answers(judged, references, labels, sources)
+    count = len(answers.predictions)
+    assert count == len(answers.references), f"{count} predictions for {len(answers.references)} references"
+    if not count:
+        raise DataError("there are 0 examples to score: expected at least one, check the task's test split")
+    for row, accepted in enumerate(answers.references):
+        if not accepted:
+            raise DataError(f"test example {row} has no reference: give at least one accepted answer")
+    foreign = _Foreign(answers.labels, other_labels)
+    off_task = [text is None or foreign.has(text, accepted) for text, accepted in answers.pairs()]
+    empty = sum(text is not None and not text.strip() for text in answers.predictions)
+    if off_task_is_wrong and not rule.overlap:
+        pairs = zip(answers.predictions, off_task, strict=True)
+        answers = answers._replace(predictions=[None if wrong else text for text, wrong in pairs])
     value, extra = rule.compute(answers)
     if with_interval and rule.mean_of_rows:
         low, high = interval([rule.compute(row)[0] for row in answers.rows()])
         extra = {**extra, "low": low, "high": high}
-    empty = sum(not prediction.strip() for prediction in predictions)
-    return Score(value, len(predictions), {"off_task": float(sum(off_task)), "empty": float(empty), **extra})
+    return Score(value, count, {"off_task": float(sum(off_task)), "empty": float(empty), **extra})
+
+
+def interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Return the limits of the 95 % confidence interval of the mean of a sample's scores, 0 to 100.
+
+    Rows that are right or wrong have Wilson's interval of a share, which is no point where all are right; others the
+    bias-corrected and accelerated bootstrap of 9,999 resamples with a fixed seed (both of scipy). Rows are taken as
+    drawn from endlessly many: for a sample that is a large part of its test set the interval is wider than it need be.
+    """
+    from scipy import stats  # half a second of imports, only paid by runs that sample
+
+    values = np.asarray(scores, dtype=np.float64)
+    if np.isin(values, (0.0, 100.0)).all():
+        limits = stats.binomtest(int((values > 0).sum()), len(values)).proportion_ci(0.95, method="wilson")
+        return 100.0 * float(limits.low), 100.0 * float(limits.high)
+    if np.ptp(values) == 0:
+        return float(values[0]), float(values[0])
+    limits = stats.bootstrap((values,), np.mean, n_resamples=9_999, confidence_level=0.95, rng=0).confidence_interval
+    return float(limits.low), float(limits.high)
 
 
 def metric_of(name: str) -> Metric:
@@ -155,15 +175,6 @@ def _words(text: str) -> list[str]:
     return re.sub(r"\W", " ", text).split()
 
 
-def _check_examples(predictions: Sequence[str], references: References) -> None:
-    assert len(predictions) == len(references), f"{len(predictions)} predictions for {len(references)} references"
-    if not predictions:
-        raise DataError("there are 0 examples to score: expected at least one, check the task's test split")
-    for row, accepted in enumerate(references):
-        if not accepted:
-            raise DataError(f"test example {row} has no reference: give at least one accepted answer")
-
-
 class _Foreign:
     """The labels of other tasks, which are no answers to this task."""
 
@@ -200,63 +211,34 @@ def _equal(prediction: str, reference: str) -> float:
 
 
 def _first(prediction: str, reference: str) -> float:
-    word = first_word(prediction)
-    return float(bool(word) and word == _label_word(reference))
-
-
-def _first_lower(prediction: str, reference: str) -> float:
-    return _first(prediction.lower(), reference.lower())
-
-
-def _label_word(reference: str) -> str:
-    """Return the reference as the first-word rules need it.
+    """Compare first words.
 
     Raises:
-        DataError: it is not one word, so that the rule would accept wrong answers.
+        DataError: the reference is not one word, so that the rule would accept wrong answers.
     """
     words = _words(reference)
     if len(words) != 1:
         raise DataError(f"reference '{reference}' is not one word, which first-word metrics need: use 'exact_match'")
-    return words[0]
+    return float(first_word(prediction) == words[0])
 
 
-def _macro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
-    """Compute the unweighted mean over the classes that occur; replies that are no label are misses, not a class."""
-    predictions = _predicted(answers)
-    truth = _single_truth(predictions, answers.references)
-    classes = sorted(set(truth) | (set(answers.labels or ()) & set(predictions)))
-    return _f1(truth, predictions, classes, "macro"), _accuracy(truth, predictions)
+def _f1(answers: Answers, average: str) -> tuple[float, dict[str, float]]:
+    """Compute F1 over label texts, and the share of right answers, which DAS reports with it.
 
-
-def _micro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
-    """Compute F1 over pooled decisions; replies that are no label are wrong, so this equals the accuracy."""
-    predictions = _predicted(answers)
-    truth = _single_truth(predictions, answers.references)
-    value = _f1(truth, predictions, sorted(set(truth) | set(predictions)), "micro")
-    return value, _accuracy(truth, predictions)
-
-
-def _accuracy(truth: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-    """Return the share of right answers, which DAS reports with F1."""
-    right = sum(answer == wanted for answer, wanted in zip(predictions, truth, strict=True))
-    return {ACCURACY: 100.0 * right / len(truth)}
-
-
-def _predicted(answers: Answers) -> list[str]:
-    return [_NO_LABEL if text is None else text for text in answers.predictions]
-
-
-def _f1(truth: Sequence[str], predictions: Sequence[str], classes: Sequence[str], average: str) -> float:
+    Macro: the unweighted mean over the classes that occur; replies that are no label are misses, not a class. Micro:
+    over pooled decisions; replies that are no label are wrong, so this equals the accuracy. The truth is the reference
+    that matches, else the first.
+    """
     from sklearn.metrics import f1_score  # a second of imports, only paid by tasks that need it
 
-    value = f1_score(list(truth), list(predictions), labels=list(classes), average=average, zero_division=0)
-    return 100.0 * float(value)
-
-
-def _single_truth(predictions: Sequence[str], references: References) -> list[str]:
-    """Choose one truth per example, as F1 needs: the matching reference, else the first."""
-    pairs = zip(predictions, references, strict=True)
-    return [prediction if prediction in accepted else accepted[0] for prediction, accepted in pairs]
+    predictions = [_NO_LABEL if text is None else text for text in answers.predictions]
+    pairs = list(zip(predictions, answers.references, strict=True))
+    truth = [prediction if prediction in accepted else accepted[0] for prediction, accepted in pairs]
+    predicted = set(predictions) & set(answers.labels or ()) if average == "macro" else set(predictions)
+    classes = sorted(predicted.union(truth))
+    value = f1_score(truth, predictions, labels=classes, average=average, zero_division=0)
+    right = sum(prediction in accepted for prediction, accepted in pairs)
+    return 100.0 * float(value), {ACCURACY: 100.0 * right / len(truth)}
 
 
 def _bertscore(answers: Answers) -> tuple[float, dict[str, float]]:
@@ -290,10 +272,10 @@ METRICS: dict[str, Metric] = {
     "rouge_l_ascii": Metric(rouge_ascii, overlap=True),
     # SLM, T5 and LLaMA choice tasks: first words compared case-sensitively.
     "first_word": Metric(mean_best(_first)),
-    "first_word_lower": Metric(mean_best(_first_lower)),
+    "first_word_lower": Metric(mean_best(lambda text, reference: _first(text.lower(), reference.lower()))),
     # DAS (MIGU section on continual pre-training): sklearn's F1 over label texts; ChemProt reports micro-F1.
-    "macro_f1": Metric(_macro_f1, mean_of_rows=False),
-    "micro_f1": Metric(_micro_f1),
+    "macro_f1": Metric(partial(_f1, average="macro"), mean_of_rows=False),
+    "micro_f1": Metric(partial(_f1, average="micro")),
     # SLM, medical task.
     "bertscore": Metric(_bertscore, mean_of_rows=False, library="bert_score", install="'raycl[bertscore]'"),
     # Papineni et al. 2002, over the whole task, by sacrebleu.

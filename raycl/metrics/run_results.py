@@ -1,6 +1,7 @@
 """Result files: their location, their numbers, and the names of runs.
 
-Tables, plots and comparisons share one reading of a result tree, and one way to name a run.
+Tables, plots and comparisons share one reading of a result tree, and one way to name a run. A comparison file can name
+the numbers that a paper printed for its rows; they are written into its folder, so that later reports show them too.
 
 A result tree is the parsed `results.json` of a run; the keys used here are `config` (with `seed`, `stream`,
 `backbone`, `method`, perhaps `modifiers`), `stream` (with `tasks`), `phases`, `matrix`, `metrics`, perhaps `unseen`.
@@ -8,22 +9,62 @@ A result tree is the parsed `results.json` of a run; the keys used here are `con
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pyarrow import fs
+from pydantic import Field, field_validator
 
-from raycl.config import Tree
+from raycl import config as configs
+from raycl.config import Section, Tree
 from raycl.errors import DamagedError, RunError
-from raycl.metrics.published import Published, read_published, row_of
 from raycl.storage import Storage
 from raycl.storage.records import without_hash
 
 RESULT_FILE = "results.json"
+PUBLISHED_FILE = "published.json"
+"""Name in a comparison's folder of the numbers that a paper printed."""
 METRICS = {"ap": "AP", "f_ra": "F.Ra", "fwt": "FWT", "bwt": "BWT"}
 """Metrics of a stream: key in the file -> name in the papers, the title of a column."""
+
+PUBLISHABLE = (*METRICS, "accuracy", "accuracy_first_two", "accuracy_last_two", "unseen")
+OF_TYPE = "unseen_"
+"""Numbers of a comparison's line that a paper may print too; `unseen_<type>` is the mean over the tasks of a type that
+were never trained."""
+
+
+class Published(Section):
+    """The numbers that a paper printed."""
+
+    source: str = Field(min_length=1, description="paper, table, benchmark and model of the numbers")
+    rows: dict[str, dict[str, float]] = Field(
+        min_length=1, description="name of a row -> ap, f_ra, fwt, bwt, accuracy, unseen or unseen_<type> -> number"
+    )
+
+    @field_validator("rows")
+    @classmethod
+    def _metrics_are_known(cls, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        for row, numbers in rows.items():
+            unknown = [name for name in numbers if name not in PUBLISHABLE and not name.startswith(OF_TYPE)]
+            if unknown:
+                raise ValueError(f"row '{row}' has the number '{unknown[0]}': expected {', '.join(PUBLISHABLE)}")
+        return rows
+
+    def beside(self, result: Tree) -> Tree:
+        """Return the result tree with the published numbers of its row, `<row>-s<seed>`, as `published`, if there are
+        any."""
+        name = str((result["config"].get("output") or {}).get("name") or "")
+        numbers = self.rows.get(name.rpartition("-s")[0])
+        return result if numbers is None else {**result, "published": {"source": self.source, "numbers": dict(numbers)}}
+
+    def write(self, folder: Storage) -> None:
+        """Write the numbers into the comparison's folder for later reports, unless they are there already."""
+        tree = configs.as_tree(self)
+        if not folder.exists(PUBLISHED_FILE) or folder.read_json(PUBLISHED_FILE) != json.loads(json.dumps(tree)):
+            folder.write_json(PUBLISHED_FILE, tree)
 
 
 def read_results(path: str | Path) -> Tree:
@@ -33,7 +74,10 @@ def read_results(path: str | Path) -> Tree:
         RunError: there is no result, or the file is something else.
         StorageError: the file cannot be read.
     """
-    folder, name = _split(str(path))
+    folder, name = str(path), RESULT_FILE
+    if folder.endswith(".json"):
+        folder, _, name = folder.rpartition("/")
+        folder = folder or "."
     storage = Storage.at(folder)
     if not storage.exists(name):
         raise RunError(f"there is no {name} in '{folder}': give the folder of a finished run")
@@ -63,7 +107,7 @@ def find_results(root: str | Path) -> list[Tree]:
     results = []
     for folder, published in _found(root):
         result = _read(folder, RESULT_FILE)
-        results.append(result if published is None else published.beside(result, row_of(result)))
+        results.append(result if published is None else published.beside(result))
     return results
 
 
@@ -83,19 +127,15 @@ def _found(root: str | Path) -> list[tuple[Storage, Published | None]]:
     return folders
 
 
-def _split(path: str) -> tuple[str, str]:
-    if not path.endswith(".json"):
-        return path, RESULT_FILE
-    folder, _, name = path.rpartition("/")
-    return folder or ".", name
-
-
 def _run_folders(storage: Storage, published: Published | None = None) -> Iterator[tuple[Storage, Published | None]]:
     """Yield folders of runs, each with the published row that the comparison around it has."""
     if storage.exists(RESULT_FILE):
         yield storage, published
         return
-    published = read_published(storage)
+    if storage.exists(PUBLISHED_FILE):
+        published = configs.validate(Published, dict(storage.read_json(PUBLISHED_FILE)))
+    else:
+        published = None
     selector = fs.FileSelector(storage.path(), allow_not_found=True)
     infos = storage.filesystem.get_file_info(selector)
     for name in sorted(info.base_name for info in infos if info.type == fs.FileType.Directory):

@@ -81,10 +81,6 @@ def _fwt_constant(values: Values) -> float | None:
     return None if score is None else score - SAPT_CONSTANT
 
 
-def _final_f_t(values: Values) -> float | None:
-    return next(reversed(f_t(values)), None)
-
-
 def _fwt_untrained(values: Values, untrained: References) -> float | None:
     if not is_sequence(values):
         return None
@@ -142,6 +138,9 @@ VARIANTS: dict[str, Variant] = {
         _alone(_forgetting_skipping), "LibContinual compute_frgt: diagonal minus final, last task but one skipped"
     ),
     "bwt_treelora": Variant(_alone(_bwt_clamped), "TreeLoRA collect_results.py: gains count as 0, divided by M"),
-    "f_t_slm": Variant(_alone(_final_f_t), "SLM section 4.4, eq. 8: F_M, best score of any earlier phase minus final"),
+    "f_t_slm": Variant(
+        _alone(lambda values: next(reversed(f_t(values)), None)),
+        "SLM section 4.4, eq. 8: F_M, best score of any earlier phase minus final",
+    ),
 }
 """Name `<number>_<source>` -> variant; `_code` marks released code that differs from its paper."""

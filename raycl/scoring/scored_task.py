@@ -12,6 +12,7 @@ from raycl.data.sources.conversation import last_contents
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import counted
+from raycl.metrics.answers import Answers
 from raycl.metrics.per_example import metric_of, score
 from raycl.metrics.settings import EvalConfig
 from raycl.types import Batch, Score, Task, TextCodec
@@ -101,11 +102,8 @@ def score_answers(
     """
     return score(
         task.metric,
-        answers,
-        references,
-        task.labels,
+        Answers(answers, references, task.labels, sources),
         other_labels,
-        sources=sources,
         off_task_is_wrong=settings.off_task == "wrong",
         with_interval=settings.subsample is not None,
     )

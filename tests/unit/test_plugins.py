@@ -16,6 +16,7 @@ from raycl.data.settings import StreamConfig
 from raycl.data.stream import open_stream
 from raycl.errors import BankError, ConfigError, PluginError
 from raycl.methods.registry import METHODS, method_class
+from raycl.metrics.answers import Answers
 from raycl.metrics.per_example import score
 from raycl.operations.plan.tables import methods_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
@@ -248,7 +249,7 @@ def test_formats_metrics_and_orders_of_packages_are_used_by_name(tmp_path: Path)
     stream = open_stream(StreamConfig(name="toy-order", root=str(tmp_path), dev_fraction=0), 0)
     first = stream.tasks[0]
     assert (first.name, first.labels, first.metric) == ("one", ("x", "y"), "half")
-    assert score("half", ["x", "y"], [["x"], ["z"]]).value == 50.0
+    assert score("half", Answers(["x", "y"], [["x"], ["z"]])).value == 50.0
     (tmp_path / "piped").mkdir()
     for split in ("train", "test"):
         (tmp_path / "piped" / f"{split}.piped").write_text("a b|yes\nc d|no\n")

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from raycl.config import Tree, flatten
 from raycl.data.sources.table_cells import SpreadsheetWriter
-from raycl.metrics.published import OF_TYPE, numbers_of, source_of
 from raycl.metrics.run_results import (
     INSTRUCTION,
     METRICS,
+    OF_TYPE,
     averages_of,
     backbone_of,
     method_of,
@@ -192,7 +192,8 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
     numbers |= {f"{OF_TYPE}{name}": Spread.over([scores.get(name) for scores in types]) for name in types[0]}
     numbers |= {name: Spread.over([result.get(name) for result in group]) for name in COSTS}
     title = method_of(first), settings, stream_of(first), backbone_of(first)
-    return Line(*title, len(group), numbers, numbers_of(first), source_of(first))
+    published = first.get("published") or {}
+    return Line(*title, len(group), numbers, published.get("numbers", {}), published.get("source", ""))
 
 
 def _untrained(results: Sequence[Tree], like: Tree) -> Line | None:

@@ -27,7 +27,7 @@ from raycl.config.names import FolderName
 from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch.status import status_of
-from raycl.metrics.published import Published, row_of
+from raycl.metrics.run_results import Published
 from raycl.storage import Storage
 from raycl.training.records.run_folder import CONFIG
 from raycl.training.setup.checks import check_singles
@@ -173,7 +173,7 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
         outcome = _on_ray(comparison, planned, directory)
     if comparison.published is None:
         return outcome
-    shown = {name: comparison.published.beside(tree, row_of(tree)) for name, tree in outcome.results.items()}
+    shown = {name: comparison.published.beside(tree) for name, tree in outcome.results.items()}
     return ComparisonOutcome(shown, outcome.failed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from raycl.metrics.answers import Answers
 from raycl.metrics.matrix import AccuracyMatrix, averages
 from raycl.metrics.per_example import score
 from raycl.types import Score
@@ -16,13 +17,13 @@ def matrix(*last: Score | None) -> AccuracyMatrix:
 @pytest.mark.parametrize("metric", ["macro_f1", "micro_f1"])
 def test_accuracy_stands_beside_f1(metric: str) -> None:
     """DAS reports both; here three of four answers are right and one class is never answered."""
-    result = score(metric, ["a", "a", "a", "a"], [["a"], ["a"], ["a"], ["b"]], labels=["a", "b"])
+    result = score(metric, Answers(["a", "a", "a", "a"], [["a"], ["a"], ["a"], ["b"]], labels=["a", "b"]))
     assert result.extra["accuracy"] == 75
     assert result.value == pytest.approx(100 * (6 / 7) / 2 if metric == "macro_f1" else 75)
 
 
 def test_off_task_answers_are_no_right_ones() -> None:
-    assert score("macro_f1", ["x", "a"], [["a"], ["a"]], ["a"], other_labels=["x"]).extra["accuracy"] == 50
+    assert score("macro_f1", Answers(["x", "a"], [["a"], ["a"]], ["a"]), other_labels=["x"]).extra["accuracy"] == 50
 
 
 def test_means_of_the_first_and_last_two_tasks() -> None:

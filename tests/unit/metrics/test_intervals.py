@@ -7,8 +7,8 @@ import importlib.util
 import numpy as np
 import pytest
 
-from raycl.metrics.intervals import interval
-from raycl.metrics.per_example import METRICS, score
+from raycl.metrics.answers import Answers
+from raycl.metrics.per_example import METRICS, interval, score
 
 
 def test_rows_that_are_right_or_wrong_have_wilsons_interval() -> None:
@@ -33,8 +33,11 @@ def test_such_metrics_are_means_over_rows(metric: str) -> None:
         return
     given, accepted = ["red", "the blue", "", "cat"], [["red"], ["blue", "a"], ["cat"], ["dog"]]
     labels = ["red", "blue", "cat", "dog"]
-    rows = [score(metric, [item], [many], labels, ["cat"]).value for item, many in zip(given, accepted, strict=True)]
-    result = score(metric, given, accepted, labels, with_interval=True)
+    rows = [
+        score(metric, Answers([item], [many], labels), ["cat"]).value
+        for item, many in zip(given, accepted, strict=True)
+    ]
+    result = score(metric, Answers(given, accepted, labels), with_interval=True)
     assert result.value == pytest.approx(sum(rows) / 4)
     assert result.extra["low"] < result.value < result.extra["high"]
-    assert "low" not in score("macro_f1", given, accepted, labels, with_interval=True).extra
+    assert "low" not in score("macro_f1", Answers(given, accepted, labels), with_interval=True).extra

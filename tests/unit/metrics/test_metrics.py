@@ -12,11 +12,12 @@ import torch
 
 from raycl.data.benchmarks.knowledge import TASKS
 from raycl.errors import ConfigError, DataError
+from raycl.metrics.answers import Answers
 from raycl.metrics.per_example import METRICS, check_labels, check_metric, first_word, normalize, score, taken_for_same
 
 
 def one(metric: str, prediction: str, *references: str) -> float:
-    return score(metric, [prediction], [references]).value
+    return score(metric, Answers([prediction], [references])).value
 
 
 def test_worked_examples_of_the_text_scores() -> None:
@@ -72,7 +73,7 @@ def test_the_best_of_several_references_counts(metric: str) -> None:
 
 
 def test_value_is_the_mean_over_examples() -> None:
-    result = score("exact_match", ["a", "b", "c"], [["a"], ["b"], ["x"]])
+    result = score("exact_match", Answers(["a", "b", "c"], [["a"], ["b"], ["x"]]))
     assert result.value == pytest.approx(200 / 3)
     assert result.count == 3
     assert result.extra == {"off_task": 0, "empty": 0}
@@ -81,8 +82,7 @@ def test_value_is_the_mean_over_examples() -> None:
 def test_off_task_and_empty_replies_score_nothing_and_are_counted() -> None:
     result = score(
         "exact_match",
-        ["Positive.", "  ", "a positive day"],
-        [["it was positive"], ["a day"], ["a positive day"]],
+        Answers(["Positive.", "  ", "a positive day"], [["it was positive"], ["a day"], ["a positive day"]]),
         other_labels=["positive", "negative"],
     )
     assert result.extra == {"off_task": 1, "empty": 1}
@@ -92,35 +92,37 @@ def test_off_task_and_empty_replies_score_nothing_and_are_counted() -> None:
 @pytest.mark.parametrize("metric", ["rouge_l", "rouge_l_ascii", "edit_similarity", "bleu"])
 def test_the_off_task_rule_leaves_overlapping_text_alone(metric: str) -> None:
     replies = (["Positive. It was fine"], [["Positive. It was fine, all of the time"]])
-    told = score(metric, *replies, other_labels=["positive it was fine"])
+    told = score(metric, Answers(*replies), other_labels=["positive it was fine"])
     assert told.extra["off_task"] == 1
-    assert told.value == score(metric, *replies).value > 0
+    assert told.value == score(metric, Answers(*replies)).value > 0
 
 
 def test_the_off_task_rule_can_be_switched_off() -> None:
     replies = (["good day"], [["good"]])  # the first word is right, the whole answer is a label of another task
-    ruled = score("first_word", *replies, other_labels=["good day"])
-    free = score("first_word", *replies, other_labels=["good day"], off_task_is_wrong=False)
+    ruled = score("first_word", Answers(*replies), other_labels=["good day"])
+    free = score("first_word", Answers(*replies), other_labels=["good day"], off_task_is_wrong=False)
     assert (ruled.value, free.value) == (0, 100)
     assert (ruled.extra["off_task"], free.extra["off_task"]) == (1, 1)
 
 
 @pytest.mark.parametrize("metric", ["exact_match", "accuracy", "rouge_l", "rouge_l_ascii", "edit_similarity"])
 def test_an_empty_answer_to_an_empty_reference_is_right(metric: str) -> None:
-    result = score(metric, ["", "", "x"], [[""], ["a"], [""]])
+    result = score(metric, Answers(["", "", "x"], [[""], ["a"], [""]]))
     assert (result.value, result.extra["empty"]) == (pytest.approx(100 / 3), 2)
 
 
 def test_an_off_task_answer_is_no_empty_answer() -> None:
     replies = (["yes"], [["", "no"]])
-    assert score("accuracy", *replies, other_labels=["yes"]).value == 0
-    assert score("micro_f1", *replies, other_labels=["yes"]).value == 0
+    assert score("accuracy", Answers(*replies), other_labels=["yes"]).value == 0
+    assert score("micro_f1", Answers(*replies), other_labels=["yes"]).value == 0
 
 
 def test_labels_shared_by_tasks_and_right_answers_are_never_off_task() -> None:
-    shared = score("exact_match", ["yes", "no"], [["yes"], ["yes"]], labels=["yes", "no"], other_labels=["yes", "no"])
+    shared = score(
+        "exact_match", Answers(["yes", "no"], [["yes"], ["yes"]], labels=["yes", "no"]), other_labels=["yes", "no"]
+    )
     assert (shared.value, shared.extra["off_task"]) == (50, 0)
-    free_text = score("exact_match", ["Paris"], [["paris"]], other_labels=["paris"])
+    free_text = score("exact_match", Answers(["Paris"], [["paris"]]), other_labels=["paris"])
     assert (free_text.value, free_text.extra["off_task"]) == (100, 0)
 
 
@@ -139,8 +141,8 @@ def test_exact_match_never_takes_two_labels_of_a_task_for_one(labels: tuple[str,
     pairs = [(answer, label) for answer in (*labels, "") for label in labels]
     answers, references = [answer for answer, _ in pairs], [[label] for _, label in pairs]
     right = 100 * sum(answer == label for answer, label in pairs) / len(pairs)
-    assert score("exact_match", answers, references, labels).value == pytest.approx(right)
-    sampled = score("exact_match", answers, references, labels, with_interval=True).extra
+    assert score("exact_match", Answers(answers, references, labels)).value == pytest.approx(right)
+    sampled = score("exact_match", Answers(answers, references, labels), with_interval=True).extra
     assert sampled["low"] < right < sampled["high"]
 
 
@@ -150,25 +152,27 @@ def test_labels_of_published_tasks_are_scored_as_published() -> None:
     for task in sets:
         others = [label for other in sets if other is not task for label in other]
         for answer in (*task, *others):
-            result = score("exact_match", [answer], [[task[0]]], task, others)
+            result = score("exact_match", Answers([answer], [[task[0]]], task), others)
             assert result.value == 100 * (normalize(answer) == normalize(task[0])), "case and punctuation do not matter"
 
 
 def test_a_label_of_another_task_is_wrong_where_it_differs_by_its_sign() -> None:
     given = (["1", "Zero", "1"], [["-1"], ["zero"], ["1"]], ["-1", "zero"])
-    result = score("exact_match", *given, other_labels=["1", "Zero"])
+    result = score("exact_match", Answers(*given), other_labels=["1", "Zero"])
     assert (result.value, result.extra["off_task"]) == (pytest.approx(200 / 3), 1)
 
 
 def test_macro_f1_averages_over_classes_that_occur() -> None:
     predictions, references = ["a", "a", "b", "noise"], [["a"], ["b"], ["b"], ["b"]]
     # a: P 1/2, R 1; b: P 1, R 1/3; "noise" is no class, c never occurs
-    result = score("macro_f1", predictions, references, labels=["a", "b", "c"])
+    result = score("macro_f1", Answers(predictions, references, labels=["a", "b", "c"]))
     assert result.value == pytest.approx(100 * (2 / 3 + 1 / 2) / 2)
 
 
 def test_micro_f1_is_the_share_of_right_answers() -> None:
-    assert score("micro_f1", ["a", "b", "noise", ""], [["a"], ["a"], ["b"], ["b"]], labels=["a", "b"]).value == 25
+    assert (
+        score("micro_f1", Answers(["a", "b", "noise", ""], [["a"], ["a"], ["b"], ["b"]], labels=["a", "b"])).value == 25
+    )
 
 
 def test_unknown_metric_names_the_nearest() -> None:
@@ -180,9 +184,9 @@ def test_unknown_metric_names_the_nearest() -> None:
 
 def test_nothing_to_score_is_an_error() -> None:
     with pytest.raises(DataError, match="0 examples"):
-        score("accuracy", [], [])
+        score("accuracy", Answers([], []))
     with pytest.raises(DataError, match="test example 1 has no reference"):
-        score("accuracy", ["a", "b"], [["a"], []])
+        score("accuracy", Answers(["a", "b"], [["a"], []]))
 
 
 def test_bertscore_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +204,13 @@ def test_bertscore_reports_precision_recall_and_f1(monkeypatch: pytest.MonkeyPat
     module.__dict__["score"] = fake
     monkeypatch.setitem(sys.modules, "bert_score", module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: module)
-    result = score("bertscore", ["a", ""], [["x", "y"], ["z"]])  # the empty reply counts as 0
+    result = score("bertscore", Answers(["a", ""], [["x", "y"], ["z"]]))  # the empty reply counts as 0
     assert result.value == pytest.approx(30)
     assert result.extra == pytest.approx({"off_task": 0, "empty": 1, "precision": 25, "recall": 35, "f1": 30})
 
 
 @pytest.mark.parametrize("metric", sorted(set(METRICS) - {"bertscore", "bleu", "sari"}))
 def test_perfect_and_hopeless_answers(metric: str) -> None:
-    right: Callable[[str], float] = lambda text: score(metric, [text, text], [["good"], ["good"]]).value  # noqa: E731
+    right: Callable[[str], float] = lambda text: score(metric, Answers([text, text], [["good"], ["good"]])).value  # noqa: E731
     assert right("good") == pytest.approx(100)
     assert right("") == 0

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
+from raycl.metrics.answers import Answers
 from raycl.metrics.overlap import UnicodeTokenizer, tokenizer_for
 from raycl.metrics.per_example import score
 
@@ -16,7 +17,7 @@ ASCII = st.text(st.characters(max_codepoint=127), max_size=60)
 
 
 def one(metric: str, prediction: str, *references: str, source: str = "") -> float:
-    return score(metric, [prediction], [references], sources=[source]).value
+    return score(metric, Answers([prediction], [references], sources=[source])).value
 
 
 @given(ASCII, ASCII)
@@ -64,14 +65,14 @@ def test_bleu_of_a_worked_example() -> None:
         ["It was not unexpected.", "No one was surprised."],
         ["The man bit him first.", "The man had bitten the dog."],
     ]
-    result = score("bleu", answers, references)
+    result = score("bleu", Answers(answers, references))
     assert result.value == pytest.approx(48.530827, abs=1e-5)
     assert result.extra["brevity"] == pytest.approx(math.exp(1 - 18 / 17))  # 17 tokens for the nearest 18
 
 
 def test_bleu_takes_as_many_references_as_there_are() -> None:
     answers = ["a b c d", "e f g h"]
-    assert score("bleu", answers, [["x", "a b c d"], ["e f g h"]]).value == pytest.approx(100)
+    assert score("bleu", Answers(answers, [["x", "a b c d"], ["e f g h"]])).value == pytest.approx(100)
 
 
 def test_bleu_splits_chinese_characters() -> None:
@@ -89,7 +90,7 @@ def test_sari_of_the_published_examples() -> None:
         "About 95 species are now accepted.",
         "95 species are now accepted.",
     )
-    result = score("sari", [answer], [references], sources=[source])
+    result = score("sari", Answers([answer], [references], sources=[source]))
     assert result.value == pytest.approx(26.953601953601954)
     parts = {"add": 100 / 12, "keep": 22.527472527472525, "delete": 50}
     assert {name: result.extra[name] for name in parts} == pytest.approx(parts)
@@ -100,7 +101,7 @@ def test_sari_rewards_what_the_references_changed() -> None:
     source, short = "der sehr alte Hund bellt laut", "der Hund bellt"
     assert one("sari", short, short, source=source) == pytest.approx(100)
     assert one("sari", source, short, source=source) < 60
-    assert score("sari", [short, source], [[short], [short]], sources=[source, source]).value == pytest.approx(
+    assert score("sari", Answers([short, source], [[short], [short]], sources=[source, source])).value == pytest.approx(
         (100 + one("sari", source, short, source=source)) / 2
     )
 

@@ -12,8 +12,7 @@ import pytest
 
 from raycl.errors import RunError
 from raycl.metrics.matrix import AccuracyMatrix, averages
-from raycl.metrics.published import Published
-from raycl.metrics.run_results import find_results
+from raycl.metrics.run_results import Published, find_results
 from raycl.operations.report.run_comparison import Spread, compare, runs_to_csv, to_csv
 from raycl.operations.report.tables import (
     comparison_table,
