@@ -1,4 +1,4 @@
-"""What every test needs: few threads, no network, caches in temporary folders, and one small Ray cluster.
+"""What every test needs: few threads, no network, caches in temporary folders, and a small Ray cluster.
 
 The environment is set while pytest imports this file, that is before any test imports torch.
 """
@@ -9,7 +9,6 @@ import gc
 import os
 import secrets
 import shutil
-import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from hypothesis import settings
+from shared_cluster import SharedCluster
 
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 QUIET = {
@@ -47,8 +47,8 @@ if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 1024**3:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 """Folders of tests are kept in memory where it has room for them: raycl waits for the disk after each file."""
 
-LONGEST = ("test_train_on_ray", "test_sweep", "test_serve", "test_several_rays", "test_submit")
-"""Files of tests/ray that take more than half a minute, the longest first."""
+LONGEST = ("test_train_on_ray", "test_several_rays", "test_sweep", "test_warm_workers", "test_serve", "test_submit")
+"""Files of tests/ray that take half a minute or more of processor time, the longest first."""
 
 pytest_plugins = ["complete_runs", "chromium"]
 """Of tests/lab, which is on the path: tiny models and complete runs that several tests read; a browser."""
@@ -126,31 +126,33 @@ def one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> FileLock:
     return FileLock(tmp_path_factory.getbasetemp().parent / "ray-starts.lock")
 
 
+@pytest.fixture(scope="session")
+def shared_cluster(one_at_a_time: FileLock, cache: Path) -> Iterator[SharedCluster]:
+    """Ends with the session at the latest."""
+    cluster = SharedCluster(one_at_a_time, {**THREADS, **QUIET, "RAYCL_CACHE": str(cache)})
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_or_no_cluster(request: pytest.FixtureRequest, shared_cluster: SharedCluster) -> Iterator[None]:
+    """End the cluster that an earlier module has left, unless this one shares it; end that of a module of its own."""
+    is_own = getattr(request.module, "OWN_CLUSTER", False)
+    if shared_cluster.is_running:
+        mine = [item for item in request.session.items if item.path == request.path]
+        if is_own or not any("ray_cluster" in getattr(item, "fixturenames", ()) for item in mine):
+            shared_cluster.end()
+    yield
+    if is_own:
+        shared_cluster.end()
+
+
 @pytest.fixture(scope="module")
-def ray_cluster(request: pytest.FixtureRequest, one_at_a_time: FileLock) -> Iterator[dict[str, str]]:
-    """Yield a Ray cluster of 2 CPUs on this machine, gone without a trace after the module; yields its address info.
+def ray_cluster(request: pytest.FixtureRequest, shared_cluster: SharedCluster) -> dict[str, str]:
+    """Return the address info of a Ray cluster of 2 CPUs on this machine.
 
-    With the dashboard in modules that set `DASHBOARD`: they start runs that join the cluster, and without it Train's
-    cleaner of placement groups, which these have, cannot work and warns every second.
+    The module that follows in this process uses it too, unless either sets `OWN_CLUSTER`. With the dashboard in modules
+    that set `DASHBOARD`: they start runs that join the cluster, and without it Train's cleaner of placement groups,
+    which these have, cannot work and warns every second.
     """
-    import ray
-
-    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # short: paths of UNIX sockets end at 107 bytes
-    try:
-        with one_at_a_time:
-            context = ray.init(
-                "local",  # and never the head that another file has started
-                num_cpus=2,
-                num_gpus=0,
-                object_store_memory=200 * 1024**2,
-                namespace="raycl-tests",
-                include_dashboard=getattr(request.module, "DASHBOARD", False),
-                log_to_driver=False,
-                runtime_env={"env_vars": {**THREADS, **QUIET, "RAYCL_CACHE": os.environ["RAYCL_CACHE"]}},
-                _temp_dir=folder,
-                _system_config={"metrics_report_interval_ms": 1000},  # Ray's: 10,000, for which tests would wait
-            )
-        yield dict(context.address_info)
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    return shared_cluster.get(getattr(request.module, "DASHBOARD", False))
