@@ -132,7 +132,7 @@ class Grown:
             self.task_context.phases = (phase,)
             self.task_context.queries = {phase.index: {"train": queries, "dev": queries[:2]}}
         self.method.begin_task(phase, self.task_context)
-        collate = Collate([self.table], self.context.backbone.label_ids(), codec.pad_id, texts=True)
+        collate = Collate([self.table], codec.pad_id, self.context.backbone.label_ids(), texts=True)
         size = batch_size
         rows = [torch.arange(start, start + size).numpy() for start in range(0, len(self.table) - size, size)]
         self.batches: list[Batch] = [collate(chosen, size) for chosen in rows]

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from raycl.backbone import load_codec
-from raycl.data.loader import GlobalOrder, Loader, eval_batches
+from raycl.data.loader import Collate, GlobalOrder, Loader, eval_batches
 from raycl.data.stream import Stream, open_stream
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
 from raycl.methods.lora_settings import LoraConfig
-from raycl.training.definition.seeds import micro_batch_size, stable_seed
 from raycl.training.optimizers.registry import optimizer_kind
+from raycl.training.phase.data import stable_seed
 from raycl.training.setup.run_config import RunConfig, phases
 from raycl.types import Batch, Phase, TextCodec
 
@@ -60,9 +60,9 @@ def _task(config: RunConfig, stream: Stream, phase: Phase, codec: TextCodec) -> 
         stable_seed(config.seed, "order", phase.index),
         train.max_steps,
     )
-    micro = micro_batch_size(train.batch_size, train.micro_batch_size, 1)
-    loader = Loader([tables["train"]], None, order, 0, 1, micro, train.batch_size, codec.pad_id)
-    batches = eval_batches(tables["test"], None, 0, 1, config.eval.batch_size, codec.pad_id)
+    micro = train.examples_per_pass(1)
+    loader = Loader(Collate([tables["train"]], codec.pad_id), order, micro)
+    batches = eval_batches(Collate([tables["test"]], codec.pad_id), config.eval.batch_size)
     return {
         "name": task.name,
         "labels": task.labels,

@@ -109,36 +109,26 @@ def _grouped(order: GlobalOrder, epoch: int) -> Indices:
 
 
 class Loader:
-    """One worker's micro-batches of each optimizer step over the concatenation of several tables."""
+    """One worker's micro-batches of each optimizer step.
+
+    Attributes:
+        order: order of all rows. accumulation: micro-batches of a step.
+    """
 
     def __init__(
-        self,
-        tables: Sequence[TokenRows],
-        label_ids: Mapping[str, int] | None,
-        order: GlobalOrder,
-        rank: int,
-        world_size: int,
-        micro_batch_size: int,
-        batch_size: int,
-        pad_id: int,
-        texts: bool = False,
-        text_objective: TextObjective | None = None,
+        self, collate: Collate, order: GlobalOrder, micro_batch_size: int, rank: int = 0, world_size: int = 1
     ) -> None:
         """Create the loader of a worker.
 
         Args:
-            label_ids: label text -> row of the label head; None where there is no head.
-            texts: batches carry their input texts.
-            text_objective: returns source and target of a text that is learned itself.
+            collate: makes batches of the rows that `order` puts in an order.
 
         Raises:
             ConfigError: see `check_batch`.
         """
-        self.accumulation = check_batch(batch_size, micro_batch_size, world_size)
-        self._collate = Collate(tables, label_ids, pad_id, texts, text_objective)
-        assert order.batch_size == batch_size, "order and loader must agree on the batch size"
-        assert order.count == self._collate.count, "the order must cover exactly the rows of the tables"
-        self._order = order
+        self.accumulation = check_batch(order.batch_size, micro_batch_size, world_size)
+        assert order.count == collate.count, "the order must cover exactly the rows of the tables"
+        self._collate, self.order = collate, order
         self._rank, self._world, self._micro = rank, world_size, micro_batch_size
 
     def named(self, rows: Sequence[int]) -> list[str]:
@@ -150,28 +140,18 @@ class Loader:
 
         `Batch.rows` counts through the concatenated tables.
         """
-        mine = self._collate.by_length(self._order.rows(step))[self._rank :: self._world]
-        starts, epoch = range(0, self.accumulation * self._micro, self._micro), self._order.epoch(step)
+        mine = self._collate.by_length(self.order.rows(step))[self._rank :: self._world]
+        starts, epoch = range(0, self.accumulation * self._micro, self._micro), self.order.epoch(step)
         return [self._collate(mine[start : start + self._micro], self._micro, epoch) for start in starts]
 
 
-def eval_batches(
-    table: TokenRows,
-    label_ids: Mapping[str, int] | None,
-    rank: int,
-    world_size: int,
-    batch_size: int,
-    pad_id: int,
-    texts: bool = False,
-    text_objective: TextObjective | None = None,
-) -> Iterator[Batch]:
-    """Yield one worker's share of a split, sorted by length; every worker yields equally many batches.
+def eval_batches(collate: Collate, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    """Yield one worker's share of all rows, sorted by length; every worker yields equally many batches.
 
-    The real rows of all workers together are each row of the table once.
+    The real rows of all workers together are each row once.
     """
-    collate = Collate([table], label_ids, pad_id, texts, text_objective)
-    mine = collate.by_length(np.arange(len(table)))[rank::world_size]
-    most = -(-len(table) // world_size)
+    mine = collate.by_length(np.arange(collate.count))[rank::world_size]
+    most = -(-collate.count // world_size)
     for start in range(0, most, batch_size):
         yield collate(mine[start : start + batch_size], min(batch_size, most - start))
 
@@ -182,11 +162,18 @@ class Collate:
     def __init__(
         self,
         tables: Sequence[TokenRows],
-        label_ids: Mapping[str, int] | None,
         pad_id: int,
+        label_ids: Mapping[str, int] | None = None,
         texts: bool = False,
         text_objective: TextObjective | None = None,
     ) -> None:
+        """Create what makes batches of these tables.
+
+        Args:
+            label_ids: label text -> row of the label head; None where there is no head.
+            texts: batches carry their input texts.
+            text_objective: returns source and target of a text that is learned itself.
+        """
         self._tables = tables
         self._label_ids = label_ids
         self._pad_id = pad_id

@@ -10,7 +10,7 @@ from raycl.errors import BankError, RunError, StorageError
 from raycl.storage import Storage
 from raycl.training.definition.settings import BankConfig
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.evaluation import Observations, evaluate_row
+from raycl.training.phase.evaluation import Evaluation
 from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
 from raycl.training.records.named_bank import snapshot_at
@@ -58,16 +58,15 @@ def scores_of(
     last = replace(context.phases[-1], name=BEFORE, tasks=newest)
     router = PublishedRouter.of(context.method, done)
     is_chosen = context.evaluation.instruction == "chosen"
-    row = evaluate_row(
+    evaluation = Evaluation(
         context,
-        last,
         world,
         storage,
         router,
-        Observations(),
         lambda task: control.progress("evaluating", phase=last.index, phases=len(context.phases), task=task),
         TextAlone.of(context, router, snapshot) if router is not None and is_chosen else None,
     )
+    row = evaluation.row(last)
     if context.schedule.one_model_per_task and phases:
         row = {**{name: Score(**cell) for name, cell in phases[-1]["row"].items()}, **row}
     return row

@@ -27,6 +27,7 @@ from raycl.training.phase.trainer import OpenEngine
 from raycl.training.records.decisions import wait_for_decision
 from raycl.training.records.fork_points import save_fork_point
 from raycl.training.records.journal import read_state
+from raycl.training.records.recorder import Listeners
 from raycl.training.records.run_folder import CONFIG
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.records.tracking import Tracker, open_tracker
@@ -81,9 +82,9 @@ def work(job: TrainingJob, worker: Worker) -> None:
             if tracker is not None:
                 stack.push(partial(_close, tracker))
             report = partial(_report, job, worker, storage)
-            parts = (context, open_engine, storage, world, tracker, report, job.driver, control, worker.shared)
+            listeners = Listeners(tracker, report)
             try:
-                loop = StreamLoop(*parts)
+                loop = StreamLoop(context, open_engine, storage, world, listeners, control, worker.shared)
             finally:
                 if world.is_first:
                     _copy_config(storage)

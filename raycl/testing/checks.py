@@ -18,7 +18,7 @@ import torch
 
 from raycl import plugins
 from raycl.bank import Bank
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.methods.base import Method, trained_names
 from raycl.methods.modifier import GradientModifier
 from raycl.plugins import Kind
@@ -263,7 +263,7 @@ def check_snapshot(done: Done) -> None:
         expected = answers_of(done, task.name)
         for size in (4, 1):
             answers: dict[int, str] = {}
-            for batch in eval_batches(table, None, 0, 1, size, codec.pad_id):
+            for batch in eval_batches(Collate([table], codec.pad_id), size):
                 rows = batch.rows.tolist()
                 given = model.predict(batch, table.texts(rows), [task.name] * len(rows), 4)
                 answers |= dict(zip(rows, given, strict=True))

@@ -33,6 +33,7 @@ from raycl.training.phase.routing import PublishedRouter
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import read_state
 from raycl.training.records.progress import read_trace
+from raycl.training.records.recorder import Listeners
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.records.tracking import Tracker
 from raycl.training.setup.run_config import RunConfig
@@ -175,7 +176,7 @@ def run(
     if takes_over:
         context.info = replace(context.info, replaces=read_state(storage).fingerprint)
     opened = open_engine if after is None else models.stopping(open_engine, after)
-    loop = StreamLoop(context, opened, storage, world, sink, on_phase=on_phase)
+    loop = StreamLoop(context, opened, storage, world, Listeners(sink, on_phase))
     try:
         loop.run()
     finally:

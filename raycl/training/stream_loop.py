@@ -14,17 +14,16 @@ from typing import Any
 
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.evaluation import evaluate_untrained
+from raycl.training.phase.evaluation import Evaluation
 from raycl.training.phase.scoring import score_phase
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
 from raycl.training.records.publish import complete_bank, restore_objects
-from raycl.training.records.recorder import OnPhase, Recorder
+from raycl.training.records.recorder import Listeners, Recorder
 from raycl.training.records.results import untrained_cells
 from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.tensor_objects import SharedReader
-from raycl.training.records.tracking import Tracker
 from raycl.training.workers.control import Control
 from raycl.training.workers.distributed import DistributedContext
 from raycl.training.workers.memory import peak_memory_mb, resident_memory_mb
@@ -43,24 +42,19 @@ class StreamLoop:
         open_engine: OpenEngine,
         storage: Storage,
         world: DistributedContext,
-        sink: Tracker | None = None,
-        on_phase: OnPhase | None = None,
-        driver: str = "",
+        listeners: Listeners | None = None,
         control: Control | None = None,
         shared: SharedReader | None = None,
     ) -> None:
         """Claim the run.
 
         Args:
-            sink: rank 0's tracker, if any.
-            on_phase: see `OnPhase`.
-            driver: the process that started the workers, for the journal.
             control: follows the loop's progress, and can stop it; None: nothing stops it.
             shared: see `raycl.training.records.tensor_objects`.
         """
         self.context, self.storage, self.world = context, storage, world
         self.control = control or Control(storage, world)
-        self.recorder = Recorder(context, storage, world, sink, on_phase, driver, shared)
+        self.recorder = Recorder(context, storage, world, listeners or Listeners(), self.control.driver, shared)
         self._untrained: dict[str, Any] = {}
         self.trainer = TaskTrainer(context, open_engine, world, self.recorder, self.control)
 
@@ -100,12 +94,8 @@ class StreamLoop:
         self._untrained = untrained_cells(self.state)
         if context.evaluation.untrained and len(self.state.phases) < len(context.phases):
             before = partial(self._pause, "evaluating", context.phases[len(self.state.phases)])
-            untrained = evaluate_untrained(context, self._untrained, self.world, self.storage, before)
+            untrained = Evaluation(context, self.world, self.storage, before=before).untrained(self._untrained)
             self._untrained |= {name: asdict(cell) for name, cell in untrained.items()}
-
-    def results(self) -> dict[str, Any]:
-        """Return the result tree so far."""
-        return self.recorder.results()
 
     def _pause(self, activity: str, phase: Phase, task: str) -> None:
         """Stop here if it is requested, between two pieces of work other than optimizer steps. Collective.
@@ -153,7 +143,7 @@ class StreamLoop:
             row = {**self.state.phases[-1]["row"], **row}
         times = self._times(phase, done, score.eval_s)
         record = {"phase": phase.index, "row": row, "times": times, "bank": done.published, "summary": score.summary}
-        record |= score.of_last_phase()
+        record |= {name: cells for name in ("unseen", "other_row") if (cells := getattr(score, name))}
         known = untrained_cells(self.state)
         if untrained := {name: cell for name, cell in self._untrained.items() if name not in known}:
             record["untrained"] = untrained

@@ -18,6 +18,7 @@ from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate_batch
 from raycl.storage import Storage
 from raycl.training.assembly import build
+from raycl.training.records.recorder import Listeners
 from raycl.training.setup.checks import check
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.workers.distributed import DistributedContext
@@ -110,7 +111,7 @@ def test_weights_of_earlier_labels_do_not_change(lab: Lab, tmp_path: Path, label
     def look(record: dict[str, Any]) -> None:
         heads.append(backbone.head.weight.detach().clone())
 
-    StreamLoop(context, open_engine, Storage.at(tmp_path), ALONE, on_phase=look).run()
+    StreamLoop(context, open_engine, Storage.at(tmp_path), ALONE, Listeners(on_phase=look)).run()
     assert torch.equal(heads[1][:2], heads[0]) is stays
     assert not torch.equal(heads[1][2:], torch.zeros_like(heads[1][2:]))
 

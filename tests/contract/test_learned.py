@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from raycl.backbone.encoder import LabelHead
 from raycl.bank import Bank, Snapshot
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.methods.base import activate_trainable, trained_names
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import METHODS, method_class
@@ -40,7 +40,7 @@ HEADS = [name for name in METHODS if name in RUNS and name not in (*OWN_HEAD, *N
 def outputs(model: Any, done: Done) -> torch.Tensor:
     """Return logits, or the hidden states of an encoder, on the first test rows."""
     codec, task = done.context.backbone.codec, done.context.stream.tasks[0]
-    batch = next(iter(eval_batches(done.context.stream.table(task, "test", codec), None, 0, 1, 4, codec.pad_id)))
+    batch = next(iter(eval_batches(Collate([done.context.stream.table(task, "test", codec)], codec.pad_id), 4)))
     inputs = {"input_ids": batch.source_ids, "attention_mask": batch.source_mask}
     if codec.kind == "encoder-decoder":
         inputs["labels"] = batch.source_ids

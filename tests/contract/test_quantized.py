@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from raycl.adapters.layer import plain_weight
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.bank import Bank
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import BackboneError, BankError, ConfigError
 from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, mixed
 from raycl.serve.offline.model import OfflineModel
@@ -81,7 +81,7 @@ def test_two_tasks_a_stop_and_the_snapshot_alone(
     assert stack is not None
     assert {t.dtype for name in names for t in stack.states[name].tensors().values()} == {torch.float32}
     table = context.stream.table(context.stream.tasks[0], "test", backbone.codec)
-    batch = next(iter(eval_batches(table, None, 0, 1, 4, backbone.codec.pad_id)))
+    batch = next(iter(eval_batches(Collate([table], backbone.codec.pad_id), 4)))
     mixture = Mixture(names, torch.full((len(batch), len(names)), 0.5))
     near = 0.1 if "dtype" in chosen else 1e-5
     with torch.no_grad():

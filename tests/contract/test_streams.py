@@ -24,10 +24,12 @@ from raycl.testing.checks import check_files, check_frozen, check_results, check
 from raycl.training import stream_loop
 from raycl.training.assembly import build
 from raycl.training.engines.engine import TorchEngine
-from raycl.training.phase import scoring, step
+from raycl.training.phase import step
+from raycl.training.phase.evaluation import Evaluation
 from raycl.training.records import recorder
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import read_state
+from raycl.training.records.recorder import Listeners
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
@@ -121,7 +123,7 @@ def test_stopped_between_training_and_evaluation(
     phases = len(done.context.phases)
     for phase in range(phases):
         with monkeypatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(scoring, "evaluate_row", stop)
+            patch.setattr(Evaluation, "row", stop)
             run(done.config, storage)
         steps = done.storage.read_json("results.json")["phase_times"][phase]["steps"]
         assert storage.list("checkpoints")[-1].startswith(f"phase{phase:03d}-step{steps:07d}")
@@ -231,7 +233,7 @@ def test_stopped_at_the_end_of_a_task(complete: Complete, tmp_path: Path, method
     run(done.config, storage)
     took = storage.read_json("results.json")["wall_s"]
     again = run(done.config, storage)  # finished: nothing is left to do
-    assert again.results()["wall_s"] == took, "reading a finished run takes no time of its own"
+    assert again.recorder.results()["wall_s"] == took, "reading a finished run takes no time of its own"
     check_same(storage, done.storage)
 
 
@@ -271,7 +273,7 @@ def test_trackers_see_the_metrics_and_the_matrix(lab: Lab, tmp_path: Path, metho
     """After each phase, over the tasks learned so far; at the end those of results.json."""
     world, curves, storage = DistributedContext.alone(torch.device("cpu")), Curves(), Storage.at(tmp_path)
     context, open_engine = build(lab.config("bert", method), world)
-    stream_loop.StreamLoop(context, open_engine, storage, world, curves).run()
+    stream_loop.StreamLoop(context, open_engine, storage, world, Listeners(curves)).run()
     metrics, cells = storage.read_json("results.json")["metrics"], matrix(storage)
     last = {name: points[-1][1] for name, points in curves.points.items() if name.startswith("metrics/")}
     names = ["ap", "average_accuracy"] if method == "joint" else ["ap", "average_accuracy", "bwt", "bwt_m", "f_ra"]

@@ -13,7 +13,7 @@ from tiny import Done, Lab, run
 
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import BankError, ConfigError, ResumeError
 from raycl.generation.requests import Sampling
 from raycl.launch import prepared_run
@@ -45,7 +45,7 @@ def test_training_evaluation_and_serving_read_the_same_ids(done: Done, tmp_path:
     codec = done.context.backbone.codec
     for split in ("train", "test"):
         table = done.context.stream.table(done.context.stream.tasks[0], split, codec)
-        batches = list(eval_batches(table, None, 0, 1, 4, codec.pad_id))
+        batches = list(eval_batches(Collate([table], codec.pad_id), 4))
         assert batches and not any((batch.source_ids == codec.tokenizer.bos_token_id).any() for batch in batches)
     bank = Bank(done.copy(tmp_path).sub("bank"))
     asked = examples(done, bank)

@@ -131,7 +131,8 @@ def test_samples_are_shuffled_among_the_rows_of_every_epoch(lab: Lab, tmp_path: 
     kept = method.samples.entries["colour"]
     data = PhaseData(done.context, done.context.phases[1], WORLD)
     phase = begin_phase(done.context, 1, resumed=True)
-    loader, order = data.loader(phase)
+    loader = data.loader(phase)
+    order = loader.order
     assert order.count == TRAIN_ROWS + 4 and order.steps_per_epoch == 5
     rows = {label: row for row, label in enumerate(done.context.backbone.label_ids())}
     expected = sorted((s, rows[LABELS["colour"][label]]) for s, label in zip(kept.sources, kept.labels, strict=True))

@@ -19,7 +19,7 @@ from raycl.adapters import AdapterStack
 from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.bank import Bank
 from raycl.bank.states import get_router
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError, RayclError
 from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate_batch
@@ -62,7 +62,7 @@ def started(lab: Lab, kind: str, learned: int = 1, **settings: Any) -> tuple[Sap
             end_phase(context, phase)
     table = context.stream.table(context.phases[learned].tasks[0], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    return method, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id, texts=True)))
+    return method, next(iter(eval_batches(Collate([table], codec.pad_id, labels, texts=True), 4)))
 
 
 def loss(method: Sapt, batch: Batch) -> Tensor:
@@ -290,7 +290,7 @@ def test_a_snapshot_answers_as_the_evaluated_model(lab: Lab, tmp_path: Path, kin
     assert isinstance(router, AttentionRouter)
     for task in stream.tasks:
         table = stream.table(task, "test", codec := done.context.backbone.codec)
-        batch = next(iter(eval_batches(table, None, 0, 1, len(table), codec.pad_id)))
+        batch = next(iter(eval_batches(Collate([table], codec.pad_id), len(table))))
         pooled = max_pooled(done.context.backbone.embedded(batch.source_ids), batch.source_mask)
         mean = router.attention(pooled).exp().mean(0).tolist()
         assert told["test"][task.name] == pytest.approx(mean, abs=1e-4)

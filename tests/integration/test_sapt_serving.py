@@ -11,7 +11,7 @@ from tiny import KINDS, Done, Lab, Taught, evaluated_by, opened, run
 
 from raycl import config as configs
 from raycl.cli import main
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.generation.requests import Sampling
 from raycl.generation.task_prompts import route_batch
 from raycl.launch.page.server import RunReader
@@ -29,7 +29,7 @@ def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path
     codec = model.backbone.codec
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
-        for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
+        for batch in eval_batches(Collate([table], codec.pad_id), 1):
             evaluated = evaluated_by(done).mixture(batch)
             weights = dict(zip(evaluated.names, evaluated.weights[0].tolist(), strict=True))
             mixture = model.loaded.named(route_batch(model.router, model.backbone, model.model.stack, batch))

@@ -16,7 +16,7 @@ from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
 from raycl.bank import Bank
 from raycl.bank.states import get_router
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import BackboneError, ConfigError, RayclError
 from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate, activate_batch
@@ -43,7 +43,7 @@ def started(lab: Lab, kind: str, **settings: Any) -> tuple[Slm, Batch]:
     table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
     begin_phase(context)
     labels = context.backbone.label_ids() if context.backbone.codec.needs_labels else None
-    batch = next(iter(eval_batches(table, labels, 0, 1, 4, context.backbone.codec.pad_id, texts=True)))
+    batch = next(iter(eval_batches(Collate([table], context.backbone.codec.pad_id, labels, texts=True), 4)))
     return method, batch
 
 
@@ -173,7 +173,7 @@ def test_slots_of_future_tasks_take_weight_and_add_nothing(lab: Lab, tmp_path: P
         assert isinstance(method, Slm)
         begin_phase(context)
         table = context.stream.table(context.phases[0].tasks[0], "train", context.backbone.codec)
-        batch = next(iter(eval_batches(table, context.backbone.label_ids(), 0, 1, 4, 0, texts=True)))
+        batch = next(iter(eval_batches(Collate([table], 0, context.backbone.label_ids(), texts=True), 4)))
         mixture = method.route(batch)
         assert set(mixture.names) == {f"colour.{number}" for number in range(4)}
         shares[scope] = float(mixture.weights.sum(1).mean())
@@ -195,7 +195,7 @@ def test_one_head_for_each_number_of_labels(lab: Lab, tmp_path: Path) -> None:
     served = opened(bank, newest)
     context, _ = build(lab.config("bert", {"name": "slm"}), WORLD)
     table = context.stream.table(context.phases[1].tasks[0], "test", context.backbone.codec)
-    batch = next(iter(eval_batches(table, None, 0, 1, 4, context.backbone.codec.pad_id, texts=True)))
+    batch = next(iter(eval_batches(Collate([table], context.backbone.codec.pad_id, texts=True), 4)))
     with pytest.raises(RayclError, match="label heads go by the task of each text"):
         served.predict(batch, batch.texts, None, 1)
     assert set(served.predict(batch, batch.texts, batch.tasks, 1)) <= {"cat", "dog"}
@@ -217,7 +217,7 @@ def test_references_over_a_head_for_each_number_of_labels(lab: Lab, tmp_path: Pa
         measured = [json.loads(line)["answer"] for line in storage.read(last).decode().splitlines()]
         table = context.stream.table(task, "test", context.backbone.codec)
         answers: dict[int, str] = {}
-        for batch in eval_batches(table, None, 0, 1, 4, context.backbone.codec.pad_id, texts=True):
+        for batch in eval_batches(Collate([table], context.backbone.codec.pad_id, texts=True), 4):
             answers |= dict(zip(batch.rows.tolist(), served.predict(batch, batch.texts, batch.tasks, 1), strict=True))
         assert [answers[row] for row in range(len(table))] == measured
 
@@ -281,7 +281,7 @@ def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str, mixing: str
     done = Done(config, storage, run(config, storage).trainer.context)
     context = done.context
     table = context.stream.table(context.stream.tasks[0], "test", context.backbone.codec)
-    batch = next(iter(eval_batches(table, None, 0, 1, 4, context.backbone.codec.pad_id, True)))
+    batch = next(iter(eval_batches(Collate([table], context.backbone.codec.pad_id, texts=True), 4)))
     with activate(context.method, evaluated_by(done).mixture(batch)):
         inputs, positions = context.backbone.prefixed(batch.source_ids, batch.source_mask)
     assert positions == (6 if mixing == "concat" else 3), "two slots of three positions"

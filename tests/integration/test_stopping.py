@@ -15,6 +15,7 @@ from raycl.operations.banks.maintenance import verify
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.records.journal import read_state
+from raycl.training.records.recorder import Listeners
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.workers.control import Control
 from raycl.training.workers.distributed import DistributedContext
@@ -28,7 +29,7 @@ def stopped(config: object, storage: Storage, step: int) -> None:
     context, open_engine = build(config, ALONE)  # type: ignore[arg-type]
     sink = At(step, lambda: request_stop(storage, "driver", "SIGTERM"))
     control = Control(storage, ALONE, "driver", poll_s=0.0)
-    StreamLoop(context, open_engine, storage, ALONE, sink, driver="driver", control=control).run()
+    StreamLoop(context, open_engine, storage, ALONE, Listeners(sink), control).run()
 
 
 PLACES = {3: "phase000-step0000003", 7: "phase001-step0000003"}
@@ -84,7 +85,7 @@ def test_a_stop_request_is_for_one_attempt(complete: Complete, tmp_path: Path) -
     stopped(done.config, storage, 100)
     assert read_state(storage).checkpoints == [], "asked before the first step"
     context, open_engine = build(done.config, ALONE)
-    StreamLoop(context, open_engine, storage, ALONE, driver="next", control=Control(storage, ALONE, "next")).run()
+    StreamLoop(context, open_engine, storage, ALONE, control=Control(storage, ALONE, "next")).run()
     assert matrix(storage) == matrix(done.storage)
 
 
@@ -94,7 +95,7 @@ def test_a_stop_request_of_the_tuner_stops_the_run(complete: Complete, tmp_path:
     context, open_engine = build(done.config, ALONE)
     sink = At(3, lambda: request_stop(sweep, "sweep", "SIGTERM"))
     control = Control(storage, ALONE, "driver", poll_s=0.0, host=HostStop(sweep.address, "sweep"))
-    StreamLoop(context, open_engine, storage, ALONE, sink, driver="driver", control=control).run()
+    StreamLoop(context, open_engine, storage, ALONE, Listeners(sink), control).run()
     assert read_state(storage).checkpoints[-1].startswith("phase000-step0000003")
     request = stop_of(storage, "driver")
     assert request is not None and request.reason == "SIGTERM"

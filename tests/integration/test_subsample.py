@@ -22,7 +22,7 @@ def test_the_same_rows_are_scored_everywhere_and_scores_have_intervals(lab: Lab,
     for kind, method in (("llama", "lora"), ("t5", "finetune")):
         storage = Storage.at(tmp_path / kind)
         config = lab.config(kind, method, stream=stream, eval={"subsample": 4, "untrained": True})
-        results = run(config, storage).results()
+        results = run(config, storage).recorder.results()
         cells = [cell for row in results["matrix"] for cell in row if cell]
         cells += [*results["unseen"]["cells"].values(), *results["untrained"]["cells"].values()]
         assert len(cells) == 3 + 1 + 3 and all(cell["count"] == 4 for cell in cells)

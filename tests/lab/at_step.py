@@ -11,6 +11,7 @@ from tiny import Done
 from raycl.launch import prepared_run
 from raycl.storage import Storage
 from raycl.training import assembly
+from raycl.training.records.recorder import Listeners
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.workers.control import HEARTBEAT, Control
@@ -39,7 +40,7 @@ def learn(
     alone = DistributedContext.alone(torch.device("cpu"))
     context, open_engine = assembly.build(config, alone)
     with Control(storage, alone, "mine", poll_s=0.0, host=host, beat_s=0.02) as control:
-        StreamLoop(context, open_engine, storage, alone, At(step, act), driver="mine", control=control).run()
+        StreamLoop(context, open_engine, storage, alone, Listeners(At(step, act)), control).run()
 
 
 def started(done: Done, folder: Path | str) -> tuple[RunConfig, Storage]:

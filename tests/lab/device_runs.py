@@ -19,7 +19,7 @@ from tiny import VARIANTS, Lab, Stop, matrix, opened, run, trace
 from torch import Tensor
 
 from raycl.bank import Bank
-from raycl.data.loader import batch_of, eval_batches
+from raycl.data.loader import Collate, batch_of, eval_batches
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
 from raycl.generation.batch_answers import predict
@@ -129,7 +129,7 @@ def predicted(bank: Bank, context: Any, device: torch.device) -> list[str]:
     codec = model.backbone.codec
     for task in context.stream.tasks:
         table = context.stream.table(task, "test", codec)
-        for batch in eval_batches(table, None, 0, 1, 3, codec.pad_id):
+        for batch in eval_batches(Collate([table], codec.pad_id), 3):
             texts = table.texts([row for row in batch.rows.tolist() if row >= 0])
             texts += [""] * (len(batch) - len(texts))
             answers += model.predict(batch.to(device), texts, [task.name] * len(batch), 4)

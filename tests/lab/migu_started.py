@@ -51,7 +51,7 @@ class Started:
         table = self.parts.stream.table(self.phase.tasks[0], "train", codec)
         labels = self.parts.backbone.label_ids() if codec.needs_labels else None
         texts = self.parts.method.encoder is not None
-        collate = Collate([table], labels, codec.pad_id, texts=texts)
+        collate = Collate([table], codec.pad_id, labels, texts=texts)
         return collate(torch.tensor(rows).numpy(), size or len(rows))
 
     def step(self, *batches: Batch) -> StepResult:

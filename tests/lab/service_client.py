@@ -13,7 +13,7 @@ from typing import Any
 from tiny import Done, SnapshotModel, opened
 
 from raycl.bank import Bank
-from raycl.data.loader import batch_of, eval_batches
+from raycl.data.loader import Collate, batch_of, eval_batches
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
 from raycl.generation.batch_answers import predict
@@ -190,7 +190,7 @@ def examples(done: Done, bank: Bank, number: int | None = None) -> list[Asked]:
     codec = model.backbone.codec
     for task in done.context.stream.tasks[: len(snapshot.tasks)]:
         table = done.context.stream.table(task, "test", codec)
-        for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
+        for batch in eval_batches(Collate([table], codec.pad_id), 1):
             texts = table.texts(batch.rows.tolist())
             collected.append(Asked(task.name, texts[0], model.predict(batch, texts, [task.name], LIMIT)[0]))
     return collected

@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.backbone import Backbone
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
@@ -146,7 +146,7 @@ class Epi(PerTaskAdapter):
         """Return queries of a few of the phase's dev texts, of which no statistics are made; all workers read them."""
         codec, device = self.backbone.codec, self.backbone.device
         parts = [table.part(sample_rows(len(table)).numpy()) for table in context.tables("dev")]
-        batches = [batch for part in parts for batch in eval_batches(part, None, 0, 1, DEV_BATCH, codec.pad_id)]
+        batches = [batch for part in parts for batch in eval_batches(Collate([part], codec.pad_id), DEV_BATCH)]
         queries = [self._queries(batch.to(device)).float().cpu() for batch in batches]
         return torch.cat(queries) if queries else torch.zeros(0, self.gaussians.dimensions)
 

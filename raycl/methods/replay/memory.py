@@ -94,7 +94,7 @@ class ExampleMemory(ReplayBuffer[KeyedRows]):
         state = (*map(len, self.entries.values()), len(backbone.label_ids()))
         if self._opened is None or self._opened[0] != state:
             labels = backbone.label_ids() if backbone.codec.needs_labels else None
-            collate = Collate(list(self.entries.values()), labels, backbone.codec.pad_id)
+            collate = Collate(list(self.entries.values()), backbone.codec.pad_id, labels)
             keys_NC = torch.cat([rows.tensors["keys"] for _, rows in self])
             self._opened = (state, collate, keys_NC, torch.linalg.vector_norm(keys_NC, dim=1).square())
         return self._opened[1:]

@@ -29,7 +29,6 @@ from raycl.methods.context import TaskContext
 from raycl.methods.registry import method_class
 from raycl.operations.plan.arithmetic import MASTER, EngineLoad, Linear, ModelLoad, RunLoad, StepLoad
 from raycl.routing.sentence_encoder import EncoderConfig
-from raycl.training.definition.seeds import micro_batch_size
 from raycl.training.definition.settings import DeepSpeedConfig, EngineConfig, FSDPConfig
 from raycl.training.definition.task_order import SCHEDULES
 from raycl.training.definition.training_context import TrainingContext
@@ -349,7 +348,7 @@ def _keys_of(path: str, role: str, beside: Mapping[str, str], backbone: Backbone
 def _step(opened: Opened) -> StepLoad:
     config = opened.config
     stream, train, workers = config.stream, config.train, config.launch.workers
-    micro = micro_batch_size(train.batch_size, train.micro_batch_size, workers)
+    micro = train.examples_per_pass(workers)
     capabilities = opened.context.backbone.capabilities
     joined, prefix = capabilities.one_sequence, _prefix(opened.context.method)
     source, target = stream.token_limits

@@ -24,7 +24,6 @@ from raycl.operations.plan.arithmetic import (
     traffic,
 )
 from raycl.operations.plan.numbers import numbers, opened
-from raycl.training.definition.seeds import micro_batch_size
 from raycl.training.setup.run_config import RunConfig
 
 DISK_NAMES = {
@@ -208,7 +207,7 @@ def plan(config: RunConfig, cluster: Cluster) -> Report:
     if not 0 < cluster.utilisation <= 1:
         raise ConfigError(f"--utilisation is {cluster.utilisation:g}: expected a share above 0 and at most 1")
     train = config.train
-    micro = micro_batch_size(train.batch_size, train.micro_batch_size, cluster.gpus)
+    micro = train.examples_per_pass(cluster.gpus)
     check_batch(train.batch_size, micro, cluster.gpus)
     workers = config.launch.model_copy(update={"workers": cluster.gpus})
     parts = opened(config.model_copy(update={"launch": workers}))

@@ -137,6 +137,10 @@ class TrainConfig(Section):
         rate = self.learning_rate_by_task.get(task, self.learning_rate)
         return self.model_copy(update={"learning_rate": rate})
 
+    def examples_per_pass(self, workers: int) -> int:
+        """Return `micro_batch_size`, or a worker's whole share of the batch."""
+        return self.micro_batch_size or max(1, self.batch_size // workers)
+
     def warmup(self, steps: int) -> int:
         """Return the warm-up steps of a task of `steps` steps."""
         return self.warmup_steps or int(steps * self.warmup_ratio)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -13,14 +16,17 @@ from torch.nn import Parameter
 from raycl.backbone.base import loss_count
 from raycl.data.loader import Collate, GlobalOrder, Loader
 from raycl.data.sources.cache import Indices
-from raycl.data.text_objectives import TextObjective
-from raycl.data.tokens import TokenRows
+from raycl.data.tokens import Split, TokenRows
 from raycl.methods.base import activate_batch
 from raycl.methods.context import Quantity, TaskContext
-from raycl.training.definition.seeds import micro_batch_size, stable_seed
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Phase, Task
+
+log = logging.getLogger("raycl")
+
+SPLITS: tuple[Split, ...] = ("train", "dev")
+"""Splits whose texts are encoded for the method."""
 
 
 class PhaseData:
@@ -29,27 +35,50 @@ class PhaseData:
     def __init__(self, context: TrainingContext, phase: Phase, world: DistributedContext) -> None:
         self.context, self.phase, self.world = context, phase, world
 
+    def encoded(self) -> tuple[tuple[Phase, ...], dict[int, dict[Split, Tensor]]]:
+        """Embed the texts of the phase, or in the first one those of all phases if the method fits ahead.
+
+        Every text is encoded once, shared by the workers; the encoder keeps the embeddings for routing. Collective.
+
+        Returns:
+            phases that are new to the method; phase index -> split -> `[rows, C]` sentence embeddings.
+        """
+        context, encoder, world = self.context, self.context.method.encoder, self.world
+        if encoder is None:
+            return (), {}
+        new: tuple[Phase, ...] = (self.phase,)
+        if context.method.config.fits_ahead:
+            new = context.phases if self.phase.index == 0 else ()
+        queries: dict[int, dict[Split, Tensor]] = {}
+        for phase in new or (self.phase,):
+            began, count = time.perf_counter(), 0
+            for split in SPLITS:
+                tasks = [task for task in phase.tasks if len(context.stream.rows(task, split))]
+                tables = [context.stream.table(task, split, context.backbone.codec) for task in tasks]
+                texts = [text for table in tables for text in table.texts(range(len(table)))]
+                of_phase = queries.setdefault(phase.index, {})
+                of_phase[split] = encoder.embed_all(texts, (world.rank, world.size), world.gather)
+                count += len(texts)
+            if world.is_first:
+                log.info("    %d texts encoded in %.1f s", count, time.perf_counter() - began)
+        return new, queries
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all workers, in place."""
         return self.world.sum(tensor)
 
-    def loader(self, task_context: TaskContext) -> tuple[Loader, GlobalOrder]:
+    def loader(self, task_context: TaskContext) -> Loader:
         """Return batches of the phase's rows and those that the method added, shuffled together in every epoch."""
-        context, train, codec, world = self.context, self.context.train, self.context.backbone.codec, self.world
-        tables: list[TokenRows] = [context.stream.table(task, "train", codec) for task in self.phase.tasks]
-        tables += task_context.added
-        order = order_of(context, self.phase, sum(map(len, tables)))
-        if train.group_by_length:
+        tables = [*self._tables(), *task_context.added]
+        order = order_of(self.context, self.phase, sum(map(len, tables)))
+        if self.context.train.group_by_length:
             order = replace(order, lengths=np.concatenate([table.source_lengths for table in tables]))
-        micro = micro_batch_size(train.batch_size, train.micro_batch_size, world.size)
-        sizes = (world.rank, world.size, micro, train.batch_size)
-        needs_texts = context.method.needs_texts
-        loader = Loader(tables, self._label_ids(), order, *sizes, codec.pad_id, needs_texts, self._text_objective())
-        return loader, order
+        micro = self.context.train.examples_per_pass(self.world.size)
+        return Loader(self._collate(tables), order, micro, self.world.rank, self.world.size)
 
     def forward_pass(self, before: Callable[[Batch], None], examples: int | None = None) -> None:
         """Run the phase's training rows through the model, without gradients; see `TaskContext.forward_pass`."""
-        self.each_batch(*self._own_rows(), before, self.context.backbone, examples)
+        self.each_batch(self._own_rows(), self.context.backbone, examples, before)
 
     def mean_loss(self, examples: int | None = None) -> float:
         """Return the mean task loss on the phase's first training rows; see `TaskContext.mean_loss`."""
@@ -60,7 +89,7 @@ class PhaseData:
             total.add_(self.context.backbone(batch).loss_sum)
             count += loss_count(batch)
 
-        self.each_batch(*self._own_rows(), nothing, add, examples)
+        self.each_batch(self._own_rows(), add, examples)
         return float(self.world.sum(total)) / max(self.world.total(count)[0], 1.0)
 
     def gate_gradients(
@@ -76,52 +105,50 @@ class PhaseData:
                 if part is not None:
                     total.add_(part)
 
-        self.each_batch(*self._own_rows(), nothing, add, examples)
+        self.each_batch(self._own_rows(), add, examples)
         return [self.world.sum(total) for total in sums]
 
-    def _own_rows(self) -> tuple[Loader, GlobalOrder]:
+    def _own_rows(self) -> Loader:
         """Return rows of the phase's tasks alone."""
         return self.loader(TaskContext(self.phase, 0, self.context.stream, self.context.backbone.codec))
 
     def visit(self, read: Callable[[Batch], None]) -> None:
         """Give the phase's training rows to `read`; see `TaskContext.each_batch`."""
-        context, codec, world = self.context, self.context.backbone.codec, self.world
-        tables = [context.stream.table(task, "train", codec) for task in self.phase.tasks]
-        collate = Collate(tables, self._label_ids(), codec.pad_id, context.method.needs_texts, self._text_objective())
-        mine = collate.by_length(np.arange(collate.count))[world.rank :: world.size]
-        size = context.evaluation.batch_size
-        for start in range(0, -(-collate.count // world.size), size):
-            read(collate(mine[start : start + size], size).to(world.device))
+        collate = self._collate(self._tables())
+        rows = collate.by_length(np.arange(collate.count))
+        for batch in self._shared(collate, rows, self.context.evaluation.batch_size):
+            read(batch)
 
     def each_batch(
         self,
         loader: Loader,
-        order: GlobalOrder,
-        before: Callable[[Batch], None],
         forward: Callable[[Batch], object],
         examples: int | None = None,
+        before: Callable[[Batch], None] | None = None,
     ) -> None:
-        """Pass the first rows of the first epoch through `forward`, under the method's mixture, without gradients."""
-        context = self.context
+        """Pass the first rows of the first epoch through `forward`, under the method's mixture, without gradients.
+
+        Args:
+            before: is called with each batch outside of the mixture.
+        """
+        context, order = self.context, loader.order
         rows = order.count if examples is None else min(examples, order.count)
         steps = min(order.steps, order.steps_per_epoch, -(-rows // context.train.batch_size))
         context.backbone.eval()
         for step in range(steps):
             for batch in loader.micro_batches(step):
                 now = batch.to(self.world.device)
-                before(now)
+                if before is not None:
+                    before(now)
                 with torch.no_grad(), activate_batch(context.method, now):
                     forward(now)
 
     def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
         """Return gradients of the mean task loss on these rows; see `TaskContext.gradients`."""
-        context, world, collate, trained = self.context, self.world, self._collate(rows), self._trained()
-        mine = np.arange(collate.count)[world.rank :: world.size]
-        size = micro_batch_size(context.train.batch_size, context.train.micro_batch_size, world.size)
+        context, world, collate, trained = self.context, self.world, self._chosen(rows), self._trained()
         sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
         count = 0
-        for start in range(0, -(-collate.count // world.size), size):
-            batch = collate(mine[start : start + size], size).to(world.device)
+        for batch in self._shared(collate, np.arange(collate.count), context.train.examples_per_pass(world.size)):
             count += loss_count(batch)
             with activate_batch(context.method, batch):
                 loss = context.backbone(batch).loss_sum
@@ -137,7 +164,7 @@ class PhaseData:
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield gradients on each of this worker's rows alone; see `TaskContext.row_gradients`."""
         backbone, method, world = self.context.backbone, self.context.method, self.world
-        collate, trained = self._collate(rows), self._trained()
+        collate, trained = self._chosen(rows), self._trained()
         backbone.train()  # labels compete as in training
         backbone.model.eval()  # and nothing is dropped
         for row in range(world.rank, collate.count, world.size):
@@ -151,30 +178,38 @@ class PhaseData:
             pairs = zip(trained.items(), parts, strict=True)
             yield row, {name: torch.zeros_like(p).float() if g is None else g.float() for (name, p), g in pairs}
 
-    def _collate(self, rows: Sequence[tuple[Task, Indices]]) -> Collate:
+    def _tables(self) -> list[TokenRows]:
+        """Return the training rows of the phase's tasks."""
+        return [self.context.stream.table(task, "train", self.context.backbone.codec) for task in self.phase.tasks]
+
+    def _chosen(self, rows: Sequence[tuple[Task, Indices]]) -> Collate:
         """Return what makes batches of training rows of any tasks."""
-        context, codec = self.context, self.context.backbone.codec
-        tables = [context.stream.table(task, "train", codec).part(chosen) for task, chosen in rows]
-        return Collate(tables, self._label_ids(), codec.pad_id, context.method.needs_texts, self._text_objective())
+        stream, codec = self.context.stream, self.context.backbone.codec
+        return self._collate([stream.table(task, "train", codec).part(chosen) for task, chosen in rows])
+
+    def _collate(self, tables: Sequence[TokenRows]) -> Collate:
+        """Return what makes batches of these rows; texts that are learned themselves are hidden as in training."""
+        context, backbone = self.context, self.context.backbone
+        seed = stable_seed(context.info.seed, "exercise", self.phase.index)
+        labels = backbone.label_ids() if backbone.codec.needs_labels else None
+        objective = context.stream.text_objective(backbone.codec, seed)
+        return Collate(tables, backbone.codec.pad_id, labels, context.method.needs_texts, objective)
+
+    def _shared(self, collate: Collate, rows: Indices, size: int) -> Iterator[Batch]:
+        """Yield this worker's share of rows in batches of `size`, equally many on every worker."""
+        mine = rows[self.world.rank :: self.world.size]
+        for start in range(0, -(-len(rows) // self.world.size), size):
+            yield collate(mine[start : start + size], size).to(self.world.device)
 
     def _trained(self) -> dict[str, Parameter]:
         """Return parameters that are trained and hold anything."""
         own = self.context.backbone.named_parameters()
         return {name: parameter for name, parameter in own if parameter.requires_grad and parameter.numel()}
 
-    def _text_objective(self) -> TextObjective | None:
-        """Return what makes batches of texts that are learned themselves."""
-        context = self.context
-        seed = stable_seed(context.info.seed, "exercise", self.phase.index)
-        return context.stream.text_objective(context.backbone.codec, seed)
 
-    def _label_ids(self) -> dict[str, int] | None:
-        backbone = self.context.backbone
-        return backbone.label_ids() if backbone.codec.needs_labels else None
-
-
-def nothing(batch: Batch) -> None:
-    """Do nothing before a batch."""
+def stable_seed(*words: int | str) -> int:
+    """Return a 62-bit seed that these words always give, on every worker and machine."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, words)).encode()).digest()[:8], "big") >> 2
 
 
 def order_of(context: TrainingContext, phase: Phase, rows: int) -> GlobalOrder:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raycl.config import Tree
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import RunError
 from raycl.methods.base import activate
 from raycl.methods.migu.magnitudes import OutputMagnitudes, large_units
@@ -75,9 +75,9 @@ def _measured(
         method.encoder.embed_all(table.texts(range(len(table))), (alone.rank, alone.size), alone.gather)
     objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
     read: Callable[[Batch], object] = backbone.score_labels if codec.needs_labels and objective is None else backbone
-    sizes = (alone.rank, alone.size, context.evaluation.batch_size)
+    collate = Collate([table], codec.pad_id, texts=method.needs_texts, text_objective=objective)
     magnitudes.clear()
-    for batch in eval_batches(table, None, *sizes, codec.pad_id, method.needs_texts, objective):
+    for batch in eval_batches(collate, context.evaluation.batch_size):
         batch = batch.to(backbone.device)
         with activate(method, None if router is None else router.mixture(batch, task.name)):
             magnitudes.observe(read, batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Protocol
@@ -12,18 +12,16 @@ from typing import Protocol
 from torch import Tensor
 
 from raycl.bank.tensor_groups import TensorGroups
-from raycl.data.loader import GlobalOrder, Loader
+from raycl.data.loader import Loader
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import Step, TaskContext
 from raycl.routing.routers import with_package
-from raycl.training.definition.seeds import stable_seed
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import Engine, Share, scattered, weights_of
 from raycl.training.optimizers.registry import optimizer_kind
-from raycl.training.phase.data import PhaseData, nothing, order_of, rows_of
+from raycl.training.phase.data import PhaseData, order_of, rows_of, stable_seed
 from raycl.training.phase.disk_space import growth, plan_of, shortage
 from raycl.training.phase.gradient_check import GradientMaskCheck
-from raycl.training.phase.preparation import encode_texts
 from raycl.training.phase.routing import router_record
 from raycl.training.phase.selection import Selection
 from raycl.training.phase.step import noted_rows, train_step
@@ -44,23 +42,6 @@ class OpenEngine(Protocol):
     def __call__(self, accumulation: int, steps: int, phase: str = "", /) -> Engine:
         """Return the engine around the backbone."""
         ...
-
-
-@dataclass(frozen=True)
-class BetweenSteps:
-    """The position of a phase's training.
-
-    Attributes:
-        step: steps that are done, of `steps`. spent: seconds and tokens so far. more: this worker's part of tensors
-            for a checkpoint, named as the optimizer's, beside those of engine, method and modifiers.
-    """
-
-    phase: Phase
-    engine: Engine
-    step: int
-    steps: int
-    spent: dict[str, float]
-    more: dict[str, Tensor]
 
 
 class TaskTrainer:
@@ -87,51 +68,50 @@ class TaskTrainer:
         Raises:
             StopRequested: a checkpoint was written, and the run is to stop.
         """
-        began = time.perf_counter()
-        data = PhaseData(self.context, phase, self.world)
-        task_context = self._begin(phase, data, resumed=resume is not None)
-        loader, order = data.loader(task_context)
-        if resume is None:
-            self._observe_rows(data, loader, order)
-        by_phase = [
-            order_of(self.context, other_phase, rows_of(self.context, other_phase)).steps
-            for other_phase in self.context.phases
-        ]
+        began, context = time.perf_counter(), self.context
+        method, modifiers, backbone = context.method, context.modifiers, context.backbone
+        data = PhaseData(context, phase, self.world)
+        task_context = begin_phase(data, resumed=resume is not None)
+        backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
+        modifiers.begin_task(phase, only=len(context.phases) == 1, resumed=resume is not None)
+        loader = data.loader(task_context)
+        if resume is None:  # modifiers observe rows before anything is trained
+            observe = partial(modifiers.observe_forward, backbone)
+            modifiers.observe_rows(partial(data.each_batch, loader, observe), self.world.sum)
+        by_phase = [order_of(context, other, rows_of(context, other)).steps for other in context.phases]
         self._check_disk(phase, by_phase, resume)
-        trained = sum(parameter.numel() for parameter in self.context.backbone.parameters() if parameter.requires_grad)
-        engine = self.open_engine(loader.accumulation, order.steps, phase.name)
+        trained = sum(parameter.numel() for parameter in backbone.parameters() if parameter.requires_grad)
+        steps = loader.order.steps
+        engine = self.open_engine(loader.accumulation, steps, phase.name)
         start, spent = self._restore(engine, resume)
-        self._announce(phase, order, start, by_phase, time.perf_counter() - began)
-        self.context.backbone.train()
-        selection = Selection(self.context, phase, self.world, order.steps_per_epoch, engine, resume)
+        if self.world.is_first:
+            later, seconds = sum(by_phase[phase.index + 1 :]), time.perf_counter() - began
+            prepared_s = 0.0 if method.config.fits_ahead else seconds
+            self.recorder.progress.begin(phase, loader.order.count, steps, start, later, prepared_s)
+        self.control.progress("training", step=start, steps=steps, steps_by_phase=by_phase)
+        backbone.train()
+        selection = Selection(context, phase, self.world, loader.order.steps_per_epoch, engine, resume)
         if resume is not None:  # each has a whole copy
             resume.parameters, resume.optimizer = {}, {}
-        mask_check = GradientMaskCheck(
-            engine, self.context.modifiers, optimizer_kind(self.context.train).first_moment()
-        )
-
-        def between(step: int) -> BetweenSteps:
-            return BetweenSteps(phase, engine, step, order.steps, spent | selection.spent, selection.tensors())
-
-        for index in range(start, order.steps):
+        mask_check = GradientMaskCheck(engine, modifiers, optimizer_kind(context.train).first_moment())
+        for index in range(start, steps):
             began = time.perf_counter()
             batches = loader.micro_batches(index)
-            seed = stable_seed(self.context.info.seed, "step", phase.index, index)
+            seed = stable_seed(context.info.seed, "step", phase.index, index)
             task_context.step = Step(index, seed, len(batches))
             mask_check.before_step()
-            method, modifiers, written = self.context.method, self.context.modifiers, self.recorder.finish_saving
             with _RowsNamed(loader, self.control):
-                result = train_step(engine, method, batches, self.world, seed, modifiers, written)
+                result = train_step(engine, method, batches, self.world, seed, modifiers, self.recorder.finish_saving)
             mask_check.after_step()
             seconds = time.perf_counter() - began
             spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
-            self.control.progress("training", step=index + 1, steps=order.steps, loss=result.loss)
-            self.recorder.step(phase, index + 1, order.steps, result, seconds)
-            selection.after_step(index + 1, order.steps)
-            self._checkpoint_if_due(between(index + 1))
+            self.control.progress("training", step=index + 1, steps=steps, loss=result.loss)
+            self.recorder.step(phase, index + 1, steps, result, seconds)
+            selection.after_step(index + 1, steps)
+            self._checkpoint_if_due(phase, engine, index + 1, steps, spent, selection)
         spent |= {**selection.spent, "step_bytes": float(engine.step_bytes), "trained_parameters": float(trained)}
         share, task_context.parameters = self._close(engine, selection)
-        done = self._checkpoint(phase, share, order.steps, order.steps, spent)
+        done = self._checkpoint(phase, share, steps, steps, spent)
         self._end(phase, task_context, done)
         return done
 
@@ -161,24 +141,6 @@ class TaskTrainer:
         kept = selection.best or kept
         return kept, scattered(kept, own, self.world)
 
-    def _begin(self, phase: Phase, data: PhaseData, resumed: bool) -> TaskContext:
-        """Return the method and the modifiers begin the phase."""
-        context = self.context
-        task_context = begin_phase(data, resumed)
-        context.backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
-        context.modifiers.begin_task(phase, only=len(context.phases) == 1, resumed=resumed)
-        return task_context
-
-    def _observe_rows(self, data: PhaseData, loader: Loader, order: GlobalOrder) -> None:
-        """Run the first training rows through the model before anything is trained, for modifiers to observe."""
-        context = self.context
-
-        def run_examples(examples: int) -> None:
-            observe_forward = partial(context.modifiers.observe_forward, context.backbone)
-            data.each_batch(loader, order, nothing, observe_forward, examples)
-
-        context.modifiers.observe_rows(run_examples, self.world.sum)
-
     def _restore(self, engine: Engine, resume: Checkpoint | None) -> tuple[int, dict[str, float]]:
         """Return steps that are done, and what they took."""
         if resume is None:
@@ -196,38 +158,26 @@ class TaskTrainer:
                 log.warning("%s", warning)
         self._disk_is_checked = True
 
-    def _announce(self, phase: Phase, order: GlobalOrder, start: int, by_phase: list[int], prepared_s: float) -> None:
-        each_prepares = not self.context.method.config.fits_ahead
-        later = sum(by_phase[phase.index + 1 :])
-        self.recorder.begin(phase, order.count, order.steps, start, later, prepared_s if each_prepares else 0.0)
-        self.control.progress("training", step=start, steps=order.steps, steps_by_phase=by_phase)
-
-    def _checkpoint_if_due(self, now: BetweenSteps) -> None:
+    def _checkpoint_if_due(
+        self, phase: Phase, engine: Engine, step: int, steps: int, spent: dict[str, float], selection: Selection
+    ) -> None:
         """Write a checkpoint inside the phase where one is due, or the run is to stop.
 
         Its files may be written until the next update: the passes before that change nothing that is trained.
         """
-        stops = now.step < now.steps and self.control.stop.requested()
-        if stops or is_due(now.step, now.steps, self.context.checkpoint.every_steps):
-            self._save_inside(now, self.context.checkpoint.asynchronous and not stops)
+        if step == steps:
+            return
+        stops, every = self.control.stop.requested(), self.context.checkpoint.every_steps
+        if stops or (every is not None and step % every == 0):
+            share = engine.share(trained_names(self.context.backbone))
+            share = replace(share, optimizer={**share.optimizer, **selection.tensors()})
+            now = self._checkpoint(phase, share, step, steps, spent | selection.spent)
+            self.recorder.save(now, beside=self.context.checkpoint.asynchronous and not stops)
         if stops:
-            now.engine.close()
+            engine.close()
             raise StopRequested
 
-    def _save_inside(self, now: BetweenSteps, beside: bool = False) -> None:
-        """Write a checkpoint inside the phase."""
-        share = now.engine.share(trained_names(self.context.backbone))
-        share = replace(share, optimizer={**share.optimizer, **now.more})
-        self.recorder.save(self._checkpoint(now.phase, share, now.step, now.steps, now.spent), beside)
-
-    def _checkpoint(
-        self,
-        phase: Phase,
-        share: Share,
-        step: int,
-        steps: int,
-        spent: dict[str, float],
-    ) -> Checkpoint:
+    def _checkpoint(self, phase: Phase, share: Share, step: int, steps: int, spent: dict[str, float]) -> Checkpoint:
         """Return a checkpoint of now with this worker's share."""
         method, modifiers = self.context.method, self.context.modifiers
         values, tensors = method.state_dict()
@@ -282,7 +232,7 @@ class _RowsNamed:
 def begin_phase(data: PhaseData, resumed: bool) -> TaskContext:
     """Let the method begin a phase with its context. Collective."""
     context, phase = data.context, data.phase
-    new, queries = encode_texts(context, phase, data.world)
+    new, queries = data.encoded()
     before = () if context.schedule.one_model_per_task else context.phases[: phase.index]
     task_context = TaskContext(
         phase,
@@ -299,8 +249,3 @@ def begin_phase(data: PhaseData, resumed: bool) -> TaskContext:
         context.schedule.begin(context.method)
     context.method.begin_task(phase, task_context)
     return task_context
-
-
-def is_due(step: int, steps: int, every: int | None) -> bool:
-    """Return whether a checkpoint is due inside a phase (its end has one of its own)."""
-    return every is not None and step < steps and step % every == 0

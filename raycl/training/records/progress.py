@@ -12,6 +12,7 @@ from typing import Any
 
 from raycl.errors import StorageError
 from raycl.storage import Storage
+from raycl.types import Phase
 
 log = logging.getLogger("raycl")
 FOLDER = "trace"
@@ -43,9 +44,10 @@ class Trace:
         self.name = f"{FOLDER}/attempt-{attempt:04d}.jsonl"
         self._lines: list[str] = []
 
-    def add(self, phase: int, task: str, step: int, result: StepResult, seconds: float) -> None:
+    def add(self, phase: Phase, step: int, result: StepResult, seconds: float) -> None:
         """Add one step."""
-        record = {"phase": phase, "task": task, "step": step, **asdict(result), "seconds": round(seconds, 4)}
+        place = {"phase": phase.index, "task": phase.name, "step": step}
+        record = {**place, **asdict(result), "seconds": round(seconds, 4)}
         self._lines.append(json.dumps(record))
 
     def flush(self) -> None:
@@ -114,9 +116,7 @@ class Progress:
         self._later = 0
         self._prepared_s = 0.0
 
-    def begin(
-        self, index: int, name: str, rows: int, steps: int, start: int, later: int, prepared_s: float = 0.0
-    ) -> None:
+    def begin(self, phase: Phase, rows: int, steps: int, start: int, later: int, prepared_s: float = 0.0) -> None:
         """Begin a phase, or resume it after `start` steps; `later` steps follow in later phases.
 
         Args:
@@ -124,10 +124,10 @@ class Progress:
         """
         self._later, self._prepared_s = later, prepared_s
         again = f", continuing after step {start}" if start else ""
-        log.info("[%d/%d] %s: %d rows, %d steps%s", index + 1, self.phases, name, rows, steps, again)
+        log.info("[%d/%d] %s: %d rows, %d steps%s", phase.index + 1, self.phases, phase.name, rows, steps, again)
         self._logged, self._tokens, self._seconds, self._steps = time.monotonic(), 0, 0.0, 0
 
-    def step(self, index: int, name: str, step: int, steps: int, result: StepResult, seconds: float) -> bool:
+    def step(self, phase: Phase, step: int, steps: int, result: StepResult, seconds: float) -> bool:
         """Count a step; logs a line and returns True if `every_s` seconds have passed or the phase is over."""
         self._tokens += result.tokens
         self._seconds += seconds
@@ -139,15 +139,15 @@ class Progress:
         pace = self._seconds / self._steps
         log.info(
             "[%d/%d] %s  step %d/%d  loss %.4f  %s tokens/s  training left: %s in this task, %s in all",
-            index + 1,
+            phase.index + 1,
             self.phases,
-            name,
+            phase.name,
             step,
             steps,
             result.loss,
             f"{rate:,.0f}",
             clock((steps - step) * pace),
-            clock((steps - step + self._later) * pace + (self.phases - index - 1) * self._prepared_s),
+            clock((steps - step + self._later) * pace + (self.phases - phase.index - 1) * self._prepared_s),
         )
         return True
 

@@ -27,7 +27,7 @@ from raycl.training.records.checkpoint import Checkpoint, WrittenFile
 from raycl.training.records.journal import Journal, RunState, read_state
 from raycl.training.records.progress import Progress, StepResult, Trace, clock
 from raycl.training.records.publish import move_branch, open_bank, publish
-from raycl.training.records.results import build_results, curves, matrix_of
+from raycl.training.records.results import build_results, matrix_of, metrics_so_far
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.records.tracking import Tracker
 from raycl.training.workers.distributed import DistributedContext
@@ -37,6 +37,18 @@ log = logging.getLogger("raycl")
 
 OnPhase = Callable[[dict[str, Any]], bool | None]
 """Called on every worker after each phase with its record; False: the run stops there."""
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """What follows a run besides its own records.
+
+    Attributes:
+        tracker: rank 0's, if any. on_phase: see `OnPhase`.
+    """
+
+    tracker: Tracker | None = None
+    on_phase: OnPhase | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +74,7 @@ class Recorder:
         context: TrainingContext,
         storage: Storage,
         world: DistributedContext,
-        sink: Tracker | None,
-        on_phase: OnPhase | None,
+        listeners: Listeners,
         driver: str,
         shared: SharedReader | None = None,
     ) -> None:
@@ -71,23 +82,16 @@ class Recorder:
 
         Args:
             shared: see `TensorObjects`.
-            sink: rank 0's tracker, if any.
             driver: the process that started the workers, for the journal.
         """
-        self.context, self.storage = context, storage
-        self.sink, self.on_phase = sink, on_phase
+        self.context, self.storage, self.listeners = context, storage, listeners
         bank = open_bank(context.bank, storage).storage if context.bank.publish or context.bank.start else None
         self.objects = TensorObjects(storage, bank, shared, context.bank.copies)
         nodes = world.gather({"host": socket.gethostname(), "pid": os.getpid()})
         tasks, phases = _names(context)
-        names = {
-            "stream": context.stream.name,
-            "tasks": tasks,
-            "phases": phases,
-            "versions": versions(context.info.plugins),
-        }
-        claims = partial(Journal.claim, storage, context.info, workers=world.size, driver=driver, nodes=nodes, **names)
-        self.journal = claims() if world.is_first else None
+        summary = {"workers": world.size, "driver": driver, "nodes": nodes, "stream": context.stream.name}
+        summary |= {"tasks": tasks, "phases": phases, "versions": versions(context.info.plugins)}
+        self.journal = Journal.claim(storage, context.info, **summary) if world.is_first else None
         self.state: RunState = world.broadcast(self.journal.state if self.journal else RunState())
         self.world, self.attempt = world, world.broadcast(self.journal.attempt if self.journal else 0)
         self.trace = Trace(storage, self.journal.attempt) if self.journal else None
@@ -101,23 +105,18 @@ class Recorder:
             log.warning("%s", reason)
             self.journal.go_back(checkpoint_names, phases)
 
-    def begin(self, phase: Phase, rows: int, steps: int, start: int, later: int, prepared_s: float) -> None:
-        """Begin the training of a phase, or continue it after `start` steps; see `Progress.begin`."""
-        if self.journal is not None:
-            self.progress.begin(phase.index, phase.name, rows, steps, start, later, prepared_s)
-
     def step(self, phase: Phase, step: int, steps: int, result: StepResult, seconds: float) -> None:
         """Record an optimizer step."""
         if self.trace is None:
             return
-        self.trace.add(phase.index, phase.name, step, result, seconds)
-        if self.progress.step(phase.index, phase.name, step, steps, result, seconds):
+        self.trace.add(phase, step, result, seconds)
+        if self.progress.step(phase, step, steps, result, seconds):
             self.trace.flush()
-        if self.sink:
-            speed = result.tokens / max(seconds, 1e-9)
-            rates = {"learning_rate": result.learning_rate, "tokens_per_s": speed}
-            values = {"loss": result.loss, "grad_norm": result.grad_norm, **rates}
-            self.sink.log(self._steps_done(phase, step), values)
+        if self.listeners.tracker is not None:
+            names = ("loss", "grad_norm", "learning_rate")
+            values = {name: getattr(result, name) for name in names}
+            speed = {"tokens_per_s": result.tokens / max(seconds, 1e-9)}
+            self.listeners.tracker.log(self._steps_done(phase, step), values | speed)
 
     def publish(self, phase: Phase, learned: Learned, done: Checkpoint) -> None:
         """Adapters go to the bank, whole models to a folder of the run. Collective where workers share weights out."""
@@ -218,29 +217,28 @@ class Recorder:
         self.state = replace(self.state, phases=[*self.state.phases, record])  # the journal has a state of its own
         if self.journal is not None:
             self.journal.phase_done(record)
-            self._write_results(record)
+            self.storage.write_json("results.json", hashed(self.results()))
+            if len(self.state.phases) == len(self.context.phases) and (record["bank"] or self.context.bank.start):
+                release_lease(open_bank(self.context.bank, self.storage).storage, self.storage.address)
             times = record["times"]
             moved = times["step_bytes"] / 2**20
             between = f", {moved:.3g} MiB a step between workers" if moved else ""
             log.info("    trained %s, evaluated %s%s", clock(times["train_s"]), clock(times["eval_s"]), between)
-        if self.sink:
-            self._track(phase, record, self.sink)
-        return self.on_phase is None or self.on_phase(record) is not False
+        if self.listeners.tracker is not None:
+            self._track(phase, record, self.listeners.tracker)
+        on_phase = self.listeners.on_phase
+        return on_phase is None or on_phase(record) is not False
 
-    def _write_results(self, record: dict[str, Any]) -> None:
-        self.storage.write_json("results.json", hashed(self.results()))
-        if len(self.state.phases) == len(self.context.phases) and (record["bank"] or self.context.bank.start):
-            release_lease(open_bank(self.context.bank, self.storage).storage, self.storage.address)
-
-    def _track(self, phase: Phase, record: dict[str, Any], sink: Tracker) -> None:
+    def _track(self, phase: Phase, record: dict[str, Any], tracker: Tracker) -> None:
         scores = {f"score/{name}": float(cell["value"]) for name, cell in record["row"].items()}
         for kind in ("unseen", "other_row"):
             scores |= {f"{kind}/{name}": float(cell["value"]) for name, cell in record.get(kind, {}).items()}
         matrix = matrix_of(*_names(self.context), self.state)
         step = self._steps_done(phase, record["times"]["steps"])
-        sink.log(step, scores | curves(matrix, len(self.state.phases), self.context.info.singles))
+        metrics = metrics_so_far(matrix, len(self.state.phases), self.context.info.singles)
+        tracker.log(step, scores | {f"metrics/{name}": value for name, value in metrics.items()})
         rows = [[name, *values] for name, values in zip(matrix.phases, matrix.values(), strict=True)]
-        sink.table(step, "matrix", ["after", *matrix.tasks], rows)
+        tracker.table(step, "matrix", ["after", *matrix.tasks], rows)
 
     def results(self) -> dict[str, Any]:
         """Return the result tree so far, from the journal."""

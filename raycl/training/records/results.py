@@ -80,11 +80,6 @@ def metrics_so_far(matrix: AccuracyMatrix, done: int, singles: Mapping[str, floa
     return {name: value for name, value in summary(sofar, singles).items() if isinstance(value, float)}
 
 
-def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the same for trackers: `metrics/ap` and so on."""
-    return {f"metrics/{name}": value for name, value in metrics_so_far(matrix, done, singles).items()}
-
-
 def untrained_cells(state: RunState) -> dict[str, Any]:
     """Return cells of every task before any training, as far as `eval.untrained` measured them."""
     return {task: cell for record in state.phases for task, cell in record.get("untrained", {}).items()}

@@ -25,7 +25,6 @@ from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class, modifier_class
 from raycl.metrics.per_example import check_labels, check_metric, taken_for_same
 from raycl.metrics.run_results import read_results
-from raycl.training.definition.seeds import micro_batch_size
 from raycl.training.definition.settings import DeepSpeedConfig
 from raycl.training.definition.task_order import SCHEDULES
 from raycl.training.records.bank_start import check_snapshot_inputs
@@ -70,11 +69,7 @@ def check(config: RunConfig) -> Stream:
             "answers and has no label head: leave it at seen, or use an encoder-only backbone"
         )
     workers = config.launch.workers
-    check_batch(
-        config.train.batch_size,
-        micro_batch_size(config.train.batch_size, config.train.micro_batch_size, workers),
-        workers,
-    )
+    check_batch(config.train.batch_size, config.train.examples_per_pass(workers), workers)
     skeleton = load_skeleton(config.backbone, codec)
     if config.backbone.attention != "auto":
         skeleton.use_attention(config.backbone.attention)

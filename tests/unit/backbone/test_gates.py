@@ -10,7 +10,7 @@ from tiny import KINDS, Lab
 from torch import Tensor, nn
 
 from raycl.backbone.gates import gated
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.generation.batch_answers import predict
 from raycl.training.assembly import build
 from raycl.training.workers.distributed import DistributedContext
@@ -51,7 +51,9 @@ def batch_of(lab: Lab, kind: str, **backbone: Any) -> tuple[Any, Batch]:
         context.backbone.learn_labels(task.labels)
         nn.init.normal_(context.backbone.head.weight)
         labels = context.backbone.label_ids()
-    return context.backbone, next(iter(eval_batches(context.stream.table(task, "train", codec), labels, 0, 1, 4, 0)))
+    return context.backbone, next(
+        iter(eval_batches(Collate([context.stream.table(task, "train", codec)], 0, labels), 4))
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

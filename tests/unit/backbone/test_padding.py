@@ -26,7 +26,7 @@ def parts(request: pytest.FixtureRequest, lab: Lab) -> tuple[Backbone, Collate]:
         torch.nn.init.normal_(backbone.head.weight)
     tables = [built.stream.table(task, "train", backbone.codec) for task in built.stream.tasks]
     labels = backbone.label_ids() if backbone.codec.needs_labels else None
-    return backbone, Collate(tables, labels, backbone.codec.pad_id)
+    return backbone, Collate(tables, backbone.codec.pad_id, labels)
 
 
 def rows_of(batch: Batch, *rows: int) -> Batch:

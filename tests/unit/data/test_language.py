@@ -11,7 +11,7 @@ import pytest
 import torch
 from data_samples import MiniLMCodec
 
-from raycl.data.loader import GlobalOrder, Loader, eval_batches
+from raycl.data.loader import Collate, GlobalOrder, Loader, eval_batches
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.data.text_objectives import HiddenWords, next_words, text_objective, whole_texts
 from raycl.errors import ConfigError, DataError
@@ -91,7 +91,7 @@ def test_a_text_a_line(tmp_path: Path) -> None:
     codec = MiniLMCodec(needs_labels=True)
     table = stream.table(stream.tasks[0], "train", codec)
     assert table.texts(range(9)) == TEXTS and not table.columns([0]).target_ids[0].size
-    (batch,) = eval_batches(table, None, 0, 1, 16, 0, text_objective=stream.text_objective(codec, 0))
+    (batch,) = eval_batches(Collate([table], 0, text_objective=stream.text_objective(codec, 0)), 16)
     assert batch.target_ids.shape == batch.source_ids.shape
     assert (batch.target_ids != IGNORE).sum() >= 9 and (batch.source_ids == codec.mask_id).any()
     assert (batch.label_ids == IGNORE).all()
@@ -102,7 +102,7 @@ def test_texts_to_go_on_from(tmp_path: Path) -> None:
     codec = MiniLMCodec()
     table = stream.table(stream.tasks[0], "train", codec)
     assert table.truncated_sources == sum(len(ids) > 12 for ids in whole_texts(TEXTS, codec, 99)[0]) > 0
-    (batch,) = eval_batches(table, None, 0, 1, 16, 0, text_objective=stream.text_objective(codec, 0))
+    (batch,) = eval_batches(Collate([table], 0, text_objective=stream.text_objective(codec, 0)), 16)
     assert batch.source_ids.shape == (9, 1) and batch.target_ids.shape == (9, 11)
     first = batch.target_ids[batch.rows == 0][0]
     assert codec.text(first[first != IGNORE].tolist()).startswith("text number 0 of a few words")
@@ -153,7 +153,7 @@ def test_hidden_words_do_not_depend_on_workers_and_change_each_epoch(tmp_path: P
         collected = {}
         for rank in range(workers):
             rule = stream.text_objective(codec, 7)
-            loader = Loader([table], None, order, rank, workers, 4 // workers, 4, 0, text_objective=rule)
+            loader = Loader(Collate([table], 0, text_objective=rule), order, 4 // workers, rank, workers)
             for step in steps:
                 for batch in loader.micro_batches(step):
                     for index, row in enumerate(batch.rows.tolist()):
@@ -173,7 +173,7 @@ def test_a_share_without_texts_still_makes_batches(tmp_path: Path) -> None:
     stream, codec = texts_stream(tmp_path / "mine"), MiniLMCodec(needs_labels=True)
     table = stream.table(stream.tasks[0], "train", codec)
     loader = Loader(
-        [table], None, GlobalOrder(9, 4, 1, 0), 1, 2, 2, 4, 0, text_objective=stream.text_objective(codec, 0)
+        Collate([table], 0, text_objective=stream.text_objective(codec, 0)), GlobalOrder(9, 4, 1, 0), 2, 1, 2
     )
     (last,) = loader.micro_batches(2)
     assert last.rows.tolist() == [-1, -1] and torch.equal(last.target_ids, torch.full((2, 1), IGNORE))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from data_samples import MiniLMCodec, WriteTask, news, open_agnews
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycl.data.loader import GlobalOrder, Loader, check_batch, eval_batches
+from raycl.data.loader import Collate, GlobalOrder, Loader, check_batch, eval_batches
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
 from raycl.types import IGNORE, Batch
@@ -70,7 +69,7 @@ def test_an_order_is_a_pure_function_of_the_step() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_workers_share_exactly_the_rows_of_the_step(tables: tuple[TokenTable, TokenTable], world: int) -> None:
     order = GlobalOrder(45, 12, 2, seed=1)
-    loaders = [Loader(tables, None, order, rank, world, 2, 12, pad_id=0) for rank in range(world)]
+    loaders = [Loader(Collate(tables, 0), order, 2, rank, world) for rank in range(world)]
     for step in range(order.steps):
         shares = [loader.micro_batches(step) for loader in loaders]
         assert {len(share) for share in shares} == {12 // (2 * world)}
@@ -84,7 +83,7 @@ def test_workers_share_exactly_the_rows_of_the_step(tables: tuple[TokenTable, To
 def test_a_batch_holds_what_the_table_holds(tables: tuple[TokenTable, TokenTable], codec: MiniLMCodec) -> None:
     label_ids = {"Science or Technology": 5, "World": 2, "Sports": 9, "Business": 0}
     order = GlobalOrder(45, 8, 1, seed=0)
-    loader = Loader(tables, label_ids, order, 0, 1, 4, 8, pad_id=0)
+    loader = Loader(Collate(tables, 0, label_ids), order, 4)
     for batch in loader.micro_batches(order.steps - 1) + loader.micro_batches(0):
         for index, row in enumerate(batch.rows.tolist()):
             if row < 0:
@@ -103,7 +102,7 @@ def test_a_batch_holds_what_the_table_holds(tables: tuple[TokenTable, TokenTable
 
 def test_fill_up_rows_have_no_loss(tables: tuple[TokenTable, TokenTable]) -> None:
     order = GlobalOrder(45, 32, 1, seed=0)  # the last step has 13 rows
-    last = [Loader(tables, None, order, rank, 2, 4, 32, pad_id=7).micro_batches(1) for rank in (0, 1)]
+    last = [Loader(Collate(tables, 7), order, 4, rank, 2).micro_batches(1) for rank in (0, 1)]
     assert [len(real_rows(share)) for share in last] == [7, 6]
     empty = last[0][-1]
     assert real_rows([empty]) == [] and not empty.weight.any()
@@ -114,23 +113,25 @@ def test_fill_up_rows_have_no_loss(tables: tuple[TokenTable, TokenTable]) -> Non
 
 def test_neighbours_are_of_similar_length(tables: tuple[TokenTable, TokenTable]) -> None:
     order = GlobalOrder(45, 24, 1, seed=0)
-    lengths = [b.source_mask.sum(dim=1) for b in Loader(tables, None, order, 0, 1, 4, 24, 0).micro_batches(0)]
+    lengths = [b.source_mask.sum(dim=1) for b in Loader(Collate(tables, 0), order, 4).micro_batches(0)]
     assert torch.equal(torch.cat(lengths), torch.cat(lengths).sort().values)
 
 
 def test_encoders_have_no_targets(write_task: WriteTask) -> None:
     stream = open_agnews(write_task("agnews", news(10), news(4)), dev_fraction=0)
     table = stream.table(stream.tasks[0], "train", MiniLMCodec(needs_labels=True))
-    batch = Loader([table], None, GlobalOrder(10, 16, 1, 0), 0, 1, 16, 16, 0).micro_batches(0)[0]
+    batch = Loader(Collate([table], 0), GlobalOrder(10, 16, 1, 0), 16).micro_batches(0)[0]
     assert batch.target_ids.shape == (16, 0)
     with pytest.raises(AssertionError, match="no row for"):
-        Loader([table], {"World": 0}, GlobalOrder(10, 16, 1, 0), 0, 1, 16, 16, 0).micro_batches(0)
+        Loader(Collate([table], 0, {"World": 0}), GlobalOrder(10, 16, 1, 0), 16).micro_batches(0)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_evaluation_sees_every_row_once(tables: tuple[TokenTable, TokenTable], world: int, size: int) -> None:
-    shares: list[list[Batch]] = [list(eval_batches(tables[0], None, rank, world, size, 0)) for rank in range(world)]
+    shares: list[list[Batch]] = [
+        list(eval_batches(Collate([tables[0]], 0), size, rank, world)) for rank in range(world)
+    ]
     assert len({len(share) for share in shares}) == 1
     assert [len(batch) for batch in shares[0]] == [len(batch) for batch in shares[-1]]
     assert sorted(row for share in shares for row in real_rows(share)) == list(range(37))
@@ -145,6 +146,5 @@ def test_batch_sizes_that_do_not_fit_get_their_neighbours() -> None:
 
 
 def test_order_and_tables_must_agree(tables: tuple[TokenTable, TokenTable]) -> None:
-    settings: dict[str, Any] = {"rank": 0, "world_size": 1, "micro_batch_size": 2, "batch_size": 12, "pad_id": 0}
     with pytest.raises(AssertionError, match="cover exactly"):
-        Loader(tables, None, GlobalOrder(44, 12, 1, 0), **settings)
+        Loader(Collate(tables, 0), GlobalOrder(44, 12, 1, 0), 2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raycl.backbone.base import loss_count
 from raycl.backbone.gates import gated
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError
 from raycl.methods.base import trained_names
 from raycl.methods.masks.das import Das, contrast, contrast_in_batch, standardized
@@ -38,7 +38,7 @@ def batch_of(context: TrainingContext, rows: int = 4) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[0], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    return next(iter(eval_batches(table, labels, 0, 1, rows, codec.pad_id)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id, labels), rows)))
 
 
 # ---- units ---------------------------------------------------------------------------------------------------------

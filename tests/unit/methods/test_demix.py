@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from raycl.backbone.base import loss_count
 from raycl.bank import Bank
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.methods.adapters.demix import Demix
 from raycl.methods.base import activate, trained_names
 from raycl.methods.context import TaskContext
@@ -80,7 +80,7 @@ def test_the_mean_loss_by_hand_and_of_no_more_rows_than_asked_for(lab: Lab) -> N
     data = PhaseData(context, context.phases[1], WORLD)
     method._compared = "colour"
     mean_loss = data.mean_loss()
-    (batch,) = eval_batches(context.stream.table(context.stream.tasks[1], "train", codec), None, 0, 1, 14, codec.pad_id)
+    (batch,) = eval_batches(Collate([context.stream.table(context.stream.tasks[1], "train", codec)], codec.pad_id), 14)
     with torch.no_grad(), activate(method, Mixture.same({"colour": 1.0}, len(batch))):
         guesses = backbone.guesses(batch)
     total = cross_entropy(guesses.logits, guesses.labels, reduction="sum", ignore_index=-100)
@@ -147,6 +147,6 @@ def test_each_task_is_answered_by_its_own_adapter(taught: Taught) -> None:
     model, codec = opened(bank, newest), done.context.backbone.codec
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
-        (batch,) = eval_batches(table, None, 0, 1, 6, codec.pad_id)
+        (batch,) = eval_batches(Collate([table], codec.pad_id), 6)
         texts = table.texts(batch.rows.tolist())
         assert set(model.predict(batch, texts, [task.name] * 6, 4)) <= set(task.labels or ())

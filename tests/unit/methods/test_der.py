@@ -55,7 +55,7 @@ def changed(context: TrainingContext, seed: int) -> None:
 
 def prepared(context: TrainingContext, task: TaskContext) -> tuple[list[Batch], list[Batch]]:
     """Return the first step's micro-batches as the loader gives them, and as the method prepares them."""
-    loader, _ = PhaseData(context, context.phases[1], WORLD).loader(task)
+    loader = PhaseData(context, context.phases[1], WORLD).loader(task)
     batches = loader.micro_batches(0)
     task.step = Step(0, 5, len(batches))
     return batches, [context.method.prepare_batch(batch) for batch in batches]
@@ -158,7 +158,8 @@ def test_stored_outputs_of_rows_keep_their_positions() -> None:
 
 def test_every_stored_row_is_replayed_equally_often(lab: Lab) -> None:
     context, task = second_task(lab, "bert", share=0.2)  # 2 stored rows for 14 new ones
-    loader, order = PhaseData(context, context.phases[1], WORLD).loader(task)
+    loader = PhaseData(context, context.phases[1], WORLD).loader(task)
+    order = loader.order
     seen: Counter[int] = Counter()
     for index in range(order.steps):
         task.step = Step(index, index, 1)

@@ -13,7 +13,7 @@ from service_client import bank_of, examples, serving
 from tiny import KINDS, Lab, Taught, matrix, run
 
 from raycl.bank import Bank
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import trained_names
@@ -40,7 +40,7 @@ def method_of(context: TrainingContext) -> Epi:
 def rows_of(context: TrainingContext, task: int, rows: int = 14) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[task], "train", codec)
-    return next(iter(eval_batches(table, None, 0, 1, rows, codec.pad_id)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id), rows)))
 
 
 @pytest.mark.parametrize("value", ["prefix", "prompt", "lora"])

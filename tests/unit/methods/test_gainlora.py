@@ -13,7 +13,7 @@ from tiny import ENGINES, KINDS, Complete, Lab, evaluated_by, matrix, opened, ru
 from torch import Tensor, nn
 
 from raycl.bank import Bank
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import BankError, ConfigError, RetrievalError
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.lora.gainlora import FeatureSubspaces, GainLora
@@ -56,7 +56,7 @@ def batch_of(context: TrainingContext, task: int = 0, rows: int = 6) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[task], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    return next(iter(eval_batches(table, labels, 0, 1, rows, codec.pad_id)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id, labels), rows)))
 
 
 # ---- a gate --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from phases import begin_phase, end_phase, routed
 from tiny import KINDS, Complete, Lab, Taught, matrix
 from torch import Tensor
 
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.methods.base import activate, activate_batch, trained_names
 from raycl.methods.masks.hat import Hat
 from raycl.training.assembly import build
@@ -31,7 +31,7 @@ def batch_of(context: TrainingContext, task: int = 0, rows: int = 4) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[task], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    return next(iter(eval_batches(table, labels, 0, 1, rows, codec.pad_id, texts=True)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id, labels, texts=True), rows)))
 
 
 def set_mask(method: Hat, mask: Tensor) -> None:

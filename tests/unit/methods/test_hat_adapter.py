@@ -12,7 +12,7 @@ from tiny import Complete, Lab, Taught, evaluated_by, opened
 from torch import Tensor
 
 from raycl.bank import Bank
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError
 from raycl.methods.base import activate, activate_batch, trained_names
 from raycl.methods.context import Step
@@ -43,7 +43,7 @@ def batch_of(context: TrainingContext, task: int = 0, rows: int = 4) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[task], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    return next(iter(eval_batches(table, labels, 0, 1, rows, codec.pad_id, texts=True)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id, labels, texts=True), rows)))
 
 
 # ---- the formulas --------------------------------------------------------------------------------------------------

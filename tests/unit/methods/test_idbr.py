@@ -54,7 +54,7 @@ def changed(context: TrainingContext, seed: int) -> None:
 
 
 def prepared(context: TrainingContext, task: TaskContext, index: int) -> list[Batch]:
-    loader, _ = PhaseData(context, context.phases[1], WORLD).loader(task)
+    loader = PhaseData(context, context.phases[1], WORLD).loader(task)
     batches = loader.micro_batches(index)
     task.step = Step(index, 5, len(batches))
     return [context.method.prepare_batch(batch) for batch in batches]
@@ -120,7 +120,7 @@ def test_the_first_task_is_held_to_nothing(lab: Lab) -> None:
     method = context.method
     assert isinstance(method, Idbr) and not method.before
     task.step = Step(1, 5, 1)
-    loader, _ = PhaseData(context, context.phases[0], WORLD).loader(task)
+    loader = PhaseData(context, context.phases[0], WORLD).loader(task)
     mixed = method.prepare_batch(loader.micro_batches(1)[0])
     assert len(mixed) == 8 and int(is_real(mixed).sum()) == 4, "nothing is replayed"
     end_phase(context, task)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from phases import begin_phase, end_phase
 from tiny import KINDS, Lab, exported, matrix, run, trace
 
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.methods.base import activate_batch
 from raycl.methods.lora.inflora import InfLora, Subspace, designed, grown_threshold, observed_inputs, outside
 from raycl.storage import Storage
@@ -136,7 +136,7 @@ def test_inputs_are_those_of_real_tokens_alone(lab: Lab, kind: str) -> None:
     table = context.stream.table(context.stream.tasks[1], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
     with observed_inputs(context.backbone, method.stack.layers) as inputs, torch.no_grad():
-        for batch in eval_batches(table, labels, 0, 1, 1, codec.pad_id):
+        for batch in eval_batches(Collate([table], codec.pad_id, labels), 1):
             inputs.begin_batch(batch)
             with activate_batch(method, batch):
                 context.backbone(batch)
@@ -174,7 +174,7 @@ def test_earlier_answers_stay_where_the_subspace_holds_all_their_inputs(lab: Lab
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[0], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    batch = next(iter(eval_batches(table, labels, 0, 1, 14, codec.pad_id)))
+    batch = next(iter(eval_batches(Collate([table], codec.pad_id, labels), 14)))
 
     def outputs(batch: Batch) -> torch.Tensor:
         context.backbone.eval()

@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity
 
 from raycl.backbone.base import loss_count, mean_pooled
 from raycl.bank import Bank
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import BankError, ConfigError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names
@@ -40,7 +40,7 @@ def batch_of(context: TrainingContext, rows: int = 6) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[0], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    return next(iter(eval_batches(table, labels, 0, 1, rows, codec.pad_id)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id, labels), rows)))
 
 
 # ---- the pool ------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_served_texts_get_the_prompts_of_the_run_and_its_answers(
     codec, expected = done.context.backbone.codec, {}
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
-        for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
+        for batch in eval_batches(Collate([table], codec.pad_id), 1):
             row = evaluated_by(done).mixture(batch)
             names = {name for name, weight in zip(row.names, row.weights[0].tolist(), strict=True) if weight}
             expected[table.texts(batch.rows.tolist())[0]] = names

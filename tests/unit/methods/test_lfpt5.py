@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from raycl.backbone import Backbone
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.data.tokens import HeldRows
 from raycl.errors import ConfigError
 from raycl.generation.requests import Sampling
@@ -52,7 +52,7 @@ def method_of(context: TrainingContext) -> Lfpt5:
 def rows_of(context: TrainingContext, rows: int = 5) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[0], "train", codec)
-    return next(iter(eval_batches(table, None, 0, 1, rows, codec.pad_id)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id), rows)))
 
 
 def second_phase(context: TrainingContext, change: float = 0.3) -> Batch:

@@ -45,7 +45,7 @@ def begun(lab: Lab, kind: str, **settings: Any) -> tuple[Lwf, TrainingContext, B
     context.backbone.train()
     labels = context.backbone.label_ids() if codec.needs_labels else None
     table = context.stream.table(context.stream.tasks[1], "train", codec)
-    return method, context, next(iter(eval_batches(table, labels, 0, 1, 5, codec.pad_id)))
+    return method, context, next(iter(eval_batches(Collate([table], codec.pad_id, labels), 5)))
 
 
 def move(context: TrainingContext, labels: tuple[str, ...] = ()) -> None:
@@ -97,10 +97,10 @@ def test_examples_that_fill_a_batch_up_change_nothing(lab: Lab) -> None:
         context.stream.table(context.stream.tasks[1], "train", context.backbone.codec),
     )
     labels = context.backbone.label_ids()
-    filled = Collate([table], labels, codec.pad_id)(batch.rows.numpy(), 8)
+    filled = Collate([table], codec.pad_id, labels)(batch.rows.numpy(), 8)
     assert len(filled) == 8
     assert outputs(method, context, filled)[1].item() == pytest.approx(result.item(), rel=1e-5)
-    empty = Collate([table], labels, codec.pad_id)(batch.rows.numpy()[:0], 4)
+    empty = Collate([table], codec.pad_id, labels)(batch.rows.numpy()[:0], 4)
     assert outputs(method, context, empty)[1].item() == 0
 
 
@@ -148,7 +148,7 @@ def scores(lab: Lab, context: TrainingContext) -> Tensor:
     table = both.stream.table(both.stream.tasks[1], "train", codec)
     labels = dict.fromkeys(both.stream.tasks[1].labels or (), 0)
     context.backbone.eval()
-    (batch,) = eval_batches(table, labels, 0, 1, 14, codec.pad_id)
+    (batch,) = eval_batches(Collate([table], codec.pad_id, labels), 14)
     result, names = context.backbone.score_labels(batch)
     return result[:, [names.index(label) for label in ("blue", "red")]]
 

@@ -12,7 +12,7 @@ from tiny import ENGINES, Lab, matrix, run, trace
 from torch import Tensor
 
 from raycl.backbone.base import loss_count
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.data.tokens import TokenColumns
 from raycl.errors import BankError, ConfigError
 from raycl.methods.base import activate_batch
@@ -54,7 +54,7 @@ def taught(lab: Lab, kind: str = "bert", learner: str = "lora", **adapt: Any) ->
 def some_rows(context: TrainingContext, rows: int) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[0], "test", codec)
-    return next(iter(eval_batches(table, None, 0, 1, rows, codec.pad_id, texts=True)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id, texts=True), rows)))
 
 
 def weights(context: TrainingContext) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from raycl.backbone.base import loss_count
 from raycl.bank import Bank
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import BankError, ConfigError, RetrievalError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate, activate_batch, trained_names
@@ -49,7 +49,7 @@ def batch_of(context: TrainingContext, task: int = 1) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[task], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    return next(iter(eval_batches(table, labels, 0, 1, 5, codec.pad_id)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id, labels), 5)))
 
 
 def test_weights_by_hand() -> None:
@@ -240,7 +240,7 @@ def test_served_texts_get_the_weights_and_answers_of_the_run(
     router = evaluated_by(done)
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
-        for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id, texts=True):
+        for batch in eval_batches(Collate([table], codec.pad_id, texts=True), 1):
             expected[batch.texts[0]] = router.mixture(batch, task.name).weights[0].tolist()
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5) as client:

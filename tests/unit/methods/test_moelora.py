@@ -12,7 +12,7 @@ from phases import begin_phase, end_phase
 from service_client import bank_of, examples, serving
 from tiny import ENGINES, KINDS, Lab, Taught, evaluated_by, matrix, run, trace
 
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import BankError, ConfigError, RetrievalError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names
@@ -38,7 +38,7 @@ def batch_of(context: TrainingContext, rows: int = 6) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[0], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    return next(iter(eval_batches(table, labels, 0, 1, rows, codec.pad_id)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id, labels), rows)))
 
 
 # ---- the router ----------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_served_texts_get_the_mixture_of_the_run_and_its_answers(
     asked, codec, expected = examples(done, bank_of(done, tmp_path)), done.context.backbone.codec, {}
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
-        for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
+        for batch in eval_batches(Collate([table], codec.pad_id), 1):
             row = evaluated_by(done).mixture(batch)
             weights = dict(zip(row.names, row.weights[0].tolist(), strict=True))
             expected[table.texts(batch.rows.tolist())[0]] = weights

@@ -15,7 +15,7 @@ from tiny import ENGINES, KINDS, Lab, exported, matrix, opened, run, trace
 from raycl.adapters.state import combine
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.methods.base import Method, activate_batch
 from raycl.methods.lora.olora import OLora, abssum
 from raycl.serve.snapshots.parts import backbone_of
@@ -40,7 +40,7 @@ def second_task(lab: Lab, kind: str, **settings: Any) -> tuple[OLora, TrainingCo
     begin_phase(parts, 1)
     table = parts.stream.table(parts.stream.tasks[0], "test", codec)
     labels = parts.backbone.label_ids() if codec.needs_labels else None
-    return method, parts, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id)))
+    return method, parts, next(iter(eval_batches(Collate([table], codec.pad_id, labels), 4)))
 
 
 def randomise(method: Method) -> None:
@@ -178,7 +178,7 @@ def test_gradients_stop_at_earlier_adapters(lab: Lab, name: str) -> None:
             if index == 0:
                 end_phase(parts, begun)
         table = parts.stream.table(parts.stream.tasks[0], "test", parts.backbone.codec)
-        batch = next(iter(eval_batches(table, None, 0, 1, 4, parts.backbone.codec.pad_id)))
+        batch = next(iter(eval_batches(Collate([table], parts.backbone.codec.pad_id), 4)))
         with activate_batch(parts.method, batch):
             outputs.append(parts.backbone(batch).logits)
         outputs[-1].square().sum().backward()
@@ -255,7 +255,7 @@ def test_a_merged_model_answers_as_the_snapshot(lab: Lab, tmp_path: Path, kind: 
     served = opened(bank, snapshot)
     parts, _ = build(lab.config(kind, "olora"), WORLD)
     table = parts.stream.table(parts.stream.tasks[0], "test", parts.backbone.codec)
-    batch = next(iter(eval_batches(table, None, 0, 1, 4, parts.backbone.codec.pad_id)))
+    batch = next(iter(eval_batches(Collate([table], parts.backbone.codec.pad_id), 4)))
     if kind == "bert":
         head = load_file(folder / "label_head.safetensors")
         assert Storage.at(str(folder)).read_json("labels.json") == ["blue", "red", "cat", "dog"]

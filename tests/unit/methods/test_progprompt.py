@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raycl.adapters.soft_prompts import MixedPrompts, formed
 from raycl.bank import Bank
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import BankError, ConfigError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate, activate_batch, activate_trainable, trained_names
@@ -40,7 +40,7 @@ def batch_of(context: TrainingContext, phase: int, split: Any = "train") -> Batc
     codec = context.backbone.codec
     table = context.stream.table(context.phases[phase].tasks[0], split, codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    return next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id, texts=True)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id, labels, texts=True), 4)))
 
 
 def read(method: ProgPrompt, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ def test_snapshots_answer_as_the_run_did(lab: Lab, tmp_path: Path, kind: str, se
     assert model.loaded.prompt_positions() == 2 * LENGTH and model.loaded.prompt_positions({"colour"}) == LENGTH
     for task in context.stream.tasks:
         table = context.stream.table(task, "test", context.backbone.codec)
-        batch = next(iter(eval_batches(table, None, 0, 1, 6, context.backbone.codec.pad_id, texts=True)))
+        batch = next(iter(eval_batches(Collate([table], context.backbone.codec.pad_id, texts=True), 6)))
         answers = model.predict(batch, batch.texts, batch.tasks, 4)
         expected = [text for (text,) in table.references(batch.rows.tolist())]
         right = sum(mine.strip() == its for mine, its in zip(answers, expected, strict=True))

@@ -26,7 +26,8 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 def texts_of_each_step(lab: Lab, folder: Path, phase: int, method: Any, epochs: int = 1) -> list[list[bytes]]:
     """Return what every optimizer step of a phase reads, as sorted token rows."""
     parts, _ = build(lab.config("t5", method, train={"epochs": epochs}), WORLD)
-    loader, order = PhaseData(parts, parts.phases[phase], WORLD).loader(begin_phase(parts, phase))
+    loader = PhaseData(parts, parts.phases[phase], WORLD).loader(begin_phase(parts, phase))
+    order = loader.order
     steps = []
     for step in range(order.steps):
         (batch,) = loader.micro_batches(step)

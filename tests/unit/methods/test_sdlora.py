@@ -12,7 +12,7 @@ from tiny import ENGINES, KINDS, Complete, Lab, opened, run
 from torch import Tensor
 
 from raycl.bank import Bank
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import BankError
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.lora.sdlora import SdLora, least_squares, norm_of, product, scaled
@@ -53,7 +53,7 @@ def batch_of(context: TrainingContext) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[0], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    return next(iter(eval_batches(table, labels, 0, 1, 6, codec.pad_id)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id, labels), 6)))
 
 
 def outputs(context: TrainingContext, batch: Batch) -> Tensor:

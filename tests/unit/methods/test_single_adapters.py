@@ -13,7 +13,7 @@ from tiny import KINDS, Lab, Taught, opened
 from torch import Tensor
 
 from raycl.adapters.soft_prompts import MixedPrompts
-from raycl.data.loader import eval_batches
+from raycl.data.loader import Collate, eval_batches
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.single_adapter import SingleAdapter
@@ -36,7 +36,7 @@ def batch_of(context: TrainingContext) -> Batch:
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[0], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
-    return next(iter(eval_batches(table, labels, 0, 1, 6, codec.pad_id)))
+    return next(iter(eval_batches(Collate([table], codec.pad_id, labels), 6)))
 
 
 def test_a_prompt_and_the_head_are_trained_and_nothing_else(lab: Lab) -> None:

@@ -58,7 +58,7 @@ def begun(config: RunConfig, world: DistributedContext | None = None) -> tuple[T
         draws = torch.randn(8, context.method.encoder.width, generator=torch.Generator().manual_seed(0))
         task.queries, task.phases = {0: {"train": draws, "dev": draws[:0]}}, (phase,)
     context.method.begin_task(phase, task)
-    loader, _ = PhaseData(context, phase, world or alone).loader(task)
+    loader = PhaseData(context, phase, world or alone).loader(task)
     context.backbone.train()
     return context, loader.micro_batches(0)
 

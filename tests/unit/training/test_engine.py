@@ -193,7 +193,7 @@ def test_tasks_leak_no_memory(lab: Lab, engine: str) -> None:
     phase = context.phases[0]
     begin_phase(context)
     table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
-    batch = Collate([table], context.backbone.label_ids(), 0)(torch.arange(4).numpy(), 4)
+    batch = Collate([table], 0, context.backbone.label_ids())(torch.arange(4).numpy(), 4)
     before, counts = outside(context.backbone), {}
     for task in range(1, 7):
         begin_phase(context)
@@ -232,7 +232,7 @@ def test_frozen_and_trainable_adapters_mix_in_every_engine(lab: Lab, kind: str) 
         method.route = lambda batch: Mixture(("old", "lora"), torch.tensor([[0.4, 1.0], [0.0, 1.0]]))  # type: ignore[method-assign]
         table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
         labels = context.backbone.label_ids() if context.backbone.codec.needs_labels else None
-        collate = Collate([table], labels, context.backbone.codec.pad_id)
+        collate = Collate([table], context.backbone.codec.pad_id, labels)
         batches = [collate(np.array([2 * number, 2 * number + 1]), 2) for number in range(4)]
         opened = open_engine(2, 2)
         context.backbone.train()

@@ -12,6 +12,7 @@ from raycl.errors import StorageError
 from raycl.storage import Storage
 from raycl.training.records.progress import Progress, StepResult, Trace, clock, read_trace
 from raycl.training.workers.memory import forget_peak, peak_memory_mb
+from raycl.types import Phase
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_where_attempts_overlap_the_later_one_stands(tmp_path: Path) -> None:
     for attempt, steps in ((1, {(0, 1): 1.0, (0, 2): 2.0, (0, 3): 3.0}), (2, {(0, 3): 30.0, (1, 1): 40.0})):
         trace = Trace(storage, attempt)
         for (phase, step), loss in steps.items():
-            trace.add(phase, "task", step, result(loss), 0.5)
+            trace.add(Phase(phase, "task", ()), step, result(loss), 0.5)
             trace.flush()
     assert [(r["phase"], r["step"], r["loss"]) for r in read_trace(storage)] == [
         (0, 1, 1.0),
@@ -68,12 +69,12 @@ def test_progress_is_logged_at_intervals_and_at_the_end(
     logger = logging.getLogger("raycl")
     monkeypatch.setattr(logger, "handlers", [handler])
     caplog.set_level(logging.INFO, "raycl")
-    progress = Progress(5.0, phases=3)
-    progress.begin(1, "animal", 40, 10, 2, 30, prepared_s=60.0)
+    progress, phase = Progress(5.0, phases=3), Phase(1, "animal", ())
+    progress.begin(phase, 40, 10, 2, 30, prepared_s=60.0)
     said = []
     for step in range(3, 11):
         now[0] += 2
-        said.append(progress.step(1, "animal", step, 10, result(0.25), 2.0))
+        said.append(progress.step(phase, step, 10, result(0.25), 2.0))
     assert said == [False, False, True, False, False, True, False, True]
     assert lines[0] == "[2/3] animal: 40 rows, 10 steps, continuing after step 2"
     assert (

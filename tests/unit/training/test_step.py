@@ -19,9 +19,9 @@ from raycl.errors import RunError
 from raycl.methods.base import Method, activate_batch
 from raycl.methods.modifier import Modifiers
 from raycl.training.assembly import build
-from raycl.training.definition.seeds import micro_batch_size, stable_seed
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import Engine, TorchEngine
+from raycl.training.phase.data import stable_seed
 from raycl.training.phase.step import token_count, train_step
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
@@ -37,9 +37,9 @@ def started(lab: Lab, kind: str = "bert", method: str = "lora", **train: Any) ->
     size = context.train.batch_size
     table = context.stream.table(context.stream.tasks[0], "train", context.backbone.codec)
     labels = context.backbone.label_ids() if context.backbone.codec.needs_labels else None
-    micro = micro_batch_size(size, context.train.micro_batch_size, 1)
+    micro = context.train.micro_batch_size or size
     order = GlobalOrder(len(table), size, 1, seed=0)
-    loader = Loader([table], labels, order, 0, 1, micro, size, context.backbone.codec.pad_id)
+    loader = Loader(Collate([table], context.backbone.codec.pad_id, labels), order, micro)
     return context, open_engine(loader.accumulation, STEPS), loader
 
 
@@ -156,7 +156,7 @@ def test_dropout_is_drawn_from_the_steps_seed_alone(lab: Lab) -> None:
         engine = TorchEngine(context.backbone, context.train, STEPS, WORLD)
         table = context.stream.table(context.stream.tasks[0], "train", context.backbone.codec)
         order = GlobalOrder(len(table), 4, 1, seed=0)
-        loader = Loader([table], context.backbone.label_ids(), order, 0, 1, 4, 4, 0)
+        loader = Loader(Collate([table], 0, context.backbone.label_ids()), order, 4)
         torch.manual_seed(noise)
         return [train_step(engine, context.method, loader.micro_batches(s), WORLD, 5 + s).loss for s in range(2)]
 
@@ -224,7 +224,7 @@ def test_gradients_on_chosen_rows_are_those_of_their_mean_loss(lab: Lab, kind: s
     tables += [context.stream.table(tasks[1], "train", backbone.codec).part(np.array([2, 3]))]
     labels = backbone.label_ids() if objective == "answer" and kind == "bert" else None
     hidden = context.stream.text_objective(backbone.codec, stable_seed(context.info.seed, "exercise", 0))
-    batch = Collate(tables, labels, backbone.codec.pad_id, text_objective=hidden)(np.arange(5), 5)
+    batch = Collate(tables, backbone.codec.pad_id, labels, text_objective=hidden)(np.arange(5), 5)
     loss = backbone(batch).loss_sum / loss_count(batch)
     expected = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     assert gradients.keys() == trained.keys() and float(loss.detach()) > 0

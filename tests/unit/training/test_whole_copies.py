@@ -52,7 +52,7 @@ def test_frozen_weights_stay_in_their_file(
     frozen = [name for name, p in backbone.named_parameters() if file_at(p.data_ptr()) == file]
     assert len(frozen) > 10
     table = context.stream.table(phase.tasks[0], "train", backbone.codec)
-    batch = Collate([table], None, backbone.codec.pad_id)(torch.arange(4).numpy(), 4)
+    batch = Collate([table], backbone.codec.pad_id)(torch.arange(4).numpy(), 4)
     for _ in range(2):
         begin_phase(context)
         opened = open_engine(1, 1)
