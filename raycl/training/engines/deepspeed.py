@@ -26,9 +26,8 @@ from raycl.backbone import Backbone, Output
 from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
 from raycl.training.definition.settings import DeepSpeedConfig
-from raycl.training.engines.engine import NO_RATES, NONE, Share, Transform, names_of
-from raycl.training.engines.module_traces import hooks_of, put_parameters, remove_traces
-from raycl.training.engines.zero_config import zero_config
+from raycl.training.engines.engine import NO_RATES, NONE, Share, Transform
+from raycl.training.engines.zero import hooks_of, put_parameters, remove_traces, zero_config
 from raycl.training.optimizers.base import ParameterSpec
 from raycl.training.optimizers.parameters import advance, groups_of, schedule, specs_of
 from raycl.training.optimizers.registry import optimizer_kind
@@ -159,21 +158,32 @@ class DeepSpeedEngine:
     ) -> float:
         """Transform, modify, clip, update and constrain at the accumulation boundary."""
         assert self.engine.is_gradient_accumulation_boundary(), "fewer micro-batches than the accumulation"
-        if transform is not None:
-            self._transform(transform)
+        if transform is not None:  # a parameter without a gradient counts as zero
+            gradients = {name: self._gradient(name) for name in self.trained}
+            for name, gradient in transform({n: g for n, g in gradients.items() if g is not None}).items():
+                self._set_gradient(name, gradient)
         for name in modifiers.names:
-            self._modify(modifiers, name)
-        norm = self._plain_norm() if self._is_plain else None
-        names = modifiers.names if modifiers.holds else []
-        held = [hold for name in names for hold in self._hold(modifiers, name)]
-        before = {name: self._whole(self.trained[name]).to(self.world.device) for name in names_of(constraint)}
+            if (reduced := self._gradient(name)) is not None:
+                self._set_gradient(name, modifiers(name, reduced))
+        norm = None
+        if self._is_plain:  # DeepSpeed keeps no norm then; its gradients are already reduced here
+            norm = nn.utils.get_total_norm([p.grad for p in self.trained.values() if p.grad is not None])
+        held = [hold for name in modifiers.names for hold in self._hold(modifiers, name)] if modifiers.holds else []
+        constrained = () if constraint is None else constraint.names
+        before = {name: self._whole(self.trained[name]).to(self.world.device) for name in constrained}
         self.engine.step()
         if self._fresh and self.stage in (1, 2):
             self._link_state()
         for name, part, mask, old in held:
-            self._restore_held(name, part, mask, old)
+            parameter = self.trained[name]
+            if part:
+                self._set_moment(parameter, part, torch.where(mask, old, self._moment(parameter, part)))
+            else:
+                self._fill(parameter, torch.where(mask, old, self._whole(parameter).to(mask.device)))
         if constraint is not None:
-            self._constrain(constraint, before)
+            for name, old in before.items():
+                after = self._whole(self.trained[name]).to(self.world.device)
+                self._fill(self.trained[name], constraint(name, old, after))
         self._pending, self._fresh = False, False
         self.schedule.step()
         return float(norm if norm is not None else self.engine.get_global_grad_norm() or 0.0)
@@ -187,31 +197,17 @@ class DeepSpeedEngine:
         for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
             self.library.utils.lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
 
-    def _transform(self, transform: Transform) -> None:
-        """Transform all full gradients at once; a parameter without one counts as zero."""
-        utils = self.library.utils
-        gradients = {
-            name: parameter.grad if self._is_plain else utils.safe_get_full_grad(parameter)
-            for name, parameter in self.trained.items()
-        }
-        whole = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        for name, gradient in transform(whole).items():
-            parameter = self.trained[name]
-            if self._is_plain:
-                parameter.grad = gradient
-            else:
-                utils.safe_set_full_grad(parameter, gradient)
+    def _gradient(self, name: str) -> Tensor | None:
+        """Return the reduced gradient that the optimizer reads; editing `.grad` has no effect at ZeRO 1 to 3."""
+        parameter = self.trained[name]
+        gradient: Tensor | None = parameter.grad if self._is_plain else self.library.utils.safe_get_full_grad(parameter)
+        return gradient
 
-    def _modify(self, modifiers: Modifiers, name: str) -> None:
-        """Modify the reduced gradient that the optimizer reads; editing `.grad` has no effect at ZeRO 1 to 3."""
-        parameter, utils = self.trained[name], self.library.utils
+    def _set_gradient(self, name: str, gradient: Tensor) -> None:
         if self._is_plain:
-            if parameter.grad is not None:
-                parameter.grad = modifiers(name, parameter.grad)
-            return
-        gradient = utils.safe_get_full_grad(parameter)
-        if gradient is not None:
-            utils.safe_set_full_grad(parameter, modifiers(name, gradient))
+            self.trained[name].grad = gradient
+        else:
+            self.library.utils.safe_set_full_grad(self.trained[name], gradient)
 
     def _hold(self, modifiers: Modifiers, name: str) -> list[tuple[str, str, Tensor, Tensor]]:
         """Return (parameter, moment or "" for itself, where it must not change, its complete present value)."""
@@ -221,22 +217,6 @@ class DeepSpeedEngine:
         value = self._whole(parameter)
         moments = {moment: self._moment(parameter, moment) for moment in self.moments[name]}
         return [(name, part, mask, old.to(mask.device)) for part, old in {"": value, **moments}.items()]
-
-    def _restore_held(self, name: str, part: str, mask: Tensor, old: Tensor) -> None:
-        parameter = self.trained[name]
-        if not part:
-            self._fill(parameter, torch.where(mask, old, self._whole(parameter).to(mask.device)))
-            return
-        self._set_moment(parameter, part, torch.where(mask, old, self._moment(parameter, part)))
-
-    def _constrain(self, constraint: Constraint, before: Mapping[str, Tensor]) -> None:
-        for name, old in before.items():
-            after = self._whole(self.trained[name]).to(self.world.device)
-            self._fill(self.trained[name], constraint(name, old, after))
-
-    def _plain_norm(self) -> Tensor:
-        """DeepSpeed keeps no norm at ZeRO 0 in float32; its gradients are already reduced here."""
-        return nn.utils.get_total_norm([p.grad for p in self.trained.values() if p.grad is not None])
 
     @property
     def learning_rate(self) -> float:
@@ -276,11 +256,8 @@ class DeepSpeedEngine:
         if self._is_plain:
             if not self.world.is_first:
                 return Share()
-            state = {
-                f"{name}/{moment}": self._moment(own[name], moment)
-                for name, moments in self.moments.items()
-                for moment in moments
-            }
+            kept = [(name, moment) for name, moments in self.moments.items() for moment in moments]
+            state = {f"{name}/{moment}": self._moment(own[name], moment) for name, moment in kept}
             return Share({name: own[name].detach() for name in names}, state)
         parameters, optimizer, places = {}, {}, {}
         for name in names:

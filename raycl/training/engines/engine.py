@@ -6,7 +6,7 @@ those tokens: not a mean of means. So N workers, or any accumulation, equal one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
@@ -224,7 +224,9 @@ class TorchEngine:
             if gradient is None or gradient is not part.grad:
                 part.grad = torch.zeros_like(part) if gradient is None else gradient
         if transform is not None:
-            self._transform(transform)
+            whole_of = {n: self._whole(n, part.grad) for n, part in self.parts.items() if part.grad is not None}
+            for name, gradient in transform(whole_of).items():
+                self.parts[name].grad = self._own(name, gradient)
         for name in modifiers.names:
             part = self.parts[name]
             assert part.grad is not None
@@ -241,25 +243,17 @@ class TorchEngine:
             elif (held := modifiers.held(name)) is not None:
                 held = self._own(name, held.expand(self.trained[name].shape))
                 kept += hold(self.kind, self.optimizer, self.parts[name], self.specs[name], held)
-        before = {name: self._whole(name, self.parts[name].detach()).clone() for name in names_of(constraint)}
+        constrained = () if constraint is None else constraint.names
+        before = {name: self._whole(name, self.parts[name].detach()).clone() for name in constrained}
         self.optimizer.step()
         release(kept)
         if constraint is not None:
-            self._constrain(constraint, before)
+            for name, old in before.items():
+                updated = self.parts[name].detach()
+                updated.copy_(self._own(name, constraint(name, old, self._whole(name, updated))))
         self.schedule.step()
         self._clear_gradients()
         return float(norm)
-
-    def _transform(self, transform: Transform) -> None:
-        """Transform all full gradients at once."""
-        gradients = {name: self._whole(name, part.grad) for name, part in self.parts.items() if part.grad is not None}
-        for name, gradient in transform(gradients).items():
-            self.parts[name].grad = self._own(name, gradient)
-
-    def _constrain(self, constraint: Constraint, before: Mapping[str, Tensor]) -> None:
-        for name, old in before.items():
-            updated = self.parts[name].detach()
-            updated.copy_(self._own(name, constraint(name, old, self._whole(name, updated))))
 
     def _clear_gradients(self) -> None:
         self.optimizer.zero_grad()
@@ -322,11 +316,6 @@ class TorchEngine:
         self.buckets.close()
         self.optimizer.state.clear()
         self._clear_gradients()
-
-
-def names_of(constraint: Constraint | None) -> Collection[str]:
-    """Return parameters that it is for."""
-    return () if constraint is None else constraint.names
 
 
 def weights_of(backbone: Backbone, names: Iterable[str], world: DistributedContext) -> Share:

@@ -104,11 +104,6 @@ class DistributedContext:
         if first_error is not None:
             raise first_error from error
 
-    def barrier(self) -> None:
-        """Wait for all workers."""
-        if self.size > 1:
-            dist.barrier()
-
 
 def default_device(local_rank: int) -> torch.device:
     """Return the GPU of this local rank, or the CPU."""

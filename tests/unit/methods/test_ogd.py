@@ -15,7 +15,6 @@ from raycl.errors import ConfigError
 from raycl.methods.gradients.ogd import Ogd, OgdConfig, grown, outside
 from raycl.storage import Storage
 from raycl.training.assembly import build
-from raycl.training.engines.engine import TorchEngine
 from raycl.training.setup.checks import check
 from raycl.training.workers.distributed import DistributedContext
 
@@ -126,18 +125,17 @@ def test_every_step_is_orthogonal_to_the_basis(
 ) -> None:
     """What the optimizer is given, in each step of the second task; under SGD weights move in no other direction."""
     shares: list[float] = []
-    transform = TorchEngine._transform
+    transform = Ogd.transform_gradients
 
-    def observed(engine: Any, method: Any) -> None:
-        transform(engine, method)
-        basis = method.__self__._basis
-        if not basis:
-            return
-        along = sum(basis[name].flatten(1) @ engine.parts[name].grad.flatten() for name in basis)
-        assert isinstance(along, Tensor) and len(along) == 5
-        shares.append(float(along.norm()) / joined_norm({name: engine.parts[name].grad for name in basis}))
+    def observed(method: Ogd, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        used, basis = transform(method, gradients), method._basis
+        if basis:
+            along = sum(basis[name].flatten(1) @ used[name].flatten() for name in basis)
+            assert isinstance(along, Tensor) and len(along) == 5
+            shares.append(float(along.norm()) / joined_norm({name: used[name] for name in basis}))
+        return used
 
-    monkeypatch.setattr(TorchEngine, "_transform", observed)
+    monkeypatch.setattr(Ogd, "transform_gradients", observed)
     finished(lab, tmp_path, {**OGD, "learner": learner}, train={"optimizer": "sgd", "learning_rate": 0.1})
     assert len(shares) == 4 and max(shares) < 1e-5
 

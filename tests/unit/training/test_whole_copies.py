@@ -20,7 +20,7 @@ from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.engines.deepspeed import DeepSpeedEngine
 from raycl.training.engines.engine import Share, scattered
-from raycl.training.engines.zero_config import gathered_elements
+from raycl.training.engines.zero import gathered_elements
 from raycl.training.phase import selection
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.workers.distributed import DistributedContext, Scattered, whole
