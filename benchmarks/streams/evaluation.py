@@ -33,7 +33,7 @@ from raycl.routing.routers import SingleRouter
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.evaluation import Evaluation
+from raycl.training.phase.evaluation import StreamEvaluation
 from raycl.training.phase.routing import PublishedRouter
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
@@ -173,7 +173,7 @@ def _evaluated(context: TrainingContext, storage: Storage, router: PublishedRout
     context.evaluation = context.evaluation.model_copy(update=update)
     phase, world = context.phases[-1], DistributedContext.alone(torch.device("cpu"))
     with _as_it_trains(context.backbone) if way == WAYS[-1] else nullcontext():
-        Evaluation(context, world, storage, router).row(phase)
+        StreamEvaluation(context, world, storage, router).row(phase)
     folder = f"predictions/{phase.index:03d}-{phase.name}"
     return [row for task in phase.tasks for row in storage.read_json_lines(f"{folder}/{task.name}.jsonl")]
 

@@ -138,15 +138,17 @@ def _write_labels(options: argparse.Namespace) -> int:
 def _config(options: argparse.Namespace) -> RunConfig:
     """Return the run that would read the data."""
     from raycl.data.settings import TaskSpec
-    from raycl.training.setup.places import load_present
+    from raycl.training.setup.run_config import load_config
 
     if not options.paths:
-        return load_present(local_or_installed(options.config) if options.config else None, options.overrides)
+        file = local_or_installed(options.config) if options.config else None
+        return load_config(file, options.overrides, present=True)
     (path,) = options.paths
     of_task = [word for word in options.overrides if word.partition("=")[0].partition(".")[0] in TaskSpec.model_fields]
     of_run = [word for word in options.overrides if word not in of_task]
     carves = any(word.startswith("stream.test_fraction=") for word in of_run)
-    return load_present(None, [f"stream.tasks={json.dumps([_spec(path, of_task, carves)])}", *of_run])
+    tasks = json.dumps([_spec(path, of_task, carves)])
+    return load_config(None, [f"stream.tasks={tasks}", *of_run], present=True)
 
 
 def _spec(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, Any]:

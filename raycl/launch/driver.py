@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raycl import config as configs
+from raycl.backbone import at_commit
 from raycl.errors import RunError, StoppedError, UnreachableError
 from raycl.launch.console import LOGS
 from raycl.launch.prepared_run import Prepared, finish, resume_line
 from raycl.training.definition.job import Resources, TrainingJob
-from raycl.training.records.decisions import is_stopped
 from raycl.training.records.journal import read_state
 from raycl.training.records.publish import open_bank, publish_again
+from raycl.training.records.run_folder import is_stopped
 from raycl.training.records.tensor_objects import SharedReader
-from raycl.training.setup import run_config
 from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class RunOptions:
         share: runs that share the cluster, where the config does not set the CPUs of a worker.
         label: prefix of the run's progress lines.
         awaits_decision: after every phase but the last, the workers wait for a decision
-            (`raycl.training.records.decisions`).
+            (`raycl.training.records.run_folder`).
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: place in which the host requests that its runs stop.
         warm: workers that stay between runs; None: each run has new ones.
@@ -154,7 +154,7 @@ def job_of(prepared: Prepared, options: RunOptions, threads: int = 1) -> Trainin
         threads=threads,
         singles=prepared.singles,
         replaces=prepared.replaces,
-        commit=run_config.commit_of(prepared.config),
+        commit=at_commit(prepared.config.backbone).revision,  # for workers that start later too
         plugins=prepared.info.plugins,
         awaits_decision=options.awaits_decision,
         fork_points=options.fork_points,

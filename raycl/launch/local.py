@@ -19,7 +19,7 @@ from raycl.launch.crashes import leave_error
 from raycl.launch.worker import Worker, work
 from raycl.storage import Storage
 from raycl.training.definition.job import Resources, TrainingJob
-from raycl.training.setup.launch_settings import LaunchConfig
+from raycl.training.definition.settings import LaunchConfig
 from raycl.training.workers.distributed import DistributedContext
 from raycl.training.workers.memory import forget_peak
 

@@ -20,7 +20,7 @@ from raycl.training.records.journal import RunState, check_inputs, check_owner, 
 from raycl.training.records.results import build_results
 from raycl.training.records.run_folder import CONFIG, resume_arguments, run_at
 from raycl.training.setup import checks, run_config
-from raycl.training.setup.extension import other_changes, own_limits, with_tasks
+from raycl.training.setup.extension import with_own_limits, with_tasks
 from raycl.training.setup.fingerprints import inputs_of
 from raycl.training.setup.run_config import RunConfig
 from raycl.types import Phase
@@ -123,8 +123,8 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
     storage, old, state = run_in(folder)
     learned = [str(record["times"]["phase"]) for record in state.phases]
     new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added, learned)
-    new = own_limits(old, new, len(added))
-    _refuse(folder, other_changes(old, new, len(added)))
+    new, changed = with_own_limits(old, new, len(added))
+    _refuse(folder, changed)
     continued = _continued(new, storage, state)
     checks.warn_of_mistakes(continued.stream, len(added))
     return continued

@@ -15,7 +15,7 @@ from raycl.launch.prepared_run import run_in
 from raycl.storage import Storage
 from raycl.storage.records import hashed, without_hash
 from raycl.training.assembly import build
-from raycl.training.phase.output_probe import as_tree, large_outputs, probed_tasks
+from raycl.training.phase.output_probe import large_outputs
 from raycl.training.phase.routing import PublishedRouter
 from raycl.training.records.bank_start import read_training_state
 from raycl.training.records.checkpoint import Checkpoint
@@ -95,14 +95,15 @@ def _measured(config: RunConfig, storage: Storage, state: RunState, settings: Pr
             f"the run '{storage.uri}' has finished {len(state.phases)} of {len(context.phases)} phases: continue it "
             f"with raycl train --resume {storage.address}"
         )
-    tasks = probed_tasks(context, len(state.phases))
+    tasks = [task for phase in context.phases[: len(state.phases)] for task in phase.tasks]
     wanted = (settings.rows, settings.threshold, settings.layers)
     untrained = large_outputs(context, tasks, *wanted)
     done = _last(config, storage, state, world)
     context.method.load_state_dict(done.method, done.frozen_state)
     context.load_learned(done.parameters)
     router = PublishedRouter.of(context.method, done)
-    return as_tree(tasks, untrained=untrained, trained=large_outputs(context, tasks, *wanted, router=router))
+    models = {"untrained": untrained, "trained": large_outputs(context, tasks, *wanted, router=router)}
+    return {"tasks": [task.name for task in tasks], "models": models}
 
 
 def _last(config: RunConfig, storage: Storage, state: RunState, world: DistributedContext) -> Checkpoint:

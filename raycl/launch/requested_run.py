@@ -17,7 +17,6 @@ from raycl.storage import Storage
 from raycl.training.records.publish import open_bank, went_back
 from raycl.training.setup import run_config
 from raycl.training.setup.extension import task_of
-from raycl.training.setup.places import load_present
 from raycl.training.setup.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -45,7 +44,8 @@ def prepared(
         raise ConfigError("--revise learns one task again and --add a new one: use one after the other")
     config = None
     if revised or not resume:
-        config = load_present(file, [*(_revision(revised, resume) if revised else []), *overrides])
+        of_run = [*(_revision(revised, resume) if revised else []), *overrides]
+        config = run_config.load_config(file, of_run, present=True)
     log.info("checking the backbone and the data")
     from raycl.launch import prepared_run
 

@@ -10,7 +10,7 @@ from raycl.errors import BankError, RunError, StorageError
 from raycl.storage import Storage
 from raycl.training.definition.settings import BankConfig
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.evaluation import Evaluation
+from raycl.training.phase.evaluation import StreamEvaluation
 from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
 from raycl.training.records.named_bank import snapshot_at
@@ -58,7 +58,7 @@ def scores_of(
     last = replace(context.phases[-1], name=BEFORE, tasks=newest)
     router = PublishedRouter.of(context.method, done)
     is_chosen = context.evaluation.instruction == "chosen"
-    evaluation = Evaluation(
+    evaluation = StreamEvaluation(
         context,
         world,
         storage,

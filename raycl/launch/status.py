@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 from raycl.launch.run_files import RunFiles, read_run
 from raycl.storage import Storage
-from raycl.training.records.decisions import is_stopped
 from raycl.training.records.progress import TraceReader, clock
-from raycl.training.records.run_folder import resume_arguments
+from raycl.training.records.run_folder import is_stopped, resume_arguments
 
 RESTART_S = 120.0
 """Seconds in which Ray Train restarts workers."""

@@ -24,11 +24,10 @@ from raycl.training.definition.inputs import version_changes
 from raycl.training.definition.job import TrainingJob
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.trainer import OpenEngine
-from raycl.training.records.decisions import wait_for_decision
 from raycl.training.records.fork_points import save_fork_point
 from raycl.training.records.journal import read_state
 from raycl.training.records.recorder import Listeners
-from raycl.training.records.run_folder import CONFIG
+from raycl.training.records.run_folder import CONFIG, wait_for_decision
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.records.tracking import Tracker, open_tracker
 from raycl.training.setup.run_config import RunConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.evaluation import Evaluation
+from raycl.training.phase.evaluation import StreamEvaluation
 from raycl.training.phase.scoring import score_phase
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
@@ -94,7 +94,7 @@ class StreamLoop:
         self._untrained = untrained_cells(self.state)
         if context.evaluation.untrained and len(self.state.phases) < len(context.phases):
             before = partial(self._pause, "evaluating", context.phases[len(self.state.phases)])
-            untrained = Evaluation(context, self.world, self.storage, before=before).untrained(self._untrained)
+            untrained = StreamEvaluation(context, self.world, self.storage, before=before).untrained(self._untrained)
             self._untrained |= {name: asdict(cell) for name, cell in untrained.items()}
 
     def _pause(self, activity: str, phase: Phase, task: str) -> None:

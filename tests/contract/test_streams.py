@@ -25,7 +25,7 @@ from raycl.training import stream_loop
 from raycl.training.assembly import build
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.phase import step
-from raycl.training.phase.evaluation import Evaluation
+from raycl.training.phase.evaluation import StreamEvaluation
 from raycl.training.records import recorder
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import read_state
@@ -123,7 +123,7 @@ def test_stopped_between_training_and_evaluation(
     phases = len(done.context.phases)
     for phase in range(phases):
         with monkeypatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(Evaluation, "row", stop)
+            patch.setattr(StreamEvaluation, "row", stop)
             run(done.config, storage)
         steps = done.storage.read_json("results.json")["phase_times"][phase]["steps"]
         assert storage.list("checkpoints")[-1].startswith(f"phase{phase:03d}-step{steps:07d}")

@@ -16,7 +16,7 @@ from raycl.errors import CheckpointError, RunError
 from raycl.operations.banks.maintenance import verify
 from raycl.storage import Storage
 from raycl.storage.numbered import NOTE
-from raycl.training.phase.evaluation import Evaluation
+from raycl.training.phase.evaluation import StreamEvaluation
 from raycl.training.records.fork_points import read_fork_point, save_fork_point, start_from
 from raycl.training.records.journal import last_attempt, read_state
 
@@ -55,9 +55,9 @@ def stopped_after(config: Any, storage: Storage, where: str, monkeypatch: pytest
         with pytest.raises(Stop):
             run(config, storage, after=7)
     elif where == "before evaluation":
-        real = Evaluation.row
+        real = StreamEvaluation.row
         with monkeypatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(Evaluation, "row", lambda self, phase: (stop if phase.index else real)(self, phase))
+            patch.setattr(StreamEvaluation, "row", lambda self, phase: (stop if phase.index else real)(self, phase))
             run(config, storage)
     else:
         with pytest.raises(Stop):

@@ -22,7 +22,7 @@ from raycl.operations.report.tables import comparison_table, matrix_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
 from raycl.operations.sweep.trials.single_tasks import separate_key, separate_tree
 from raycl.storage import Storage
-from raycl.training.phase.evaluation import Evaluation
+from raycl.training.phase.evaluation import StreamEvaluation
 from raycl.training.records.run_folder import CONFIG
 from raycl.training.setup.checks import check, read_singles
 from raycl.training.setup.run_config import RunConfig
@@ -106,7 +106,7 @@ def test_a_run_killed_before_unseen_tasks_evaluates_them_on_resume(
         raise Stop("between the last task and these")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluation, "unseen", kill)
+        patch.setattr(StreamEvaluation, "unseen", kill)
         with pytest.raises(Stop):
             run(config, killed)
     assert results(killed)["unseen"] is None and not results(killed)["finished"]
@@ -115,7 +115,7 @@ def test_a_run_killed_before_unseen_tasks_evaluates_them_on_resume(
     assert trace(killed) == trace(whole) and matrix(killed) == matrix(whole)
 
     killed.write(CONFIG, configs.to_yaml(config).encode())
-    monkeypatch.setattr(Evaluation, "unseen", kill)
+    monkeypatch.setattr(StreamEvaluation, "unseen", kill)
     run(config, killed)
     assert prepared_run.finish(prepared_run.reopen(killed.address))["unseen"] == results(whole)["unseen"]
 

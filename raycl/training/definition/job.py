@@ -40,7 +40,7 @@ class TrainingJob:
         commit: commit of the backbone on the hub; None: it is in a folder.
         plugins: parts of other packages that the run uses, which every worker must have.
         awaits_decision: after every phase but the last, workers wait for a decision
-            (`raycl.training.records.decisions`).
+            (`raycl.training.records.run_folder`).
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: where a sweep or a comparison requests that its runs stop.
     """

@@ -67,7 +67,7 @@ class Observations:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class StreamEvaluation:
     """How a worker evaluates tasks. Its methods are collective.
 
     Attributes:
@@ -256,7 +256,7 @@ class Evaluation:
 
 def dev_score(context: TrainingContext, task: Task, world: DistributedContext) -> float:
     """Return the score of the task's dev rows by the model in training. Collective; nothing is logged or written."""
-    return Evaluation(context, world, split="dev").scores([task])[task.name].value
+    return StreamEvaluation(context, world, split="dev").scores([task])[task.name].value
 
 
 def tasks_with_data(context: TrainingContext, phase: Phase) -> list[Task]:

@@ -13,13 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raycl.config import Tree
 from raycl.data.loader import Collate, eval_batches
 from raycl.errors import RunError
 from raycl.methods.base import activate
 from raycl.methods.migu.magnitudes import OutputMagnitudes, large_units
 from raycl.methods.migu.observed_layers import layout_of_outputs, observed_layers
-from raycl.methods.migu.row_selection import Rule
 from raycl.methods.migu.summary import packed_rows
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.evaluation import OBJECTIVE_SEED
@@ -34,7 +32,6 @@ def large_outputs(
     rows: int,
     threshold: float,
     layers: Sequence[str],
-    rule: Rule = "floor",
     router: PublishedRouter | None = None,
 ) -> dict[str, Any]:
     """Return layer -> for each task, the large outputs as `packed_rows`; the model's weights stay as they are.
@@ -56,7 +53,7 @@ def large_outputs(
         sums = [_measured(context, task, rows, magnitudes, router) for task in tasks]
     finally:
         magnitudes.close()
-    kept = [large_units(layout, sums_F, threshold, rule) for sums_F in sums]
+    kept = [large_units(layout, sums_F, threshold, "floor") for sums_F in sums]
     return {path: [packed_rows(of_task[path]) for of_task in kept] for path in result}
 
 
@@ -82,13 +79,3 @@ def _measured(
         with activate(method, None if router is None else router.mixture(batch, task.name)):
             magnitudes.observe(read, batch)
     return magnitudes.sums.clone()
-
-
-def probed_tasks(context: TrainingContext, phases: int) -> list[Task]:
-    """Return tasks of the first `phases` phases, in the order in which they were learned."""
-    return [task for phase in context.phases[:phases] for task in phase.tasks]
-
-
-def as_tree(tasks: Sequence[Task], **models: dict[str, Any]) -> Tree:
-    """Return the names of the tasks, and for each model its layers."""
-    return {"tasks": [task.name for task in tasks], "models": models}

@@ -9,7 +9,7 @@ from typing import Any
 
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.evaluation import Before, Evaluation, Observations, tasks_with_data
+from raycl.training.phase.evaluation import Before, Observations, StreamEvaluation, tasks_with_data
 from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.workers.distributed import DistributedContext
@@ -53,7 +53,7 @@ def score_phase(
     router = PublishedRouter.of(context.method, done)
     is_last, is_given = phase.index == len(context.phases) - 1, context.evaluation.instruction == "given"
     alone = TextAlone.after(context, storage, done, router) if is_last or not is_given else None
-    evaluation = Evaluation(context, world, storage, router, before, None if is_given else alone)
+    evaluation = StreamEvaluation(context, world, storage, router, before, None if is_given else alone)
     row = evaluation.row(phase)
     unseen = evaluation.unseen() if is_last else {}
     other: dict[str, Score] = {}

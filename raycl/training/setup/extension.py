@@ -17,7 +17,7 @@ from raycl.data.stream import open_stream
 from raycl.errors import ConfigError, ResumeError
 from raycl.methods.registry import method_class
 from raycl.training.setup.run_config import RunConfig
-from raycl.training.setup.snapshot_start import changes_beside_tasks, keep_limits
+from raycl.training.setup.snapshot_start import changes_beside_tasks, keep_limits, name_of
 
 
 def with_tasks(config: RunConfig, added: Sequence[str], learned: Collection[str] = ()) -> RunConfig:
@@ -36,17 +36,13 @@ def with_tasks(config: RunConfig, added: Sequence[str], learned: Collection[str]
     given = tree["stream"]["tasks"]
     known = given if given is not None else [task.name for task in open_stream(config.stream, config.seed).tasks]
     new = list(map(task_of, added))
-    names = list(map(_name, new))
-    if list(map(_name, known[-len(new) :])) == names and not set(names) & set(learned):
+    names = list(map(name_of, new))
+    if list(map(name_of, known[-len(new) :])) == names and not set(names) & set(learned):
         tree["stream"]["tasks"] = [*known[: -len(new)], *new]
         if configs.validate(RunConfig, tree) == config:
             return config
     tree["stream"]["tasks"] = [*known, *new]
     return configs.validate(RunConfig, tree)
-
-
-def _name(task: Any) -> str:
-    return str(task.get("name", "")) if isinstance(task, dict) else str(task)
 
 
 def task_of(text: str) -> Any:
@@ -79,19 +75,11 @@ def check_takes_more_tasks(config: RunConfig) -> None:
         raise ResumeError("this run read its whole stream before the first task: start a new run instead")
 
 
-def own_limits(old: RunConfig, new: RunConfig, count: int) -> RunConfig:
-    """Return the config with token limits that were changed as those of its last `count` tasks alone."""
-    tree = configs.as_tree(new)
-    keep_limits(configs.as_tree(old)["stream"], tree["stream"], _last(new, count))
-    return configs.validate(RunConfig, tree)
-
-
-def _last(config: RunConfig, count: int) -> list[str]:
-    """Return names of the last tasks."""
-    return [task if isinstance(task, str) else task.name for task in (config.stream.tasks or ())[-count:]]
-
-
-def other_changes(old: RunConfig, new: RunConfig, count: int) -> dict[str, tuple[Any, Any]]:
-    """Return what differs besides the last `count` tasks and their own epochs and rows; dotted key -> (old, new)."""
-    fresh = _last(new, count)
-    return changes_beside_tasks(configs.as_tree(old), configs.as_tree(new), fresh)
+def with_own_limits(old: RunConfig, new: RunConfig, count: int) -> tuple[RunConfig, dict[str, tuple[Any, Any]]]:
+    """Return the config with token limits that were changed as those of its last `count` tasks alone, and what differs
+    besides these tasks and their own settings; dotted key -> (old, new)."""
+    fresh = [task if isinstance(task, str) else task.name for task in (new.stream.tasks or ())[-count:]]
+    before, after = configs.as_tree(old), configs.as_tree(new)
+    keep_limits(before["stream"], after["stream"], fresh)
+    config = configs.validate(RunConfig, after)
+    return config, changes_beside_tasks(before, configs.as_tree(config), fresh)

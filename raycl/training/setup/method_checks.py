@@ -39,17 +39,14 @@ def check_engine(config: RunConfig) -> None:
             f"train.optimizer={config.train.optimizer} updates whole parameters, which engine={engine.name} shares "
             f"out: expected {able}, or engine=torch"
         )
-    sharded = "engine=fsdp" if isinstance(engine, FSDPConfig) else ""
-    if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3:
-        sharded = "engine.zero_stage=3"
     method = method_class(config.method.name)
-    if sharded and (method.computes_gradients or method.replaces_parameters):
+    if engine.sharding and (method.computes_gradients or method.replaces_parameters):
         what = "gradients of its own" if method.computes_gradients else "outputs with earlier parameters"
         raise ConfigError(
-            f"method '{config.method.name}' computes {what}, which {sharded} does not support: use engine=torch, or "
-            "engine=deepspeed with zero_stage 0, 1 or 2"
+            f"method '{config.method.name}' computes {what}, which {engine.sharding} does not support: use "
+            "engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
         )
-    if sharded == "engine=fsdp" and config.method.generates_samples:
+    if isinstance(engine, FSDPConfig) and config.method.generates_samples:
         raise ConfigError(
             f"method '{config.method.name}' generates pseudo-samples, for which each worker runs as many passes as its "
             "texts need, and with engine=fsdp all workers must run equally many: use engine=torch, or a source of "
@@ -105,11 +102,9 @@ def check_quantized(config: RunConfig, method: Method) -> None:
             f"backbone.quantization={chosen} keeps the backbone's weights frozen, and method '{config.method.name}' "
             "trains them: use a method that trains adapters, such as lora, or backbone.quantization=none"
         )
-    engine = config.engine
-    if isinstance(engine, FSDPConfig) or (isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3):
-        sharded = "engine=fsdp" if isinstance(engine, FSDPConfig) else "engine.zero_stage=3"
+    if sharding := config.engine.sharding:
         raise ConfigError(
-            f"{sharded} shards the backbone's weights, which backbone.quantization={chosen} does not support: use "
+            f"{sharding} shards the backbone's weights, which backbone.quantization={chosen} does not support: use "
             "engine=torch, engine=deepspeed with zero_stage 0, 1 or 2, or backbone.quantization=none"
         )
 
@@ -122,14 +117,11 @@ def check_adaptation(config: RunConfig, method: Method) -> None:
     """
     if method.local_adaptation is None:
         return
-    engine, name = config.engine, config.method.name
-    sharded = "engine=fsdp" if isinstance(engine, FSDPConfig) else ""
-    if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3:
-        sharded = "engine.zero_stage=3"
-    if sharded:
+    name = config.method.name
+    if sharding := config.engine.sharding:
         raise ConfigError(
             f"method '{name}' adapts weights to each text that is evaluated, for which each worker needs all of them, "
-            f"and {sharded} shares them out: use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
+            f"and {sharding} shares them out: use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
         )
     if config.bank.publish and config.bank.dir:
         raise ConfigError(

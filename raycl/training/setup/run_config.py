@@ -11,16 +11,19 @@ from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
 from raycl import plugins
-from raycl.backbone import BackboneConfig, at_commit
+from raycl.backbone import BackboneConfig
 from raycl.backbone.load import because_of_kind, known_capabilities
 from raycl.backbone.markup.chat_templates import with_template_files
+from raycl.backbone.model_files import resolve as resolve_backbone
 from raycl.config import Section, Tree, trust
 from raycl.config.addresses import announce
 from raycl.config.names import problem_of, shown
 from raycl.config.unused import refuse, unused_written
 from raycl.data.benchmarks.orders import BUILTIN, ORDERS
+from raycl.data.resolve import resolve
 from raycl.data.settings import TaskSpec
 from raycl.data.sources.formats import AUTO, FORMATS
+from raycl.data.sources.source import SourceFile
 from raycl.data.stream import Stream, StreamConfig
 from raycl.errors import ConfigError
 from raycl.methods.lora_settings import LoraConfig
@@ -36,6 +39,8 @@ from raycl.training.definition.settings import (
     DeepSpeedConfig,
     EngineConfig,
     FSDPConfig,
+    LaunchConfig,
+    OutputConfig,
     TorchConfig,
 )
 from raycl.training.definition.task_order import SCHEDULES
@@ -43,7 +48,6 @@ from raycl.training.definition.training_context import RunInfo
 from raycl.training.optimizers.registry import OPTIMIZERS
 from raycl.training.optimizers.settings import TrainConfig
 from raycl.training.records.tracking import TrackingConfig
-from raycl.training.setup.launch_settings import LaunchConfig, OutputConfig
 from raycl.training.setup.snapshot_start import read_start, refuse_changes
 from raycl.types import Phase
 
@@ -131,42 +135,30 @@ class RunConfig(Section):
         return self
 
 
-def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
+def load_config(path: str | None, overrides: Sequence[str], present: bool = False) -> RunConfig:
     """Return the validated tree from a file and overrides.
 
-    Raises:
-        ConfigError: see `raycl.config.load`; or the file requests what only the command may allow (`config.trust`).
-    """
-    config = read_config(path, overrides)
-    refuse_unused(config, path, overrides)
-    return config
-
-
-def read_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
-    """Return the same, where settings without effect are refused later (`refuse_unused`).
-
-    Raises:
-        ConfigError: see `load_config`.
-    """
-    config = from_tree(configs.load_tree(path, overrides))
-    trust.require(trust.requested(configs.as_tree(config)), overrides, _source(path))
-    return config
-
-
-def refuse_unused(config: RunConfig, path: str | None, overrides: Sequence[str]) -> None:
-    """Refuse what a person wrote that has no effect.
-
     Args:
-        path, overrides: sources of the config.
+        present: the backbone's folder and every file of the stream must be there; nothing is read or fetched.
 
     Raises:
-        ConfigError: there is such a setting.
+        ConfigError: see `raycl.config.load`; the file requests what only the command may allow (`config.trust`), or a
+            setting that a person wrote has no effect.
+        BackboneError, DataError: the backbone, a task or one of its files is not there.
     """
-    refuse(unused_written(path, overrides, config, lambda: from_tree(configs.load_tree(path, []))), _source(path))
-
-
-def _source(path: str | None) -> str:
-    return "the config" if path is None else f"config file '{path}'"
+    source = "the config" if path is None else f"config file '{path}'"
+    config = from_tree(configs.load_tree(path, overrides))
+    trust.require(trust.requested(configs.as_tree(config)), overrides, source)
+    if present:
+        resolve_backbone(config.backbone.name)
+        plan = resolve(config.stream)
+        for task in (*plan.tasks, *plan.unseen):
+            for file in task.files.values():
+                if isinstance(file, SourceFile):
+                    file.require()
+    # last, since it reads the backbone's config, which takes a second
+    refuse(unused_written(path, overrides, config, lambda: from_tree(configs.load_tree(path, []))), source)
+    return config
 
 
 def from_tree(given: Tree) -> RunConfig:
@@ -227,11 +219,6 @@ def plugins_of(config: RunConfig) -> plugins.Used:
 def phases(config: RunConfig, stream: Stream) -> tuple[Phase, ...]:
     """Return what the configured method trains one after another."""
     return SCHEDULES[config.stream.schedule]().phases(stream)
-
-
-def commit_of(config: RunConfig) -> str | None:
-    """Return the backbone's commit on the hub, which all workers of the run load, those that start later too."""
-    return at_commit(config.backbone).revision
 
 
 def default_directory() -> str:

@@ -103,7 +103,7 @@ def read_start(given: Tree, runs: str) -> Start | None:
         specs = [spec for name, spec in zip(learned, specs, strict=True) if name != revised]
     else:
         added = _added(stream.get("tasks"), learned, snapshot, str(written))
-    names = [*learned, *map(_name, added)]
+    names = [*learned, *map(name_of, added)]
     for holder, key in settings_by_task(base):
         holder[key] = {name: value for name, value in holder[key].items() if name in names}
     specs = _moved(specs, stream.get("tasks"), learned)
@@ -112,10 +112,10 @@ def read_start(given: Tree, runs: str) -> Start | None:
     known = [address, *addresses(given).values()]
     named = {**tree, "bank": None, "stream": {**tree["stream"], "tasks": [*specs, *added]}}
     require_named(named, known, f"snapshot {snapshot.number} of '{bank.storage.uri}'", "bank.allow_storage=[ADDRESS]")
-    keep_limits(base["stream"], tree["stream"], list(map(_name, added)))
+    keep_limits(base["stream"], tree["stream"], list(map(name_of, added)))
     tree["stream"]["tasks"] = [*_reachable(specs, snapshot, tree), *added]
     tree["bank"] = {**section, "dir": address, "start": f"{address}@{snapshot.sha256}"}
-    return Start(tree, base, tuple(map(_name, added)), str(written))
+    return Start(tree, base, tuple(map(name_of, added)), str(written))
 
 
 def _pulled(written: str, folder: Any, runs: str) -> tuple[Bank, Snapshot]:
@@ -134,7 +134,7 @@ def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any
     reachable = []
     for spec in map(_original, specs):
         alone = {**tree["stream"], "tasks": [spec], "unseen": None}
-        info = recorded.get(_name(spec))
+        info = recorded.get(name_of(spec))
         if info is not None and (why := missing_files(configs.validate(StreamConfig, alone))):
             log.warning("learned task '%s' is not evaluated, since its data is missing: %s", info.name, why)
             known = {"labels": info.labels, "metric": info.metric, **Prompt.of(info).record()}
@@ -153,7 +153,7 @@ def _original(spec: Any) -> Any:
 
 def _moved(specs: Sequence[Any], given: Any, learned: Sequence[str]) -> list[Any]:
     """Return the learned tasks, with the data that the user gives for them, if all are listed."""
-    if list(map(_name, given or ()))[: len(learned)] != list(learned):
+    if list(map(name_of, given or ()))[: len(learned)] != list(learned):
         return list(specs)
     return [new if isinstance(new, dict) else old for old, new in zip(specs, given, strict=False)]
 
@@ -161,7 +161,7 @@ def _moved(specs: Sequence[Any], given: Any, learned: Sequence[str]) -> list[Any
 def _added(tasks: Any, learned: Sequence[str], snapshot: Snapshot, written: str) -> list[Any]:
     """Return tasks that the snapshot has not learned. A list that begins with those that it has is taken without
     them."""
-    names = list(map(_name, tasks or ()))
+    names = list(map(name_of, tasks or ()))
     if names[: len(learned)] == list(learned):
         tasks, names = tasks[len(learned) :], names[len(learned) :]
     if any(isinstance(task, dict) and task.get("recorded") for task in tasks or ()):
@@ -188,11 +188,11 @@ def _revised(task: str, given: Any, specs: Mapping[str, Any], snapshot: Snapshot
     if len(specs) == 1:
         raise ConfigError(f"bank.revise={task}, but it is the only task that was learned: start a new run instead")
     others = [name for name in specs if name != task]
-    if list(map(_name, given or ())) == [*others, task]:
+    if list(map(name_of, given or ())) == [*others, task]:
         given = given[-1:]  # the resolved config of such a run
-    if given and [_name(spec) for spec in given] != [task]:
+    if given and [name_of(spec) for spec in given] != [task]:
         raise ConfigError(
-            f"bank.revise={task} learns that task alone, but stream.tasks names {', '.join(map(_name, given))}: name "
+            f"bank.revise={task} learns that task alone, but stream.tasks names {', '.join(map(name_of, given))}: name "
             f"'{task}' there with its new data, or leave stream.tasks out"
         )
     adapters_of_task(snapshot, task)
@@ -217,7 +217,8 @@ def _method_of(snapshot: Snapshot) -> str:
     return str(snapshot.provenance["config"]["method"]["name"])
 
 
-def _name(task: Any) -> str:
+def name_of(task: Any) -> str:
+    """Return the name of a task of `stream.tasks`; of one without a name, its path."""
     return str(task.get("name", task.get("path", "")) if isinstance(task, dict) else task)
 
 

@@ -28,8 +28,8 @@ from raycl.storage.numbered import NOTE
 from raycl.storage.records import MAX_BYTES, seal
 from raycl.training.records import fork_points
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from raycl.training.records.decisions import read_decision, write_decision
 from raycl.training.records.journal import Journal, read_state
+from raycl.training.records.run_folder import read_decision, write_decision
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.workers.stopping import request_stop, stop_of
 from raycl.types import AdapterState

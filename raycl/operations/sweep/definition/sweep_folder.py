@@ -25,8 +25,8 @@ from raycl.operations.sweep.definition.space import Settings
 from raycl.operations.sweep.definition.sweep_config import SweepConfig, json_safe
 from raycl.storage import Storage
 from raycl.storage.records import without_hash
-from raycl.training.records.decisions import is_stopped
 from raycl.training.records.journal import RunState, read_state
+from raycl.training.records.run_folder import is_stopped
 from raycl.training.setup.run_config import RunConfig, from_tree
 
 SWEEP, SETTINGS, REPEATED, FAILED = "sweep.yaml", "settings", "repeated", "failed"

@@ -20,7 +20,7 @@ from raycl.operations.sweep.definition.space import Draw, Settings, in_order, ke
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder, plain
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
-from raycl.training.records.decisions import is_stopped
+from raycl.training.records.run_folder import is_stopped
 from raycl.training.setup.run_config import plugins_of
 from raycl.training.workers.stopping import HostStop
 

@@ -1,7 +1,7 @@
 """Early stopping of trials: Tune's ASHA and median rules over tasks; a stopped run ends by itself between two tasks.
 
 Tune would kill a stopped trial in the middle of its next task, and what its workers held stays taken for most of a
-minute. Here the rule's decision goes to the run (`raycl.training.records.decisions`), whose workers wait for it, and
+minute. Here the rule's decision goes to the run (`raycl.training.records.run_folder`), whose workers wait for it, and
 Tune gets the decision to continue: the trial ends as if its stream were over.
 """
 
@@ -17,7 +17,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
-from raycl.training.records.decisions import read_decision, write_decision
+from raycl.training.records.run_folder import read_decision, write_decision
 
 log = logging.getLogger("raycl")
 

@@ -34,10 +34,10 @@ from raycl.operations.sweep.trials.prefix import fork_records, prefix_keys
 from raycl.operations.sweep.trials.single_tasks import singles_of
 from raycl.plugins import Used, require
 from raycl.storage import Storage
-from raycl.training.records.decisions import is_stopped
 from raycl.training.records.fork_points import read_fork_point, start_from
 from raycl.training.records.journal import last_attempt, read_state
 from raycl.training.records.publish import open_bank
+from raycl.training.records.run_folder import is_stopped
 from raycl.training.setup import run_config
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.stopping import HostStop

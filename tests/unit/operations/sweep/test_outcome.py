@@ -28,8 +28,8 @@ from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.outcome import SweepOutcome, TrialRow, collect, pareto, write_outcome
 from raycl.storage.records import hashed
-from raycl.training.records.decisions import write_decision
 from raycl.training.records.journal import Journal
+from raycl.training.records.run_folder import write_decision
 from raycl.training.setup.run_config import RunConfig
 
 TASKS = ["topic", "sentiment"]

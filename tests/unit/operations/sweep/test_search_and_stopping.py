@@ -18,7 +18,7 @@ from raycl.operations.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.operations.sweep.trials.single_tasks import separate_key, separate_tree
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
 from raycl.storage import Storage
-from raycl.training.records.decisions import is_stopped, read_decision, write_decision
+from raycl.training.records.run_folder import is_stopped, read_decision, write_decision
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.stopping import HostStop, request_stop
 

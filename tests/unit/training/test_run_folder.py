@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raycl.storage import Storage
-from raycl.training.records.decisions import is_stopped, read_decision, wait_for_decision, write_decision
+from raycl.training.records.run_folder import is_stopped, read_decision, wait_for_decision, write_decision
 
 
 def test_a_stop_signal_is_for_its_phase_alone(tmp_path: Path) -> None:
