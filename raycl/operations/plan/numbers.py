@@ -35,7 +35,7 @@ from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.compilation import layers
 from raycl.training.optimizers.parameters import specs_of, state_bytes
 from raycl.training.optimizers.registry import optimizer_kind
-from raycl.training.phase.data import order_of, rows_of
+from raycl.training.phase.data import order_of
 from raycl.training.phase.disk_space import answers_of, growth, plan_from
 from raycl.training.setup.checks import make_modifiers
 from raycl.training.setup.method_checks import check_engine, check_quantized
@@ -111,7 +111,7 @@ def opened(config: RunConfig) -> Opened:
     )
     if not has_rows:
         return Opened(config, context, notes, (), ())
-    steps = tuple(order_of(context, phase, rows_of(context, phase)).steps for phase in context.phases)
+    steps = tuple(order_of(context, phase).steps for phase in context.phases)
     if backbone.codec.vocabulary < NO_WORDS:
         notes.append("no tokenizer: every text is taken to be as long as the config allows")
         return Opened(config, context, notes, steps, ())

@@ -130,7 +130,10 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
     for config in _kinds([config for config, _ in configs_with_settings]):
         checks.check(config)
     if any(config.launch.mode == "local" for config, _ in configs_with_settings):
-        raise checks.needs_ray("a sweep")
+        raise ConfigError(
+            "a sweep runs on Ray, in processes of its own, and launch.mode is local: leave launch.mode at ray, or "
+            "train each run with raycl train"
+        )
     keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(configs_with_settings, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples

@@ -49,10 +49,6 @@ class Schedule:
         """Return what goes to the bank of what a phase learned."""
         return learned
 
-    def is_of_its_own(self, method: Method) -> bool:
-        """Return whether a phase's adapters were trained on its own tasks alone."""
-        return method.own_adapters
-
 
 class Joint(Schedule):
     """All tasks in one phase, their rows shuffled together."""
@@ -111,10 +107,6 @@ class Separate(Schedule):
         kept = {name: value for name, value in learned.router.settings.items() if name == "prompt_place"}
         router = RouterState("task", kept)
         return Learned(adapters, learned.model, learned.labels, router=router, not_served=learned.not_served)
-
-    def is_of_its_own(self, method: Method) -> bool:
-        """Return True."""
-        return True
 
 
 SCHEDULES: dict[str, type[Schedule]] = {"sequential": Schedule, "joint": Joint, "separate": Separate}

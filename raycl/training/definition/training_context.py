@@ -79,4 +79,4 @@ class TrainingContext:
     @property
     def own_adapters(self) -> bool:
         """Return whether adapters of a phase were trained on its own tasks alone."""
-        return self.schedule.is_of_its_own(self.method)
+        return self.schedule.one_model_per_task or self.method.own_adapters

@@ -35,7 +35,6 @@ from raycl.training.workers.distributed import (
     Scattered,
     is_dtensor,
     load_parameters,
-    own_rows,
     rows_of,
     whole,
 )
@@ -325,7 +324,8 @@ def weights_of(backbone: Backbone, names: Iterable[str], world: DistributedConte
     mine = {name: own[name] for name in names if world.is_first or is_dtensor(own[name])}
     places = {name: rows_of(value, world) for name, value in mine.items() if is_dtensor(value)}
     is_part = any(is_dtensor(parameter) for parameter in own.values())
-    return Share({name: own_rows(value) for name, value in mine.items()}, places=places, is_part=is_part)
+    rows = {name: (value.to_local() if is_dtensor(value) else value).detach() for name, value in mine.items()}
+    return Share(rows, places=places, is_part=is_part)
 
 
 def scattered(share: Share, shapes: Mapping[str, Tensor], world: DistributedContext) -> dict[str, Tensor]:

@@ -7,8 +7,7 @@ after each, in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -29,32 +28,22 @@ def answer_each(
         answer: answers a batch of one example by the model as it is then.
     """
     answers = [""] * len(batch)
-    weights = _weights(method, adaptation)
+    own = dict(method.backbone.named_parameters())
+    weights = {name: own[name] for name in adaptation.parameters if name in own and own[name].numel()}
+    assert weights, "nothing can be adapted"
     base = {name: parameter.detach().clone() for name, parameter in weights.items()}
     for row, position in enumerate(batch.rows.tolist()):
-        if position >= 0:
-            example = alone(batch, row)
-            with adapted(method, adaptation, example, weights, base):
-                (answers[row],) = answer(example)
+        if position < 0:
+            continue
+        example = alone(batch, row)
+        try:
+            adapt(method, adaptation, example, weights, base)
+            (answers[row],) = answer(example)
+        finally:  # they are the base again, bit for bit
+            with torch.no_grad():
+                for name, parameter in weights.items():
+                    parameter.copy_(base[name])
     return answers
-
-
-@contextmanager
-def adapted(
-    method: Method,
-    adaptation: LocalAdaptation,
-    example: Batch,
-    weights: Mapping[str, nn.Parameter],
-    base: Mapping[str, Tensor],
-) -> Iterator[None]:
-    """Adapt weights to an example inside; afterwards they are the `base` again, bit for bit."""
-    try:
-        adapt(method, adaptation, example, weights, base)
-        yield
-    finally:
-        with torch.no_grad():
-            for name, parameter in weights.items():
-                parameter.copy_(base[name])
 
 
 def adapt(
@@ -95,11 +84,3 @@ def alone(batch: Batch, row: int) -> Batch:
     fields |= {name: fields[name][:, :source] for name in ("source_ids", "source_mask")}
     fields["target_ids"] = fields["target_ids"][:, :target]
     return replace(batch, **fields, texts=batch.texts[row : row + 1], tasks=batch.tasks[row : row + 1])
-
-
-def _weights(method: Method, adaptation: LocalAdaptation) -> dict[str, nn.Parameter]:
-    """Return what is adapted, of the backbone as it is now."""
-    own = dict(method.backbone.named_parameters())
-    weights = {name: own[name] for name in adaptation.parameters if name in own and own[name].numel()}
-    assert weights, "nothing can be adapted"
-    return weights

@@ -212,12 +212,10 @@ def stable_seed(*words: int | str) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, words)).encode()).digest()[:8], "big") >> 2
 
 
-def order_of(context: TrainingContext, phase: Phase, rows: int) -> GlobalOrder:
-    """Return the order in which so many rows of a phase are trained, which depends on the config alone."""
+def order_of(context: TrainingContext, phase: Phase, rows: int | None = None) -> GlobalOrder:
+    """Return the order in which so many rows of a phase are trained, which depends on the config alone; None: those of
+    its own tasks."""
+    if rows is None:
+        rows = sum(len(context.stream.rows(task, "train")) for task in phase.tasks)
     train, seed = context.train, stable_seed(context.info.seed, "order", phase.index)
     return GlobalOrder(rows, train.batch_size, train.epochs_of(phase.name), seed, train.max_steps)
-
-
-def rows_of(context: TrainingContext, phase: Phase) -> int:
-    """Return the training rows of a phase's own tasks."""
-    return sum(len(context.stream.rows(task, "train")) for task in phase.tasks)

@@ -16,7 +16,7 @@ from raycl.methods.base import trained_names
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import Engine, Share
 from raycl.training.phase.evaluation import dev_score
-from raycl.training.records.checkpoint import Checkpoint, Extent
+from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase
 
@@ -74,20 +74,16 @@ class Selection:
     def _own(self, values: Mapping[str, Tensor] | None = None) -> Share:
         """Copy this worker's part of the weights, or of complete `values` for them."""
         now = self._engine.share(trained_names(self._context.backbone))
-        parts = {
-            name: part if values is None else part_of(values[name], part, now.places.get(name))
-            for name, part in now.parameters.items()
-        }
+        parts = dict(now.parameters)
+        if values is not None:
+            for name, part in now.parameters.items():
+                parts[name] = values[name]
+                if (extent := now.places.get(name)) is not None:  # as many rows or elements as are its own
+                    first, of = extent
+                    whole = values[name] if isinstance(of, int) else values[name].view(-1)
+                    parts[name] = whole[first : first + len(part)]
         return replace(now, parameters={name: part.to("cpu", copy=True) for name, part in parts.items()}, optimizer={})
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what this worker writes of them to a checkpoint inside the phase."""
         return {f"{name}/{KEPT}": part for name, part in (self.best or Share()).parameters.items()}
-
-
-def part_of(value: Tensor, like: Tensor, extent: Extent | None) -> Tensor:
-    """Return as many rows or elements of a full tensor as `like` has, from those of a `Share` on; None: all."""
-    if extent is None:
-        return value
-    first, of = extent
-    return (value if isinstance(of, int) else value.view(-1))[first : first + len(like)]

@@ -19,7 +19,7 @@ from raycl.routing.routers import with_package
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import Engine, Share, scattered, weights_of
 from raycl.training.optimizers.registry import optimizer_kind
-from raycl.training.phase.data import PhaseData, order_of, rows_of, stable_seed
+from raycl.training.phase.data import PhaseData, order_of, stable_seed
 from raycl.training.phase.disk_space import growth, plan_of, shortage
 from raycl.training.phase.gradient_check import GradientMaskCheck
 from raycl.training.phase.routing import router_record
@@ -78,7 +78,7 @@ class TaskTrainer:
         if resume is None:  # modifiers observe rows before anything is trained
             observe = partial(modifiers.observe_forward, backbone)
             modifiers.observe_rows(partial(data.each_batch, loader, observe), self.world.sum)
-        by_phase = [order_of(context, other, rows_of(context, other)).steps for other in context.phases]
+        by_phase = [order_of(context, other).steps for other in context.phases]
         self._check_disk(phase, by_phase, resume)
         trained = sum(parameter.numel() for parameter in backbone.parameters() if parameter.requires_grad)
         steps = loader.order.steps

@@ -37,6 +37,9 @@ FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.safetensors"
 MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
 FORMAT = 8
+VALUES = ("phase", "step", "steps", "method", "spent", "published", "modifiers", "router")
+"""Fields of a checkpoint that its manifest holds as they are."""
+
 PYTORCH = {"format": "pt"}
 """The metadata that `transformers` expects in a header."""
 
@@ -183,21 +186,9 @@ def begin_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, object
     if checkpoint.snapshot:
         folder.write(SNAPSHOT, checkpoint.snapshot)
         hashes[SNAPSHOT] = hashlib.sha256(checkpoint.snapshot).hexdigest()
-    manifest = {
-        "format": FORMAT,
-        "phase": checkpoint.phase,
-        "step": checkpoint.step,
-        "steps": checkpoint.steps,
-        "method": checkpoint.method,
-        "spent": checkpoint.spent,
-        "published": checkpoint.published,
-        "modifiers": checkpoint.modifiers,
-        "router": checkpoint.router,
-        "objects": {group: info.model_dump() for group, info in named.items()},
-        "sha256": hashes,
-        "places": {},
-    }
-    return copy.deepcopy(manifest)
+    values = {name: getattr(checkpoint, name) for name in VALUES}
+    stored = {group: info.model_dump() for group, info in named.items()}
+    return copy.deepcopy({"format": FORMAT, **values, "objects": stored, "sha256": hashes, "places": {}})
 
 
 def commit_checkpoint(
@@ -234,42 +225,30 @@ def read_checkpoint(
     files = {file: _file(folder, file, digest) for file, digest in manifest.sha256.items()}
     groups = (objects or TensorObjects(storage)).get(manifest.objects, partial)
     return Checkpoint(
-        manifest.phase,
-        manifest.step,
-        manifest.steps,
-        manifest.method,
-        _joined(folder, files, PARAMETERS, manifest.places),
-        _joined(folder, files, OPTIMIZER, manifest.places),
-        manifest.spent,
-        manifest.published,
-        TensorGroups(groups),
-        manifest.modifiers,
-        files.get(SNAPSHOT, b""),
-        manifest.router,
+        **{name: getattr(manifest, name) for name in VALUES},
+        parameters=_joined(folder, files, PARAMETERS, manifest.places),
+        optimizer=_joined(folder, files, OPTIMIZER, manifest.places),
+        frozen_state=TensorGroups(groups),
+        snapshot=files.get(SNAPSHOT, b""),
     )
 
 
 def _joined(folder: Storage, files: Mapping[str, bytes], name: str, places: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return tensors of a file and of those of other workers, the rows of each put together."""
+    tensors: dict[str, Tensor] = {}
+    own = [file for file in files if file.partition(".")[0].partition("-")[0] == name.partition(".")[0]]
     try:
-        return _joined_parts(files, name, places)
+        for file in own:
+            for key, tensor in load(files[file]).items():
+                if key not in places.get(file, {}):
+                    tensors[key] = tensor
+                    continue
+                first, of = places[file][key]
+                shape = (of, *tensor.shape[1:]) if isinstance(of, int) else of
+                held = tensors.setdefault(key, torch.empty(*shape, dtype=tensor.dtype))
+                (held if isinstance(of, int) else held.view(-1))[first : first + len(tensor)] = tensor
     except (SafetensorError, RuntimeError, LookupError) as error:  # the hash is right, and what has it is not
         raise CheckpointError(f"'{folder.uri}' has no whole {name}: {error}; restore a copy") from error
-
-
-def _joined_parts(files: Mapping[str, bytes], name: str, places: Mapping[str, Any]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for file, data in files.items():
-        if file.partition(".")[0].partition("-")[0] != name.partition(".")[0]:
-            continue
-        for key, tensor in load(data).items():
-            if key not in places.get(file, {}):
-                tensors[key] = tensor
-                continue
-            first, of = places[file][key]
-            shape = (of, *tensor.shape[1:]) if isinstance(of, int) else of
-            held = tensors.setdefault(key, torch.empty(*shape, dtype=tensor.dtype))
-            (held if isinstance(of, int) else held.view(-1))[first : first + len(tensor)] = tensor
     return tensors
 
 

@@ -115,15 +115,11 @@ def start_from(
         run = replace(run, inputs=read_state(source_run).inputs)
     for record in phases:
         folder = f"{PREDICTIONS}/{record['phase']:03d}-{record['times']['phase']}"
-        _copy(source_run.sub(folder), storage.sub(folder))
+        for file in source_run.sub(folder).files():
+            storage.sub(folder).write(file, source_run.sub(folder).read(file))
     steps = [json.dumps(step) for step in progress.read_trace(source_run) if step["phase"] < len(phases)]
     journal = Journal.claim(storage, run, workers=0, driver="", forked_from=source_run.uri)
     storage.write(f"{progress.FOLDER}/attempt-{journal.attempt:04d}.jsonl", ("\n".join(steps) + "\n").encode())
     if bank is not None and phases[-1]["bank"]:
         hold_lease(bank, storage.address, [phases[-1]["bank"]["snapshot"]])
     journal.begin_with(name, point.sha256, phases)
-
-
-def _copy(source: Storage, target: Storage) -> None:
-    for name in source.files():
-        target.write(name, source.read(name))

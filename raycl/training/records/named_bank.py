@@ -26,11 +26,6 @@ PARTS = ("snapshots", "adapters", "objects", "pruned", "branches", NOT_SERVED)
 """Names that only the folder of a bank has."""
 
 
-def is_bank(storage: Storage) -> bool:
-    """Return whether the folder holds a bank."""
-    return any(storage.exists(name) for name in PARTS)
-
-
 def find_bank(address: str) -> tuple[Bank, str] | None:
     """Return the bank at a path or URI, or of the run there, and the branch that is meant where none is named; None:
     neither.
@@ -43,7 +38,7 @@ def find_bank(address: str) -> tuple[Bank, str] | None:
         bank, _, branch = cached(address)
         return bank, branch
     storage = Storage.at(address)
-    if is_bank(storage):
+    if any(storage.exists(name) for name in PARTS):
         return Bank(storage), MAIN
     if not storage.exists(CONFIG):
         return None

@@ -8,7 +8,7 @@ with the same error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,9 @@ def _read_by_all(
     reasons = world.gather(str(error) if damage else "")
     if not any(reasons):
         return checkpoint, []
-    return None, _problems(reasons)
+    if len(set(reasons)) == 1:
+        return None, reasons[:1]
+    return None, [f"worker {rank + 1} of {len(reasons)}: {reason}" for rank, reason in enumerate(reasons) if reason]
 
 
 def _on_first(restore: Callable[[], bool], world: DistributedContext) -> bool:
@@ -124,10 +126,3 @@ def _on_first(restore: Callable[[], bool], world: DistributedContext) -> bool:
         error = raised
     world.raise_any(error)
     return bool(world.broadcast(changed))
-
-
-def _problems(reasons: Sequence[str]) -> list[str]:
-    """Return problems of one checkpoint; if they differ between workers, each with the worker's number."""
-    if len(set(reasons)) == 1:
-        return [reasons[0]]
-    return [f"worker {rank + 1} of {len(reasons)}: {reason}" for rank, reason in enumerate(reasons) if reason]

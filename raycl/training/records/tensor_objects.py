@@ -98,7 +98,7 @@ class TensorObjects:
             try:
                 objects[group] = self._own(info, group)
             except CheckpointError:
-                if not partial and not self._is_removed(info):
+                if not partial and not (self.bank is not None and info.file in removed_from(self.bank).samples):
                     raise
         objects = {group: objects[group] for group in infos if group in objects}
         held = {group: tensors for group, tensors in objects.items() if not isinstance(tensors, StoredTensors)}
@@ -128,9 +128,6 @@ class TensorObjects:
                     group: _tensors(data, group, info) for (group, info), data in zip(wanted, buffers, strict=True)
                 }
         return tensors
-
-    def _is_removed(self, info: ObjectInfo) -> bool:
-        return self.bank is not None and info.file in removed_from(self.bank).samples
 
     def _own(self, info: ObjectInfo, group: str) -> Mapping[str, Tensor]:
         data = self._whole(self.storage, info)

@@ -90,7 +90,6 @@ def check(config: RunConfig) -> Stream:
     check_data(config, stream)
     check_selection(config, stream)
     check_unseen(config, stream, codec)
-    check_untrained(config, stream, codec)
     check_chosen(config, [stream.prompt(task, codec) for task in stream.tasks])
     check_instructions(config, stream, codec)
     for task in (*stream.tasks, *stream.unseen):
@@ -116,7 +115,8 @@ def check(config: RunConfig) -> Stream:
         "stream.max_target_tokens_by_task": config.stream.max_target_tokens_by_task,
     }
     _check_names(limits, (*stream.tasks, *stream.unseen))
-    caution(config, stream)
+    for line in (*_warmup(config, stream), *_samples(config, stream)):
+        log.warning("%s", line)
     return stream
 
 
@@ -229,10 +229,11 @@ def check_selection(config: RunConfig, stream: Stream) -> None:
 
 
 def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
-    """Check that unseen tasks have rows, and that a label head knows their labels.
+    """Check that unseen tasks have rows, and that a label head knows the labels of what it has not learned.
 
     Raises:
-        ConfigError: a task without dev rows where `eval.split` is dev, or with labels that no task teaches.
+        ConfigError: a task without dev rows where `eval.split` is dev, or with labels that no task teaches; or
+            `eval.untrained` asks for answers by labels.
     """
     learned = {label for task in stream.tasks for label in task.labels or ()}
     for task in stream.unseen:
@@ -248,27 +249,11 @@ def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
                 f"encoder-only backbone '{config.backbone.name}' answers with learned labels alone: leave it out of "
                 "stream.unseen, add a task with these labels to the stream, or use a backbone that writes its answers"
             )
-
-
-def check_untrained(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
-    """Check `eval.untrained`: a label head has no labels before it is trained.
-
-    Raises:
-        ConfigError: `eval.untrained` asks for its answers.
-    """
     if config.eval.untrained and codec.needs_labels and not stream.learns_texts:
         raise ConfigError(
             f"eval.untrained is set and encoder-only backbone '{config.backbone.name}' answers with labels that it has "
             "learned: leave it at false, or use a backbone that writes its answers"
         )
-
-
-def needs_ray(what: str) -> ConfigError:
-    """Check that Ray is available, for commands that start processes for runs of `launch.mode=local`."""
-    return ConfigError(
-        f"{what} runs on Ray, in processes of its own, and launch.mode is local: leave launch.mode at ray, or train "
-        "each run with raycl train"
-    )
 
 
 def read_singles(config: RunConfig) -> dict[str, float] | None:
@@ -326,12 +311,6 @@ def make_modifiers(config: RunConfig, method: Method) -> Modifiers:
 
 
 # ---- what a run may do and seldom should ------------------------------------------------------------------------
-
-
-def caution(config: RunConfig, stream: Stream) -> None:
-    """Log what stands out about a run that can start."""
-    for line in (*_warmup(config, stream), *_samples(config, stream)):
-        log.warning("%s", line)
 
 
 def _warmup(config: RunConfig, stream: Stream) -> Iterator[str]:

@@ -180,11 +180,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def own_rows(tensor: Tensor) -> Tensor:
-    """Return this worker's part of a partitioned tensor, else all of it; the memory is the same."""
-    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
-
-
 def rows_of(tensor: Tensor, world: DistributedContext) -> tuple[int, int]:
     """First row of this worker's part, and rows of all: torch deals rows as `torch.chunk` does."""
     rows = tensor.shape[0]
