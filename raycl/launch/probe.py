@@ -1,21 +1,35 @@
-"""The large outputs of a finished run's model for each task's texts, measured in this process."""
+"""The large outputs of a finished run's model for each task's texts, measured in this process (MIGU's figure 5).
+
+The magnitudes are those of the modifier `migu`, by the same code: |output| summed over the real tokens of a task's test
+rows, of source and answer. The rows of a weight that it would update for all of these texts are the large ones.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.config import Tree, trust
+from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError, RunError, StorageError
 from raycl.launch.prepared_run import run_in
+from raycl.methods.base import activate
+from raycl.methods.migu.magnitudes import OutputMagnitudes, large_units
+from raycl.methods.migu.observed_layers import layout_of_outputs, observed_layers
+from raycl.methods.migu.summary import packed_rows
 from raycl.storage import Storage
 from raycl.storage.records import hashed, without_hash
 from raycl.training.assembly import build
-from raycl.training.phase.output_probe import large_outputs
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.phase.evaluation import OBJECTIVE_SEED
 from raycl.training.phase.routing import PublishedRouter
 from raycl.training.records.bank_start import read_training_state
 from raycl.training.records.checkpoint import Checkpoint
@@ -25,6 +39,7 @@ from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.distributed import DistributedContext
+from raycl.types import Batch, Task
 
 log = logging.getLogger("raycl")
 
@@ -96,13 +111,12 @@ def _measured(config: RunConfig, storage: Storage, state: RunState, settings: Pr
             f"with raycl train --resume {storage.address}"
         )
     tasks = [task for phase in context.phases[: len(state.phases)] for task in phase.tasks]
-    wanted = (settings.rows, settings.threshold, settings.layers)
-    untrained = large_outputs(context, tasks, *wanted)
+    untrained = _large_outputs(context, tasks, settings)
     done = _last(config, storage, state, world)
     context.method.load_state_dict(done.method, done.frozen_state)
     context.load_learned(done.parameters)
     router = PublishedRouter.of(context.method, done)
-    models = {"untrained": untrained, "trained": large_outputs(context, tasks, *wanted, router=router)}
+    models = {"untrained": untrained, "trained": _large_outputs(context, tasks, settings, router)}
     return {"tasks": [task.name for task in tasks], "models": models}
 
 
@@ -126,3 +140,54 @@ def _last(config: RunConfig, storage: Storage, state: RunState, world: Distribut
             f"the last checkpoint of '{storage.uri}' is damaged: repair it with raycl train --resume {storage.address}"
         )
     return checkpoint
+
+
+def _large_outputs(
+    context: TrainingContext,
+    tasks: Sequence[Task],
+    settings: ProbeSettings,
+    router: PublishedRouter | None = None,
+) -> dict[str, Any]:
+    """Return layer -> for each task, the large outputs as `packed_rows`; the model's weights stay as they are.
+
+    Args:
+        router: router of the last phase; None: the backbone is measured without adapters.
+
+    Raises:
+        ConfigError: `settings.layers` names none. RunError: a task has no test rows.
+    """
+    backbone = context.backbone
+    backbone.eval()
+    result = observed_layers(backbone, settings.layers, include_lm_head=False)
+    layout = layout_of_outputs(backbone, result)
+    magnitudes = OutputMagnitudes(backbone, layout, result)
+    try:
+        sums = [_magnitudes(context, task, settings.rows, magnitudes, router) for task in tasks]
+    finally:
+        magnitudes.close()
+    kept = [large_units(layout, sums_F, settings.threshold, "floor") for sums_F in sums]
+    return {path: [packed_rows(of_task[path]) for of_task in kept] for path in result}
+
+
+@torch.no_grad()
+def _magnitudes(
+    context: TrainingContext, task: Task, rows: int, magnitudes: OutputMagnitudes, router: PublishedRouter | None
+) -> Tensor:
+    """Return `[F]` magnitudes of all outputs for the texts of a task."""
+    backbone, method, codec = context.backbone, context.method, context.backbone.codec
+    table = context.stream.table(task, "test", codec)
+    if not len(table):
+        raise RunError(f"task '{task.name}' has no test rows: give a run whose tasks all have some")
+    table = table.part(np.arange(min(rows, len(table))))
+    alone = DistributedContext.alone(backbone.device)
+    if method.encoder is not None and router is not None:
+        method.encoder.embed_all(table.texts(range(len(table))), (alone.rank, alone.size), alone.gather)
+    objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
+    read: Callable[[Batch], object] = backbone.score_labels if codec.needs_labels and objective is None else backbone
+    collate = Collate([table], codec.pad_id, texts=method.needs_texts, text_objective=objective)
+    magnitudes.clear()
+    for batch in eval_batches(collate, context.evaluation.batch_size):
+        batch = batch.to(backbone.device)
+        with activate(method, None if router is None else router.mixture(batch, task.name)):
+            magnitudes.observe(read, batch)
+    return magnitudes.sums.clone()

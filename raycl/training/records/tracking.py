@@ -87,10 +87,18 @@ def open_tracker(config: TrackingConfig, run_name: str, tree: Tree, directory: s
     Raises:
         ConfigError: the library is not installed, cannot start, or has no local folder to write to.
     """
-    backend = _choose() if config.backend == "auto" else config.backend
+    backend: str = config.backend
+    if backend == "auto":
+        backend = "tensorboard" if _installed("tensorboard") else "none"
+        if _installed("wandb") and _has_key(_import_wandb().setup().settings):
+            backend = "wandb"
     if backend == "none":
         return None
-    folder = _folder(config, directory, backend)
+    text = config.directory or f"{directory}/{backend}"
+    if "://" in text:
+        raise ConfigError(f"tracking needs a local folder but the run writes to '{text}': set tracking.directory")
+    folder = Path(text).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
     if backend == "wandb":
         return WandbTracker(config, run_name, tree, folder)
     return TensorBoardTracker(tree, folder)
@@ -194,12 +202,6 @@ def wandb_run_id(project: str, run_name: str) -> str:
     return hashlib.sha256(f"{project}/{run_name}".encode()).hexdigest()[:16]
 
 
-def _choose() -> Literal["none", "wandb", "tensorboard"]:
-    if _installed("wandb") and _has_key(_import_wandb().setup().settings):
-        return "wandb"
-    return "tensorboard" if _installed("tensorboard") else "none"
-
-
 def _installed(package: str) -> bool:
     """Return whether a package is installed; a mere folder of that name (wandb makes one) does not count."""
     spec = importlib.util.find_spec(package)
@@ -243,12 +245,3 @@ def _in_netrc(base_url: str) -> bool:
         return False
     hosts = {urlsplit(base_url).netloc, *(("api.wandb.ai",) if "WANDB_BASE_URL" not in os.environ else ())}
     return any(entries.authenticators(host) for host in hosts)
-
-
-def _folder(config: TrackingConfig, directory: str | Path, backend: str) -> Path:
-    text = config.directory or f"{directory}/{backend}"
-    if "://" in text:
-        raise ConfigError(f"tracking needs a local folder but the run writes to '{text}': set tracking.directory")
-    folder = Path(text).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

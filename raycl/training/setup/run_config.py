@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from raycl import config as configs
 from raycl import plugins
@@ -82,15 +82,10 @@ class RunConfig(Section):
     output: OutputConfig = OutputConfig()
     tracking: TrackingConfig = TrackingConfig()
 
-    @field_validator("method", mode="before")
+    @field_validator("method", "engine", mode="before")
     @classmethod
-    def _method_by_name(cls, value: Any) -> Any:
-        return configs.named(value, "lora")
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _engine_by_name(cls, value: Any) -> Any:
-        return configs.named(value, "torch")
+    def _by_name(cls, value: Any, info: ValidationInfo) -> Any:
+        return configs.named(value, "lora" if info.field_name == "method" else "torch")
 
     @field_validator("modifiers", mode="before")
     @classmethod
