@@ -14,8 +14,7 @@ from typing import Any
 
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.evaluation import StreamEvaluation
-from raycl.training.phase.scoring import score_phase
+from raycl.training.phase.evaluation import StreamEvaluation, score_phase
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState

@@ -21,7 +21,7 @@ from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import ConfigError
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.scoring import ScoredRow, score_phase
+from raycl.training.phase.evaluation import ScoredRow, score_phase
 from raycl.training.setup.checks import check
 from raycl.training.workers.distributed import DistributedContext
 

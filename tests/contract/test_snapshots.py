@@ -19,8 +19,8 @@ from raycl.errors import BankError
 from raycl.methods.base import under
 from raycl.operations.banks.unlearning import evaluate, forget
 from raycl.testing.checks import check_snapshot
+from raycl.training.phase.evaluation import score_phase
 from raycl.training.phase.routing import PublishedRouter
-from raycl.training.phase.scoring import score_phase
 from raycl.training.workers.distributed import DistributedContext
 
 REPO = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from raycl.training.workers.distributed import DistributedContext
 
 BUCKET_BYTES = 25 * 2**20
-"""The size of a bucket, as in torch's DistributedDataParallel."""
+"""At least so many bytes are summed in one collective, as in torch's DistributedDataParallel."""
 
 
 @dataclass
@@ -62,19 +62,12 @@ class GradientBuckets:
         step_bytes: bytes of gradients that a step sums over workers; 0 with one worker.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        world: DistributedContext,
-        accumulation: int,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], world: DistributedContext, accumulation: int) -> None:
         """Watch the parameters.
 
         Args:
             parameters: parameters of one dtype in the order of the forward pass.
             accumulation: backward passes in a step; the sum is begun in the last.
-            bucket_bytes: at least so many bytes are summed in one collective.
         """
         self._group = world.background
         self._accumulation = accumulation
@@ -86,7 +79,7 @@ class GradientBuckets:
         if world.size == 1:
             return
         for parameter in reversed(parameters):
-            if not self._buckets or self._buckets[-1].bytes >= bucket_bytes:
+            if not self._buckets or self._buckets[-1].bytes >= BUCKET_BYTES:
                 self._buckets.append(_Bucket())
             self._buckets[-1].parameters.append(parameter)
         of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}

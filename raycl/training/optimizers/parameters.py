@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from raycl.backbone import Backbone
 from raycl.training.optimizers.base import Group, OptimizerKind, ParameterSpec
-from raycl.training.optimizers.decays import DECAYS
-from raycl.training.optimizers.settings import TrainConfig
+from raycl.training.optimizers.settings import DECAYS, TrainConfig
 
 
 def specs_of(backbone: Backbone, train: TrainConfig, rates: Mapping[str, float]) -> dict[str, ParameterSpec]:

@@ -74,7 +74,7 @@ class PhaseData:
         if self.context.train.group_by_length:
             order = replace(order, lengths=np.concatenate([table.source_lengths for table in tables]))
         micro = self.context.train.examples_per_pass(self.world.size)
-        return Loader(self._collate(tables), order, micro, self.world.rank, self.world.size)
+        return Loader(self._joined(tables), order, micro, self.world.rank, self.world.size)
 
     def forward_pass(self, before: Callable[[Batch], None], examples: int | None = None) -> None:
         """Run the phase's training rows through the model, without gradients; see `TaskContext.forward_pass`."""
@@ -114,7 +114,7 @@ class PhaseData:
 
     def visit(self, read: Callable[[Batch], None]) -> None:
         """Give the phase's training rows to `read`; see `TaskContext.each_batch`."""
-        collate = self._collate(self._tables())
+        collate = self._joined(self._tables())
         rows = collate.by_length(np.arange(collate.count))
         for batch in self._shared(collate, rows, self.context.evaluation.batch_size):
             read(batch)
@@ -145,7 +145,7 @@ class PhaseData:
 
     def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
         """Return gradients of the mean task loss on these rows; see `TaskContext.gradients`."""
-        context, world, collate, trained = self.context, self.world, self._chosen(rows), self._trained()
+        context, world, collate, trained = self.context, self.world, self._collate(rows), self._trained()
         sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
         count = 0
         for batch in self._shared(collate, np.arange(collate.count), context.train.examples_per_pass(world.size)):
@@ -164,7 +164,7 @@ class PhaseData:
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield gradients on each of this worker's rows alone; see `TaskContext.row_gradients`."""
         backbone, method, world = self.context.backbone, self.context.method, self.world
-        collate, trained = self._chosen(rows), self._trained()
+        collate, trained = self._collate(rows), self._trained()
         backbone.train()  # labels compete as in training
         backbone.model.eval()  # and nothing is dropped
         for row in range(world.rank, collate.count, world.size):
@@ -182,12 +182,12 @@ class PhaseData:
         """Return the training rows of the phase's tasks."""
         return [self.context.stream.table(task, "train", self.context.backbone.codec) for task in self.phase.tasks]
 
-    def _chosen(self, rows: Sequence[tuple[Task, Indices]]) -> Collate:
+    def _collate(self, rows: Sequence[tuple[Task, Indices]]) -> Collate:
         """Return what makes batches of training rows of any tasks."""
         stream, codec = self.context.stream, self.context.backbone.codec
-        return self._collate([stream.table(task, "train", codec).part(chosen) for task, chosen in rows])
+        return self._joined([stream.table(task, "train", codec).part(chosen) for task, chosen in rows])
 
-    def _collate(self, tables: Sequence[TokenRows]) -> Collate:
+    def _joined(self, tables: Sequence[TokenRows]) -> Collate:
         """Return what makes batches of these rows; texts that are learned themselves are hidden as in training."""
         context, backbone = self.context, self.context.backbone
         seed = stable_seed(context.info.seed, "exercise", self.phase.index)

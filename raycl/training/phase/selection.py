@@ -60,7 +60,6 @@ class Selection:
         if self._context.evaluation.select == "last" or (step % self._every and step < steps):
             return
         context = self._context
-        context.backbone.eval()
         score = fmean(dev_score(context, task, self._world) for task in self._phase.tasks)
         context.backbone.train()
         is_best = score > self.spent.get(SCORE, float("-inf"))

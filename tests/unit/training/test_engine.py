@@ -23,8 +23,7 @@ from raycl.methods.base import activate_trainable, trained_names
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.engines.engine import TorchEngine, advance, schedule
-from raycl.training.optimizers.decays import DECAYS
-from raycl.training.optimizers.settings import TrainConfig
+from raycl.training.optimizers.settings import DECAYS, TrainConfig
 from raycl.training.phase.step import train_step
 from raycl.training.workers.distributed import DistributedContext, whole
 from raycl.types import AdapterState, Mixture
