@@ -35,7 +35,6 @@ from raycl.training.workers.distributed import (
     Scattered,
     is_dtensor,
     load_parameters,
-    rows_of,
     whole,
 )
 from raycl.types import Batch
@@ -322,7 +321,8 @@ def weights_of(backbone: Backbone, names: Iterable[str], world: DistributedConte
     the first worker all others. Nothing is copied."""
     own = dict(backbone.named_parameters())
     mine = {name: own[name] for name in names if world.is_first or is_dtensor(own[name])}
-    places = {name: rows_of(value, world) for name, value in mine.items() if is_dtensor(value)}
+    counts = {name: value.shape[0] for name, value in mine.items() if is_dtensor(value)}  # dealt as by `torch.chunk`
+    places = {name: (min(world.rank * -(-count // world.size), count), count) for name, count in counts.items()}
     is_part = any(is_dtensor(parameter) for parameter in own.values())
     rows = {name: (value.to_local() if is_dtensor(value) else value).detach() for name, value in mine.items()}
     return Share(rows, places=places, is_part=is_part)

@@ -27,7 +27,7 @@ from raycl.training.records.journal import RunState
 from raycl.training.records.rebuild import BankObject, lost_objects, objects_of, rebuild
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.workers.distributed import DistributedContext
-from raycl.types import Phase, Task
+from raycl.types import Phase
 
 log = logging.getLogger("raycl")
 
@@ -81,7 +81,12 @@ def publish(
         [*fresh, *kept],
         backbone,
         router,
-        [_task_info(context, task) for task in seen],
+        [
+            TaskInfo(
+                name=task.name, labels=task.labels, metric=task.metric, **context.stream.prompt(task, codec).record()
+            )
+            for task in seen
+        ],
         encoder,
         parent=parent.number if parent else None,
         provenance={
@@ -351,8 +356,3 @@ def _opened(bank: Bank, number: int, numbers: Collection[int]) -> Snapshot | Non
         return bank.open(number)
     except BankError:
         return None
-
-
-def _task_info(context: TrainingContext, task: Task) -> TaskInfo:
-    prompt = context.stream.prompt(task, context.backbone.codec)
-    return TaskInfo(name=task.name, labels=task.labels, metric=task.metric, **prompt.record())

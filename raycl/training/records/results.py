@@ -25,6 +25,7 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
     times = [record["times"] for record in state.phases]
     seconds = sum(entry["train_s"] for entry in times)
     finished = len(state.phases) == len(phases)
+    revised = next((attempt["revised"] for attempt in state.attempts if "revised" in attempt), None)
     return {
         "raycl": __version__,
         "fingerprint": info.fingerprint,
@@ -37,7 +38,7 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
         "other_row": other_row(info.tree, state),
         "unseen": _unseen(state, types) if finished else None,
         "untrained": _untrained(untrained, tasks, never, types),
-        "revision": _revision(state) if finished else None,
+        "revision": revised and {**revised, "after": state.phases[-1]["row"]} if finished else None,
         "metrics": summary(matrix, info.singles),
         "averages": averages(matrix),
         "variants": compute_variants(matrix, info.singles, {task: cell["value"] for task, cell in untrained.items()}),
@@ -135,9 +136,3 @@ def _unseen(state: RunState, types: Mapping[str, str]) -> dict[str, Any] | None:
     if not cells:
         return None
     return {"cells": cells, **_means(cells, types)}
-
-
-def _revision(state: RunState) -> dict[str, Any] | None:
-    """Return a task that was learned again, and cells of every task before and after; None for other runs."""
-    revised = next((attempt["revised"] for attempt in state.attempts if "revised" in attempt), None)
-    return revised and {**revised, "after": state.phases[-1]["row"]}

@@ -54,10 +54,13 @@ class TensorObjects:
         if isinstance(tensors, StoredTensors):
             return tensors.info
         known = self._hashed.get(group)
-        if known is not None and _are_same(known[0], _versions(tensors)):
-            return known[1]
+        now = _versions(tensors)
+        if known is not None and len(known[0]) == len(now):
+            pairs = zip(known[0], now, strict=True)
+            if all(old is new and before == after for (old, before), (new, after) in pairs):
+                return known[1]
         info = info_of(tensors)
-        self._hashed[group] = (_versions(tensors), info)
+        self._hashed[group] = (now, info)
         return info
 
     def put(self, group: str, tensors: Mapping[str, Tensor]) -> ObjectInfo:
@@ -183,9 +186,3 @@ def _tensors(data: Buffer, group: str, info: ObjectInfo) -> Mapping[str, Tensor]
 def _versions(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
     """Return each with the number of changes in place so far."""
     return [(tensor, tensor._version) for tensor in tensors.values()]
-
-
-def _are_same(old: list[tuple[Tensor, int]], new: list[tuple[Tensor, int]]) -> bool:
-    """Return whether these are the same tensors, none changed in place."""
-    same = (first is two and before == after for (first, before), (two, after) in zip(old, new, strict=False))
-    return len(old) == len(new) and all(same)

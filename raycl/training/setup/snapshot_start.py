@@ -106,7 +106,9 @@ def read_start(given: Tree, runs: str) -> Start | None:
     names = [*learned, *map(name_of, added)]
     for holder, key in settings_by_task(base):
         holder[key] = {name: value for name, value in holder[key].items() if name in names}
-    specs = _moved(specs, stream.get("tasks"), learned)
+    if list(map(name_of, stream.get("tasks") or ()))[: len(learned)] == learned:  # with data that the user gives anew
+        pairs = zip(specs, stream["tasks"], strict=False)
+        specs = [new if isinstance(new, dict) else old for old, new in pairs]
     base["stream"]["cache_dir"] = None
     tree = _merged({key: value for key, value in base.items() if key not in OWN}, given)
     known = [address, *addresses(given).values()]
@@ -149,13 +151,6 @@ def _original(spec: Any) -> Any:
         return spec
     left = {key: value for key, value in spec.items() if key != "recorded"}
     return left if any(left.get(key) for key in ("path", "train")) else left["name"]
-
-
-def _moved(specs: Sequence[Any], given: Any, learned: Sequence[str]) -> list[Any]:
-    """Return the learned tasks, with the data that the user gives for them, if all are listed."""
-    if list(map(name_of, given or ()))[: len(learned)] != list(learned):
-        return list(specs)
-    return [new if isinstance(new, dict) else old for old, new in zip(specs, given, strict=False)]
 
 
 def _added(tasks: Any, learned: Sequence[str], snapshot: Snapshot, written: str) -> list[Any]:

@@ -41,7 +41,8 @@ class DistributedContext:
     @staticmethod
     def alone(device: torch.device | None = None) -> DistributedContext:
         """Return the context of a single process."""
-        return DistributedContext(0, 1, 0, device or default_device(0))
+        gpu = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        return DistributedContext(0, 1, 0, device or gpu)
 
     @property
     def is_first(self) -> bool:
@@ -87,11 +88,6 @@ class DistributedContext:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]  # type: ignore[no-any-return]
 
-    def send(self, tensor: Tensor, rank: int) -> None:
-        """Fill a tensor with its values on the worker of this rank, in place."""
-        if self.size > 1 and tensor.numel():
-            dist.broadcast(tensor, rank)
-
     def raise_any(self, error: RayclError | None) -> None:
         """Raise the first error of any worker on every worker, so that none waits for one that has stopped. Collective.
 
@@ -103,11 +99,6 @@ class DistributedContext:
             raise first_error
         if first_error is not None:
             raise first_error from error
-
-
-def default_device(local_rank: int) -> torch.device:
-    """Return the GPU of this local rank, or the CPU."""
-    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def ensure_process_group(world: DistributedContext) -> None:
@@ -152,7 +143,8 @@ class Scattered(Tensor):
         flat = joined.view(-1)
         flat[self.first : self.first + self.part.numel()] = self.part.to(joined.device)
         for rank, (first, count) in enumerate(self.world.gather((self.first, self.part.numel()))):
-            self.world.send(flat[first : first + count], rank)
+            if self.world.size > 1 and count:
+                dist.broadcast(flat[first : first + count], rank)
         return joined
 
 
@@ -178,12 +170,6 @@ def whole(tensor: Tensor) -> Tensor:
     if isinstance(tensor, Scattered):
         return tensor.joined()
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
-
-
-def rows_of(tensor: Tensor, world: DistributedContext) -> tuple[int, int]:
-    """First row of this worker's part, and rows of all: torch deals rows as `torch.chunk` does."""
-    rows = tensor.shape[0]
-    return min(world.rank * -(-rows // world.size), rows), rows
 
 
 def own_part(shared: DTensor, value: Tensor) -> Tensor:
