@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from raycl import config as configs
 from raycl.config import trust
 from raycl.config.addresses import announce
-from raycl.data.stream import Stream
-from raycl.errors import AlreadyExistsError, ResumeError, RunError
+from raycl.data.stream import Stream, open_stream
+from raycl.errors import AlreadyExistsError, ConfigError, ResumeError, RunError
 from raycl.storage import Storage
 from raycl.storage.records import hashed
 from raycl.training.definition.settings import EXEMPT
@@ -20,9 +22,9 @@ from raycl.training.records.journal import RunState, check_inputs, check_owner, 
 from raycl.training.records.results import build_results
 from raycl.training.records.run_folder import CONFIG, resume_arguments, run_at
 from raycl.training.setup import checks, run_config
-from raycl.training.setup.extension import with_own_limits, with_tasks
 from raycl.training.setup.fingerprints import inputs_of
 from raycl.training.setup.run_config import RunConfig
+from raycl.training.setup.snapshot_start import changes_beside_tasks, keep_limits, name_of
 from raycl.types import Phase
 
 
@@ -114,7 +116,7 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
     """Go on with the run in `folder`, finished or not, with more tasks at the end of its stream.
 
     Args:
-        added: see `raycl.training.setup.extension.with_tasks`.
+        added: see `with_tasks`.
 
     Raises:
         ResumeError: there is no run, its method takes no more tasks, or another setting differs.
@@ -123,11 +125,57 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
     storage, old, state = run_in(folder)
     learned = [str(record["times"]["phase"]) for record in state.phases]
     new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added, learned)
-    new, changed = with_own_limits(old, new, len(added))
-    _refuse(folder, changed)
+    fresh = [task if isinstance(task, str) else task.name for task in (new.stream.tasks or ())[-len(added) :]]
+    before, after = configs.as_tree(old), configs.as_tree(new)
+    keep_limits(before["stream"], after["stream"], fresh)
+    new = configs.validate(RunConfig, after)
+    _refuse(folder, changes_beside_tasks(before, configs.as_tree(new), fresh))
     continued = _continued(new, storage, state)
     checks.warn_of_mistakes(continued.stream, len(added))
     return continued
+
+
+def with_tasks(config: RunConfig, added: Sequence[str], learned: Collection[str] = ()) -> RunConfig:
+    """Return the config with tasks at the end of its stream.
+
+    A task that is added is learned as if it had been there from the start: order, draws and seeds of a phase depend on
+    its place and its own name alone, so the matrix is the one of a run that knew all tasks (a property test).
+
+    Args:
+        added: names below the stream's root, or tasks of your own as YAML (`{name: tickets, path: data/tickets}`).
+        learned: tasks that the run has learned. Others that are in its stream already, because an earlier attempt to
+            add them has failed, may be added again as they are.
+
+    Raises:
+        ConfigError: no such task, or it is no YAML. ResumeError: the method cannot take more tasks.
+    """
+    checks.check_takes_more_tasks(config)
+    tree = configs.as_tree(config)
+    given = tree["stream"]["tasks"]
+    known = given if given is not None else [task.name for task in open_stream(config.stream, config.seed).tasks]
+    new = list(map(task_of, added))
+    names = list(map(name_of, new))
+    if list(map(name_of, known[-len(new) :])) == names and not set(names) & set(learned):
+        tree["stream"]["tasks"] = [*known[: -len(new)], *new]
+        if configs.validate(RunConfig, tree) == config:
+            return config
+    tree["stream"]["tasks"] = [*known, *new]
+    return configs.validate(RunConfig, tree)
+
+
+def task_of(text: str) -> Any:
+    """Return a task as it was written on the command line.
+
+    Raises:
+        ConfigError: it is neither a name nor YAML.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"'{text}' is neither a task's name nor YAML such as '{{name: tickets, path: data/tickets}}': {reason}"
+        ) from error
 
 
 def _continued(config: RunConfig, storage: Storage, state: RunState) -> Prepared:

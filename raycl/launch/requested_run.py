@@ -16,7 +16,6 @@ from raycl.errors import ConfigError
 from raycl.storage import Storage
 from raycl.training.records.publish import open_bank, went_back
 from raycl.training.setup import run_config
-from raycl.training.setup.extension import task_of
 from raycl.training.setup.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def _extended(folder: str, added: Sequence[str], overrides: Sequence[str]) -> Pr
         return prepared_run.extend(folder, added, tuple(overrides))
     start = _start_at_branch(storage, config)
     log.info("branch '%s' went back behind this run: a new one starts from %s", config.bank.branch, start[0])
-    tasks = f"stream.tasks={json.dumps(list(map(task_of, added)))}"
+    tasks = f"stream.tasks={json.dumps(list(map(prepared_run.task_of, added)))}"
     return prepared_run.prepare(run_config.load_config(None, [*start, tasks, *overrides]))
 
 

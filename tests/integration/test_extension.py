@@ -15,6 +15,7 @@ from raycl.bank import Bank
 from raycl.bank.branches import Branch, line_of
 from raycl.errors import ConfigError, ResumeError, RunError
 from raycl.launch import prepared_run, requested_run
+from raycl.launch.prepared_run import with_tasks
 from raycl.serve.offline.model import OfflineModel
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import read_checkpoint
@@ -22,7 +23,6 @@ from raycl.training.records.journal import read_state
 from raycl.training.records.run_folder import CONFIG
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.setup.checks import check
-from raycl.training.setup.extension import with_tasks
 from raycl.training.setup.run_config import RunConfig
 
 

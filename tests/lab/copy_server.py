@@ -83,7 +83,6 @@ PACKAGE = (
     "raycl.operations.report.tables",
     "raycl.training.assembly",
     "raycl.training.setup.checks",
-    "raycl.training.setup.extension",
     "raycl.training.setup.snapshot_start",
     "raycl.serve.engine.serving_engine",
     "raycl.serve.http.server",

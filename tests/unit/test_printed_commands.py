@@ -27,12 +27,12 @@ from raycl.cli import main
 from raycl.cli.commands import COMMANDS as COMMANDS_OF_RAYCL
 from raycl.cli.commands import parsed
 from raycl.errors import ConfigError
+from raycl.launch.prepared_run import task_of
 from raycl.operations.banks.commands import COMMANDS
 from raycl.operations.sweep.comparison import load_comparison
 from raycl.operations.sweep.definition.sweep_config import load_sweep
 from raycl.serve.settings import ServeConfig
 from raycl.training.setup import run_config
-from raycl.training.setup.extension import task_of
 from raycl.training.setup.run_config import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]

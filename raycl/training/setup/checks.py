@@ -19,7 +19,7 @@ from raycl.data.loader import GlobalOrder, check_batch
 from raycl.data.mistakes import MOST_COMPARED, mistakes_of
 from raycl.data.prepare import MIN_TEXT_TOKENS
 from raycl.data.stream import Stream, open_stream
-from raycl.errors import ConfigError, RunError
+from raycl.errors import ConfigError, ResumeError, RunError
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class, modifier_class
@@ -29,7 +29,6 @@ from raycl.training.definition.settings import DeepSpeedConfig
 from raycl.training.definition.task_order import SCHEDULES
 from raycl.training.records.bank_start import check_snapshot_inputs
 from raycl.training.records.named_bank import snapshot_at
-from raycl.training.setup.extension import check_takes_more_tasks
 from raycl.training.setup.fingerprints import inputs_of
 from raycl.training.setup.method_checks import (
     check_adaptation,
@@ -189,6 +188,21 @@ def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
                 f"with bank.start={bank.storage.address}@{name}"
             )
     return stream, read_singles(config)
+
+
+def check_takes_more_tasks(config: RunConfig) -> None:
+    """Check that a run that has learned some of its tasks can learn further ones.
+
+    Raises:
+        ResumeError: its method or schedule used all tasks from the start.
+    """
+    codec = load_codec(config.backbone, *config.stream.token_limits)
+    kind = method_class(config.method.name)
+    if config.stream.schedule == "joint":
+        raise ResumeError("stream.schedule=joint trains all tasks in one phase: start a new run instead")
+    kind(config.method, load_skeleton(config.backbone, codec), config.seed)
+    if config.method.fits_ahead:
+        raise ResumeError("this run read its whole stream before the first task: start a new run instead")
 
 
 def check_data(config: RunConfig, stream: Stream) -> None:
