@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -80,22 +79,18 @@ class TraceReader:
         """Add the lines behind those that are known: the writer only ever adds lines to a file."""
         data = self.storage.read_from(f"{FOLDER}/{name}", self._read.get(name, 0))
         new = data[: data.rfind(b"\n") + 1]  # HDFS may show a part of a line
-        for record in self._records(name, new):
-            key = (record["phase"], record["step"])
-            if key not in self._merged or self._merged[key][0] <= name:
-                self._merged[key] = (name, record)
-        self._read[name] = self._read.get(name, 0) + len(new)
-
-    def _records(self, name: str, data: bytes) -> Iterator[dict[str, Any]]:
-        before = self._lines.get(name, 0)
-        lines = data.splitlines()
+        before, lines = self._lines.get(name, 0), new.splitlines()
         for number, line in enumerate(lines, before + 1):
             try:
-                yield json.loads(line)
+                record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 where = f"'{self.storage.uri}/{FOLDER}/{name}' line {number}"
                 raise StorageError(f"{where} is not JSON: {error}") from error
+            key = (record["phase"], record["step"])
+            if key not in self._merged or self._merged[key][0] <= name:
+                self._merged[key] = (name, record)
         self._lines[name] = before + len(lines)
+        self._read[name] = self._read.get(name, 0) + len(new)
 
 
 def read_trace(storage: Storage) -> list[dict[str, Any]]:
