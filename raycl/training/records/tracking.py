@@ -87,11 +87,7 @@ def open_tracker(config: TrackingConfig, run_name: str, tree: Tree, directory: s
     Raises:
         ConfigError: the library is not installed, cannot start, or has no local folder to write to.
     """
-    backend: str = config.backend
-    if backend == "auto":
-        backend = "tensorboard" if _installed("tensorboard") else "none"
-        if _installed("wandb") and _has_key(_import_wandb().setup().settings):
-            backend = "wandb"
+    backend = _choose() if config.backend == "auto" else config.backend
     if backend == "none":
         return None
     text = config.directory or f"{directory}/{backend}"
@@ -200,6 +196,12 @@ def _cell(value: Cell) -> str:
 def wandb_run_id(project: str, run_name: str) -> str:
     """Return the wandb id of a run: the same name in the same project is the same run, on every attempt."""
     return hashlib.sha256(f"{project}/{run_name}".encode()).hexdigest()[:16]
+
+
+def _choose() -> Literal["none", "wandb", "tensorboard"]:
+    if _installed("wandb") and _has_key(_import_wandb().setup().settings):
+        return "wandb"
+    return "tensorboard" if _installed("tensorboard") else "none"
 
 
 def _installed(package: str) -> bool:
