@@ -48,9 +48,6 @@ DECAYS: dict[str, Decay] = {
 arguments. They are written here because `transformers.optimization` imports PEFT, and that bitsandbytes: a fifth of the
 time from a command to its first step. A test compares every rate with that of `transformers.get_scheduler`."""
 
-OPTIMIZER_SETTINGS = ("momentum", "betas", "epsilon")
-"""Settings that only some optimizers read (`OptimizerKind.settings`)."""
-
 
 class TrainConfig(Section):
     """Training of one task. Optimizer, schedule and counters start anew at every task, as in all three papers' code."""
@@ -159,7 +156,8 @@ class TrainConfig(Section):
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield a share of steps that is given with their number, and settings of other optimizers."""
         reads = optimizer_class(self.optimizer).settings
-        yield from ((name, f"optimizer={self.optimizer}") for name in OPTIMIZER_SETTINGS if name not in reads)
+        own = ("momentum", "betas", "epsilon")  # which only some optimizers read
+        yield from ((name, f"optimizer={self.optimizer}") for name in own if name not in reads)
         if not self.weight_decay:
             yield "decay_norms_and_biases", "weight_decay=0"
         if self.warmup_steps:
