@@ -20,7 +20,7 @@ from raycl.launch import console, driver, prepared_run, requested_run
 from raycl.launch.prepared_run import Prepared
 from raycl.launch.repeating import repeating
 from raycl.metrics.run_results import method_of, metric_of, read_results, tasks_of, values_of
-from raycl.operations.report.plots import heatmap
+from raycl.operations.report.plots import heatmaps
 from raycl.operations.report.tables import matrix_table
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
@@ -150,7 +150,7 @@ class Run:
     def plot(self, path: str | Path | None = None) -> Path:
         """Draw the matrix as a heat map; returns the file (default: matrix.png, in the run's folder if it is local)."""
         folder = f"{self._storage.path()}/" if self._storage.is_local else ""
-        return heatmap(self.results, path or f"{folder}matrix.png")
+        return heatmaps([self.results], path or f"{folder}matrix.png")
 
     def _repr_png_(self) -> bytes | None:
         """Return the matrix as a picture, where a notebook shows the run; None: no task is finished yet."""
@@ -159,7 +159,7 @@ class Run:
         except RunError:
             return None
         with TemporaryDirectory() as folder:
-            return heatmap(results, f"{folder}/matrix.png").read_bytes()
+            return heatmaps([results], f"{folder}/matrix.png").read_bytes()
 
     @property
     def _directory(self) -> Storage:

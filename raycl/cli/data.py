@@ -165,41 +165,23 @@ def _spec(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, A
 
 
 def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:
-    from rich import box
     from rich.console import Group
     from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
-    from raycl.operations.report.tables import render
+    from raycl.operations.report.tables import edgeless, render
 
     labels = f", {len(check.labels)} labels" if check.labels is not None else ""
     blocks: list[RenderableType] = [Text(f"{check.name}: {check.kind}{labels}, metric {check.metric}")]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    headings = (
-        "split",
-        "rows",
-        "left out",
-        "no label",
-        "repeated",
-        "tokens: median",
-        "95 %",
-        "longest",
-        "cut",
-        "answers",
-    )
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
+    counted_as = ("rows", "left out", "no label", "repeated")
+    table = edgeless(("split", *counted_as, "tokens: median", "95 %", "longest", "cut", "answers"))
     for name, split in check.splits.items():
         lengths = split.sources
         counts = (split.rows, split.left_out, split.unlabelled, split.repeated)
-        tokens = (
-            ("", "", "", "")
-            if lengths is None
-            else (f"{lengths.median:,}", f"{lengths.p95:,}", f"{lengths.longest:,}", f"{lengths.cut:.1%}")
-        )
-        answers = f"{split.answers:,}"
-        table.add_row(name, *(f"{count:,}" for count in counts), *tokens, answers)
+        tokens = [""] * 4
+        if lengths is not None:
+            tokens = [f"{lengths.median:,}", f"{lengths.p95:,}", f"{lengths.longest:,}", f"{lengths.cut:.1%}"]
+        table.add_row(name, *(f"{count:,}" for count in counts), *tokens, f"{split.answers:,}")
     blocks.append(table)
     for name, split in check.splits.items():
         if split.labels and name != "dev":
@@ -213,25 +195,15 @@ def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:
         blocks.append(Padding(Text("\n".join(lines)), (0, 0, 0, 2)))
     blocks += [Text(f"read: {note}") for note in check.notes]
     if check.mistakes:
-        blocks.append(_mistakes(check))
+        mistakes = edgeless(("probably wrong", "count", "what mends it", "which"), words=(0, 2, 3))
+        for mistake in check.mistakes:
+            mistakes.add_row(mistake.kind, f"{mistake.count:,}", mistake.mend, mistake.which)
+        blocks.append(mistakes)
     if check.problem:
         blocks.append(Text(f"error: {check.problem}"))
     elif not check.mistakes:
         blocks.append(Text("nothing to warn of"))
     echo(render(Group(*blocks)))
-
-
-def _mistakes(check: TaskCheck) -> RenderableType:
-    """Return what is probably wrong, how often, and what mends it."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(("probably wrong", "count", "what mends it", "which")):
-        table.add_column(heading, justify="right" if number == 1 else "left")
-    for mistake in check.mistakes:
-        table.add_row(mistake.kind, f"{mistake.count:,}", mistake.mend, mistake.which)
-    return table
 
 
 def _tokens(tokens: Sequence[str]) -> list[str]:

@@ -113,9 +113,9 @@ def run(options: argparse.Namespace) -> int:
     echo(matrix_table(results))
     echo(f"results {prepared.storage.uri}/results.json")
     if options.png or prepared.storage.is_local:
-        from raycl.operations.report.plots import heatmap  # brings matplotlib, which no step waits for
+        from raycl.operations.report.plots import heatmaps  # brings matplotlib, which no step waits for
 
-        echo(f"picture {heatmap(results, options.png or f'{prepared.storage.uri}/matrix.png')}")
+        echo(f"picture {heatmaps([results], options.png or f'{prepared.storage.uri}/matrix.png')}")
     return 0
 
 

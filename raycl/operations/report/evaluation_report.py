@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from raycl.config import Tree
 from raycl.errors import DataError
 from raycl.operations.report.plots import axes_at, draw_cells, new_figure, save_png
-from raycl.operations.report.tables import NOTHING, render
+from raycl.operations.report.tables import NOTHING, edgeless, render
 
 LISTED = 20
 """Labels in the table and the picture; the most frequent ones."""
@@ -33,9 +31,7 @@ def evaluation_table(tree: Tree) -> str:
     if tree["mean_ood_score"] is not None:
         blocks.append(Text(f"mean out-of-distribution score: {tree['mean_ood_score']:.3f}"))
     if tree["labels"]:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for number, heading in enumerate(("label", "precision", "recall", "F1", "rows", "most often taken for")):
-            table.add_column(heading, justify="right" if 0 < number < 5 else "left")
+        table = edgeless(("label", "precision", "recall", "F1", "rows", "most often taken for"), words=(0, 5))
         for index, label in enumerate(tree["labels"][:LISTED]):
             scores, counts = tree["by_label"][label], list(tree["confusion"][index])
             counts[index] = 0

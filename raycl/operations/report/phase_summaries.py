@@ -42,7 +42,7 @@ class RouterSummary:
         tasks: tasks in the order in which they were learned.
         found: kind -> task -> percent of its dev texts that find it; tasks without dev texts are missing.
         novelty: task -> how well its dev texts stood out before it was learned (AUROC in percent), if known.
-        owners: task of each row of `cosines`: one a slot, or (runs of earlier versions) one a task.
+        owners: task of each row of `cosines`, which is a slot.
         cosines: symmetric, mean over groups.
         points: may be empty: t-SNE is left out for too few keys and for too many.
     """
@@ -70,7 +70,11 @@ class RouterSummary:
         phases: Sequence[Tree] = result["phase_summaries"]
         last, names = phases[-1], [str(name) for name in result["phases"]]
         shares_by_kind = {kind: dict(last.get("found", {}).get(kind) or {}) for kind in KINDS}
-        owners, cosines = _by_slot(phases, names) or _by_task(last, names)
+        rows = [row for summary in phases for row in summary.get("slot_similarity", ())]
+        places = range(len(rows))
+        owners = [
+            name for name, summary in zip(names, phases, strict=False) for _ in summary.get("slot_similarity", ())
+        ]
         measured = [task for shares in shares_by_kind.values() for task in shares]
         return RouterSummary(
             used=str(last["router"]),
@@ -78,8 +82,11 @@ class RouterSummary:
             found=shares_by_kind,
             novelty={task: share for summary in phases for task, share in summary.get("novelty", {}).items()},
             owners=owners,
-            cosines=cosines,
-            points=[_point(point) for point in last.get("key_plane", ())],
+            cosines=[[float(rows[max(i, j)][min(i, j)]) for j in places] for i in places],
+            points=[
+                Point(str(point["slot"]).rpartition(".")[0], float(point["x"]), float(point["y"]))
+                for point in last.get("key_plane", ())
+            ],
         )
 
 
@@ -91,25 +98,6 @@ def has_routing(result: Tree) -> bool:
 def mean_of(shares: Mapping[str, float]) -> float | None:
     """Return the mean over tasks; None where no task was measured."""
     return sum(shares.values()) / len(shares) if shares else None
-
-
-def _by_slot(phases: Sequence[Tree], names: Sequence[str]) -> tuple[list[str], list[list[float]]] | None:
-    """Return the rows of each phase's own slots; None if a phase did not write them."""
-    if not all(summary.get("slot_similarity") for summary in phases):
-        return None
-    rows = [row for summary in phases for row in summary["slot_similarity"]]
-    owners = [name for name, summary in zip(names, phases, strict=False) for _ in summary["slot_similarity"]]
-    places = range(len(rows))
-    return owners, [[float(rows[max(i, j)][min(i, j)]) for j in places] for i in places]
-
-
-def _by_task(last: Tree, names: Sequence[str]) -> tuple[list[str], list[list[float]]]:
-    cosines = [[float(value) for value in row] for row in last.get("key_similarity", ())]
-    return list(names[: len(cosines)]), cosines
-
-
-def _point(coordinates: dict[str, Any]) -> Point:
-    return Point(str(coordinates["slot"]).rpartition(".")[0], float(coordinates["x"]), float(coordinates["y"]))
 
 
 @dataclass(frozen=True)
@@ -141,7 +129,10 @@ class AttentionWeights:
             raise RunError(f"'{title_of(result)}' has no attention weights: only runs with method=sapt do")
         summary = result["phase_summaries"][-1]["attention"]
         keys = [str(key) for key in summary["keys"]]
-        train = {task: _padded(weights, len(keys)) for task, weights in summary["train"].items()}
+        train = {
+            task: [*map(float, weights), *[0.0] * (len(keys) - len(weights))]
+            for task, weights in summary["train"].items()
+        }
         test = {task: list(map(float, weights)) for task, weights in summary["test"].items()}
         return AttentionWeights(keys, train, test, summary["pseudo"], summary.get("fallback_samples", {}))
 
@@ -157,10 +148,6 @@ class AttentionWeights:
 def has_attention(result: Tree) -> bool:
     """Return whether the summary of the run's last phase has attention weights."""
     return "attention" in (result.get("phase_summaries") or [{}])[-1]
-
-
-def _padded(weights: list[float], length: int) -> list[float]:
-    return [*map(float, weights), *[0.0] * (length - len(weights))]
 
 
 Bits = NDArray[np.bool_]
@@ -245,7 +232,7 @@ class OutputRows(TaskRows):
             [str(name) for name in result["phases"][: len(summaries)]],
             {path: [unpacked_rows(summary["layers"][path]) for summary in summaries] for path in paths},
             [bool(summary["masked"]) for summary in summaries],
-            [_percent(summary["gradient_norm_kept"]) for summary in summaries],
+            [None if (share := summary["gradient_norm_kept"]) is None else 100 * share for summary in summaries],
         )
 
 
@@ -253,7 +240,3 @@ def has_output_rows(result: Tree) -> bool:
     """Return whether the summary of every phase so far has its kept rows."""
     phases = result.get("phase_summaries") or []
     return bool(phases) and all("layers" in phase.get("modifiers", {}).get("migu", {}) for phase in phases)
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share

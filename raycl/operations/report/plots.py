@@ -40,11 +40,6 @@ MARGIN = 1.3
 """Inches left of a matrix, for the names of its rows."""
 
 
-def heatmap(result: Tree, path: str | Path) -> Path:
-    """Return the accuracy matrix of one run as a PNG at `path`: scores in the cells, unmeasured cells blank."""
-    return heatmaps([result], path)
-
-
 def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
     """Draw the matrices of several runs next to each other, one colour scale from 0 to 100, as a PNG at `path`.
 
@@ -59,7 +54,14 @@ def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
     figure = new_figure(sum(rooms) + MARGIN * len(results) + 1.0, max(heights) + 2.0)
     lefts = [MARGIN * (number + 1) + sum(rooms[:number]) for number in range(len(results))]
     for result, left, width, height in zip(results, lefts, widths, heights, strict=True):
-        _draw_matrix(axes_at(figure, left, width, height), result)
+        axes = axes_at(figure, left, width, height)
+        cells = np.array([[np.nan if v is None else v for v in row] for row in values_of(result)], dtype=float)
+        draw_cells(axes, cells, tasks_of(result), [str(phase) for phase in result["phases"]])
+        axes.set_xlabel("score on", fontsize=9)
+        axes.set_ylabel("after training on", fontsize=9)
+        known = {title: metric_of(result, name) for title, name in (("AP", "ap"), ("F.Ra", "f_ra"))}
+        numbers = [f"{title} {value:.1f}" for title, value in known.items() if value is not None]
+        axes.set_title(f"{title_of(result)}\n{'   '.join(numbers)}", fontsize=9, loc="left")
     draw_scale(axes_at(figure, lefts[-1] + widths[-1] + 0.2, 0.12, max(*heights, 1.2)))
     return save_png(figure, path)
 
@@ -71,14 +73,6 @@ def axes_at(figure: Figure, left: float, width: float, height: float, top: float
     return figure.add_axes((left / total_width, bottom / total_height, width / total_width, height / total_height))
 
 
-def _draw_matrix(axes: Axes, result: Tree) -> None:
-    cells = np.array([[np.nan if v is None else v for v in row] for row in values_of(result)], dtype=float)
-    draw_cells(axes, cells, tasks_of(result), [str(phase) for phase in result["phases"]])
-    axes.set_xlabel("score on", fontsize=9)
-    axes.set_ylabel("after training on", fontsize=9)
-    axes.set_title(_headline(result), fontsize=9, loc="left")
-
-
 def draw_scale(axes: Axes) -> None:
     """Draw the scale of colours from 0 to 100."""
     axes.figure.colorbar(ScalarMappable(SCALE, COLOUR_MAP), cax=axes, ticks=range(0, 101, 20))
@@ -88,7 +82,6 @@ def draw_scale(axes: Axes) -> None:
 def draw_cells(axes: Axes, cells: NDArray[np.float64], columns: Sequence[str], rows: Sequence[str]) -> None:
     """Draw numbers from 0 to 100 as a heat map with the number in each cell; NaN is left blank."""
     axes.imshow(np.ma.masked_invalid(cells), cmap=COLOUR_MAP, norm=SCALE, aspect="auto")
-    _draw_gaps(axes, cells.shape)
     for (i, j), value in np.ndenumerate(cells):
         if not np.isnan(value):
             axes.text(j, i, f"{value:.1f}", ha="center", va="center", color=_ink(value), fontsize=8)
@@ -96,20 +89,10 @@ def draw_cells(axes: Axes, cells: NDArray[np.float64], columns: Sequence[str], r
     axes.set_xticks(range(len(below)), below, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
     axes.set_yticks(range(len(rows)), short_names(rows), fontsize=8)
     axes.spines[:].set_visible(False)
-
-
-def _draw_gaps(axes: Axes, shape: tuple[int, ...]) -> None:
-    """Draw white lines between the cells, as the grid of the minor ticks."""
-    axes.set_xticks(np.arange(shape[1] - 1) + 0.5, minor=True)
-    axes.set_yticks(np.arange(shape[0] - 1) + 0.5, minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.5)
+    axes.set_xticks(np.arange(cells.shape[1] - 1) + 0.5, minor=True)
+    axes.set_yticks(np.arange(cells.shape[0] - 1) + 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.5)  # lines between the cells
     axes.tick_params(which="both", length=0)
-
-
-def _headline(result: Tree) -> str:
-    known = {title: metric_of(result, name) for title, name in (("AP", "ap"), ("F.Ra", "f_ra"))}
-    numbers = [f"{title} {value:.1f}" for title, value in known.items() if value is not None]
-    return f"{title_of(result)}\n{'   '.join(numbers)}"
 
 
 def _ink(value: float) -> str:

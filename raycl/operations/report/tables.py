@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich import box
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -44,7 +44,7 @@ from raycl.operations.report.phase_summaries import (
     has_routing,
     mean_of,
 )
-from raycl.operations.report.run_comparison import Line, Spread, compare, grouped, has_published, points_of
+from raycl.operations.report.run_comparison import Spread, compare, grouped, has_published, points_of
 
 NOTHING = "–"
 """Stands where a number is undefined."""
@@ -52,25 +52,51 @@ NOTHING = "–"
 PUBLISHED = "published"
 """Title of a column of a paper's numbers."""
 
-GAP = " " * 4
-"""Between matrices that stand side by side."""
+GAP = 4
+"""Columns between matrices that stand side by side."""
 
 
 def matrix_table(result: Tree) -> str:
     """Return the matrix with one decimal, `after <task>` by task, the headline numbers and the stream's notes below."""
-    return render(_matrix(result))
+    table = grid(["", *_heads(tasks_of(result))])
+    bare = untrained_of(result)
+    if bare is not None:
+        table.add_row("untrained", *map(_number, values_of(bare)[0]))
+    for phase, row in zip(result["phases"], values_of(result), strict=True):
+        table.add_row(f"after {phase}", *("" if value is None else f"{value:.1f}" for value in row))
+    measured = [row for row in result["matrix"] if any(row)]
+    _add_limits(table, limits_of(measured[-1] if measured else []))
+    other = other_row_of(result)
+    if other is not None:
+        table.add_section()
+        table.add_row(INSTRUCTION[other[0]], *("" if value is None else f"{value:.1f}" for value in other[1]))
+    plain = [f"{METRICS[name]} {_number(metric_of(result, name))}" for name in ("ap", "f_ra")]
+    signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+.1f')}" for name in ("fwt", "bwt")]
+    over_m, weighted = _number(metric_of(result, "bwt_m"), "+.1f"), _number(metric_of(result, "average_accuracy"))
+    headline = f"{'  '.join([*plain, *signed])} (over M: {over_m})  weighted AP {weighted}"
+    parts = (_other_row, _accuracies, _unseen, _revision, _routing, _notes)
+    below = [content for part in parts for content in part(result)]
+    return render(Group(Text(title_of(result)), table, Text(headline), *below))
 
 
 def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
     """Return several matrices next to each other, as many in a row as fit into `width` characters."""
-    blocks = [matrix_table(result).split("\n") for result in results]
-    bands: list[list[list[str]]] = []
-    for block in blocks:
-        if bands and _width([*bands[-1], block]) <= width:
-            bands[-1].append(block)
-        else:
-            bands.append([block])
+    bands: list[list[str]] = []
+    left = 0
+    for block in map(matrix_table, results):
+        wide = max(map(cell_len, block.split("\n")))
+        left -= wide + GAP
+        if not bands or left < 0:
+            bands.append([])
+            left = width - wide
+        bands[-1].append(block)
     return "\n\n".join(_beside(band) for band in bands)
+
+
+def _beside(blocks: Sequence[str]) -> str:
+    row = Table.grid(padding=(0, GAP, 0, 0))
+    row.add_row(*map(Text, blocks))
+    return render(row)
 
 
 def comparison_table(results: Sequence[Tree]) -> str:
@@ -86,16 +112,16 @@ def comparison_table(results: Sequence[Tree]) -> str:
     table = grid(["method", "stream", "backbone", "runs", *heads, "time", "tokens/s"], left=3)
     for line in lines:
         method = f"{line.method} ({line.settings})" if line.settings else line.method
-        scores = [cell for name in shown for cell in _beside_published(line, name, printed)]
-        cost = [_duration(line.numbers["wall_s"]), _rate(line.numbers["tokens_per_s"])]
+        scores = []
+        for name in shown:
+            scores.append(points(line.numbers.get(name)))
+            if name in printed:
+                scores.append(_number(line.published.get(name), ".2f"))
+        speed = line.numbers["tokens_per_s"]
+        cost = [_duration(line.numbers["wall_s"]), _number(None if speed is None else speed.mean, ",.0f")]
         table.add_row(method, line.stream, line.backbone, str(line.runs), *scores, *cost)
     sources = dict.fromkeys(line.source for line in lines if line.source)
     return render(Group(table, *(Text(f"{PUBLISHED}: {source}") for source in sources)))
-
-
-def _beside_published(line: Line, name: str, printed: Collection[str]) -> list[str]:
-    own = points(line.numbers.get(name))
-    return [own, _number(line.published.get(name), ".2f")] if name in printed else [own]
 
 
 def routing_table(result: Tree) -> str:
@@ -186,31 +212,6 @@ def tables_of(result: Tree) -> list[str]:
     return [matrix_table(result), *(table(result) for table, has in tables.items() if has(result))]
 
 
-def metrics_line(result: Tree) -> str:
-    """Return a line such as `AP 81.7  F.Ra 12.5  FWT +1.0  BWT -12.5 (over M: -8.3)  weighted AP 80.9`."""
-    signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+.1f')}" for name in ("fwt", "bwt")]
-    plain = [f"{METRICS[name]} {_number(metric_of(result, name))}" for name in ("ap", "f_ra")]
-    over_m = f"(over M: {_number(metric_of(result, 'bwt_m'), '+.1f')})"
-    return f"{'  '.join([*plain, *signed])} {over_m}  weighted AP {_number(metric_of(result, 'average_accuracy'))}"
-
-
-def _matrix(result: Tree) -> RenderableType:
-    table = grid(["", *_heads(tasks_of(result))])
-    bare = untrained_of(result)
-    if bare is not None:
-        table.add_row("untrained", *map(_number, values_of(bare)[0]))
-    for phase, row in zip(result["phases"], values_of(result), strict=True):
-        table.add_row(f"after {phase}", *("" if value is None else f"{value:.1f}" for value in row))
-    measured = [row for row in result["matrix"] if any(row)]
-    _add_limits(table, limits_of(measured[-1] if measured else []))
-    other = other_row_of(result)
-    if other is not None:
-        table.add_section()
-        table.add_row(INSTRUCTION[other[0]], *("" if value is None else f"{value:.1f}" for value in other[1]))
-    numbers = [Text(metrics_line(result)), *_other_row(result), *_accuracies(result), *_unseen(result)]
-    return Group(Text(title_of(result)), table, *numbers, *_revision(result), *_routing(result), *_notes(result))
-
-
 def _add_limits(table: Table, limits: Sequence[tuple[float, float] | None]) -> None:
     if any(limits):
         table.add_row("95 % interval", *("" if pair is None else f"{pair[0]:.1f}–{pair[1]:.1f}" for pair in limits))
@@ -261,15 +262,9 @@ def _unseen(result: Tree) -> list[RenderableType]:
         unseen_scores = unseen_of(run_result)
         table.add_row(name, *map(_number, [*(unseen_scores.get(task) for task in scores), unseen_mean(run_result)]))
     _add_limits(table, limits_of([result["unseen"]["cells"][task] for task in scores]))
-    return [table, *_unseen_types(rows)]
-
-
-def _unseen_types(rows: Mapping[str, Tree]) -> list[RenderableType]:
-    types = list(dict.fromkeys(name for result in rows.values() for name in unseen_types(result)))
-    if not types:
-        return []
-    lines = ([title, *(_number(unseen_types(result).get(name)) for name in types)] for title, result in rows.items())
-    return [grid(["by type", *types], lines)]
+    types = list(dict.fromkeys(name for run_result in rows.values() for name in unseen_types(run_result)))
+    lines = ([name, *(_number(unseen_types(scored).get(kind)) for kind in types)] for name, scored in rows.items())
+    return [table, grid(["by type", *types], lines)] if types else [table]
 
 
 def _routing(result: Tree) -> list[RenderableType]:
@@ -308,20 +303,6 @@ def _notes(result: Tree) -> list[Text]:
     return [Text(note) for note in notes]
 
 
-def _width(blocks: Sequence[Sequence[str]]) -> int:
-    return sum(max(map(cell_len, block)) for block in blocks) + len(GAP) * (len(blocks) - 1)
-
-
-def _beside(blocks: Sequence[Sequence[str]]) -> str:
-    padded = [[set_cell_size(line, _width([block])) for line in block] for block in blocks]
-    blanks = [" " * _width([block]) for block in blocks]
-    rows = range(max(map(len, padded)))
-    picked = (
-        (part[row] if row < len(part) else blank for part, blank in zip(padded, blanks, strict=True)) for row in rows
-    )
-    return "\n".join(GAP.join(parts).rstrip() for parts in picked)
-
-
 def points(spread: Spread | None) -> str:
     """Return a mean ± its standard deviation."""
     if spread is None:
@@ -331,10 +312,6 @@ def points(spread: Spread | None) -> str:
 
 def _number(value: float | None, form: str = ".1f") -> str:
     return NOTHING if value is None else format(value, form)
-
-
-def _rate(spread: Spread | None) -> str:
-    return NOTHING if spread is None else f"{spread.mean:,.0f}"
 
 
 def _duration(spread: Spread | None) -> str:
@@ -354,6 +331,14 @@ def grid(titles: Sequence[str], rows: Iterable[Sequence[str]] = (), left: int = 
         table.add_column(title, justify="left" if number < left else "right")
     for row in rows:
         table.add_row(*row)
+    return table
+
+
+def edgeless(titles: Sequence[str], words: Collection[int] = (0,)) -> Table:
+    """Return a table that begins at the edge, with columns of words at these places, and of numbers at the others."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if number in words else "right")
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -104,13 +104,19 @@ def pareto_front(summary: Tree, path: str | Path) -> Path:
     rows = done_rows(summary)
     figure = new_figure(4.6, 4.0)
     axes = figure.subplots()
-    axes.scatter(*_points(rows), color=COLOURS[5], s=22, label="trials")
+    axes.scatter(
+        [row["scores"][0] for row in rows], [row["scores"][1] for row in rows], color=COLOURS[5], s=22, label="trials"
+    )
     front = sorted((row for row in rows if row["number"] in summary["front"]), key=lambda row: row["scores"][0])
-    axes.plot(*_points(front), color=COLOURS[1], marker="o", markersize=5, label="Pareto front")
-    for others, at_front in ((rows, False), (front, True)):
-        for point, numbers in _together(row for row in others if (row in front) == at_front).items():
-            named = ", ".join(str(number + 1) for number in numbers) if at_front else f"x {len(numbers)}"
-            if at_front or len(numbers) > 1:
+    ends = [row["scores"][0] for row in front], [row["scores"][1] for row in front]
+    axes.plot(*ends, color=COLOURS[1], marker="o", markersize=5, label="Pareto front")
+    for others, is_front in ((rows, False), (front, True)):
+        by_point: dict[tuple[float, float], list[int]] = {}
+        for row in (row for row in others if (row in front) == is_front):
+            by_point.setdefault((row["scores"][0], row["scores"][1]), []).append(row["number"])
+        for point, numbers in by_point.items():
+            named = ", ".join(str(number + 1) for number in numbers) if is_front else f"x {len(numbers)}"
+            if is_front or len(numbers) > 1:
                 axes.annotate(named, point, textcoords="offset points", xytext=(4, 4), fontsize=7)
     axes.set_xlabel(f"{summary['metric'][0]} ({summary['mode'][0]})", fontsize=9)
     axes.set_ylabel(f"{summary['metric'][1]} ({summary['mode'][1]})", fontsize=9)
@@ -174,8 +180,11 @@ class Column:
             places = [math.log(value) if wide else float(value) for value in values]
             low, high = min(places), max(places)
             heights = [(position - low) / (high - low) if high > low else 0.5 for position in places]
-            chosen = _spread_out(sorted(set(zip(heights, values, strict=True))))
-            return Column(heights, [(height, text(value)) for height, value in chosen])
+            ticks: list[tuple[float, str]] = []
+            for height, value in sorted(set(zip(heights, values, strict=True))):
+                if not ticks or height - ticks[-1][0] >= 0.06:  # far enough apart for their names
+                    ticks.append((height, text(value)))
+            return Column(heights, ticks)
         names = list(dict.fromkeys(map(text, values)))
         step = 1 / max(1, len(names) - 1)
         return Column(
@@ -202,15 +211,6 @@ def is_numeric(values: Sequence[Any]) -> bool:
 def is_wide(values: Sequence[float]) -> bool:
     """Return whether the values are spread widely enough for a logarithmic axis."""
     return min(values) > 0 and max(values) > LOG_FROM * min(values)
-
-
-def _spread_out(points: list[tuple[float, Any]], gap: float = 0.06) -> list[tuple[float, Any]]:
-    """Return points that are far enough apart for their names."""
-    kept: list[tuple[float, Any]] = []
-    for point in points:
-        if not kept or point[0] - kept[-1][0] >= gap:
-            kept.append(point)
-    return kept
 
 
 def draw_setting(
@@ -268,15 +268,3 @@ def _aside(places: Sequence[float], scores: Sequence[float], wide: bool) -> list
         for number, index in enumerate(group):
             spread[index] += step * (number - (len(group) - 1) / 2)
     return [math.exp(position) for position in spread] if wide else spread
-
-
-def _together(rows: Iterable[Tree]) -> dict[tuple[float, float], list[int]]:
-    """Return point of the first two scores -> numbers of its trials."""
-    by_point: dict[tuple[float, float], list[int]] = {}
-    for row in rows:
-        by_point.setdefault((row["scores"][0], row["scores"][1]), []).append(row["number"])
-    return by_point
-
-
-def _points(rows: Sequence[Tree]) -> tuple[list[float], list[float]]:
-    return [row["scores"][0] for row in rows], [row["scores"][1] for row in rows]

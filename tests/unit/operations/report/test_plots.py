@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from raycl.errors import RunError
 from raycl.operations.report import plots
-from raycl.operations.report.plots import MOST_PANELS, heatmap, heatmaps
+from raycl.operations.report.plots import MOST_PANELS, heatmaps
 
 Make = Callable[..., dict[str, Any]]
 
@@ -34,13 +34,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 def test_names_with_dollars_are_no_formulas(tmp_path: Path, make_result: Make) -> None:
     result = make_result("$x_$")
     result["stream"]["tasks"] = result["phases"] = ["$x_$", "a$\\frac$", "c"]
-    assert heatmap(result, tmp_path / "matrix.png").is_file()
+    assert heatmaps([result], tmp_path / "matrix.png").is_file()
 
 
 def test_heatmap_writes_scores_and_leaves_the_rest_blank(
     tmp_path: Path, make_result: Make, drawn: list[Figure]
 ) -> None:
-    path = heatmap(make_result(), tmp_path / "new" / "matrix.png")
+    path = heatmaps([make_result()], tmp_path / "new" / "matrix.png")
     assert path.is_file() and imread(path).shape[0] > 200
     axes = drawn[0].axes[0]
     assert [text.get_text() for text in axes.texts] == ["90.0", "80.0", "85.0", "70.0", "80.0", "95.0"]

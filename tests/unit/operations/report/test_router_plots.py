@@ -67,19 +67,6 @@ def test_the_heat_map_has_every_slot_and_a_border_between_tasks(
     assert names(heat) == TASKS and heat.get_yticks().tolist() == [1.5, 5.5, 9.5]
 
 
-def test_runs_of_earlier_versions_are_drawn_task_by_task(
-    tmp_path: Path, make_routed: Make, drawn: list[Figure]
-) -> None:
-    result = make_routed(TASKS)
-    for summary in result["phase_summaries"]:
-        del summary["slot_similarity"], summary["novelty"]
-    router_maps([result], tmp_path / "router.png")
-    heat, _, _ = panels(drawn[0])
-    expected = result["phase_summaries"][-1]["key_similarity"]
-    assert np.asarray(heat.images[0].get_array()).tolist() == expected
-    assert "two tasks" in heat.get_title(loc="left")
-
-
 def test_the_plane_has_every_key_with_its_task(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
     many = [f"t{number}" for number in range(27)]
     result = make_routed(many)
