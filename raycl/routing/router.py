@@ -125,6 +125,25 @@ class Router(ABC):
         return state
 
     @classmethod
+    def with_task(
+        cls, state: RouterState, task: str, queries_BC: Tensor, select: bool
+    ) -> tuple[RouterState, list[str]]:
+        """Return the state with a task that was learned elsewhere, and the names that its adapter gets.
+
+        Args:
+            queries_BC: vectors of a few of the task's texts, as `encoder` computes them.
+            select: also select the kind anew, as `selected` does.
+
+        Raises:
+            BankError: this kind learns in training which adapters answer, or takes all of them.
+        """
+        raise BankError(
+            f"router '{state.kind}' cannot select '{task}' by examples, since it keeps no statistics of texts that a "
+            "task could be added to: expected a snapshot with router keys or discriminant; import the adapter without "
+            "examples"
+        )
+
+    @classmethod
     def task_of(cls, tensor: str) -> str:
         """Return the task of a tensor of the router's state, by the tensor's name; "": all tasks share it."""
         return tensor.partition("/")[2]

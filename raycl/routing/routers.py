@@ -170,6 +170,25 @@ class TextRouter(Router):
         return replace(state, kind=router.kind)
 
     @classmethod
+    def with_task(
+        cls, state: RouterState, task: str, queries_BC: Tensor, select: bool
+    ) -> tuple[RouterState, list[str]]:
+        """Return the state with a task in closed form (`SlotRouter.add_by_examples`), and the names of its slots.
+
+        Raises:
+            BankError: the router has the task already.
+        """
+        router = SlotRouter.restored(state)
+        if task in router.tasks:
+            raise BankError(f"the router selects a task '{task}' already: expected another name")
+        router.add_by_examples(task, queries_BC)
+        if select:
+            router.dev = {**router.samples, task: queries_BC}
+            router.select()
+        changed = replace(state, kind=router.kind, settings=router.settings(), tensors=router.tensors())
+        return changed, router.adapters(task)
+
+    @classmethod
     def task_of(cls, tensor: str) -> str:
         """Return the task of `key/<task>.<slot>` or `<part>/<task>` (names of tasks may contain dots)."""
         part, _, owner = tensor.partition("/")

@@ -77,6 +77,17 @@ class SlotRouter:
         self._parts.append(keys_MgH)
         self._slot_names += self.slots(task)
 
+    def add_by_examples(self, task: str, queries_BC: Tensor) -> None:
+        """Add a task whose adapter was trained elsewhere, known by queries of a few of its texts.
+
+        It gets as many slots as a text selects, each with the mean query as its key, so that a text that finds them
+        selects no slot of another task. Of eight or more texts every fourth is kept for out-of-distribution scores.
+        """
+        key_gH = split_groups(queries_BC, self.groups).mean(0)
+        held = torch.arange(len(queries_BC)) % 4 == 3 if len(queries_BC) >= 8 else torch.zeros(len(queries_BC)).bool()
+        self.add(task, torch.stack([key_gH] * self.config.top_k), Statistics.of(queries_BC[~held]))
+        self.hold_out(task, queries_BC[held])
+
     def take(self, task: str, other: SlotRouter) -> None:
         """Take over a task that `other` was fitted to."""
         self.add(task, other._keys[task], other._statistics[task])

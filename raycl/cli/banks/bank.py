@@ -74,9 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--without-head", action="store_true", help="leave label heads out")
     export.add_argument("--backbone", help="where the backbone is now, if not where it was")
     importing = command("import", "publish a PEFT LoRA made elsewhere")
-    importing.add_argument("folder")
-    importing.add_argument("--name", required=True)
-    importing.add_argument("--backbone", required=True, help="the model that it was made for")
+    importing.add_argument("folder", metavar="ADAPTER", help="folder, or hf://ORG/NAME[/FOLDER][@REVISION]")
+    importing.add_argument("--name", required=True, help="of the adapter; with --examples of its task")
+    importing.add_argument("--backbone", metavar="MODEL", help="the model that it was made for, or where that is now")
+    importing.add_argument(
+        "--examples", metavar="FILE", help="a handful of its texts: the router then selects it for texts like these"
+    )
+    importing.add_argument("--prompt", help="what stood around its texts: 'Classify: {text} Answer:'")
     importing.add_argument("--tasks", nargs="*", default=[])
     pruning = command("prune", "remove what no snapshot names")
     pruning.add_argument("--keep-snapshots", type=int, help="how many of the newest of each branch stay; default: all")

@@ -16,16 +16,19 @@ from rich.table import Table
 
 from raycl.backbone import BackboneConfig, load_codec
 from raycl.bank import AdapterRef, Bank, Snapshot
-from raycl.bank.branches import MAIN, TAGS, Branch, branch_names, head_of, is_branch_name, resolve
+from raycl.bank.branches import MAIN, TAGS, Branch, branch_names, head_of, is_branch_name, missing_branch, resolve
 from raycl.bank.manifest import snapshot_file
 from raycl.config.trust import Permissions
+from raycl.data.sources.fields import TEXT_NAMES, Columns
 from raycl.errors import BankError, BranchMovedError, counted
 from raycl.operations.banks import merge as merging
 from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.operations.banks.maintenance import Named, diff, prune, verify
+from raycl.operations.banks.routed_import import import_routed
 from raycl.operations.banks.sample_listing import sample_texts, stored_samples
 from raycl.operations.banks.vllm import MIXTURE, export_vllm
 from raycl.routing.routers import router_class
+from raycl.serve.offline.prediction_input import Input, files_at
 from raycl.serve.snapshots.parts import backbone_of, router_of
 from raycl.storage import Storage
 from raycl.training.records.hub import on_hub
@@ -357,9 +360,29 @@ def _weights(text: str) -> dict[str, float]:
 
 
 def _import(bank: Bank, options: Namespace) -> CommandResult:
-    backbone = BackboneConfig(name=options.backbone, **asdict(_permissions(options)))
-    manifest = import_peft(bank, options.folder, options.name, backbone, options.tasks)
-    return CommandResult(f"published {manifest.ref}", manifest.model_dump(mode="json"))
+    head = Branch(bank, options.snapshot).head()
+    permissions = _permissions(options)
+    if options.examples is None:
+        if options.backbone is None:
+            raise BankError("import needs --backbone MODEL, the model that the adapter was made for")
+        backbone = BackboneConfig(name=options.backbone, **asdict(permissions))
+        manifest = import_peft(bank, options.folder, options.name, backbone, options.tasks)
+        return CommandResult(f"published {manifest.ref}", manifest.model_dump(mode="json"))
+    if head is None:
+        raise missing_branch(bank, options.snapshot)
+    snapshot = head_of(bank, options.snapshot)
+    rows = Input(files_at([options.examples]), Columns(TEXT_NAMES, ())).rows()
+    texts = [row.text for _, row in rows if row.text.strip()]
+    backbone = backbone_of(snapshot, options.backbone, permissions)
+    routed = import_routed(bank, snapshot, options.folder, options.name, backbone, texts, options.prompt)
+    Branch(bank, options.snapshot).advance(routed.snapshot, f"'{options.name}' imported from {options.folder}")
+    text = (
+        f"branch '{options.snapshot}' points at snapshot {routed.snapshot.number}, whose router selects "
+        f"'{options.name}' for {routed.found} of {counted(len(texts), 'example')}; it has no training state: it "
+        "answers, and no run can start from it"
+    )
+    tree = {"snapshot": routed.snapshot.number, "adapters": routed.adapters, "examples": len(texts)}
+    return CommandResult(text, {**tree, "found": routed.found})
 
 
 def _prune(bank: Bank, options: Namespace) -> CommandResult:

@@ -25,10 +25,10 @@ from raycl.bank import AdapterManifest, Bank, Snapshot
 from raycl.bank.manifest import ModelInfo
 from raycl.errors import BankError
 from raycl.storage import Storage
+from raycl.training.records.hub import HEAD, TENSORS, HubAddress, on_hub
 from raycl.types import AdapterState
 
-TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-HEAD, LABELS, CARD = "label_head.safetensors", "labels.json", "README.md"
+CONFIG, LABELS, CARD = "adapter_config.json", "labels.json", "README.md"
 
 
 def mixed(bank: Bank, snapshot: Snapshot, weights: Mapping[str, float], head: bool = True) -> AdapterState:
@@ -149,26 +149,53 @@ def import_peft(bank: Bank, folder: str, name: str, backbone: BackboneConfig, ta
     """Publish a LoRA that PEFT wrote elsewhere.
 
     Raises:
+        BankError, AdapterError: see `read_peft`.
+    """
+    where, source = peft_folder(folder)
+    state, model = read_peft(where, name, backbone)
+    return bank.publish(name, state, model, tasks, {"imported": source})
+
+
+def peft_folder(address: str) -> tuple[Path, str]:
+    """Return the folder of an adapter, and where it is from: a folder, or `hf://ORG/NAME[/FOLDER][@REVISION]`.
+
+    Raises:
+        BankError: the hub has no such repository, or does not answer.
+    """
+    if not on_hub(address):
+        where = Path(address).absolute()
+        return where, str(where)
+    place = HubAddress.of(address)
+    files = (TENSORS, CONFIG, HEAD, LABELS, METADATA)
+    fetched = place.fetch([f"{place.folder}/{name}".lstrip("/") for name in files])
+    return fetched / place.folder, str(replace(place, revision=fetched.name))
+
+
+def read_peft(where: Path, name: str, backbone: BackboneConfig) -> tuple[AdapterState, ModelInfo]:
+    """Return a LoRA that PEFT wrote, and the backbone that it fits.
+
+    Args:
+        name: the adapter's name in messages.
+
+    Raises:
         BankError: the folder is not one of PEFT's. AdapterError: no plain LoRA, or not of this backbone.
     """
-    where = Path(folder)
     try:
         config = json.loads((where / CONFIG).read_text())
         tensors = load_file(where / TENSORS)
         labels = json.loads((where / LABELS).read_text()) if (where / LABELS).exists() else []
         head = load_file(where / HEAD) if labels else {}
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise BankError(f"'{folder}' is no PEFT adapter folder ({CONFIG} and {TENSORS}): {error}") from error
+        raise BankError(f"'{where}' is no PEFT adapter folder ({CONFIG} and {TENSORS}): {error}") from error
     codec = load_codec(backbone, 1, 1)
     skeleton = load_skeleton(backbone, codec).model
     shapes = linear_shapes(skeleton)
     state = from_peft(tensors, config, shapes)
     check_fits(name, state, shapes)
     if labels:
-        _check_head(folder, labels, head, int(skeleton.config.hidden_size))
+        _check_head(str(where), labels, head, int(skeleton.config.hidden_size))
         state = AdapterState(state.linears, state.scale, None, tuple(labels), head["weight"], head["bias"])
-    model = ModelInfo(name=backbone.name, sha256=identity(backbone), kind=codec.kind)
-    return bank.publish(name, state, model, tasks, {"imported": str(where.absolute())})
+    return state, ModelInfo(name=backbone.name, sha256=identity(backbone), kind=codec.kind)
 
 
 def _check_head(folder: str, labels: Any, head: Mapping[str, Tensor], width: int) -> None:

@@ -1,0 +1,89 @@
+"""An adapter that was trained elsewhere answers texts like its examples, through the router of a bank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_server import asked_by_this_process
+from test_bank_start import begun
+from tiny import Complete, Lab
+
+from raycl.api.models import load
+from raycl.bank import Bank
+from raycl.bank.branches import head_of
+from raycl.cli import main
+from raycl.operations.banks.hub import CardFields, push
+from raycl.operations.banks.maintenance import verify
+
+
+def learned(lab: Lab, folder: Path, kind: str, method: Any, task: dict[str, Any]) -> str:
+    """Return the bank of a run that learned one task well enough."""
+    tree = lab.tree(kind, method, train={"epochs": 8, "learning_rate": 0.03})
+    tree["stream"] = {**tree["stream"], "tasks": [task]}
+    return begun(tree, folder).sub("bank").uri
+
+
+def texts_of(task: dict[str, Any]) -> list[str]:
+    lines = Path(task["path"], "test.jsonl").read_text().splitlines()
+    return [json.loads(line)["text"] for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_it_answers_its_texts_and_others_keep_theirs(
+    lab: Lab, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    colour, animal = lab.tasks
+    theirs = learned(lab, tmp_path / "theirs", kind, "lora", colour)
+    ours = learned(lab, tmp_path / "ours", kind, lab.slots(), animal)
+    before = head_of(Bank.at(ours))
+    with load(ours) as model:
+        known = [prediction.text for prediction in model.predict(texts_of(animal))]
+    assert main.main(["bank", "export", theirs, "--to", str(tmp_path / "peft")]) == 0
+    examples = f"{colour['path']}/train.jsonl"
+    capsys.readouterr()
+    words = ["bank", "import", ours, str(tmp_path / "peft"), "--name", "colour", "--examples", examples]
+    assert main.main(words) == 0
+    assert "snapshot 2, whose router selects 'colour' for 14 of 14 examples" in capsys.readouterr().out
+    bank = Bank.at(ours)
+    assert verify(bank).problems == [] and head_of(bank).parent == before.number
+    assert all(entry in head_of(bank).adapters for entry in before.adapters)
+    with load(theirs) as model:
+        wanted = [prediction.text for prediction in model.predict(texts_of(colour))]
+    with load(ours) as model:
+        assert model.tasks == ("animal", "colour")
+        assert all(next(iter(weights)) == "colour" for weights in model.route(texts_of(colour)))
+        assert all(next(iter(weights)) == "animal" for weights in model.route(texts_of(animal)))
+        assert [prediction.text for prediction in model.predict(texts_of(colour))] == wanted
+        assert [prediction.text for prediction in model.predict(texts_of(animal))] == known
+    assert len(set(wanted)) == 2, "it has learned its task"
+    assert main.main(words) == 1
+    assert "has a task 'colour' already: expected another --name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["sapt", "olora", "gainlora"])
+def test_routers_that_learn_to_select_are_refused_by_name(
+    complete: Complete, lab: Lab, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = complete("llama", method, "torch").storage
+    kind = head_of(Bank(storage.sub("bank"))).router.kind
+    words = ["--name", "more", "--examples", f"{lab.tasks[0]['path']}/train.jsonl"]
+    assert main.main(["bank", "import", storage.sub("bank").uri, str(tmp_path), *words]) == 1
+    error = capsys.readouterr().err
+    assert f"router '{kind}' cannot select 'more' by examples" in error and "keys or discriminant" in error
+
+
+def test_an_adapter_of_the_hub_is_imported_by_its_folder_there(
+    complete: Complete, lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bank = Bank(complete("llama", "inclora", "torch").storage.sub("bank"))
+    with asked_by_this_process(tmp_path) as hub:
+        done = push(bank, head_of(bank), "main", "me/bank", CardFields())
+        words = ["--name", "guest", "--backbone", str(lab.model_folder("llama"))]
+        own = str(tmp_path / "own")
+        assert main.main(["bank", "import", own, "hf://me/bank/animal", *words, "--tasks", "animal"]) == 0
+        assert not [name for name in hub.sent if name.startswith("colour")]
+    manifest = next(iter(Bank.at(own).storage.files("adapters/guest")))
+    assert f"hf://me/bank/animal@{done.commit}" in Bank.at(own).storage.read_text(manifest)
