@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     export.add_argument("--to", required=True, metavar="FOLDER")
     export.add_argument("--merged", action="store_true", help="a plain model folder instead of an adapter")
+    export.add_argument("--gguf", action="store_true", help="also a GGUF file, by llama.cpp's converter on PATH")
     export.add_argument(
         "--engine",
         choices=["vllm"],

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from raycl.backbone import BackboneConfig, load_codec
+from raycl.backbone.codec import capabilities_of
+from raycl.backbone.model_files import FetchedFiles, folder_of
 from raycl.bank import AdapterRef, Bank, Snapshot
 from raycl.bank.branches import MAIN, TAGS, Branch, branch_names, head_of, is_branch_name, missing_branch, resolve
 from raycl.bank.manifest import snapshot_file
@@ -23,10 +25,11 @@ from raycl.data.sources.fields import TEXT_NAMES, Columns
 from raycl.errors import BankError, BranchMovedError, counted
 from raycl.operations.banks import merge as merging
 from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
+from raycl.operations.banks.gguf import convert, converter
 from raycl.operations.banks.maintenance import Named, diff, prune, verify
 from raycl.operations.banks.routed_import import import_routed
 from raycl.operations.banks.sample_listing import sample_texts, stored_samples
-from raycl.operations.banks.vllm import MIXTURE, export_vllm
+from raycl.operations.banks.vllm import MIXTURE, export_vllm, of_one_rank
 from raycl.routing.routers import router_class
 from raycl.serve.offline.prediction_input import Input, files_at
 from raycl.serve.snapshots.parts import backbone_of, router_of
@@ -290,8 +293,11 @@ def _export(bank: Bank, options: Namespace) -> CommandResult:
         return _export_for_engine(bank, snapshot, options)
     if options.served_from or options.accelerator:
         raise BankError("--served-from and --accelerator are options of --engine vllm: add it, or leave them out")
+    program = _gguf_converter(snapshot, options) if options.gguf else ""
     weights = _weights(options.adapters) if options.adapters else _always(bank, snapshot)
     state = mixed(bank, snapshot, weights, head=not options.without_head)
+    if program and not options.merged:
+        state = of_one_rank(state)
     if options.with_samples:
         chosen = [snapshot.adapter(name) for name in weights]
         permitted = backbone_of(snapshot, options.backbone, _permissions(options))
@@ -304,15 +310,35 @@ def _export(bank: Bank, options: Namespace) -> CommandResult:
         storage = export_peft(state, card_metadata(snapshot, weights, given_backbone), options.to)
     for task, lines in texts.items() if options.with_samples else ():
         storage.write(f"samples/{task}.jsonl", lines.encode())
-    return CommandResult(
-        f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number}
-    )
+    tree = {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number}
+    if program:
+        model = backbone_of(snapshot, options.backbone, _permissions(options))
+        base = None if options.merged else folder_of(model.name, model.revision, FetchedFiles(weights=False))
+        tree["gguf"] = str(convert(program, Path(storage.root), base))
+        return CommandResult(f"wrote {tree['gguf']}", tree)
+    return CommandResult(f"wrote {storage.uri}", tree)
+
+
+def _gguf_converter(snapshot: Snapshot, options: Namespace) -> str:
+    """Return the path of llama.cpp's converter, before anything is written.
+
+    Raises:
+        BankError: it is not installed, or a GGUF file cannot hold what is exported.
+    """
+    if capabilities_of(snapshot.backbone.kind).answers == "label" and not options.without_head:
+        raise BankError(
+            f"snapshot {snapshot.number} answers by label heads, which a GGUF file does not hold: export it without "
+            "--gguf, or add --without-head"
+        )
+    if not Storage.at(options.to).is_local:
+        raise BankError(f"--gguf writes to a folder of this machine, and --to is '{options.to}': name a folder")
+    return converter(options.merged)
 
 
 def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> CommandResult:
     """Return a fixed mixture as one adapter; without one, each adapter by itself, of which a router chooses."""
-    if options.merged or options.with_samples:
-        raise BankError("--engine vllm writes adapters alone: leave --merged and --with-samples out")
+    if options.merged or options.with_samples or options.gguf:
+        raise BankError("--engine vllm writes adapters alone: leave --merged, --gguf and --with-samples out")
     if options.adapters or not router_class(snapshot.router).chooses:
         weights = _weights(options.adapters) if options.adapters else _always(bank, snapshot)
         mixtures = {next(iter(weights)) if len(weights) == 1 else MIXTURE: weights}
