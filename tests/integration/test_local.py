@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fork_server import Call, ForkServer
 from tiny import Lab, exported, trace
 
 from raycl import config as configs
@@ -109,20 +109,15 @@ def test_a_debugger_stops_in_a_run_of_a_machine_without_ray(file: Path, start: S
     ("number", "status", "reason"), [(signal.SIGTERM, 75, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
 )
 def test_a_signal_writes_a_checkpoint_and_the_run_resumes(
-    lab: Lab, file: Path, start: Start, tmp_path: Path, number: signal.Signals, status: int, reason: str
+    fork_server: ForkServer, file: Path, tmp_path: Path, number: signal.Signals, status: int, reason: str
 ) -> None:
     """Results of a run that was stopped are those of one that was not."""
-    slow = "\nimport time\nfrom raycl.training.phase import trainer\nstep = trainer.train_step\n"
-    slow += "trainer.train_step = lambda *given: (time.sleep(0.3), step(*given))[1]\n"
-    process = start(WITHOUT_RAY + slow, str(file), "output.name=mine", "checkpoint.every_steps=null")
-    run = tmp_path / "runs/mine"
-    end = time.monotonic() + 100
-    while not list(run.glob("log/*.txt")) and process.poll() is None:
-        assert time.monotonic() < end, "it never trained"
-        time.sleep(0.05)
-    process.send_signal(number)
-    errors = process.communicate(timeout=100)[1]
-    assert process.returncode == status and "Traceback" not in errors, errors
+    run, log, result = tmp_path / "mine", tmp_path / "log", tmp_path / "status"
+    words = ["train", str(file), f"output.dir={tmp_path}", "output.name=mine", "checkpoint.every_steps=null"]
+    step = "raycl.training.phase.trainer:train_step"
+    fork_server.run([Call("interrupted:interrupted", (words, step, result, number), log)], seconds=100)
+    errors = log.read_text()
+    assert result.read_text() == str(status) and "Traceback" not in errors, errors
     assert f"{reason}: the workers write a checkpoint" in errors and f"error: stopped by {reason}, 0 of 2" in errors
     assert "checkpoint 'phase000-step" in errors and status_of(str(run)).state == "stopped"
     resumed = driver.train(prepared_run.reopen(str(run)))

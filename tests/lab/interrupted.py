@@ -1,4 +1,4 @@
-"""A command in a process of its own that gets Ctrl-C at a known place."""
+"""A command in a process of its own that gets a signal at a known place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from typing import Any
 from raycl.cli.main import main
 
 
-def interrupted(words: Sequence[str], where: str, result: Path) -> None:
-    """Run `raycl` with these words, with Ctrl-C when it calls `place` (`module:name`); its status goes to a file."""
+def interrupted(words: Sequence[str], where: str, result: Path, number: int = signal.SIGINT) -> None:
+    """Run `raycl` with these words; its status goes to a file.
+
+    Args:
+        where: function (`module:name`) whose first call brings the signal.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a new interpreter
     module, _, path = where.partition(":")
     *owners, name = path.split(".")
@@ -23,7 +27,8 @@ def interrupted(words: Sequence[str], where: str, result: Path) -> None:
     real = getattr(owner, name)
 
     def call(*given: Any, **named: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
+        setattr(owner, name, real)
+        os.kill(os.getpid(), number)
         return real(*given, **named)
 
     setattr(owner, name, call)
