@@ -23,7 +23,7 @@ import torch
 from benchmarks import sharing
 from benchmarks.figures import Figure, Report, machine
 from benchmarks.sharing import PATHS
-from raycl.bank import AdapterManifest, Bank, Snapshot
+from raycl.bank import AdapterManifest, Bank, NewSnapshot, Snapshot
 from raycl.bank.manifest import ModelInfo, RouterInfo, SnapshotAdapter
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.storage import Storage
@@ -95,14 +95,14 @@ def _rates(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 def _opening(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     bank = Bank.at(folder / "opening")
     first = bank.publish("a", _adapter(PATHS, WIDTH, options.rank, 0), MODEL, ["a"])
-    snapshot = bank.snapshot([first], MODEL, RouterInfo(kind="task"))
+    snapshot = bank.snapshot(NewSnapshot([first], MODEL, RouterInfo(kind="task")))
     entry = snapshot.adapters[0]
     fields = entry.model_dump()
     entries = [
         (SnapshotAdapter(**{**fields, "name": f"a{number:05d}"}), snapshot.layouts[entry.layout])
         for number in range(options.opened)
     ]
-    many = bank.snapshot(entries, MODEL, RouterInfo(kind="task"))
+    many = bank.snapshot(NewSnapshot(entries, MODEL, RouterInfo(kind="task")))
     times = [_seconds(lambda: bank.open(many.number)) for _ in range(options.rounds)]
     size = bank.storage.files("snapshots")[many.file].size / MIB
     yield Figure(

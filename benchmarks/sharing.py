@@ -22,7 +22,7 @@ from transformers import BertConfig, BertModel
 from benchmarks.figures import Figure
 from raycl.backbone import Backbone
 from raycl.backbone.load import wrap_model
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.bank import info_of
 from raycl.bank.manifest import AdapterManifest, ModelInfo, RouterInfo
 from raycl.bank.object_store import ObjectStoreCache, shared_readers
@@ -119,7 +119,7 @@ def make_snapshot(
         frozen = TensorGroups(objects.get(dict(list(infos.items())[:count])))
         values = {**method, "learned": method["learned"][:count]}
         write_checkpoint(run, name, Checkpoint(0, 1, 1, values, {}, frozen_state=frozen), objects)
-    return bank.snapshot(manifests, MODEL, RouterInfo(kind="task"), training=training)
+    return bank.snapshot(NewSnapshot(manifests, MODEL, RouterInfo(kind="task"), training=training))
 
 
 def figures(bank: Bank, run: Storage, snapshot: Snapshot) -> Iterator[Figure]:

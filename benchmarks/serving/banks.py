@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec
 from raycl.backbone.roles import linear_names, linear_shapes
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.branches import Branch
 from raycl.bank.manifest import ModelInfo, TaskInfo
 from raycl.bank.states import put_router
@@ -86,7 +86,7 @@ def damaged_snapshot(bank: Bank, number: int) -> int:
     bank.storage.write(manifest.tensors.file, bytes(data))
     entries = [(entry, newest.layouts[entry.layout]) for entry in newest.adapters]
     rest = (newest.backbone, newest.router, newest.tasks, newest.encoder)
-    fresh = bank.snapshot([*entries, manifest], *rest, parent=newest.number, provenance=newest.provenance)
+    fresh = bank.snapshot(NewSnapshot([*entries, manifest], *rest, parent=newest.number, provenance=newest.provenance))
     Branch(bank).advance(fresh, "benchmark")
     return fresh.number
 
@@ -114,6 +114,6 @@ def drawn_bank(folder: Path, name: str, count: int, texts: Sequence[str]) -> Ban
     kept, encoder_info = put_router(bank, replace(state, encoder_sha256=encoder.fingerprint))
     tasks = [TaskInfo(name=manifest.tasks[0], labels=LABELS if codec.needs_labels else None) for manifest in manifests]
     limits = {"stream": {"max_source_tokens": 64, "max_target_tokens": 32}, "backbone": {"name": config.name}}
-    snapshot = bank.snapshot(manifests, model, kept, tasks, encoder_info, provenance={"config": limits})
+    snapshot = bank.snapshot(NewSnapshot(manifests, model, kept, tasks, encoder_info, provenance={"config": limits}))
     Branch(bank).advance(snapshot, "benchmark")
     return bank

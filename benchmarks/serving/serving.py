@@ -33,7 +33,7 @@ from benchmarks.serving.soak import FASTEST, soak
 from benchmarks.streams.stream import default_models
 from raycl import config as configs
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.branches import Branch
 from raycl.data.loader import batch_of
 from raycl.generation.requests import LabelScores, ResponseMetadata, Started
@@ -267,13 +267,15 @@ def _following(bank: Bank, url: str, options: argparse.Namespace) -> Iterator[Fi
         assert old is not None
         kept = [(entry, old.layouts[entry.layout]) for entry in old.adapters]
         fresh = bank.snapshot(
-            kept,
-            old.backbone,
-            old.router,
-            list(old.tasks),
-            old.encoder,
-            parent=old.number,
-            provenance={"time": time.time()},
+            NewSnapshot(
+                kept,
+                old.backbone,
+                old.router,
+                list(old.tasks),
+                old.encoder,
+                parent=old.number,
+                provenance={"time": time.time()},
+            )
         )
         Branch(bank).advance(fresh, "benchmark")
         began = time.perf_counter()

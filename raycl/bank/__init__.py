@@ -3,7 +3,7 @@
 Does not depend on methods, models or mixtures: it stores `raycl.types.AdapterState` and gives it back.
 """
 
-from raycl.bank.bank import Bank
+from raycl.bank.bank import Bank, NewSnapshot
 from raycl.bank.manifest import AdapterManifest, AdapterRef, Snapshot
 
-__all__ = ["AdapterManifest", "AdapterRef", "Bank", "Snapshot"]
+__all__ = ["AdapterManifest", "AdapterRef", "Bank", "NewSnapshot", "Snapshot"]

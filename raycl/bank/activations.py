@@ -16,14 +16,15 @@ from typing_extensions import TypedDict
 
 from raycl.bank.bank import Bank
 from raycl.bank.branches import MAIN, Branch, numbered_folders
-from raycl.bank.manifest import Snapshot
-from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
+from raycl.bank.manifest import Snapshot, bank_errors
+from raycl.errors import AlreadyExistsError, BankError
 from raycl.storage.numbered import NumberedRecords
-from raycl.storage.records import Stamp, numbered, read_fields
+from raycl.storage.records import read_fields
 
 FOLDER = "serving"
 FORMAT = 3
 RACES = 20
+REMEDY = ", or activate a snapshot again"
 
 
 class Reason(TypedDict):
@@ -63,8 +64,7 @@ class Activations:
     def __init__(self, bank: Bank, branch: str = MAIN) -> None:
         self.bank, self.branch = bank, Branch(bank, branch)
         self.folder = f"{FOLDER}/{branch}"
-        self.records = NumberedRecords(bank.storage, self.folder)
-        self._known: tuple[Activation, int, Stamp] | None = None
+        self.records = NumberedRecords(bank.storage, self.folder, self._read)
 
     def latest(self) -> Activation | None:
         """Return the decision that counts; None before the first.
@@ -72,16 +72,8 @@ class Activations:
         Raises:
             BankError: it is damaged or missing.
         """
-        try:
-            stamps = self.records.stamps()
-        except DamagedError as error:
-            raise BankError(f"{error}, or activate a snapshot again") from error
-        if not stamps:
-            return None
-        newest = max(stamps)
-        if self._known is None or self._known[1:] != (newest, stamps[newest]):
-            self._known = (self._read(newest), newest, stamps[newest])
-        return self._known[0]
+        with bank_errors(REMEDY):
+            return self.records.newest()
 
     def all(self) -> Iterator[Activation | BankError]:
         """Yield every decision in order; in the place of a damaged one, what is wrong with it."""
@@ -92,13 +84,9 @@ class Activations:
                 yield error
 
     def _read(self, number: int) -> Activation:
-        file = self._file(number)
-        try:
+        file = self.records.file(number)
+        with bank_errors(REMEDY):
             record = read_fields(self.bank.storage, file, FORMAT, _ACTIVATION)
-        except DamagedError as error:
-            raise BankError(f"{error}, or activate a snapshot again") from error
-        except FormatError as error:
-            raise BankError(str(error)) from error
         if record.number != number:
             raise BankError(f"'{file}' holds decision {record.number}: it was moved; activate a snapshot again")
         return record
@@ -132,9 +120,6 @@ class Activations:
                 continue
             return fresh
         raise BankError(f"{RACES} activations in a row were written by others: read /v1/snapshots and try again")
-
-    def _file(self, number: int) -> str:
-        return f"{self.folder}/{numbered(number)}"
 
 
 def followed(bank: Bank) -> list[str]:

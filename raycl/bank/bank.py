@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -35,12 +36,14 @@ from raycl.bank.manifest import (
     read_bytes,
     snapshot_file,
 )
-from raycl.bank.tensors import DTYPES, ExpectedAdapter, dtype_of, pack, unpack, views
+from raycl.bank.tensors import DTYPES, dtype_of, pack, unpack, views
 from raycl.errors import AlreadyExistsError, BankError, StorageError
 from raycl.storage import Storage
 from raycl.storage.records import Stamp, named_stamps, numbers, stamps
 from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
+
+R = TypeVar("R", AdapterManifest, Snapshot)
 
 NamedObject = tuple[str, ObjectInfo]
 """A description for messages, and the object."""
@@ -59,6 +62,26 @@ class ObjectReader(Protocol):
             BankError: one is missing or damaged.
         """
         ...
+
+
+@dataclass(frozen=True)
+class NewSnapshot:
+    """What a new snapshot holds.
+
+    Attributes:
+        adapters: manifests, or entries of an older snapshot with their layouts.
+        parent: number of the snapshot that it continues.
+        training: SHA-256 of its training state (`raycl.bank.states`).
+    """
+
+    adapters: Iterable[AdapterManifest | tuple[SnapshotAdapter, Layout]]
+    backbone: ModelInfo
+    router: RouterInfo
+    tasks: Sequence[TaskInfo] = ()
+    encoder: ModelInfo | None = None
+    parent: int | None = None
+    provenance: Mapping[str, Any] | None = None
+    training: str | None = None
 
 
 class Bank:
@@ -117,32 +140,35 @@ class Bank:
             if not (known and self.is_whole(tensors)):
                 write_as(tensors.file)
         taken = self.versions(name)
-        if version is not None:
-            return self._publish(AdapterManifest(name=name, version=version, **fields))
-        for number in reversed(taken if known else taken[-1:]):  # new tensors cannot be those of an older version
-            with suppress(BankError):  # a damaged manifest does not prevent publishing
-                manifest = self.manifest(AdapterRef(name=name, version=number))
-                if manifest == AdapterManifest(name=name, version=number, **fields):
-                    return manifest
-        for number in range(taken[-1] + 1 if taken else 1, (taken[-1] if taken else 0) + 1 + RACES):
-            try:
-                return self._publish(AdapterManifest(name=name, version=number, **fields))
-            except BankError as error:
-                if not isinstance(error.__cause__, AlreadyExistsError):
-                    raise
-        raise BankError(f"'{name}': {RACES} versions in a row were taken by other writers: try again later")
-
-    def _publish(self, manifest: AdapterManifest) -> AdapterManifest:
-        try:
-            self.storage.create(manifest.file, dump(manifest))
-        except AlreadyExistsError as error:
+        if version is None:
+            for number in reversed(taken if known else taken[-1:]):  # new tensors cannot be those of an older version
+                with suppress(BankError):  # a damaged manifest does not prevent publishing
+                    old = self.manifest(AdapterRef(name=name, version=number))
+                    if old == AdapterManifest(name=name, version=number, **fields):
+                        return old
+        manifest = self._create(
+            lambda number: AdapterManifest(name=name, version=number, **fields),
+            range(version, version + 1) if version is not None else _next(taken),
+        )
+        if manifest is None and version is not None:
             raise BankError(
-                f"{manifest.ref} was published by another writer; yours was not: publish again without a version to "
+                f"{name}@{version} was published by another writer; yours was not: publish again without a version to "
                 "get the next free one"
-            ) from error
-        if not self.storage.exists(manifest.tensors.file):  # the object was pruned before the manifest was written
+            )
+        if manifest is None:
+            raise BankError(f"'{name}': {RACES} versions in a row were taken by other writers: try again later")
+        if not self.storage.exists(tensors.file):  # the object was pruned before the manifest was written
             raise BankError(f"the tensors of {manifest.ref} vanished while it was published: publish it again")
         return manifest
+
+    def _create(self, record_of: Callable[[int], R], numbers: Iterable[int]) -> R | None:
+        """Create the record of the first number that is free; None: other writers took all of them."""
+        for number in numbers:
+            record = record_of(number)
+            with suppress(AlreadyExistsError):
+                self.storage.create(record.file, dump(record))
+                return record
+        return None
 
     def is_whole(self, info: ObjectInfo) -> bool:
         """Return whether an object is there and its hash is right."""
@@ -181,7 +207,7 @@ class Bank:
         Raises:
             BankError: the adapter is damaged, or differs from its manifest.
         """
-        return unpack_entry(self.read_object(entry.tensors, str(_ref(entry))), entry, layout)
+        return unpack(self.read_object(entry.tensors, str(entry)), entry, layout)
 
     def read_object(self, info: ObjectInfo, what: str) -> Buffer:
         """Return the bytes of an object, whose hash is checked.
@@ -235,40 +261,33 @@ class Bank:
 
     # ---- snapshots -------------------------------------------------------------------------------------------
 
-    def snapshot(
-        self,
-        adapters: Iterable[AdapterManifest | tuple[SnapshotAdapter, Layout]],
-        backbone: ModelInfo,
-        router: RouterInfo,
-        tasks: Sequence[TaskInfo] = (),
-        encoder: ModelInfo | None = None,
-        parent: int | None = None,
-        provenance: Mapping[str, Any] | None = None,
-        again: bool = False,
-        training: str | None = None,
-    ) -> Snapshot:
+    def snapshot(self, new: NewSnapshot, again: bool = False) -> Snapshot:
         """Publish an immutable snapshot; returns the newest one if it has the same content and provenance.
 
         Args:
-            adapters: manifests, or entries of an older snapshot with their layouts.
             again: the snapshot may exist already, so that all older ones are compared and not only the newest.
-            training: SHA-256 of its training state (`raycl.bank.states`).
 
         Raises:
             BankError: an adapter of another backbone, two of one name, or missing tensors.
         """
+        backbone, router = new.backbone, new.router
         layouts: dict[str, Layout] = {}
         entries = []
-        for given in adapters:
+        for given in new.adapters:
             if isinstance(given, AdapterManifest) and given.backbone.sha256 != backbone.sha256:
                 raise BankError(
                     f"{given.ref} was made for backbone '{given.backbone.name}' ({given.backbone.sha256[:12]}), the "
                     f"snapshot is of '{backbone.name}' ({backbone.sha256[:12]}): they cannot be mixed"
                 )
-            entry, layout = given if isinstance(given, tuple) else (None, given.layout)
+            layout = given.layout if isinstance(given, AdapterManifest) else given[1]
             key = hashlib.sha256(repr(sorted(layout.items())).encode()).hexdigest()[:16]
+            if isinstance(given, AdapterManifest):
+                held = given.model_dump(include=set(SnapshotAdapter.model_fields) - {"layout"})
+                entry = SnapshotAdapter(**held, layout=key)
+            else:
+                entry = given[0]
             layouts[key] = layout
-            entries.append(entry if entry is not None else _entry(given, key))  # type: ignore[arg-type]
+            entries.append(entry)
         names = [entry.name for entry in entries]
         if len(set(names)) != len(names):
             raise BankError(f"a snapshot cannot hold two versions of one adapter: {sorted(names)}")
@@ -278,13 +297,13 @@ class Bank:
                 raise BankError(f"'{file}' is missing from the bank: publish its adapter or router again")
         fields = {
             "backbone": backbone,
-            "encoder": encoder,
+            "encoder": new.encoder,
             "router": router,
-            "tasks": tuple(tasks),
+            "tasks": tuple(new.tasks),
             "layouts": layouts,
             "adapters": tuple(sorted(entries, key=lambda entry: entry.name)),
-            "provenance": dict(provenance or {}),
-            "training": training,
+            "provenance": dict(new.provenance or {}),
+            "training": new.training,
         }
         taken = self.snapshots()
         for number in reversed(taken if again else taken[-1:]):
@@ -292,15 +311,10 @@ class Bank:
                 old = self.open(number)
                 if old.provenance == fields["provenance"] and old.same_content(Snapshot(number=1, **fields)):
                     return old
-        first = taken[-1] + 1 if taken else 1
-        for number in range(first, first + RACES):
-            created = Snapshot(number=number, parent=parent, **fields)
-            try:
-                self.storage.create(created.file, dump(created))
-            except AlreadyExistsError:
-                continue
-            return created
-        raise BankError(f"{RACES} snapshot numbers in a row were taken by other writers: try again later")
+        created = self._create(lambda number: Snapshot(number=number, parent=new.parent, **fields), _next(taken))
+        if created is None:
+            raise BankError(f"{RACES} snapshot numbers in a row were taken by other writers: try again later")
+        return created
 
     def restore_snapshot(self, record: bytes) -> Snapshot:
         """Publish a snapshot that is lost or damaged once more, from a copy of its record.
@@ -346,19 +360,6 @@ class Bank:
         return parse_snapshot(read_bytes(self.storage, file), file)
 
 
-def unpack_entry(data: Buffer, entry: AdapterManifest | SnapshotAdapter, layout: Layout | None = None) -> AdapterState:
-    """Return the adapter in bytes whose hash was checked.
-
-    Raises:
-        BankError: it differs from its manifest.
-    """
-    shapes = entry.layout if isinstance(entry, AdapterManifest) else layout
-    assert shapes is not None, "an entry of a snapshot needs its layout"
-    what = f"{entry.name}@{entry.version}"
-    settings = (entry.rank, entry.scale, entry.dtype, entry.prompt, entry.labels, entry.activation)
-    return unpack(data, what, ExpectedAdapter(shapes, *settings))
-
-
 def info_of(tensors: Mapping[str, Tensor]) -> ObjectInfo:
     """Return the object that `Bank.put` makes of these tensors; nothing is stored."""
     return _object_info(pack(tensors))
@@ -371,13 +372,10 @@ def _object_info(parts: Sequence[Buffer]) -> ObjectInfo:
     return ObjectInfo(sha256=digest.hexdigest(), bytes=sum(len(part) for part in parts))
 
 
-def _entry(manifest: AdapterManifest, layout: str) -> SnapshotAdapter:
-    fields = manifest.model_dump(include=set(SnapshotAdapter.model_fields) - {"layout"})
-    return SnapshotAdapter(**fields, layout=layout)
-
-
-def _ref(entry: AdapterManifest | SnapshotAdapter) -> AdapterRef:
-    return AdapterRef(name=entry.name, version=entry.version)
+def _next(taken: Sequence[int]) -> range:
+    """Return the numbers to try behind those that are taken."""
+    first = max(taken, default=0) + 1
+    return range(first, first + RACES)
 
 
 def _mapped(path: str) -> Buffer:

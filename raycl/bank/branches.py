@@ -22,10 +22,10 @@ from typing import Annotated
 from pydantic import AfterValidator, TypeAdapter
 
 from raycl.bank.bank import Bank
-from raycl.bank.manifest import NAME, Snapshot, snapshot_file
-from raycl.errors import AlreadyExistsError, BankError, BranchMovedError, DamagedError, FormatError
+from raycl.bank.manifest import NAME, Snapshot, bank_errors, snapshot_file
+from raycl.errors import AlreadyExistsError, BankError, BranchMovedError
 from raycl.storage.numbered import NOTE, NumberedRecords
-from raycl.storage.records import Stamp, number_of, numbered, read_fields, seal
+from raycl.storage.records import number_of, read_fields, seal
 
 FOLDER, MAIN = "branches", "main"
 FORMAT = 1
@@ -56,6 +56,7 @@ class Move:
         snapshot: number of the branch's snapshot; None: the branch is deleted.
         sha256: hash of the snapshot's record, "" if the branch is deleted.
         why, time: reason, for people; time in seconds since 1970.
+        branch: name of the branch.
     """
 
     number: int
@@ -63,16 +64,10 @@ class Move:
     sha256: str
     why: str
     time: float
-
-
-@dataclass(frozen=True)
-class _StoredMove(Move):
-    """The record of a move."""
-
     branch: str
 
 
-_MOVE = TypeAdapter(_StoredMove)
+_MOVE = TypeAdapter(Move)
 
 
 @dataclass(frozen=True)
@@ -123,33 +118,20 @@ class Branch:
     def __init__(self, bank: Bank, name: str = MAIN) -> None:
         self.bank, self.name = bank, check_branch(name)
         self.folder = f"{FOLDER}/{name}"
-        self.records = NumberedRecords(bank.storage, self.folder)
-        self._known: dict[int, tuple[Stamp, Move]] = {}
+        self.records = NumberedRecords(bank.storage, self.folder, self.move)
 
     def numbers(self) -> list[int]:
         """Return numbers of all moves, ascending."""
         return self.records.numbers()
 
     def last(self) -> Move | None:
-        """Return the newest move; None: there never was one. It is read again only when its file has changed.
+        """Return the newest move; None: there never was one.
 
         Raises:
             BankError: it is damaged or missing.
         """
-        try:
-            stamps = self.records.stamps()
-        except DamagedError as error:
-            raise BankError(f"{error}{REMEDY}") from error
-        if not stamps:
-            return None
-        newest = max(stamps)
-        return self._read(newest, stamps[newest])
-
-    def _read(self, number: int, stamp: Stamp) -> Move:
-        """Return a move; endpoints look at a branch twice a second, so what has not changed is not read again."""
-        if number not in self._known or self._known[number][0] != stamp:
-            self._known[number] = (stamp, self.move(number))
-        return self._known[number][1]
+        with bank_errors(REMEDY):
+            return self.records.newest()
 
     def head(self) -> int | None:
         """Return the number of the snapshot that the branch points at; None: there is no such branch.
@@ -166,18 +148,14 @@ class Branch:
         Raises:
             BankError: it is damaged.
         """
-        file = f"{self.folder}/{numbered(number)}"
-        try:
+        file = self.records.file(number)
+        with bank_errors(REMEDY):
             record = read_fields(self.bank.storage, file, FORMAT, _MOVE)
-        except DamagedError as error:
-            raise BankError(f"{error}{REMEDY}") from error
-        except FormatError as error:
-            raise BankError(str(error)) from error
         if (record.branch, record.number) != (self.name, number):
             raise BankError(
                 f"'{file}' is move {record.number} of branch '{record.branch}': it was moved; restore a copy"
             )
-        return Move(record.number, record.snapshot, record.sha256, record.why, record.time)
+        return record
 
     def newest_first(self, after: int = 0) -> Iterator[int]:
         """Yield snapshots of the moves after number `after`, newest first, each once; damaged moves are passed over."""
@@ -187,7 +165,7 @@ class Branch:
             if number <= after:
                 return
             try:
-                snapshot = self._read(number, stamps[number]).snapshot
+                snapshot = self.records.known(number, stamps[number]).snapshot
             except BankError:
                 continue
             if snapshot is None:
@@ -281,10 +259,9 @@ class Branch:
                 f"tag '{self.name.removeprefix(TAGS)}' names snapshot {self.head()} and never moves: delete it first "
                 f"(delete {self.name}), or choose another name"
             )
-        move = Move(last + 1, snapshot, sha256, why, time.time())
-        record = {"format": FORMAT, "branch": self.name, **asdict(move)}
+        move = Move(last + 1, snapshot, sha256, why, time.time(), self.name)
         try:
-            self.records.create(move.number, record)
+            self.records.create(move.number, {"format": FORMAT, **asdict(move)})
         except AlreadyExistsError as error:
             head = self.head()
             if new is not None and head == new.number:  # another attempt of the same run moved it

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Annotated, Any, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -19,6 +21,8 @@ from raycl.errors import BankError, ConfigError, DamagedError, FormatError
 from raycl.storage import Storage
 from raycl.storage.records import MAX_BYTES, number_of, numbered, seal, unseal
 from raycl.types import Activation
+
+R = TypeVar("R", bound=Section)
 
 FORMAT = 3
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -89,29 +93,37 @@ class ModelInfo(Section):
     kind: str = ""
 
 
-class AdapterManifest(Section):
-    """One published version."""
+class _Adapter(Section):
+    """The fields that a manifest and an entry of a snapshot share."""
 
-    format: int = FORMAT
     name: Name
     version: int = Field(ge=1)
     tensors: ObjectInfo
-    layout: Layout = Field(default_factory=dict)
-    rank: int = Field(0, ge=0)
-    scale: float = 1.0
+    rank: int = Field(ge=0)
+    scale: float
     activation: Activation = Field("", description="between A and B; manifests without it have none")
-    dtype: str = "float32"
+    dtype: str
     prompt: tuple[int, int] | None = None
     labels: tuple[str, ...] = ()
-    backbone: ModelInfo
     tasks: tuple[str, ...] = ()
     extras: dict[str, ObjectInfo] = Field(default_factory=dict, description="pseudo samples and the like, by kind")
-    provenance: dict[str, Any] = Field(default_factory=dict, description="run, phase and config that created it")
 
     @property
     def ref(self) -> AdapterRef:
         """Name and version."""
         return AdapterRef(name=self.name, version=self.version)
+
+    def __str__(self) -> str:
+        return str(self.ref)
+
+
+class AdapterManifest(_Adapter):
+    """One published version."""
+
+    format: int = FORMAT
+    layout: Layout
+    backbone: ModelInfo
+    provenance: dict[str, Any] = Field(default_factory=dict, description="run, phase and config that created it")
 
     @property
     def file(self) -> str:
@@ -119,24 +131,10 @@ class AdapterManifest(Section):
         return manifest_file(self.name, self.version)
 
 
-class SnapshotAdapter(Section):
+class SnapshotAdapter(_Adapter):
     """An adapter of a snapshot, with the fields to fetch and check it without its manifest."""
 
-    name: Name
-    version: int = Field(ge=1)
-    tensors: ObjectInfo
     layout: str = Field(description="key of the snapshot's layouts")
-    rank: int
-    scale: float
-    activation: Activation = ""
-    dtype: str
-    prompt: tuple[int, int] | None = None
-    labels: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
-    extras: dict[str, ObjectInfo] = Field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"{self.name}@{self.version}"
 
 
 class TaskInfo(Section):
@@ -274,8 +272,7 @@ def parse_manifest(data: bytes, file: str) -> AdapterManifest:
     Raises:
         BankError: the file is not JSON, has another format, was changed or moved.
     """
-    record = _validated(AdapterManifest, _record(data, file), file)
-    assert isinstance(record, AdapterManifest)
+    record = _parsed(AdapterManifest, data, file)
     if record.file != file:
         raise BankError(f"'{file}' holds {record.ref}: it was moved or edited; restore it from a copy")
     return record
@@ -290,12 +287,19 @@ def parse_snapshot(data: bytes, file: str | None) -> Snapshot:
     Raises:
         BankError: see `parse_manifest`.
     """
-    name = file or "a copy of a snapshot"
-    record = _validated(Snapshot, _record(data, name), name)
-    assert isinstance(record, Snapshot)
+    record = _parsed(Snapshot, data, file or "a copy of a snapshot")
     if file is not None and record.file != file:
         raise BankError(f"'{file}' holds snapshot {record.number}: it was moved or edited; restore a copy")
     return record
+
+
+def _parsed(model: type[R], data: bytes, file: str) -> R:
+    with bank_errors():
+        record = unseal(data, file, FORMAT)
+    try:
+        return validate(model, record)
+    except ConfigError as error:
+        raise BankError(f"'{file}' is no valid record: {error}") from error
 
 
 def read_bytes(storage: Storage, file: str) -> bytes:
@@ -304,21 +308,20 @@ def read_bytes(storage: Storage, file: str) -> bytes:
     Raises:
         BankError: it is larger than any record. StorageError: it cannot be read.
     """
-    try:
+    with bank_errors():
         return storage.read(file, MAX_BYTES)
+
+
+@contextmanager
+def bank_errors(remedy: str = "") -> Iterator[None]:
+    """Turn what is wrong with a record into a BankError.
+
+    Args:
+        remedy: what else can be done about a damaged one.
+    """
+    try:
+        yield
     except DamagedError as error:
+        raise BankError(f"{error}{remedy}") from error
+    except FormatError as error:
         raise BankError(str(error)) from error
-
-
-def _record(data: bytes, file: str) -> dict[str, Any]:
-    try:
-        return unseal(data, file, FORMAT)
-    except (DamagedError, FormatError) as error:
-        raise BankError(str(error)) from error
-
-
-def _validated(model: type[Section], record: dict[str, Any], file: str) -> Section:
-    try:
-        return validate(model, record)
-    except ConfigError as error:
-        raise BankError(f"'{file}' is no valid record: {error}") from error

@@ -31,9 +31,10 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from raycl.bank.bank import Bank, NamedObject, unpack_entry
+from raycl.bank.bank import Bank, NamedObject
 from raycl.bank.integrity import in_groups
 from raycl.bank.manifest import ObjectInfo, Snapshot
+from raycl.bank.tensors import unpack
 from raycl.errors import BankError, RayclError
 from raycl.storage import Storage
 from raycl.storage.unfinished import Buffer
@@ -183,7 +184,7 @@ class _Mapped(Mapping[str, AdapterState]):
 
     def __getitem__(self, name: str) -> AdapterState:
         entry, buffer = self._held[name]
-        return unpack_entry(buffer, entry, self._snapshot.layouts[entry.layout])
+        return unpack(buffer, entry, self._snapshot.layouts[entry.layout])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)

@@ -143,23 +143,15 @@ def removed_from(storage: Storage) -> Removed:
     """Return all that was removed so far."""
     removed = Removed()
     for number in numbers(storage, PRUNED):
+        file = f"{PRUNED}/{numbered(number)}"
         try:
-            record = _read(storage, number)
-        except BankError as error:
+            record = read_fields(storage, file, FORMAT, _REMOVAL)
+            if record.number != number:
+                raise DamagedError(f"'{file}' holds record {record.number}: it was moved; restore a copy")
+        except (DamagedError, FormatError) as error:
             removed.problems.append(str(error))
             continue
         removed.snapshots.update(record.snapshots)
         removed.adapters.update(record.adapters)
         removed.samples.update(record.samples)
     return removed
-
-
-def _read(storage: Storage, number: int) -> _Removal:
-    file = f"{PRUNED}/{numbered(number)}"
-    try:
-        record = read_fields(storage, file, FORMAT, _REMOVAL)
-    except (DamagedError, FormatError) as error:
-        raise BankError(str(error)) from error
-    if record.number != number:
-        raise BankError(f"'{file}' holds record {record.number}: it was moved; restore a copy")
-    return record

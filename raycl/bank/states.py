@@ -17,10 +17,10 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from raycl.bank.bank import Bank, ObjectReader, info_of
-from raycl.bank.manifest import ModelInfo, ObjectInfo, RouterInfo, Snapshot, read_bytes
+from raycl.bank.manifest import ModelInfo, ObjectInfo, RouterInfo, Snapshot, bank_errors, read_bytes
 from raycl.bank.pruning import removed_from
 from raycl.bank.tensors import views
-from raycl.errors import BankError, DamagedError, FormatError
+from raycl.errors import BankError
 from raycl.storage.records import fields_of, seal, unseal
 from raycl.types import RouterState
 
@@ -172,10 +172,8 @@ def _record(bank: Bank, snapshot: Snapshot) -> _Stored:
     data = read_bytes(bank.storage, file)
     if hashlib.sha256(data).hexdigest() != snapshot.training:
         raise BankError(f"{what} is damaged (the hash of '{file}' differs): restore a copy")
-    try:
+    with bank_errors():
         return fields_of(unseal(data, file, FORMAT), file, _STORED)
-    except (DamagedError, FormatError) as error:
-        raise BankError(str(error)) from error
 
 
 def state_file(sha256: str) -> str:

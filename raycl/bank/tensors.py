@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from raycl.bank.manifest import Layout, ObjectInfo
+from raycl.bank.manifest import AdapterManifest, Layout, ObjectInfo, SnapshotAdapter
 from raycl.errors import BankError
 from raycl.storage.unfinished import Buffer
 from raycl.types import Activation, AdapterState
@@ -175,10 +175,7 @@ class StoredAdapter(AdapterState):
 
 @dataclass(frozen=True)
 class _Header:
-    """The header of a file.
-
-    Attributes:
-    """
+    """The header of a file: its tensors in blocks, and by name."""
 
     blocks: tuple[_Block, ...]
     places: Mapping[str, TensorInfo]
@@ -194,14 +191,7 @@ def _opened(memory: memoryview, what: str) -> tuple[_Header, int]:
         if header.blocks and header.blocks[-1].last > len(memory) - start:
             raise ValueError(f"it ends after {len(memory)} bytes of {start + header.blocks[-1].last}")
         return header, start
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        OverflowError,
-    ) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise BankError(f"{what} is no whole safetensors file of {', '.join(DTYPES)} tensors: {error}") from error
 
 
@@ -254,54 +244,42 @@ def _flat(memory: memoryview) -> Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
-class ExpectedAdapter:
-    """The tensors of an adapter according to its manifest.
+def unpack(buffer: Buffer, entry: AdapterManifest | SnapshotAdapter, layout: Layout | None = None) -> AdapterState:
+    """Return the adapter in bytes whose hash was checked, compared with its manifest.
 
-    Attributes:
-        layout: linear path -> its inputs and outputs.
-        prompt: `(P, D)` of its soft prompt; None: it has none.
-    """
-
-    layout: Layout
-    rank: int
-    scale: float
-    dtype: str
-    prompt: tuple[int, int] | None
-    labels: tuple[str, ...]
-    activation: Activation
-
-
-def unpack(buffer: Buffer, what: str, expected: ExpectedAdapter) -> AdapterState:
-    """Return the adapter in `buffer`, checked against its manifest.
+    Args:
+        layout: layout of a snapshot's entry (`Snapshot.layouts`).
 
     Raises:
         BankError: a tensor is missing, unexpected, or has another shape or dtype.
     """
+    what = str(entry)
+    layout = entry.layout if isinstance(entry, AdapterManifest) else layout
+    assert layout is not None, "an entry of a snapshot needs its layout"
     tensors = views(buffer, what)
     linears = {}
-    prompt, labels = expected.prompt, expected.labels
-    for path, (inputs, outputs) in expected.layout.items():
+    prompt, labels = entry.prompt, entry.labels
+    for path, (inputs, outputs) in layout.items():
         a, b = _take(tensors, path + A, what), _take(tensors, path + B, what)
         if a.dim() != 2 or b.dim() != 2 or a.shape[1] != inputs or b.shape[0] != outputs or a.shape[0] != b.shape[1]:
             raise BankError(
                 f"{what}, '{path}': A {list(a.shape)} and B {list(b.shape)} are no LoRA of a linear from {inputs} to "
                 f"{outputs}, which its manifest promises"
             )
-        _check_dtype(what, path, a, expected.dtype)
-        _check_dtype(what, path, b, expected.dtype)
+        _check_dtype(what, path, a, entry.dtype)
+        _check_dtype(what, path, b, entry.dtype)
         linears[path] = (a, b)
     state = AdapterState(
         linears,
-        expected.scale,
+        entry.scale,
         _shaped(tensors, PROMPT, prompt, what) if prompt is not None else None,
         labels,
         _shaped(tensors, HEAD_WEIGHT, (len(labels), None), what) if labels else None,
         _shaped(tensors, HEAD_BIAS, (len(labels),), what) if labels else None,
-        expected.activation,
+        entry.activation,
     )
-    if state.rank != expected.rank:
-        raise BankError(f"{what} has rank {state.rank}, its manifest has {expected.rank}")
+    if state.rank != entry.rank:
+        raise BankError(f"{what} has rank {state.rank}, its manifest has {entry.rank}")
     if tensors:
         raise BankError(f"{what} holds tensors that its manifest does not name: {', '.join(sorted(tensors)[:5])}")
     return state

@@ -8,14 +8,17 @@ Where the newest record is lost, the one before it would count again; the note s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter
 
 from raycl.errors import DamagedError, FormatError
 from raycl.storage.folder import Storage
 from raycl.storage.records import Stamp, named_stamps, numbered, numbers, read_fields, seal, stamps
+
+T = TypeVar("T")
 
 NOTE = "newest.json"
 FORMAT = 1
@@ -34,12 +37,38 @@ class _Note:
 _NOTE = TypeAdapter(_Note)
 
 
-class NumberedRecords:
+class NumberedRecords(Generic[T]):
     """The records of one folder, and its note."""
 
-    def __init__(self, storage: Storage, folder: str) -> None:
+    def __init__(self, storage: Storage, folder: str, read: Callable[[int], T]) -> None:
+        """Open the folder.
+
+        Args:
+            read: reads the record of a number.
+        """
         self.storage, self.folder = storage, folder
+        self._read_record = read
+        self._known: dict[int, tuple[Stamp, T]] = {}
         self._noted: tuple[Stamp, int] | None = None
+
+    def file(self, number: int) -> str:
+        """Return the file of a record."""
+        return f"{self.folder}/{numbered(number)}"
+
+    def newest(self) -> T | None:
+        """Return the newest record; None: there is none.
+
+        Raises:
+            DamagedError: it is missing; or what reading it raises.
+        """
+        stamps = self.stamps()
+        return self.known(max(stamps), stamps[max(stamps)]) if stamps else None
+
+    def known(self, number: int, stamp: Stamp) -> T:
+        """Return a record, which is read again only when its stamp has changed: endpoints look twice a second."""
+        if number not in self._known or self._known[number][0] != stamp:
+            self._known[number] = (stamp, self._read_record(number))
+        return self._known[number][1]
 
     def numbers(self) -> list[int]:
         """Return the numbers of all existing records, ascending."""
@@ -72,7 +101,7 @@ class NumberedRecords:
         Raises:
             AlreadyExistsError: another writer was first.
         """
-        self.storage.create(f"{self.folder}/{numbered(number)}", seal(record))
+        self.storage.create(self.file(number), seal(record))
         note = _Note(self.folder, max(self.numbers(), default=number))  # the record may be that of a faster writer
         self.storage.write(f"{self.folder}/{NOTE}", seal({"format": FORMAT, **vars(note)}))
 
@@ -110,4 +139,4 @@ class NumberedRecords:
         return record.newest
 
     def _missing(self, number: int) -> DamagedError:
-        return DamagedError(f"'{self.storage.uri}/{self.folder}/{numbered(number)}' is missing: restore a copy")
+        return DamagedError(f"'{self.storage.uri}/{self.file(number)}' is missing: restore a copy")

@@ -16,6 +16,7 @@ from http_client import Wire, listening
 from service_client import bank_of
 from tiny import NOT_SERVED, RUNS_BY_KIND, Complete, Lab, last_checkpoint, on_main
 
+from raycl.bank import NewSnapshot
 from raycl.data.sources.conversation import messages_of
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import ConfigError
@@ -93,7 +94,9 @@ def test_a_runs_last_rows_are_the_endpoints_answers(
     entries = [(entry, last.layouts[entry.layout]) for entry in last.adapters]
     config = {**last.provenance["config"], "stream": settings}
     snapshot = bank.snapshot(
-        entries, last.backbone, last.router, infos, last.encoder, provenance={**last.provenance, "config": config}
+        NewSnapshot(
+            entries, last.backbone, last.router, infos, last.encoder, provenance={**last.provenance, "config": config}
+        )
     )
     on_main(bank, snapshot)
 

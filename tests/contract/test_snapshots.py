@@ -12,7 +12,7 @@ import torch
 from axes import sampled
 from tiny import KINDS, NOT_SERVED, RUNS_BY_KIND, Complete, Done, last_checkpoint, matrix, opened
 
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.states import get_router
 from raycl.bank.tensor_groups import PUBLISHED
 from raycl.errors import BankError
@@ -83,7 +83,9 @@ def test_a_snapshot_of_two_activations_is_refused(complete: Complete, tmp_path: 
     bank, snapshot = copied(complete("bert", "separate", "torch"), tmp_path)
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
     entries[0] = (entries[0][0].model_copy(update={"activation": "relu"}), entries[0][1])
-    mixed = bank.snapshot(entries, snapshot.backbone, snapshot.router, snapshot.tasks, provenance=snapshot.provenance)
+    mixed = bank.snapshot(
+        NewSnapshot(entries, snapshot.backbone, snapshot.router, snapshot.tasks, provenance=snapshot.provenance)
+    )
     with pytest.raises(BankError, match=r"activations 'none' \(colour@1\), 'relu' \(animal@1\), but a model"):
         opened(bank, mixed)
 
@@ -118,7 +120,7 @@ def test_impossible_unlearning_is_refused_before_any_change(complete: Complete, 
 def test_a_snapshot_without_its_run_cannot_be_evaluated(complete: Complete, tmp_path: Any) -> None:
     bank, snapshot = copied(complete("bert", "separate", "torch"), tmp_path)
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
-    bare = bank.snapshot(entries, snapshot.backbone, snapshot.router, snapshot.tasks)
+    bare = bank.snapshot(NewSnapshot(entries, snapshot.backbone, snapshot.router, snapshot.tasks))
     with pytest.raises(BankError, match="has no record of its training data"):
         evaluate(bank, bare)
     assert forget(bank, bare, "colour", scores=False).removed == ["colour"]

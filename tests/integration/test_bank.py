@@ -18,7 +18,7 @@ from fork_server import Call, ForkServer
 from safetensors.torch import load_file
 from tiny import on_main
 
-from raycl.bank import AdapterManifest, AdapterRef, Bank
+from raycl.bank import AdapterManifest, AdapterRef, Bank, NewSnapshot
 from raycl.bank.manifest import ModelInfo, TaskInfo
 from raycl.errors import BankError, StorageError
 from raycl.operations.banks.maintenance import diff, prune, verify
@@ -67,11 +67,11 @@ def test_what_is_published_is_fetched_and_versions_stay(bank: Bank) -> None:
 
 def test_a_snapshot_names_everything_and_never_changes(bank: Bank) -> None:
     item = bank.publish("one", adapter(1), MODEL, ["t1"])
-    first = bank.snapshot([item], MODEL, ROUTER, [TaskInfo(name="t1", labels=("yes", "no"))])
-    assert bank.snapshot([item], MODEL, ROUTER, [TaskInfo(name="t1", labels=("yes", "no"))]) == first
+    first = bank.snapshot(NewSnapshot([item], MODEL, ROUTER, [TaskInfo(name="t1", labels=("yes", "no"))]))
+    assert bank.snapshot(NewSnapshot([item], MODEL, ROUTER, [TaskInfo(name="t1", labels=("yes", "no"))])) == first
     two = bank.publish("two", adapter(2, rank=3), MODEL, ["t2"])
     kept = [(entry, first.layouts[entry.layout]) for entry in first.adapters]
-    second = bank.snapshot([*kept, two], MODEL, ROUTER, parent=first.number)
+    second = bank.snapshot(NewSnapshot([*kept, two], MODEL, ROUTER, parent=first.number))
     assert bank.snapshots() == [1, 2] and bank.open(1) == first and bank.newest() == second
     for name, seed, rank in (("one", 1, 2), ("two", 2, 3)):
         entry = second.adapter(name)
@@ -81,7 +81,7 @@ def test_a_snapshot_names_everything_and_never_changes(bank: Bank) -> None:
     with pytest.raises(BankError, match="snapshot 2 has no adapter 'three': expected one of one, two"):
         second.adapter("three")
     with pytest.raises(BankError, match="made for backbone 'tiny'"):
-        bank.snapshot([item], replace_hash(MODEL), ROUTER)
+        bank.snapshot(NewSnapshot([item], replace_hash(MODEL), ROUTER))
     with pytest.raises(BankError, match="has no snapshot 9: it has 1, 2"):
         bank.open(9)
 
@@ -109,7 +109,9 @@ def test_of_racing_writers_every_one_gets_a_version_of_its_own(bank: Bank) -> No
         said = list(pool.map(fixed, range(8)))
     assert said.count("1") == 1 and sum("another writer" in text for text in said) == 7
     with ThreadPoolExecutor(8) as pool:
-        numbers = list(pool.map(lambda w: bank.snapshot([], MODEL, ROUTER, provenance={"w": w}).number, range(8)))
+        numbers = list(
+            pool.map(lambda w: bank.snapshot(NewSnapshot([], MODEL, ROUTER, provenance={"w": w})).number, range(8))
+        )
     assert sorted(numbers) == list(range(1, 9))
     assert verify(bank).problems == []
 
@@ -123,7 +125,7 @@ def die_before_the_manifest(folder: str) -> None:
 def test_killed_between_tensors_and_manifest_the_bank_is_clean(
     local: Bank, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    local.snapshot([local.publish("one", adapter(1), MODEL)], MODEL, ROUTER)
+    local.snapshot(NewSnapshot([local.publish("one", adapter(1), MODEL)], MODEL, ROUTER))
     writer = Call("test_bank:die_before_the_manifest", (local.storage.uri,), tmp_path / "log")
     assert fork_server.codes([writer], 60) == [-signal.SIGKILL]
     result = verify(local)
@@ -136,10 +138,10 @@ def test_killed_between_tensors_and_manifest_the_bank_is_clean(
 
 def test_prune_removes_only_what_no_snapshot_names(bank: Bank) -> None:
     old = bank.publish("a", adapter(0), MODEL)
-    on_main(bank, bank.snapshot([old], MODEL, ROUTER))
+    on_main(bank, bank.snapshot(NewSnapshot([old], MODEL, ROUTER)))
     bank.publish("a", adapter(1), MODEL)
     new = bank.publish("a", adapter(2), MODEL)
-    on_main(bank, bank.snapshot([new], MODEL, ROUTER))
+    on_main(bank, bank.snapshot(NewSnapshot([new], MODEL, ROUTER)))
     time.sleep(1.1)  # ages on S3 have whole seconds
     assert prune(bank, grace_s=0.0, dry_run=True).adapters == ["a@2"] and bank.versions("a") == [1, 2, 3]
     assert prune(bank, grace_s=0.0).adapters == ["a@2"]
@@ -161,7 +163,7 @@ def test_names_cannot_leave_the_bank(local: Bank, name: str) -> None:
 def test_every_kind_of_damage_is_refused_by_name(local: Bank) -> None:
     manifest = local.publish("one", adapter(1), MODEL)
     other = local.publish("two", adapter(2, rank=3), MODEL)
-    local.snapshot([manifest, other], MODEL, ROUTER)
+    local.snapshot(NewSnapshot([manifest, other], MODEL, ROUTER))
     tensors, record = Path(local.storage.path(manifest.tensors.file)), Path(local.storage.path(manifest.file))
     whole, text = tensors.read_bytes(), record.read_text()
 
@@ -205,7 +207,7 @@ def test_every_kind_of_damage_is_refused_by_name(local: Bank) -> None:
 def test_a_full_disk_or_a_store_out_of_reach_leaves_the_bank_as_it_was(
     local: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local.snapshot([local.publish("one", adapter(1), MODEL)], MODEL, ROUTER)
+    local.snapshot(NewSnapshot([local.publish("one", adapter(1), MODEL)], MODEL, ROUTER))
     before = local.storage.files().keys()
 
     def full(*args: object) -> None:
@@ -226,7 +228,7 @@ def test_a_full_disk_or_a_store_out_of_reach_leaves_the_bank_as_it_was(
 def test_ten_thousand_adapters_open_without_reading_tensors(local: Bank) -> None:
     manifest = local.publish("one", adapter(1), MODEL)
     many = [manifest.model_copy(update={"name": f"task{number}"}) for number in range(10_000)]
-    local.snapshot(many, MODEL, ROUTER)
+    local.snapshot(NewSnapshot(many, MODEL, ROUTER))
     Path(local.storage.path(manifest.tensors.file)).unlink()
     snapshot = local.open(1)
     assert len(snapshot.adapters) == 10_000 and len(snapshot.layouts) == 1
@@ -249,7 +251,7 @@ def anonymous_bytes() -> int:
 
 
 def test_manifests_are_small_json_and_nothing_is_called_latest(local: Bank) -> None:
-    local.snapshot([local.publish("one", adapter(1), MODEL)], MODEL, ROUTER)
+    local.snapshot(NewSnapshot([local.publish("one", adapter(1), MODEL)], MODEL, ROUTER))
     files = local.storage.files()
     assert {name.rpartition(".")[2] for name in files} == {"json", "safetensors"}
     assert not any("latest" in name for name in files)
@@ -262,7 +264,7 @@ def test_the_activation_is_stored_and_empty_by_default(local: Bank) -> None:
     assert (first.version, second.version, first.tensors) == (1, 2, second.tensors)
     assert same(local.fetch(first), bent) and same(local.fetch(second), plain) and not same(bent, plain)
     for manifest, state in ((first, bent), (second, plain)):
-        snapshot = local.snapshot([manifest], MODEL, ROUTER)
+        snapshot = local.snapshot(NewSnapshot([manifest], MODEL, ROUTER))
         entry = local.open(snapshot.number).adapters[0]
         assert same(local.fetch(entry, snapshot.layouts[entry.layout]), state)
     for file in (second.file, snapshot.file):  # as they were written before there were activations
@@ -272,7 +274,10 @@ def test_the_activation_is_stored_and_empty_by_default(local: Bank) -> None:
             assert facts.pop("activation") == ""
         where.write_bytes(seal(record))
     assert local.manifest(second.ref) == second and local.open(snapshot.number) == snapshot
-    assert local.publish("one", plain, MODEL) == second and local.snapshot([second], MODEL, ROUTER) == snapshot
+    assert (
+        local.publish("one", plain, MODEL) == second
+        and local.snapshot(NewSnapshot([second], MODEL, ROUTER)) == snapshot
+    )
     assert same(local.fetch(local.manifest(second.ref)), plain) and verify(local).problems == []
 
 

@@ -12,7 +12,7 @@ from service_client import examples, serving
 from tiny import Done, Lab, run
 
 from raycl import config as configs
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.data.loader import Collate, eval_batches
 from raycl.errors import BankError, ConfigError, ResumeError
 from raycl.generation.requests import Sampling
@@ -80,7 +80,9 @@ def test_snapshots_that_read_otherwise_are_not_mixed(done: Done, tmp_path: Path)
     tree = mine.provenance["config"]
     recorded = {**mine.provenance, "config": {**tree, "backbone": {**tree["backbone"], "bos": "tokenizer"}}}
     entries = [(entry, mine.layouts[entry.layout]) for entry in mine.adapters]
-    other = bank.snapshot(entries, mine.backbone, mine.router, mine.tasks, mine.encoder, provenance=recorded)
+    other = bank.snapshot(
+        NewSnapshot(entries, mine.backbone, mine.router, mine.tasks, mine.encoder, provenance=recorded)
+    )
     with (
         serving(bank) as client,
         pytest.raises(BankError, match=r"learned with backbone\.bos=tokenizer and this model"),

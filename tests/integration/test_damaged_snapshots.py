@@ -12,7 +12,7 @@ from http_client import listening, problem
 from service_client import bank_of, examples, serving
 from tiny import Taught, on_main
 
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.activations import Activations
 from raycl.errors import BankError
 from raycl.operations.banks.maintenance import verify
@@ -103,7 +103,7 @@ def test_replicas_load_the_newest_undamaged_snapshot(taught: Taught, tmp_path: P
     kept = [(entry, second.layouts[entry.layout]) for entry in second.adapters]
     louder = bank.publish("louder", _doubled(state), second.backbone, ["animal"])
     fields = ([*kept, other, louder], second.backbone, second.router, second.tasks)
-    third = on_main(bank, bank.snapshot(*fields, provenance=second.provenance))
+    third = on_main(bank, bank.snapshot(NewSnapshot(*fields, provenance=second.provenance)))
     flip(path_of(bank, louder.tensors.file))
     with serving(bank, **FOLLOW) as client:
         assert client.snapshot_manager.active.snapshot.number == 2 and "louder@1" in client.snapshot_manager.problem

@@ -16,7 +16,7 @@ from service_client import bank_of, serving
 from tiny import Done, Taught, on_main
 
 from raycl.backbone import BackboneConfig, identity
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.manifest import ModelInfo
 from raycl.generation.requests import LabelScores, Sampling
 
@@ -101,7 +101,7 @@ def with_prompts(bank: Bank, prompt_of: Callable[[str], dict[str, Any]]) -> Bank
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
     provenance = dict(snapshot.provenance)
     fields = (entries, snapshot.backbone, snapshot.router, unlike, snapshot.encoder)
-    on_main(bank, bank.snapshot(*fields, provenance=provenance))
+    on_main(bank, bank.snapshot(NewSnapshot(*fields, provenance=provenance)))
     return bank
 
 
@@ -143,7 +143,9 @@ def test_a_packaged_base_is_named_by_its_hub_id(tmp_path: Path, taught: Taught) 
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
     summary = ModelInfo(name="minilm", sha256=identity(BackboneConfig(name="minilm")), kind="encoder")
     provenance = {"config": {"backbone": {"name": "minilm", "pooling": "cls"}}}
-    on_main(bank, bank.snapshot(entries, summary, snapshot.router, list(snapshot.tasks), provenance=provenance))
+    on_main(
+        bank, bank.snapshot(NewSnapshot(entries, summary, snapshot.router, list(snapshot.tasks), provenance=provenance))
+    )
     export(bank, tmp_path / "out", "lora")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "sentence-transformers/all-MiniLM-L6-v2"

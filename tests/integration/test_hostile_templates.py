@@ -10,7 +10,7 @@ from service_client import bank_of, examples
 from tiny import Taught, on_main
 
 from raycl.backbone.markup.chat_templates import CHATML
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.activations import Activations
 from raycl.errors import BankError
 from raycl.serve.deployment.endpoint import activate
@@ -25,7 +25,7 @@ def templated(bank: Bank, template: str) -> Snapshot:
     old = bank.open(max(bank.snapshots()))
     kept = [(entry, old.layouts[entry.layout]) for entry in old.adapters]
     tasks = [task.model_copy(update={"chat_template": template, "prompt": ("", "")}) for task in old.tasks]
-    return bank.snapshot(kept, old.backbone, old.router, tasks, provenance=old.provenance)
+    return bank.snapshot(NewSnapshot(kept, old.backbone, old.router, tasks, provenance=old.provenance))
 
 
 def test_a_hostile_template_is_never_activated(taught: Taught, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from axes import sampled
 from tiny import Complete, Lab, Stop, exported, matrix, run
 
 from raycl import config as configs
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.activations import Activations
 from raycl.bank.branches import Branch, head_of
 from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter
@@ -342,7 +342,7 @@ def test_pruned_snapshots_are_not_published_again(
 def prune_first(bank: Bank, storage: Storage, kept: Sequence[tuple[SnapshotAdapter, Layout]]) -> None:
     """Another run continues with these adapters on another branch, and the first run's snapshot is pruned."""
     first = bank.open(1)
-    third = bank.snapshot(kept, first.backbone, first.router, provenance={"by": "another run"})
+    third = bank.snapshot(NewSnapshot(kept, first.backbone, first.router, provenance={"by": "another run"}))
     Branch(bank, "other").advance(third, "test")
     Branch(bank).delete("test")
     assert 1 not in prune(bank, keep_snapshots=1, grace_s=0.0).snapshots, "the run may continue from the first"
@@ -370,7 +370,7 @@ def test_an_unfinished_run_republishes_its_last_snapshot(complete: Complete, tmp
     bank = Bank(storage.sub("bank"))
     if way == "pruned":
         first = bank.open(1)
-        bank.snapshot([], first.backbone, first.router, provenance={"by": "another run"})
+        bank.snapshot(NewSnapshot([], first.backbone, first.router, provenance={"by": "another run"}))
         kept = [(entry, first.layouts[entry.layout]) for entry in first.adapters]
         prune_first(bank, storage, kept)
     else:

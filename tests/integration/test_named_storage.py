@@ -13,7 +13,7 @@ from listener import Listener, listener
 from service_client import bank_of
 from tiny import Lab, Taught
 
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.cli import main
 from raycl.config.addresses import Server, addresses, announce, require_named
 from raycl.errors import ConfigError, DamagedError, RayclError
@@ -44,7 +44,7 @@ def hostile(bank: Bank, change: Callable[[dict[str, Any]], Any]) -> Snapshot:
     change(config["stream"])
     kept = [(entry, old.layouts[entry.layout]) for entry in old.adapters]
     more = {"provenance": {**old.provenance, "config": config}, "training": old.training}
-    return bank.snapshot(kept, old.backbone, old.router, old.tasks, **more)
+    return bank.snapshot(NewSnapshot(kept, old.backbone, old.router, old.tasks, **more))
 
 
 @pytest.mark.parametrize("where", ["root", "path", "test"])

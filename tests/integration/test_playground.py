@@ -22,7 +22,7 @@ from playground_page import CARDS, answer_text, expect_state, mixture, opened, s
 from playwright.sync_api import Page, Route, expect
 from tiny import Complete, on_main
 
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.launch.http.page_files import TYPES, page_files
 from raycl.serve.engine.serving_engine import ServingEngine
 
@@ -283,7 +283,7 @@ def test_names_and_labels_stay_text(page: Page, complete: Complete, tmp_path: Pa
     hostile = entry.model_copy(update={"tasks": (task, *entry.tasks[1:]), "labels": (label, *entry.labels[1:])})
     summary = (last.tasks[0].model_copy(update={"name": task}), *last.tasks[1:])
     entries = [(hostile, last.layouts[entry.layout])]
-    on_main(bank, bank.snapshot(entries, last.backbone, last.router, summary, provenance=last.provenance))
+    on_main(bank, bank.snapshot(NewSnapshot(entries, last.backbone, last.router, summary, provenance=last.provenance)))
     with serving(bank.storage.uri) as endpoint:
         errors = recorded(opened(page, endpoint))
         send(page, HOSTILE)

@@ -13,7 +13,7 @@ from service_client import WAIT_S, bank_of, examples, is_piece, serving
 from test_adapter_loading import LONG
 from tiny import Taught
 
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.activations import Activations
 from raycl.storage.numbered import NOTE
 
@@ -31,7 +31,9 @@ def swapped(bank: Bank) -> dict[str, str]:
     manifests = [bank.publish(name, states[other[name]], second.backbone, [name]) for name in states]
     assert [manifest.version for manifest in manifests] == [1, 1]
     again = bank.snapshot(
-        manifests, second.backbone, second.router, second.tasks, second.encoder, provenance=second.provenance
+        NewSnapshot(
+            manifests, second.backbone, second.router, second.tasks, second.encoder, provenance=second.provenance
+        )
     )
     assert again.number == 2 and [str(entry) for entry in again.adapters] == [str(entry) for entry in second.adapters]
     return other

@@ -10,7 +10,7 @@ from http_client import listening, problem
 from service_client import alone, bank_of
 from tiny import TASKS, Taught, on_main, opened
 
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.activations import Activations
 from raycl.serve.gate.judge import judge
 from raycl.serve.settings import ServeConfig
@@ -26,7 +26,10 @@ def unlike(bank: Bank, times: int = 1) -> Bank:
     tasks = [summary.model_copy(update={"prompt": UNLIKE[summary.name]}) for summary in last.tasks]
     for number in range(times):
         provenance = {**last.provenance, "number": number}
-        on_main(bank, bank.snapshot(entries, last.backbone, last.router, tasks, last.encoder, provenance=provenance))
+        on_main(
+            bank,
+            bank.snapshot(NewSnapshot(entries, last.backbone, last.router, tasks, last.encoder, provenance=provenance)),
+        )
     return bank
 
 

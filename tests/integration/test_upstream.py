@@ -24,7 +24,7 @@ from starlette.routing import Route
 from tiny import Taught, on_main
 
 from raycl import config as configs
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.manifest import RouterInfo
 from raycl.cli.commands import run
 from raycl.errors import ConfigError
@@ -266,7 +266,8 @@ def test_a_fixed_mixture_and_what_cannot_be_routed(bank: Bank, export: str, tmp_
         other.publish(reference.name, state, bank.open(2).backbone, reference.tasks)
     manifests = [other.manifest(entry) for entry in bank.open(2).adapters if entry.version == 1]
     kept = dict(bank.open(2).provenance)
-    on_main(other, other.snapshot(manifests, bank.open(2).backbone, RouterInfo(kind="attention"), provenance=kept))
+    new = NewSnapshot(manifests, bank.open(2).backbone, RouterInfo(kind="attention"), provenance=kept)
+    on_main(other, other.snapshot(new))
     folder = exported(other, tmp_path / "attention")
     with pytest.raises(ConfigError, match=r"router 'attention' of snapshot 1 reads the backbone's embeddings"):
         open_choice(settings(other, folder, "http://x"))

@@ -156,7 +156,7 @@ def test_an_unusable_snapshot_leaves_the_old_one_active(taught: Taught, tmp_path
     folder = Path(bank.storage.path("snapshots"))
     with listening(bank, follow={"enabled": True, "poll_s": 0.01}) as wire:
         shutil.copy(folder / "000002.json", folder / "000003.json")  # holds 2
-        move = Move(3, 3, "", "test", 0.0)
+        move = Move(3, 3, "", "test", 0.0, "main")
         bank.storage.create("branches/main/000003.json", seal({"format": 1, "branch": "main", **asdict(move)}))
         wire.until(lambda: bool(wire.get("/v1/snapshots")["problem"]))
         assert wire.get("/v1/snapshots")["active"] == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.manifest import ModelInfo, RouterInfo, TaskInfo
 from raycl.types import AdapterState
 
@@ -25,4 +25,4 @@ def child(bank: Bank, task: str, parent: Snapshot | None = None) -> Snapshot:
     fresh = bank.publish(task, adapter(len(bank.names())), MODEL, [task])
     kept = [(entry, parent.layouts[entry.layout]) for entry in parent.adapters] if parent else []
     tasks = [*(parent.tasks if parent else ()), TaskInfo(name=task)]
-    return bank.snapshot([fresh, *kept], MODEL, ROUTER, tasks, parent=parent.number if parent else None)
+    return bank.snapshot(NewSnapshot([fresh, *kept], MODEL, ROUTER, tasks, parent=parent.number if parent else None))

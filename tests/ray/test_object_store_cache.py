@@ -15,7 +15,7 @@ import ray
 import torch
 from ray.exceptions import ObjectLostError
 
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.bank import info_of
 from raycl.bank.integrity import objects_of
 from raycl.bank.manifest import ModelInfo, RouterInfo
@@ -46,7 +46,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bank, Snapshot]:
     bank = Bank.at(tmp_path_factory.mktemp("object_store_cache") / "bank")
     model = ModelInfo(name="tiny", sha256="a" * 64)
     manifests = [bank.publish(f"a{number}", adapter(number), model) for number in range(COUNT)]
-    return bank, bank.snapshot(manifests, model, RouterInfo(kind="task"))
+    return bank, bank.snapshot(NewSnapshot(manifests, model, RouterInfo(kind="task")))
 
 
 @pytest.fixture

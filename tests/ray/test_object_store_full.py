@@ -13,7 +13,7 @@ import ray
 import torch
 from filelock import FileLock
 
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.bank.object_store import NAMESPACE, ObjectStoreCache
 from raycl.types import AdapterState
@@ -55,7 +55,7 @@ def test_objects_that_do_not_fit_are_read_from_the_bank(
     bank = Bank.at(tmp_path / "bank")
     model = ModelInfo(name="tiny", sha256="a" * 64)
     manifests = [bank.publish(f"a{number}", adapter(number), model) for number in range(COUNT)]
-    snapshot = bank.snapshot(manifests, model, RouterInfo(kind="task"))
+    snapshot = bank.snapshot(NewSnapshot(manifests, model, RouterInfo(kind="task")))
     names = [f"a{number}" for number in range(COUNT)]
     object_store_cache = ObjectStoreCache(bank, capacity_mb=1000)
     with caplog.at_level(logging.WARNING, logger="raycl"):

@@ -16,7 +16,7 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 from ray.exceptions import ActorUnavailableError
 
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.bank.object_store import NAMESPACE, ObjectStoreCache
 from raycl.types import AdapterState
@@ -63,7 +63,7 @@ def test_node_lost(two_nodes: Cluster, tmp_path: Path) -> None:
     model = ModelInfo(name="tiny", sha256="a" * 64)
     low, high = torch.randn(16, 2048), torch.randn(2048, 16)
     state = AdapterState({"q": (low, high)}, 2.0)
-    snapshot = bank.snapshot([bank.publish("a", state, model)], model, RouterInfo(kind="single"))
+    snapshot = bank.snapshot(NewSnapshot([bank.publish("a", state, model)], model, RouterInfo(kind="single")))
     second = two_nodes.list_all_nodes()[-1]
     for _ in range(TRIES):
         object_store_cache = ObjectStoreCache(bank)

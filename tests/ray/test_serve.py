@@ -19,7 +19,7 @@ from ray import serve
 from tiny import Lab, on_main
 
 from raycl import config as configs
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.branches import Branch
 from raycl.serve.deployment.app import build_from
 from raycl.serve.deployment.application import start
@@ -238,13 +238,13 @@ def test_following_with_a_gate(lab: Lab, tmp_path: Path) -> None:
         assert state.head_weight is not None
         bad = replace(state, head_weight=-state.head_weight)
         worse.append(bank.publish(entry.name, bad, good.backbone, entry.tasks))
-    on_main(bank, bank.snapshot(worse, *fields, provenance=good.provenance))
+    on_main(bank, bank.snapshot(NewSnapshot(worse, *fields, provenance=good.provenance)))
     rejected = re.compile(r"snapshot 3 was rejected: (colour|animal) falls by \d+")
     until(lambda: bool(rejected.match(found()["decision"].get("why") or "")), 120)
     assert active(client) == 2
     until(lambda: bool(rejected.match(found()["problem"])))
     entries = [(entry, good.layouts[entry.layout]) for entry in good.adapters]
-    on_main(bank, bank.snapshot(entries, *fields, provenance={}))
+    on_main(bank, bank.snapshot(NewSnapshot(entries, *fields, provenance={})))
     unknown = "snapshot 4 cannot be evaluated, snapshot 2 stays active: snapshot 4 has no record"
     until(lambda: unknown in found()["problem"])
     assert client.post("/admin/activate", json={"snapshot": 4}).status_code == 200

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.manifest import AdapterManifest, AdapterRef, Layout, SnapshotAdapter
 from raycl.bank.pruning import removed_from
 from raycl.bank.states import get_router, get_state, put_router
@@ -71,13 +71,15 @@ def merge(bank: Bank, ours: Snapshot, theirs: Snapshot, other: Bank, with_sample
         log.warning("%s were learned with other libraries: %s", _names(ours, theirs), differing)
         provenance["version_changes"] = [f"{_names(ours, theirs)} were learned with other libraries: {differing}"]
     return bank.snapshot(
-        kept,
-        ours.backbone,
-        router,
-        list(known.values()),
-        encoder,
-        parent=ours.number,
-        provenance={**provenance, "config": _config(ours, theirs)},
+        NewSnapshot(
+            kept,
+            ours.backbone,
+            router,
+            list(known.values()),
+            encoder,
+            parent=ours.number,
+            provenance={**provenance, "config": _config(ours, theirs)},
+        )
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raycl import config as configs
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.states import get_router, get_state, put_router, put_state
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.config.trust import NONE_GIVEN, Permissions
@@ -90,14 +90,16 @@ def forget(
     forgotten = [*snapshot.provenance.get("forgotten", []), task]
     router, _ = put_router(bank, without(get_router(bank, snapshot), task))
     new = bank.snapshot(
-        kept,
-        snapshot.backbone,
-        router,
-        [info for info in snapshot.tasks if info.name != task],
-        snapshot.encoder,
-        parent=snapshot.number,
-        provenance={**snapshot.provenance, "forgotten": forgotten, "config": _config_without(snapshot, task)},
-        training=_training_without(bank, snapshot, task, removed),
+        NewSnapshot(
+            kept,
+            snapshot.backbone,
+            router,
+            [info for info in snapshot.tasks if info.name != task],
+            snapshot.encoder,
+            parent=snapshot.number,
+            provenance={**snapshot.provenance, "forgotten": forgotten, "config": _config_without(snapshot, task)},
+            training=_training_without(bank, snapshot, task, removed),
+        )
     )
     now = bank.open(new.number)
     after = evaluate(bank, now, task, sources) if scores else {}

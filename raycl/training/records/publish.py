@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.branches import Branch, is_ancestor
 from raycl.bank.manifest import AdapterRef, ModelInfo, TaskInfo, dump, manifest_of, parse_snapshot
 from raycl.bank.pruning import removed_from
@@ -78,25 +78,27 @@ def publish(
     router, encoder = put_router(bank, learned.router)
     inputs = of_tasks(state.inputs, [task.name for task in seen])
     snapshot = bank.snapshot(
-        [*fresh, *kept],
-        backbone,
-        router,
-        [
-            TaskInfo(
-                name=task.name, labels=task.labels, metric=task.metric, **context.stream.prompt(task, codec).record()
-            )
-            for task in seen
-        ],
-        encoder,
-        parent=parent.number if parent else None,
-        provenance={
-            **provenance,
-            "config": context.info.tree,
-            "inputs": inputs,
-            "versions": versions(context.info.plugins),
-        },
+        NewSnapshot(
+            [*fresh, *kept],
+            backbone,
+            router,
+            [
+                TaskInfo(
+                    name=task.name, labels=task.labels, metric=task.metric, **context.stream.prompt(task, codec).record()
+                )
+                for task in seen
+            ],
+            encoder,
+            parent=parent.number if parent else None,
+            provenance={
+                **provenance,
+                "config": context.info.tree,
+                "inputs": inputs,
+                "versions": versions(context.info.plugins),
+            },
+            training=put_training_state(bank, done, state.phases, objects),
+        ),
         again=all(manifest.version in known[manifest.name] for manifest in fresh),
-        training=put_training_state(bank, done, state.phases, objects),
     )
     published = {entry.name: entry.version for entry in snapshot.adapters}
     return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": published}, dump(snapshot)

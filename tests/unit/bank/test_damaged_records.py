@@ -15,7 +15,7 @@ import pytest
 import torch
 from run_records import HASH, phase_record
 
-from raycl.bank import AdapterRef, Bank
+from raycl.bank import AdapterRef, Bank, NewSnapshot
 from raycl.bank.activations import Activations, activated
 from raycl.bank.branches import Branch, explain_empty, missing_branch
 from raycl.bank.manifest import ModelInfo, RouterInfo
@@ -84,7 +84,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Storage:
     for seed in range(2):
         torch.manual_seed(seed)
         state = AdapterState({"q": (torch.randn(2, 6), torch.randn(5, 2))}, 1e-05)
-        bank.snapshot([bank.publish("one", state, MODEL)], MODEL, RouterInfo(kind="task"))
+        bank.snapshot(NewSnapshot([bank.publish("one", state, MODEL)], MODEL, RouterInfo(kind="task")))
         Activations(bank).add(1 + seed, "test")
         journal = Journal.claim(storage, workers=1)
         name = "ab"[seed]

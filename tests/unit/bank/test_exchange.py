@@ -22,7 +22,7 @@ from raycl.adapters.card import CardMetadata
 from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig, identity
 from raycl.backbone.codec import capabilities_of
-from raycl.bank import AdapterRef, Bank
+from raycl.bank import AdapterRef, Bank, NewSnapshot
 from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.errors import AdapterError, BackboneError, BankError
 from raycl.operations.banks.exchange import export_merged, export_peft, import_peft, mixed
@@ -164,7 +164,7 @@ def bank_of_two(llama: Path, tmp_path: Path) -> tuple[Bank, dict[str, AdapterSta
         import_peft(bank, str(tmp_path / name), name, config, [name])
     manifests = [bank.manifest(_ref(name)) for name in ("one", "two")]
     facts = ModelInfo(name=str(llama), sha256=identity(config), kind="decoder")
-    on_main(bank, bank.snapshot(manifests, facts, RouterInfo(kind="task")))
+    on_main(bank, bank.snapshot(NewSnapshot(manifests, facts, RouterInfo(kind="task"))))
     return bank, {manifest.name: bank.fetch(manifest) for manifest in manifests}
 
 
@@ -229,7 +229,10 @@ def test_a_non_linear_adapter_cannot_be_exported(
     with pytest.raises(AdapterError, match=f"the adapter {said}"):
         fold(AutoModelForCausalLM.from_pretrained(llama), bent)
     snapshot = bank.open(1)
-    on_main(bank, bank.snapshot([bank.publish("one", bent, snapshot.backbone)], snapshot.backbone, snapshot.router))
+    on_main(
+        bank,
+        bank.snapshot(NewSnapshot([bank.publish("one", bent, snapshot.backbone)], snapshot.backbone, snapshot.router)),
+    )
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
     for number, how in enumerate(([], ["--merged"], ["--without-head"], ["--without-head", "--merged"])):
         for adapters in ("one", "one=0.5"):

@@ -13,7 +13,7 @@ from tiny import Lab
 
 from raycl.backbone.model_files import only_pickled
 from raycl.backbone.model_hashes import fingerprint_of
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.manifest import AdapterManifest, ModelInfo
 from raycl.bank.states import put_router
 from raycl.config.trust import Permissions
@@ -80,7 +80,7 @@ def test_a_bank_cannot_permit_the_pickles_of_its_encoder(pickled: Path, tmp_path
     state = RouterState("keys", {}, {"x": torch.zeros(1)}, settings, fingerprint_of(str(pickled), pickles=True))
     router, info = put_router(bank, state)
     none: list[AdapterManifest] = []
-    snapshot = bank.snapshot(none, model, router, encoder=info)
+    snapshot = bank.snapshot(NewSnapshot(none, model, router, encoder=info))
     said = r"the router of snapshot 1 was made with encoder\.allow_pickle=true, .* allow it with allow_pickle=true"
     with pytest.raises(BankError, match=said):
         router_of(bank, snapshot)
