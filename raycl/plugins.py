@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, distributions
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from raycl.errors import PluginError
 
@@ -24,8 +24,6 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Used = dict[str, str]
 """`method my-method` -> `my-package 1.0`: what a run uses of other packages."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,50 +110,28 @@ def find(kind: Kind, name: str) -> Plugin | None:
     return having[0] if having else None
 
 
-def load_class(kind: Kind, name: str, base: type) -> type[Any] | None:
-    """Return the class of a name; None: no installed package has it.
+def load(kind: Kind, name: str, expected: type[Any] = object) -> Any:
+    """Return what a package has under a name; None: no installed package has it.
+
+    Args:
+        expected: class of metrics and orders, base class of all others; formats are functions.
 
     Raises:
-        PluginError: it cannot be imported, or is no subclass of `base`.
+        PluginError: it cannot be imported, or is something else.
     """
     plugin = find(kind, name)
     if plugin is None:
         return None
-    loaded = plugin.loaded()
-    if not (isinstance(loaded, type) and issubclass(loaded, base)):
-        raise PluginError(f"{plugin} is {loaded!r}: expected a subclass of {base.__module__}.{base.__name__}")
+    loaded, wanted = plugin.loaded(), f"{expected.__module__}.{expected.__name__}"
+    if kind == "format":
+        fits, wanted = callable(loaded), "a function"
+    elif kind in ("metric", "order"):
+        fits, wanted = isinstance(loaded, expected), f"an instance of {wanted}"
+    else:
+        fits, wanted = isinstance(loaded, type) and issubclass(loaded, expected), f"a subclass of {wanted}"
+    if not fits:
+        raise PluginError(f"{plugin} is {loaded!r}: expected {wanted}")
     return loaded
-
-
-def load_object(kind: Kind, name: str, expected: type[T]) -> T | None:
-    """Return the object of a name; None: no installed package has it.
-
-    Raises:
-        PluginError: it cannot be imported, or is no instance of `expected`.
-    """
-    plugin = find(kind, name)
-    if plugin is None:
-        return None
-    loaded = plugin.loaded()
-    if not isinstance(loaded, expected):
-        raise PluginError(f"{plugin} is {loaded!r}: expected an instance of {expected.__module__}.{expected.__name__}")
-    return loaded
-
-
-def load_function(kind: Kind, name: str) -> Callable[..., Any] | None:
-    """Return the function of a name; None: no installed package has it.
-
-    Raises:
-        PluginError: it cannot be imported, or cannot be called.
-    """
-    plugin = find(kind, name)
-    if plugin is None:
-        return None
-    loaded = plugin.loaded()
-    if not callable(loaded):
-        raise PluginError(f"{plugin} is {loaded!r}: expected a function")
-    function: Callable[..., Any] = loaded
-    return function
 
 
 def used(names_by_kind: Mapping[Kind, list[str]], builtin: Mapping[Kind, Mapping[str, Any]]) -> Used:
@@ -177,9 +153,7 @@ def require(wanted: Used) -> None:
     """
     for what, source in wanted.items():
         kind, _, name = what.partition(" ")
-        plugin = next(
-            (plugin for known_kind in KINDS if known_kind == kind and (plugin := find(known_kind, name))), None
-        )
+        plugin = next((find(known, name) for known in KINDS if known == kind), None)
         if plugin is None or plugin.source != source:
             package, _, version = source.rpartition(" ")
             there = "does not have it" if plugin is None else f"has {plugin.source}"

@@ -154,7 +154,6 @@ class HFCodec:
         self, conversations: Sequence[Conversation], template: str, answers: Sequence[str] | None = None
     ) -> list[tuple[str, str]]:
         """Return the prompt and answer of each conversation, for `SpecialStrings.encode`; else empty ones."""
-
         messages = [
             [(role, self._special.broken(content)) for role, content in conversation] for conversation in conversations
         ]
@@ -165,16 +164,15 @@ class HFCodec:
                 answer = "" if given is None else f"{around.lead}{written}{self._special.ending(around.tail)}"
                 pairs.append((around.prompt, answer))
         except ValueError as error:
-            raise self._refused(self._special.unbroken(str(error)), template, len(pairs)) from error
+            shown = f"in backbone.chat_template ('{' '.join(template[:40].split())}...')"
+            name = "of the tokenizer" if template == _template_of(self.tokenizer) else shown
+            problem = self._special.unbroken(str(error))
+            raise ConversationError(
+                f"the chat template {name} {problem}; repair the data, or name another template in "
+                "backbone.chat_template",
+                len(pairs),
+            ) from error
         return pairs
-
-    def _refused(self, problem: str, template: str, index: int) -> ConversationError:
-        is_own = template == _template_of(self.tokenizer)
-        name = "of the tokenizer" if is_own else f"in backbone.chat_template ('{' '.join(template[:40].split())}...')"
-        return ConversationError(
-            f"the chat template {name} {problem}; repair the data, or name another template in backbone.chat_template",
-            index,
-        )
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """Return ids of texts, in which no string is a control token."""

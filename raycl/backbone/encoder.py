@@ -155,16 +155,12 @@ class EncoderBackbone(Backbone):
         label_B, rows_B = batch.label_ids, torch.arange(len(batch), device=logits_BC.device)
         competing_BC = None
         if self.training and self.competing_labels:
-            competing_BC = self._among_competing(logits_BC, label_B)
+            competes = [label in self.competing_labels for label in self.head.labels]
+            competes_C = torch.tensor(competes, dtype=torch.bool, device=logits_BC.device)
+            alone_B1 = competes_C[label_B.clamp(min=0)].unsqueeze(1)  # not of replayed examples
+            competing_BC = logits_BC.masked_fill(alone_B1 & ~competes_C, -torch.inf)
         loss = summed_cross_entropy(logits_BC if competing_BC is None else competing_BC, label_B)
         return Output(loss, logits_BC, label_B, rows_B, competing_BC)
-
-    def _among_competing(self, logits_BC: Tensor, label_B: Tensor) -> Tensor:
-        """Return examples of a rival label without all other labels; others (replayed ones) as they are."""
-        competes = [label in self.competing_labels for label in self.head.labels]
-        competes_C = torch.tensor(competes, dtype=torch.bool, device=logits_BC.device)
-        alone_B1 = competes_C[label_B.clamp(min=0)].unsqueeze(1)
-        return logits_BC.masked_fill(alone_B1 & ~competes_C, -torch.inf)
 
     def true_logits(self, batch: Batch) -> Tensor:
         """Return the true logits of the label head, or of masked words."""

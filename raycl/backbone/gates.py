@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -28,14 +27,7 @@ without a gate."""
 
 def attach(model: nn.Module, gates: Mapping[GatePoint, Gate]) -> list[RemovableHandle]:
     """Add gates that stay until their handles are removed."""
-    handles = []
-    for (path, side), gate in gates.items():
-        module = model.get_submodule(path)
-        if side == "input":
-            handles.append(module.register_forward_pre_hook(partial(_on_input, gate)))
-        else:
-            handles.append(module.register_forward_hook(partial(_on_output, gate)))
-    return handles
+    return [_hooked(model.get_submodule(path), side, gate) for (path, side), gate in gates.items()]
 
 
 @contextmanager
@@ -49,14 +41,16 @@ def gated(model: nn.Module, gates: Mapping[GatePoint, Gate]) -> Iterator[None]:
             handle.remove()
 
 
-def _on_input(gate: Gate, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    factor = gate(given[0].shape[0])
-    return None if factor is None else (_times(given[0], factor), *given[1:])
+def _hooked(module: nn.Module, side: GateSide, gate: Gate) -> RemovableHandle:
+    def on_input(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        factor = gate(given[0].shape[0])
+        return None if factor is None else (_times(given[0], factor), *given[1:])
 
+    def on_output(_: nn.Module, given: Any, output: Tensor) -> Tensor | None:
+        factor = gate(output.shape[0])
+        return None if factor is None else _times(output, factor)
 
-def _on_output(gate: Gate, module: nn.Module, given: Any, output: Tensor) -> Tensor | None:
-    factor = gate(output.shape[0])
-    return None if factor is None else _times(output, factor)
+    return module.register_forward_pre_hook(on_input) if side == "input" else module.register_forward_hook(on_output)
 
 
 def _times(values: Tensor, factor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -144,8 +144,7 @@ def _kind_in(folder: str, inode: int, size: int, written: int) -> Kind | None:
     asks."""
     try:
         with _explained(folder):
-            settings = _settings(folder, trusts=False)
-            return _kind(settings, " ".join(getattr(settings, "architectures", None) or []))
+            return _kind(_settings(folder, trusts=False))
     except BackboneError:
         return None
 
@@ -181,7 +180,7 @@ def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens
         where = _folder(config, weights=False)
         settings = _settings(where, config.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
-    kind = _configured_kind(config, settings)
+    kind = _kind(settings) if config.kind == "auto" else config.kind
     return HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens, config.chat_template or "", config.bos)
 
 
@@ -292,7 +291,7 @@ def skeleton_of(config: BackboneConfig, settings: PretrainedConfig, codec: HFCod
 def wrap_model(model: nn.Module, tokenizer: Any, max_source_tokens: int, max_target_tokens: int) -> Backbone:
     """Return a backbone around a model in memory; its kind is that of the model's class."""
     settings: Any = model.config
-    kind = _kind(settings, type(model).__name__)
+    kind = _kind(settings, [type(model).__name__])
     return _wrap(kind, model, HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens), BackboneConfig())
 
 
@@ -344,43 +343,32 @@ def _loader(kind: str) -> Any:
 
 
 def _wrap(
-    kind: str, model: nn.Module, codec: HFCodec, config: BackboneConfig, language: LanguageHead | None = None
+    kind: str, model: Any, codec: HFCodec, config: BackboneConfig, language: LanguageHead | None = None
 ) -> Backbone:
     check_limits(model, codec)
     if kind == "encoder":
         return EncoderBackbone(model, codec, "mean" if config.pooling == "auto" else config.pooling, language)
-    _drop_habits(model)
-    join_last_states(model)
-    return Seq2SeqBackbone(model, codec) if kind == "encoder-decoder" else CausalBackbone(model, codec)
-
-
-def _drop_habits(model: Any) -> None:
-    """Drop the generation settings of the model's folder: answers are greedy, generators sample as configured.
-
-    A repetition penalty, for example, would act in evaluation and not in serving.
-    """
     defaults = getattr(model, "generation_config", None)
     if defaults is not None:  # else the model cannot generate, which only evaluation of answers needs
+        # answers are greedy, generators sample as configured: a penalty of the folder would not act in serving
         model.generation_config = type(defaults)(**{name: getattr(defaults, name, None) for name in SPECIAL_TOKENS})
+    join_last_states(model)
+    return Seq2SeqBackbone(model, codec) if kind == "encoder-decoder" else CausalBackbone(model, codec)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype of the weights: bfloat16 only where configured or where the GPU computes in it."""
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has_bf16 else torch.float32
+        name = "bfloat16" if has_bf16 else "float32"
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-def _configured_kind(config: BackboneConfig, settings: PretrainedConfig) -> Kind:
-    if config.kind != "auto":
-        return config.kind
-    return _kind(settings, " ".join(getattr(settings, "architectures", None) or []))
-
-
-def _kind(settings: PretrainedConfig, architectures: str) -> Kind:
+def _kind(settings: PretrainedConfig, classes: Sequence[str] | None = None) -> Kind:
+    """Return the kind of a model of these classes; None: those of its config."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    architectures = " ".join(getattr(settings, "architectures", None) or [] if classes is None else classes)
     if getattr(settings, "is_encoder_decoder", False):
         return "encoder-decoder"
     if "MaskedLM" in architectures or settings.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -64,11 +64,6 @@ def is_local(name: str) -> bool:
     return Path(resolve(name)).is_dir()
 
 
-def published_name(name: str) -> str:
-    """Return what others call the model: its hub id; a local folder as it is."""
-    return PUBLISHED.get(name, name)
-
-
 def resolve(name: str) -> str:
     """Return the folder of a packaged model, absolute path of a local folder, or the hub id as it is.
 
@@ -118,7 +113,12 @@ def folder_of(name: str, revision: str | None = None, files: FetchedFiles = SAFE
     """
     where = resolve(name)
     if Path(where).is_dir():
-        return _without_adapter(Path(where))
+        if Path(where, ADAPTER).is_file():  # Transformers would load it unasked
+            raise BackboneError(
+                f"'{where}' holds a PEFT adapter ({ADAPTER}) beside the model: expected a model alone, move the "
+                "adapter elsewhere, or merge it into the weights"
+            )
+        return Path(where)
     folder = _described(where, revision)
     if files.code:
         download(where, folder.name, CODE)
@@ -126,16 +126,6 @@ def folder_of(name: str, revision: str | None = None, files: FetchedFiles = SAFE
         _fetch_weights(where, folder.name)
         if files.pickles:
             download(where, folder.name, (*LAYER_PICKLES, *(() if _safetensors(folder) else PICKLES)))
-    return folder
-
-
-def _without_adapter(folder: Path) -> Path:
-    """Return a folder that holds a model alone: Transformers would load an adapter with it unasked."""
-    if (folder / ADAPTER).is_file():
-        raise BackboneError(
-            f"'{folder}' holds a PEFT adapter ({ADAPTER}) beside the model: expected a model alone, move the adapter "
-            "elsewhere, or merge it into the weights"
-        )
     return folder
 
 
@@ -222,15 +212,6 @@ def present_folder(name: str, revision: str | None = None) -> Path | None:
     return Path(config_file).parent if isinstance(config_file, str | Path) else None
 
 
-def weight_files(name: str, revision: str | None = None) -> list[Path]:
-    """Return the safetensors files that make up the model; none if it has pickles alone.
-
-    Raises:
-        BackboneError: it does not exist.
-    """
-    return _safetensors(folder_of(name, revision))
-
-
 def _safetensors(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
@@ -255,6 +236,5 @@ def part_files(folder: Path, code: bool) -> dict[str, list[Path]]:
     files_of_parts = {
         part: {file for pattern in given for file in folder.glob(pattern)} for part, given in patterns.items()
     }
-    return {
-        part: sorted(files) for part, files in {**files_of_parts, "weights": {*weights, *folder.glob(LAYERS)}}.items()
-    }
+    files_of_parts["weights"] = {*weights, *folder.glob(LAYERS)}
+    return {part: sorted(files) for part, files in files_of_parts.items()}

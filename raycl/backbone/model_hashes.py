@@ -81,7 +81,9 @@ def hash_of(file: Path, large: int = LARGE) -> str:
     """
     if file.stat().st_size < large:
         return _read(file)
-    here, cached = file.parent / RECORD, _cached(file.parent)
+    cache = Path(os.environ.get("RAYCL_CACHE") or "~/.cache/raycl").expanduser() / "hashes"
+    cached = cache / f"{hashlib.sha256(str(file.parent.absolute()).encode()).hexdigest()[:32]}.json"
+    here = file.parent / RECORD
     if (known := _known(file, here, cached)) is not None:
         return known
     with FileLock(_lock(cached)):
@@ -134,12 +136,6 @@ def _keep(record: Path, name: str, entry: dict[str, int | str]) -> None:
         finished_beside(record, (seal({"format": FORMAT, "files": {**others, name: entry}}),)) as temporary,
     ):
         temporary.replace(record)
-
-
-def _cached(folder: Path) -> Path:
-    """Return the record of a folder in the cache."""
-    root = Path(os.environ.get("RAYCL_CACHE") or "~/.cache/raycl").expanduser()
-    return root / "hashes" / f"{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:32]}.json"
 
 
 def _lock(cached: Path) -> Path:

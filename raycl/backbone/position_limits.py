@@ -27,14 +27,13 @@ def positions_of(stack: Any) -> int | None:
         if isinstance(table, nn.Embedding) and TABLE.search(path) and "relative" not in path
     ]
     if tables:
-        return min(table.num_embeddings - _rows_in_front(table) for table in tables)
+        # RoBERTa's tables begin behind the padding id, BART's with an offset
+        in_front = [
+            int(getattr(table, "offset", 0)) if table.padding_idx is None else table.padding_idx + 1 for table in tables
+        ]
+        return min(table.num_embeddings - rows for table, rows in zip(tables, in_front, strict=True))
     limit = None if stack.config.is_encoder_decoder else getattr(stack.config, "max_position_embeddings", None)
     return None if limit is None else int(limit)
-
-
-def _rows_in_front(table: nn.Embedding) -> int:
-    """Return the number of rows before that of the first position."""
-    return int(getattr(table, "offset", 0)) if table.padding_idx is None else table.padding_idx + 1
 
 
 def check_limits(model: Any, codec: HFCodec) -> None:

@@ -35,18 +35,13 @@ def decoder_inputs(model: Any, labels_BT: Tensor) -> dict[str, Any]:
     last token instead (mBART, whose labels end in a language), which a row without labels does not have. Where no token
     is known the labels themselves are given, and the model computes a loss of its own in addition to ours.
     """
-    start = _first_token(model)
-    if start is None:
-        return {"labels": labels_BT}
-    shifted_BT = nn.functional.pad(labels_BT[:, :-1], (1, 0), value=start)
-    return {"decoder_input_ids": shifted_BT.masked_fill(shifted_BT == IGNORE, int(model.config.pad_token_id or 0))}
-
-
-def _first_token(model: Any) -> int | None:
-    """Return the token with which `generate` begins answers."""
     settings = [config for config in (getattr(model, "generation_config", None), model.config) if config is not None]
     tokens = [getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "bos") for config in settings]
-    return next((int(token) for token in tokens if token is not None), None)
+    start = next((token for token in tokens if token is not None), None)
+    if start is None:
+        return {"labels": labels_BT}
+    shifted_BT = nn.functional.pad(labels_BT[:, :-1], (1, 0), value=int(start))
+    return {"decoder_input_ids": shifted_BT.masked_fill(shifted_BT == IGNORE, int(model.config.pad_token_id or 0))}
 
 
 def logits_at(model: Any, chosen_BS: Tensor, inputs: dict[str, Any], every_position: bool = False) -> Tensor:
@@ -142,11 +137,8 @@ def join_last_states(model: Any) -> None:
 
 
 def _joined(head: nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copy states that are not contiguous; `is_contiguous` ignores the stride of a single row."""
     return tuple(
-        state if _lies_together(state) else state.clone(memory_format=torch.contiguous_format) for state in states
+        x if x.dim() != 3 or x.stride(0) == x.shape[1] * x.stride(1) else x.clone(memory_format=torch.contiguous_format)
+        for x in states
     )
-
-
-def _lies_together(x: Tensor) -> bool:
-    """Return whether a tensor is contiguous; `is_contiguous` ignores the stride of a single row."""
-    return x.dim() != 3 or x.stride(0) == x.shape[1] * x.stride(1)

@@ -116,7 +116,8 @@ def matching(linears: Sequence[str], targets: Sequence[str]) -> list[str]:
     """
     chosen: set[str] = set()
     for target in targets:
-        matched = {name for name in linears if any(re.search(f"{pattern}$", name) for pattern in _patterns(target))}
+        patterns = GROUPS.get(target) or ROLES.get(target) or (rf"(^|\.){target}",)
+        matched = {name for name in linears if _ends_in(name, patterns)}
         if not matched:
             kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in linears})
             roles = ", ".join((*ROLES, *GROUPS))
@@ -135,10 +136,10 @@ def query_of(model: nn.Module, path: str) -> str:
         BackboneError: `path` is no output projection, or queries have no linear of their own with as many outputs.
     """
     shapes = linear_shapes(model)
-    queries = [name for name in shapes if _matches(name, "attention.query")]
+    queries = [name for name in shapes if _ends_in(name, ROLES["attention.query"])]
     nearest = max(queries, key=lambda name: len(shared_parts(name, path)), default="")
     within = ".".join(shared_parts(nearest, path))
-    if not _matches(path, "attention.out") or not re.search(r"(attention|attn)$", within, re.IGNORECASE):
+    if not _ends_in(path, ROLES["attention.out"]) or not re.search(r"(attention|attn)$", within, re.IGNORECASE):
         raise BackboneError(
             f"'{path}' is not the output projection of an attention layer with a query projection of its own: a prefix "
             "needs both (target attention.out, and no backbone that projects queries, keys and values in one)"
@@ -149,6 +150,10 @@ def query_of(model: nn.Module, path: str) -> str:
             "many of both"
         )
     return nearest
+
+
+def _ends_in(path: str, patterns: Sequence[str]) -> bool:
+    return any(re.search(f"{pattern}$", path) for pattern in patterns)
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -167,14 +172,6 @@ def shared_parts(path: str, other: str) -> list[str]:
     """Return the leading parts that two paths share."""
     pairs = zip(path.split("."), other.split("."), strict=False)
     return [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-
-
-def _matches(path: str, role: str) -> bool:
-    return any(re.search(f"{pattern}$", path) for pattern in ROLES[role])
-
-
-def _patterns(target: str) -> tuple[str, ...]:
-    return GROUPS.get(target) or ROLES.get(target) or (rf"(^|\.){target}",)
 
 
 def last_feed_forward(model: nn.Module) -> nn.Module | None:

@@ -17,7 +17,7 @@ from raycl.config.choices import Choice
 from raycl.errors import PluginError, meant
 from raycl.methods.base import Method, MethodConfig
 from raycl.methods.modifier import GradientModifier, ModifierConfig
-from raycl.plugins import Kind, Names, find, load_class
+from raycl.plugins import Kind, Names, find, load
 
 ClassT = TypeVar("ClassT")
 
@@ -107,7 +107,7 @@ def _class_of(kind: Kind, names: Names, table: Mapping[str, str], name: str, bas
         named_class = getattr(importlib.import_module(module), attribute)
         assert issubclass(named_class, base), f"'{table[name]}' is no {base.__name__}"
     else:
-        named_class = load_class(kind, name, base)
+        named_class = load(kind, name, base)
     if named_class is None:
         raise PluginError(f"unknown {kind} '{name}': {meant(name, names)}; is its package installed here?")
     config = named_class.Config

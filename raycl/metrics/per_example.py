@@ -29,7 +29,7 @@ from raycl.metrics.answers import Answers, Labels, Metric, mean_best
 from raycl.metrics.matrix import ACCURACY
 from raycl.metrics.overlap import bleu, edit_similarity, rouge, rouge_ascii
 from raycl.metrics.sari import sari
-from raycl.plugins import Names, load_object
+from raycl.plugins import Names, load
 from raycl.types import Score
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -107,7 +107,7 @@ def metric_of(name: str) -> Metric:
     Raises:
         ConfigError: unknown name (with the nearest one). PluginError: the package cannot be used.
     """
-    metric = METRICS.get(name) or load_object("metric", name, Metric)
+    metric = METRICS.get(name) or load("metric", name, Metric)
     if metric is None:
         raise ConfigError(f"unknown metric '{name}': {meant(name, sorted(METRIC_NAMES))}")
     return metric

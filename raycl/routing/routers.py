@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raycl.config import validate
 from raycl.errors import BankError, RetrievalError, meant
-from raycl.plugins import Names, find, load_class
+from raycl.plugins import Names, find, load
 from raycl.routing.attention import AttentionRouter
 from raycl.routing.class_gaussians import ClassGaussiansRouter
 from raycl.routing.experts import ExpertRouter
@@ -236,7 +236,7 @@ def router_class(of: KindOfRouter) -> type[Router]:
         BankError: an unknown kind, or one of a package that is not installed here. PluginError: of one that cannot be
             used.
     """
-    router = ROUTERS.get(of.kind) or load_class("router", of.kind, Router)
+    router = ROUTERS.get(of.kind) or load("router", of.kind, Router)
     if router is None and of.package:
         package, _, version = of.package.rpartition(" ")
         raise BankError(

@@ -104,13 +104,8 @@ class Storage:
 
     def sub(self, name: str) -> Storage:
         """Return a folder below this one."""
-        return Storage(
-            f"{self.uri}/{name if self.is_local else quote(name)}",
-            self.filesystem,
-            self.path(name),
-            self.endpoint,
-            self.retry_s,
-        )
+        uri = f"{self.uri}/{name if self.is_local else quote(name)}"
+        return replace(self, uri=uri, root=self.path(name))
 
     def with_retries(self, seconds: float) -> Storage:
         """Return the same folder, whose operations are retried for this many seconds if the store does not answer."""
@@ -140,7 +135,12 @@ class Storage:
         selector = pafs.FileSelector(self.path(name), allow_not_found=True, recursive=True)
         entries = self._with_retries("list", name, lambda: self._entries(selector))
         start, now = len(self.root) + 1, time.time()
-        return {info.path[start:]: _stored_file(info, now) for info in entries if info.type == pafs.FileType.File}
+        files = {}
+        for info in entries:
+            if info.type == pafs.FileType.File:
+                written, unfinished = (info.mtime_ns or 0) / 1e9, bool(UNFINISHED.search(info.path))
+                files[info.path[start:]] = StoredFile(info.size, now - written, unfinished, written)
+        return files
 
     def _entries(self, selector: pafs.FileSelector) -> Sequence[pafs.FileInfo]:
         """Return the entries; a folder that appears while pyarrow checks for it is listed again."""
@@ -375,11 +375,6 @@ class Storage:
     def _with_retries(self, verb: str, name: str, action: Callable[[], T]) -> T:
         """Return the result of `action`; errors of the file system become a StorageError that names the file."""
         return with_retries(action, f"{verb} '{self._full(name)}'", self.retry_s, self.is_local)
-
-
-def _stored_file(info: pafs.FileInfo, now: float) -> StoredFile:
-    written = (info.mtime_ns or 0) / 1e9
-    return StoredFile(info.size, now - written, bool(UNFINISHED.search(info.path)), written)
 
 
 def _endpoint(uri: str) -> str | None:

@@ -139,7 +139,7 @@ def test_stopped_between_training_and_evaluation(
         ("finetune", recorder.checkpoints, "write_model"),
         ("finetune", recorder.checkpoints, "commit_checkpoint"),
         ("separate", recorder.checkpoints, "commit_checkpoint"),
-        ("separate", Bank, "_publish"),
+        ("separate", Bank, "_create"),
         ("separate", Bank, "snapshot"),
     ],
 )

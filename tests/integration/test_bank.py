@@ -118,7 +118,7 @@ def test_of_racing_writers_every_one_gets_a_version_of_its_own(bank: Bank) -> No
 
 def die_before_the_manifest(folder: str) -> None:
     bank = Bank.at(folder)
-    bank._publish = lambda manifest: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+    bank._create = lambda record_of, numbers: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
     bank.publish("late", adapter(3), MODEL)
 
 

@@ -58,11 +58,8 @@ def with_template_files(tree: Tree) -> Tree:
     Raises:
         ConfigError: there is no such file, or it cannot be a template.
     """
-    return {key: _with_file(value) if key == "backbone" else _inner(value) for key, value in tree.items()}
-
-
-def _inner(value: Any) -> Any:
-    return with_template_files(value) if isinstance(value, dict) else value
+    inner = {key: with_template_files(value) for key, value in tree.items() if isinstance(value, dict)}
+    return {key: _with_file(value) if key == "backbone" else inner.get(key, value) for key, value in tree.items()}
 
 
 def _with_file(backbone: Any) -> Any:
@@ -126,10 +123,8 @@ def turns(
         rendered = iter(renderer().render(template, names, wanted))
         for index, conversation in several:
             around = _around(_text(conversation, next(rendered)), _text(conversation, next(rendered)))
-            yield (
-                around,
-                "" if answers is None else _written(_text(conversation, next(rendered)), answers[index], around),
-            )
+            written = "" if answers is None else _text(conversation, next(rendered))
+            yield around, "" if answers is None else _written(written, answers[index], around)
 
 
 def check(template: str, system: str) -> None:
@@ -171,7 +166,7 @@ def _around(before: str, probed: str) -> Around:
 def _written(written: str, answer: str, around: Around) -> str:
     """Return an answer as the template writes it, taken from the conversation with it."""
     start = around.prompt + around.lead
-    common = len(_common(written, start))
+    common = next((index for index, (a, b) in enumerate(zip(written, start, strict=False)) if a != b), len(start))
     if len(written) < len(start) + len(around.tail) or not (
         written.startswith(start) and written.endswith(around.tail)
     ):
@@ -180,12 +175,6 @@ def _written(written: str, answer: str, around: Around) -> str:
             f"'{_end(start)}' and in front of '{around.tail[:20]}', as other answers are"
         )
     return written[len(start) : len(written) - len(around.tail)]
-
-
-def _common(first: str, other: str) -> str:
-    """Return the common beginning of both."""
-    length = next((index for index, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), len(other))
-    return first[:length]
 
 
 def _end(text: str) -> str:

@@ -26,6 +26,8 @@ from raycl.errors import BackboneError
 Conversation = Sequence[tuple[str, str]]
 """Messages as (role, content)."""
 
+NO_PROCESS = "the process that renders chat templates does not start"
+
 KEPT = ("LD_LIBRARY_PATH", "TZ")
 """The only environment variables of the process; others, such as keys, are removed."""
 
@@ -115,16 +117,12 @@ def _started() -> subprocess.Popen[bytes]:
             command, env=known, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
     except OSError as error:
-        raise _no_process(str(error)) from error
+        raise BackboneError(f"{NO_PROCESS}: {error}") from error
     first = _line(process)
     if first != {"problem": ""}:
         status = _closed(process)
-        raise _no_process(first.get("problem", f"it ended with status {status}"))
+        raise BackboneError(f"{NO_PROCESS}: {first.get('problem', f'it ended with status {status}')}")
     return process
-
-
-def _no_process(problem: str) -> BackboneError:
-    return BackboneError(f"the process that renders chat templates does not start: {problem}")
 
 
 def _line(process: subprocess.Popen[bytes]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from raycl import plugins
 from raycl.data.benchmarks.knowledge import PublishedTask, canonical
 from raycl.errors import ConfigError, PluginError, meant
-from raycl.plugins import load_object
+from raycl.plugins import load
 
 BUILTIN = "builtin"
 """The stream of short tasks that need no files."""
@@ -45,7 +45,7 @@ def find(name: str) -> Benchmark | None:
     folded = name.lower()
     benchmark = _BY_NAME.get(ALIASES.get(folded, folded))
     if benchmark is None and name != BUILTIN:
-        benchmark = load_object("order", name, Benchmark)
+        benchmark = load("order", name, Benchmark)
         if benchmark is not None and benchmark.name != name:
             raise PluginError(
                 f"{plugins.find('order', name)} is a benchmark of the name '{benchmark.name}': expected the same"

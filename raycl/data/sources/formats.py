@@ -24,7 +24,7 @@ from raycl.data.sources.parquet import parquet_items
 from raycl.data.sources.source import SourceFile, SourceFiles
 from raycl.data.sources.table_cells import table_items
 from raycl.errors import DataError, PluginError, meant
-from raycl.plugins import Names, find, load_function
+from raycl.plugins import Names, find, load
 
 AUTO = "auto"
 """The setting under which the format is detected by suffix, and for `.json` by the file's beginning."""
@@ -290,7 +290,7 @@ def reader_of(name: str) -> Reader:
     Raises:
         PluginError: neither has it, or the package cannot be used.
     """
-    reader = FORMATS.get(name) or load_function("format", name)
+    reader = FORMATS.get(name) or load("format", name)
     if reader is None:
         raise PluginError(f"unknown format '{name}': {meant(name, FORMAT_NAMES)}; is its package installed here?")
     return reader

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from raycl.errors import meant
-from raycl.plugins import load_class, names
+from raycl.plugins import load, names
 
 if TYPE_CHECKING:
     from raycl.training.optimizers.base import OptimizerKind
@@ -38,10 +38,11 @@ def optimizer_class(name: str) -> type[OptimizerKind]:
     """
     from raycl.training.optimizers.base import OptimizerKind  # brings torch, which settings do without
 
-    if name not in OPTIMIZERS and (result := load_class("optimizer", name, OptimizerKind)) is not None:
-        return result
     if name not in OPTIMIZERS:
-        raise ValueError(f"train.optimizer is '{name}': {meant(name, optimizer_names())}")
+        loaded: type[OptimizerKind] | None = load("optimizer", name, OptimizerKind)
+        if loaded is None:
+            raise ValueError(f"train.optimizer is '{name}': {meant(name, optimizer_names())}")
+        return loaded
     module, _, attribute = OPTIMIZERS[name].partition(":")
     kind = getattr(importlib.import_module(module), attribute)
     assert isinstance(kind, type) and issubclass(kind, OptimizerKind), f"OPTIMIZERS['{name}'] is no OptimizerKind"
