@@ -19,7 +19,7 @@ from torch.nn.functional import layer_norm, linear, log_softmax, silu
 from raycl.backbone.base import mean_pooled
 from raycl.config import Section
 from raycl.errors import RetrievalError
-from raycl.routing.router import Need, Owners, PromptRouter, TrainedRouting, uniform
+from raycl.routing.router import KeyedRouting, Need, Owners, PromptRouter, uniform
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.routing.statistics import BareTexts
 from raycl.types import Mixture, RouterState
@@ -73,30 +73,24 @@ class AttentionConfig(Section):
         return self.model_copy(update={"pruning_threshold": 0.0}) if encoder and scores else self
 
 
-class Attention(TrainedRouting):
+class Attention(KeyedRouting):
     """Projection and keys.
 
     Attributes:
         down: `[p, d]`. up: `[d, p]`. norm_weight, norm_bias: `[d]`.
-        key: `[d]` key of the task in training; None between tasks.
-        keys: earlier task -> its key `[d]`, frozen, on the CPU.
-        trainable: task in training, "" for none.
         center, spread: `[d]` statistics of the first pooled embeddings, where they are standardized; else None.
     """
 
     def __init__(self, dimensions: int, config: AttentionConfig, seed: int, device: torch.device | str = "cpu") -> None:
         """Draw the projection as torch draws linears (the released code's way)."""
-        super().__init__()
-        self.dimensions, self.config = dimensions, config
+        super().__init__(dimensions)
+        self.config = config
         draw = torch.Generator().manual_seed(seed)
         self.down = nn.Parameter(uniform((config.width, dimensions), dimensions**-0.5, draw).to(device))
         self.up = nn.Parameter(uniform((dimensions, config.width), config.width**-0.5, draw).to(device))
         self.norm_weight = nn.Parameter(torch.ones(dimensions, device=device))
         self.norm_bias = nn.Parameter(torch.zeros(dimensions, device=device))
         self.register_parameter("key", None)
-        self.key: nn.Parameter | None
-        self.keys: dict[str, Tensor] = {}
-        self.trainable = ""
         self.center: Tensor | None = None
         self.spread: Tensor | None = None
         self._frozen: Tensor | None = None
@@ -105,11 +99,6 @@ class Attention(TrainedRouting):
     def tau(self) -> float:
         """The temperature."""
         return float(self.config.tau or self.dimensions**0.5)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tasks of the weights' columns, in the order of learning."""
-        return (*self.keys, self.trainable) if self.trainable else tuple(self.keys)
 
     # ---- a task ----------------------------------------------------------------------------------------------
 
@@ -131,15 +120,12 @@ class Attention(TrainedRouting):
 
     def begin(self, task: str, seed: int) -> None:
         """Draw a key for a new task from U(-1, 1) (the released code)."""
-        assert task not in self.keys, f"'{task}' has a key already"
-        self.trainable = task
-        self.key = nn.Parameter(uniform((self.dimensions,), 1.0, torch.Generator().manual_seed(seed)).to(self.down))
+        drawn = uniform((self.dimensions,), 1.0, torch.Generator().manual_seed(seed))
+        self.begin_key(task, drawn.to(self.down))
 
     def end(self, values: Mapping[str, Tensor]) -> None:
         """Freeze the key of the task in training; it and the projection become exactly `values`."""
-        task, self.trainable = self.trainable, ""
-        self.key = None
-        self.keys[task] = values["key"].detach().float().cpu().clone()
+        self.end_key(values["key"])
         self._frozen = None
         self.fill(values)
 
@@ -168,17 +154,15 @@ class Attention(TrainedRouting):
 
     def query(self, pooled_BD: Tensor) -> Tensor:
         """Return queries `[B, d]`."""
-        low_BP = linear(self._standard(pooled_BD.float()), self.down.float())
+        pooled_BD = pooled_BD.float()
+        if self.center is not None and self.spread is not None:
+            self.center, self.spread = self.center.to(pooled_BD.device), self.spread.to(pooled_BD.device)
+            pooled_BD = (pooled_BD - self.center) / self.spread
+        low_BP = linear(pooled_BD, self.down.float())
         between = self.config.proj_act == "between"
         high_BD = linear(silu(low_BP) if between else low_BP, self.up.float())
         inner_BD = high_BD if between else silu(high_BD)
         return layer_norm(inner_BD, (self.dimensions,), self.norm_weight.float(), self.norm_bias.float())
-
-    def _standard(self, pooled_BD: Tensor) -> Tensor:
-        if self.center is None or self.spread is None:
-            return pooled_BD
-        self.center, self.spread = self.center.to(pooled_BD.device), self.spread.to(pooled_BD.device)
-        return (pooled_BD - self.center) / self.spread
 
     def _matrix(self, device: torch.device) -> Tensor:
         """Return `[T, d]` keys in the order of `names`."""
@@ -193,9 +177,8 @@ class Attention(TrainedRouting):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return `key/<task>` of earlier tasks, and the projection by `SHARED` (names without a slash: no task's)."""
-        tensors = {f"key/{task}": key for task, key in self.keys.items()}
         held = {name: getattr(self, name) for name in (*SHARED, *STANDARD)}
-        return tensors | {
+        return super().tensors() | {
             name: tensor.detach().float().cpu().clone() for name, tensor in held.items() if tensor is not None
         }
 
@@ -206,7 +189,7 @@ class Attention(TrainedRouting):
 
     def take(self, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Restore the state of `settings` and `tensors`; tasks whose keys were removed are left out."""
-        self.keys = {task: tensors[f"key/{task}"].float() for task in settings["tasks"] if f"key/{task}" in tensors}
+        self.take_keys(settings["tasks"], tensors)
         self.center, self.spread = (tensors[name].float() if name in tensors else None for name in STANDARD)
         self._frozen = None
         self.fill(tensors)
@@ -228,9 +211,7 @@ class AttentionRouter(PromptRouter):
         self.dimensions = attention.dimensions
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
-        attention = self.attention
-        if attention.down.device != embeddings_BLD.device:
-            attention.to(embeddings_BLD.device)
+        attention = self.attention.to(embeddings_BLD.device)
         pooled_BD = max_pooled(embeddings_BLD, mask_BL, attention.config.pool_pads)
         alpha_BT = attention(pooled_BD).exp().cpu()
         mixture = mixture_of(attention.names, alpha_BT, attention.config.pruning_threshold, self.hard)

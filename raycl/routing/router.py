@@ -37,6 +37,47 @@ class TrainedRouting(nn.Module):
         return result
 
 
+class KeyedRouting(TrainedRouting):
+    """A module that routes by one learned key for each task; subclasses register the parameter `key`.
+
+    Attributes:
+        key: key `[D]` of the task in training; None between tasks.
+        keys: earlier task -> its key `[D]`, frozen, on the CPU.
+        trainable: task in training, "" for none.
+    """
+
+    key: nn.Parameter | None
+
+    def __init__(self, dimensions: int) -> None:
+        super().__init__()
+        self.dimensions = dimensions
+        self.keys: dict[str, Tensor] = {}
+        self.trainable = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tasks of the weights' columns, in the order of learning."""
+        return (*self.keys, self.trainable) if self.trainable else tuple(self.keys)
+
+    def begin_key(self, task: str, key_D: Tensor) -> None:
+        """Train a key for a new task from this one on."""
+        assert task not in self.keys, f"'{task}' has a key already"
+        self.key, self.trainable = nn.Parameter(key_D), task
+
+    def end_key(self, key_D: Tensor) -> None:
+        """Freeze the key of the task in training as exactly this."""
+        task, self.trainable, self.key = self.trainable, "", None
+        self.keys[task] = key_D.detach().float().cpu().clone()
+
+    def take_keys(self, tasks: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        """Restore the keys of earlier tasks; tasks whose keys were removed are left out."""
+        self.keys = {task: tensors[f"key/{task}"].float() for task in tasks if f"key/{task}" in tensors}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return `key/<task>` of earlier tasks."""
+        return {f"key/{task}": key for task, key in self.keys.items()}
+
+
 def uniform(shape: tuple[int, ...], bound: float, draw: torch.Generator) -> Tensor:
     """Draw from U(-bound, bound) on the CPU, the same on every device."""
     return (torch.rand(shape, generator=draw) * 2 - 1) * bound

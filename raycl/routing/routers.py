@@ -14,9 +14,8 @@ from raycl.errors import BankError, RetrievalError, meant
 from raycl.plugins import Names, find, load
 from raycl.routing.attention import AttentionRouter
 from raycl.routing.class_gaussians import ClassGaussiansRouter
-from raycl.routing.experts import ExpertRouter
 from raycl.routing.gates import GateRouter
-from raycl.routing.prompt_pool import PromptPoolRouter
+from raycl.routing.pools import ExpertRouter, PromptPoolRouter
 from raycl.routing.router import Need, Owners, Router, columns_of
 from raycl.routing.sentence_encoder import SERVED_TEXTS, EncoderConfig, SentenceEncoder
 from raycl.routing.slots import SlotRouter

@@ -119,13 +119,11 @@ def learn_keys(
     top_k: int,
     seed: int,
     earlier_NgH: Tensor | None = None,
-    log_every_s: float = EVERY_S,
 ) -> Tensor:
     """Run the preparation phase of a task: return `[m, g, h]` keys moved towards its queries, without labels.
 
     Args:
         earlier_NgH: keys of earlier tasks, from which `centrifugal` moves them away; None: there are none.
-        log_every_s: seconds between two log lines about the progress.
 
     Raises:
         RetrievalError: K > m, g does not divide c, no texts.
@@ -140,19 +138,19 @@ def learn_keys(
         keys = semi_orthogonal(config.slots, config.groups, queries_BgH.shape[2], seed)
     draw = torch.Generator().manual_seed(seed)
     earlier_NgH = earlier_NgH if config.centrifugal else None
-    step = _paper_step if config.update == "paper" else _OptimizerStep(keys, config)
+    step = None if config.update == "paper" else _OptimizerStep(keys, config)
     began = logged = time.monotonic()
     total = _updates(len(queries_BgH), config)
     for number, (epoch, rows) in enumerate(_batches(len(queries_BgH), config, draw)):
-        if number and (now := time.monotonic()) - logged >= log_every_s:
+        if number and (now := time.monotonic()) - logged >= EVERY_S:
             logged = now
             log.info(
                 "    keys: %d of %d updates, %.0f s left", number, total, (now - began) / number * (total - number)
             )
-        if isinstance(step, _OptimizerStep):
-            step.set_rate(config, epoch)
         chosen = choose(cosines(queries_BgH[rows], keys), top_k, config.mask, draw)
-        keys = step(keys, _gradient(keys, queries_BgH[rows], chosen, config, earlier_NgH), chosen, config)
+        gradient = _gradient(keys, queries_BgH[rows], chosen, config, earlier_NgH)
+        # the paper adds `rate * grad cos(q, k)` to each key that a text chose (SLM, eq. 5)
+        keys = keys + config.rate * gradient if step is None else step(keys, gradient, chosen, config, epoch)
     return keys
 
 
@@ -189,11 +187,6 @@ def choose(similar_BgN: Tensor, top_k: int, mask: float, draw: torch.Generator |
     return similar_BgN.topk(top_k, dim=-1).indices
 
 
-def _paper_step(keys: Tensor, gradient_MgH: Tensor, chosen_BgK: Tensor, config: KeyConfig) -> Tensor:
-    """Add `rate * grad cos(q, k)` to each key that a text chose (SLM, eq. 5)."""
-    return keys + config.rate * gradient_MgH
-
-
 def _gradient(
     keys_MgH: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor, config: KeyConfig, earlier_NgH: Tensor | None
 ) -> Tensor:
@@ -202,17 +195,13 @@ def _gradient(
     With earlier keys also minus `centrifugal` times that of the mean cosine with them, times the number of cosines in
     that sum: divided by it, both are means, as in the authors' code.
     """
-    gradient = _pull(keys_MgH, _chosen_sum(queries_BgH, chosen_BgK, len(keys_MgH)))
+    unit_q = nn.functional.normalize(queries_BgH, dim=-1)
+    gradient = _pull(keys_MgH, torch.einsum("bgm,bgh->mgh", _hits(chosen_BgK, len(keys_MgH)), unit_q))
     if earlier_NgH is None:
         return gradient
     towards_gH = nn.functional.normalize(earlier_NgH, dim=-1).mean(0)
     away = _pull(keys_MgH, towards_gH.expand_as(keys_MgH)) / (keys_MgH.shape[0] * keys_MgH.shape[1])
     return gradient - config.centrifugal * chosen_BgK.numel() * away
-
-
-def _chosen_sum(queries_BgH: Tensor, chosen_BgK: Tensor, slots: int) -> Tensor:
-    """Return `[m, g, h]`, the sum of the unit queries that chose each key."""
-    return torch.einsum("bgm,bgh->mgh", _hits(chosen_BgK, slots), nn.functional.normalize(queries_BgH, dim=-1))
 
 
 def _hits(chosen_BgK: Tensor, slots: int) -> Tensor:
@@ -238,13 +227,10 @@ class _OptimizerStep:
         kind = torch.optim.AdamW if official else torch.optim.Adam
         self.optimizer = kind([self.parameter], lr=config.rate, weight_decay=0.01 if official else 0.0)
 
-    def set_rate(self, config: KeyConfig, epoch: int) -> None:
-        """Set the rate of an epoch; the authors' code multiplies it by 0.1 after every second one."""
-        decays = config.update == "official" and config.epochs is not None
+    def __call__(self, keys: Tensor, gradient_MgH: Tensor, chosen_BgK: Tensor, config: KeyConfig, epoch: int) -> Tensor:
+        decays = config.update == "official" and config.epochs is not None  # the authors' code, every second epoch
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate * (DECAY ** (epoch // DECAY_EPOCHS) if decays else 1.0)
-
-    def __call__(self, keys: Tensor, gradient_MgH: Tensor, chosen_BgK: Tensor, config: KeyConfig) -> Tensor:
         before = self.parameter.detach().clone()
         self.parameter.grad = -gradient_MgH / chosen_BgK.numel()
         if config.update == "official":

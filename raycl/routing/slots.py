@@ -54,7 +54,6 @@ class SlotRouter:
         self._index: KeyIndex | None = None
         self._placed: Tensor | None = None
         self._bounds: Tensor | None = None
-        self._parts: list[Tensor] = []
         self._slot_names: list[str] = []
 
     # ---- learning --------------------------------------------------------------------------------------------
@@ -74,7 +73,6 @@ class SlotRouter:
         self.tasks.append(task)
         self._keys[task], self._statistics[task] = keys_MgH, statistics
         self._discriminant = self._calibrator = self._index = self._placed = self._bounds = None
-        self._parts.append(keys_MgH)
         self._slot_names += self.slots(task)
 
     def add_by_examples(self, task: str, queries_BC: Tensor) -> None:
@@ -114,17 +112,10 @@ class SlotRouter:
             return self.slots(task)
         return [f"{slot}-{group}" for group in range(self.groups) for slot in self.slots(task)]
 
-    @property
-    def _joined(self) -> Tensor:
-        """The keys of all tasks, `[N, g, h]`."""
-        if len(self._parts) > 1:
-            self._parts = [torch.cat(self._parts)]
-        return self._parts[0]
-
     def _joined_on(self, device: torch.device) -> Tensor:
-        """Return the same on the device of queries."""
+        """Return the keys of all tasks, `[N, g, h]`, on the device of queries."""
         if self._placed is None or self._placed.device != device:
-            self._placed, self._index = self._joined.to(device), None
+            self._placed, self._index = torch.cat(list(self._keys.values())).to(device), None
         return self._placed
 
     def _bounds_on(self, device: torch.device) -> Tensor:
@@ -171,21 +162,17 @@ class SlotRouter:
                 raise RetrievalError(f"no keys of {', '.join(unknown)}: expected some of {', '.join(self.tasks)}")
             mine = owner == torch.tensor([self.tasks.index(task) for task in only], device=owner.device)[:, None]
             weights = slot_weights(similar, self.config, mine, self.per_group)
-        elif self.kind == "discriminant":
-            weights = self._by_task(queries_BC, similar, owner)
         else:
-            weights = slot_weights(similar, self.config, None, self.per_group)
-        return Mixture(self._columns(), weights)
+            weights = self._weights(self.kind, queries_BC, similar, owner)
+        slots, groups = self._slot_names, range(self.groups)
+        return Mixture(tuple([f"{slot}-{g}" for g in groups for slot in slots] if self.per_group else slots), weights)
 
     # ---- judging ---------------------------------------------------------------------------------------------
 
     def chosen(self, kind: Kind, queries_BC: Tensor) -> Tensor:
         """Return `[B]` number of the task that has the largest summed weight."""
         similar, owner = self._compared(queries_BC)
-        if kind == "discriminant":
-            weights = self._by_task(queries_BC, similar, owner)
-        else:
-            weights = slot_weights(similar, self.config, None, self.per_group)
+        weights = self._weights(kind, queries_BC, similar, owner)
         columns = owner.repeat(self.groups if self.per_group else 1)
         return weights.new_zeros(len(weights), len(self.tasks)).index_add(1, columns, weights).argmax(1)
 
@@ -249,20 +236,12 @@ class SlotRouter:
         before = Discriminant({task: self._statistics[task] for task in earlier})
         return {newest: 100 * float(OodCalibrator(before.relative_distances, samples).scores(queries).mean())}
 
-    def _columns(self) -> tuple[str, ...]:
-        slots = self._slot_names
-        return tuple(slots if not self.per_group else [f"{slot}-{g}" for g in range(self.groups) for slot in slots])
-
     @property
     def _is_large(self) -> bool:
         """Return whether there are too many slots for every cosine, under a rule that needs only the chosen ones."""
-        plain = (
-            self.config.rule == "group_union"
-            and self.config.similarity == "cosine"
-            and self.config.scope == "instance"
-            and not self.per_group
-        )
-        return plain and len(self._joined) > self.exact_up_to
+        rules = (self.config.rule, self.config.similarity, self.config.scope)
+        plain = rules == ("group_union", "cosine", "instance") and not self.per_group
+        return plain and len(self._slot_names) > self.exact_up_to
 
     def _searched(self, queries_BC: Tensor) -> Mixture:
         """Return a mixture from the index, or from the slots of the chosen tasks, with columns of chosen slots only."""
@@ -275,7 +254,7 @@ class SlotRouter:
         return Mixture(tuple(self._slot_names[number] for number in ids.tolist()), weights)
 
     def _searched_by_task(self, queries_BC: Tensor, queries_BgH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same as `_by_task`, looking at the slots of the chosen tasks alone."""
+        """Return the weights under a discriminant, looking at the slots of the chosen tasks alone."""
         scores = self.discriminant.scores(queries_BC)
         best = scores.topk(min(self.config.top_k, len(self.tasks)), dim=1)
         joined = self._joined_on(queries_BC.device)
@@ -300,8 +279,10 @@ class SlotRouter:
             self._index = KeyIndex(joined, self.config.top_k)
         return self._index
 
-    def _by_task(self, queries_BC: Tensor, similar_BgN: Tensor, owner_N: Tensor) -> Tensor:
-        """Return the softmax over tasks, and within each task the slots by their cosines."""
+    def _weights(self, kind: Kind, queries_BC: Tensor, similar_BgN: Tensor, owner_N: Tensor) -> Tensor:
+        """Return the weights of slots by their cosines; under a discriminant within each task, times its softmax."""
+        if kind == "keys":
+            return slot_weights(similar_BgN, self.config, None, self.per_group)
         chances_BT = self.discriminant.weights(queries_BC, self.config.top_k)
         total = chances_BT.new_zeros(len(similar_BgN), similar_BgN.shape[2] * (self.groups if self.per_group else 1))
         for number in chances_BT.any(0).nonzero().flatten().tolist():
@@ -333,12 +314,8 @@ class SlotRouter:
 
     def settings(self) -> dict[str, Any]:
         """Return the JSON-able settings, everything but the tensors."""
-        return {
-            "groups": self.groups,
-            "per_group": self.per_group,
-            "retrieval": self.config.model_dump(mode="json"),
-            "tasks": list(self.tasks),
-        }
+        retrieval = self.config.model_dump(mode="json")
+        return {"groups": self.groups, "per_group": self.per_group, "retrieval": retrieval, "tasks": list(self.tasks)}
 
     @staticmethod
     def restored(state: RouterState) -> SlotRouter:

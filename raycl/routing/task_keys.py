@@ -9,56 +9,35 @@ tokens, without adapters, padding or neighbours. Weights are computed in float32
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from raycl.backbone.base import mean_pooled
 from raycl.errors import RetrievalError
-from raycl.routing.router import Need, Owners, PromptRouter, TrainedRouting, columns_of
+from raycl.routing.router import KeyedRouting, Need, Owners, PromptRouter, columns_of
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.types import Mixture, RouterState
 
 Weighting = Literal["softmax", "cosine"]
 
 
-class TaskKeys(TrainedRouting):
-    """One key for each task.
-
-    Attributes:
-        dimensions: D of queries and keys.
-        key: key `[D]` of the task in training; None between tasks.
-        keys: earlier task -> its key `[D]`, frozen, on the CPU.
-        trainable: task in training, "" for none.
-    """
+class TaskKeys(KeyedRouting):
+    """One key for each task."""
 
     def __init__(self, dimensions: int, weighting: Weighting, scale: float, device: Any = "cpu") -> None:
-        super().__init__()
-        self.dimensions, self.weighting, self.scale = dimensions, weighting, scale
+        super().__init__(dimensions)
+        self.weighting, self.scale = weighting, scale
         self.register_parameter("key", None)
-        self.key: nn.Parameter | None
-        self.keys: dict[str, Tensor] = {}
-        self.trainable = ""
         self._device = torch.device(device)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tasks of the weights' columns, in the order of learning."""
-        return (*self.keys, self.trainable) if self.trainable else tuple(self.keys)
 
     def begin(self, task: str, seed: int) -> None:
         """Draw a key for a new task from U(0, 1) (the authors' code)."""
-        assert task not in self.keys, f"'{task}' has a key already"
         drawn = torch.rand(self.dimensions, generator=torch.Generator().manual_seed(seed))
-        self.key, self.trainable = nn.Parameter(drawn.to(self._device)), task
-
-    def end(self, key: Tensor) -> None:
-        """Freeze the key of the task in training as exactly this."""
-        task, self.trainable, self.key = self.trainable, "", None
-        self.keys[task] = key.detach().float().cpu().clone()
+        self.begin_key(task, drawn.to(self._device))
 
     def forward(self, query_BD: Tensor) -> Tensor:
         """Return cosines `[B, T]` of each query with the key of each task in `names`; gradients reach the newest key
@@ -87,22 +66,10 @@ class TaskKeys(TrainedRouting):
         scaled_BT = self.scale * cosines_BT
         return (scaled_BT if later_BT is None else scaled_BT.masked_fill(later_BT, -torch.inf)).softmax(1)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return `key/<task>` of earlier tasks."""
-        return {f"key/{task}": key for task, key in self.keys.items()}
-
     def settings(self) -> dict[str, Any]:
         """Return the JSON-able settings, everything but the keys."""
-        return {
-            "dimensions": self.dimensions,
-            "weights": self.weighting,
-            "scale": self.scale,
-            "tasks": list(self.keys),
-        }
-
-    def take(self, tasks: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the keys of earlier tasks; tasks whose keys were removed are left out."""
-        self.keys = {task: tensors[f"key/{task}"].float() for task in tasks if f"key/{task}" in tensors}
+        weights = {"weights": self.weighting, "scale": self.scale}
+        return {"dimensions": self.dimensions, **weights, "tasks": list(self.keys)}
 
 
 class TaskKeysRouter(PromptRouter):
@@ -127,7 +94,7 @@ class TaskKeysRouter(PromptRouter):
     def restored(cls, state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> TaskKeysRouter:
         settings = state.settings
         keys = TaskKeys(settings["dimensions"], settings["weights"], settings["scale"])
-        keys.take(settings["tasks"], state.tensors)
+        keys.take_keys(settings["tasks"], state.tensors)
         return cls(keys, owners)
 
 

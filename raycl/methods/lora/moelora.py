@@ -34,7 +34,7 @@ from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import LoraSettings, as_peft_draws
 from raycl.methods.queries import TextQueries
 from raycl.methods.trained_adapters import head_adapter
-from raycl.routing.experts import ExpertGate, router_state
+from raycl.routing.pools import ExpertGate
 from raycl.types import Batch, Mixture, Phase, Task
 
 
@@ -82,5 +82,5 @@ class MoeLora(Method):
         tensors = context.parameters
         head = head_adapter(self.backbone, tensors)
         experts = self.stack.trainable_states(tensors)
-        router = router_state(self.gate, tensors["expert_gate.weight"], list(head))
+        router = self.gate.state(tensors["expert_gate.weight"], list(head))
         return Learned(head | experts, router=router)

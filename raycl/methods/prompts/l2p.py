@@ -37,7 +37,7 @@ from raycl.methods.context import TaskContext
 from raycl.methods.prompts.prompt import drawn_prompts
 from raycl.methods.queries import TextQueries, mean_by_positions
 from raycl.methods.trained_adapters import head_adapter
-from raycl.routing.prompt_pool import PromptPool, router_state
+from raycl.routing.pools import PromptPool
 from raycl.types import AdapterState, Batch, Mixture, Phase
 
 
@@ -106,4 +106,4 @@ class L2p(Method):
         always = list(head)
         prompts = zip(self.pool.names, tensors["prefix.trainable"], strict=True)
         head |= {name: AdapterState(prompt=prompt.clone()) for name, prompt in prompts}
-        return Learned(head, router=router_state(self.pool, tensors["prompt_pool.keys"], always))
+        return Learned(head, router=self.pool.state(tensors["prompt_pool.keys"], always))

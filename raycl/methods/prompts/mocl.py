@@ -166,7 +166,7 @@ class Mocl(PerTaskAdapter):
         key = context.parameters.get("task_keys.key", self.keys.key)
         assert key is not None, "the task has a key"
         states = self._freeze(context)
-        self.keys.end(key)
+        self.keys.end_key(key)
         return self._published(context, states)
 
     def _router(self) -> RouterState:
@@ -185,7 +185,7 @@ class Mocl(PerTaskAdapter):
         }
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self.keys.take(values["keys"], under("keys/", tensors))
+        self.keys.take_keys(values["keys"], under("keys/", tensors))
         super().load_state_dict(values, tensors)
 
     @classmethod

@@ -19,7 +19,7 @@ from raycl.errors import BankError, ConfigError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.prompts.l2p import L2p
-from raycl.routing.prompt_pool import PromptPool, PromptPoolRouter
+from raycl.routing.pools import PromptPool, PromptPoolRouter
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext

@@ -59,7 +59,7 @@ def test_weights_by_hand() -> None:
     for number, key in enumerate(([3.0, 0.0], [1.0, 1.0])):
         keys.begin(f"task{number}", number)
         assert keys.key is not None and float(keys.key.min()) >= 0 and float(keys.key.max()) < 1
-        keys.end(torch.tensor(key))
+        keys.end_key(torch.tensor(key))
     cosines = keys(torch.tensor([[2.0, 0.0], [0.0, 5.0]]))
     torch.testing.assert_close(cosines, torch.tensor([[1.0, 0.5**0.5], [0.0, 0.5**0.5]]))
     torch.testing.assert_close(keys.weights(cosines), (8 * cosines).softmax(1))

@@ -17,7 +17,7 @@ from raycl.errors import BankError, ConfigError, RetrievalError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.lora.moelora import MoeLora
-from raycl.routing.experts import ExpertGate, ExpertRouter
+from raycl.routing.pools import ExpertGate, ExpertRouter
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raycl.errors import RetrievalError
 from raycl.methods.slm.slm import SlmConfig
+from raycl.routing import slot_keys
 from raycl.routing.slot_keys import (
     KeyConfig,
     choose,
@@ -294,6 +295,7 @@ def test_progress_and_the_time_left_are_logged(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
     caplog.set_level(logging.INFO, "raycl")
-    learn_keys(torch.randn(4, 6), KeyConfig(groups=2, slots=2, steps=3), 1, seed=0, log_every_s=0.0)
+    monkeypatch.setattr(slot_keys, "EVERY_S", 0.0)
+    learn_keys(torch.randn(4, 6), KeyConfig(groups=2, slots=2, steps=3), 1, seed=0)
     said = [record.getMessage() for record in caplog.records]
     assert [line.rpartition(",")[0].strip() for line in said] == [f"keys: {done} of 3 updates" for done in (1, 2)]

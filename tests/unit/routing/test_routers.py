@@ -241,14 +241,14 @@ def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, more: int) -
 def test_the_approximate_index_finds_what_it_promises() -> None:
     router, texts = large("keys", 1500)
     parts = texts.view(-1, 2, 8)
-    exact = KeyIndex(router._joined, 2, exact_up_to=10_000)
-    index = KeyIndex(router._joined, 2, exact_up_to=100)
+    exact = KeyIndex(torch.cat(list(router.keys().values())), 2, exact_up_to=10_000)
+    index = KeyIndex(torch.cat(list(router.keys().values())), 2, exact_up_to=100)
     assert exact.exact and exact.recall == 1 and not index.exact and index.recall >= 0.99
     cosines, slots = index.search(parts, 2)
     mean = (slots[..., :, None] == exact.search(parts, 2)[1][..., None, :]).any(-1).float().mean()
     assert float(mean) > 0.98
     unit = torch.nn.functional.normalize(parts, dim=-1)
-    near = torch.nn.functional.normalize(router._joined, dim=-1)[slots[:, 0, 0], 0]
+    near = torch.nn.functional.normalize(torch.cat(list(router.keys().values())), dim=-1)[slots[:, 0, 0], 0]
     torch.testing.assert_close(cosines[:, 0, 0], (unit[:, 0] * near).sum(-1))  # scored exactly
     assert exact.search(parts[:1], 10_000)[0].shape == (1, 2, 4500), "K is capped at the bank"
 
