@@ -99,26 +99,23 @@ def model_card(metadata: CardMetadata, labels: Sequence[str], merged: bool) -> s
     Args:
         labels: labels of the label head; () where there is none. merged: the folder is a complete model.
     """
-    lines = [f"{name}: {value}" for name, value in _front_matter(metadata, merged).items()]
+    known = metadata.capabilities
+    front = {"base_model": metadata.base} if metadata.on_hub else {}
+    front |= {"library_name": "transformers" if merged else "peft", "pipeline_tag": PIPELINES[known.answers]}
+    lines = [f"{name}: {value}" for name, value in front.items()]
+    title = f"{' + '.join(metadata.adapters) or 'adapter'} {'folded into' if merged else 'for'} {metadata.base}"
+    code = [
+        *_loading(metadata, bool(labels), merged),
+        *_input_code(metadata),
+        *(_scoring(metadata, bool(labels)) if known.answers == "label" else _generation(metadata, merged)),
+    ]
     parts = [
-        "\n".join(["---", *lines, "tags: [lora, continual-learning]", "---", "# " + _title(metadata, merged)]),
+        "\n".join(["---", *lines, "tags: [lora, continual-learning]", "---", f"# {title}"]),
         _what(metadata, labels),
-        f"## Use\n\n{_before(metadata)}\n\n```python\n{_code(metadata, bool(labels), merged)}```",
+        f"## Use\n\n{_before(metadata)}\n\n```python\n{chr(10).join(code)}```",
         _tasks(metadata),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _front_matter(metadata: CardMetadata, merged: bool) -> dict[str, str]:
-    fields = {
-        "library_name": "transformers" if merged else "peft",
-        "pipeline_tag": PIPELINES[metadata.capabilities.answers],
-    }
-    return {"base_model": metadata.base, **fields} if metadata.on_hub else fields
-
-
-def _title(metadata: CardMetadata, merged: bool) -> str:
-    return f"{' + '.join(metadata.adapters) or 'adapter'} {'folded into' if merged else 'for'} {metadata.base}"
 
 
 def _what(metadata: CardMetadata, labels: Sequence[str]) -> str:
@@ -155,23 +152,20 @@ def _before(metadata: CardMetadata) -> str:
     return " ".join(lines)
 
 
-def _code(metadata: CardMetadata, head: bool, merged: bool) -> str:
-    return "\n".join(
-        [
-            *_imports(metadata, head, merged),
-            "",
-            *_loading(metadata, merged),
-            *_input_code(metadata),
-            *_end(metadata, head, merged),
-        ]
-    )
-
-
-def _imports(metadata: CardMetadata, head: bool, merged: bool) -> list[str]:
+def _loading(metadata: CardMetadata, head: bool, merged: bool) -> list[str]:
     known = metadata.capabilities
     has_texts = known.answers == "text"
     kind = f"Auto{'' if merged else 'Peft'}{CLASSES[known.task_type]}" if has_texts or not merged else "AutoModel"
     theirs = ["AutoTokenizer"] + ([kind] if merged else []) + (["GenerationConfig"] if has_texts else [])
+    config = 'model.peft_config["default"]'
+    tokenizer = (
+        ["tokenizer = AutoTokenizer.from_pretrained(folder)"]
+        if merged
+        else [
+            f"base = {config}.base_model_name_or_path",
+            f"tokenizer = AutoTokenizer.from_pretrained(base, revision={config}.revision)",
+        ]
+    )
     return [
         "import json",
         "from pathlib import Path",
@@ -184,16 +178,8 @@ def _imports(metadata: CardMetadata, head: bool, merged: bool) -> list[str]:
         'folder = "."',
         f'about = json.loads(Path(folder, "{METADATA}").read_text())',
         f"model = {kind}.from_pretrained(folder, dtype=torch.float32).eval()",
-    ]
-
-
-def _loading(metadata: CardMetadata, merged: bool) -> list[str]:
-    if merged:
-        return ["tokenizer = AutoTokenizer.from_pretrained(folder)"]
-    config = 'model.peft_config["default"]'
-    return [
-        f"base = {config}.base_model_name_or_path",
-        f"tokenizer = AutoTokenizer.from_pretrained(base, revision={config}.revision)",
+        "",
+        *tokenizer,
     ]
 
 
@@ -206,28 +192,20 @@ def _input_code(metadata: CardMetadata) -> list[str]:
             'if inputs["input_ids"][0, -1] == tokenizer.eos_token_id:  # texts end here, prompts do not',
             "    inputs = {name: held[:, :-1] for name, held in inputs.items()}",
         ]
+    start = ["", f"text = {json.dumps(TEXT)}"]
     if not metadata.tasks:
-        return ["", f"text = {json.dumps(TEXT)}", 'inputs = tokenizer(text, return_tensors="pt")', *cut]
+        return [*start, 'inputs = tokenizer(text, return_tensors="pt")', *cut]
     first = metadata.tasks[0]
-    start = [
-        "",
-        f"text = {json.dumps(TEXT)}",
-        f'task = next(task for task in about["tasks"] if task["name"] == {json.dumps(first.name)})',
-    ]
-    if first.chat_template:
-        return [*start, *_chat_code(first, not metadata.capabilities.one_sequence)]
+    start.append(f'task = next(task for task in about["tasks"] if task["name"] == {json.dumps(first.name)})')
+    if not first.chat_template:
+        prompt = 'inputs = tokenizer(task["prompt"][0] + text + task["prompt"][1], return_tensors="pt")'
+        return [*start, prompt, *cut]
+    # all that a chat template writes before an answer is prompt (`raycl.backbone.markup`)
+    system = ['{"role": "system", "content": task["system"]}'] if first.system else []
+    messages = ", ".join([*system, '{"role": "user", "content": text}'])
+    special_tokens = not metadata.capabilities.one_sequence
     return [
         *start,
-        'inputs = tokenizer(task["prompt"][0] + text + task["prompt"][1], return_tensors="pt")',
-        *cut,
-    ]
-
-
-def _chat_code(task: CardTask, special_tokens: bool) -> list[str]:
-    """Return the prompt under a chat template: all that it writes before an answer (`raycl.backbone.markup`)."""
-    system = ['{"role": "system", "content": task["system"]}'] if task.system else []
-    messages = ", ".join([*system, '{"role": "user", "content": text}'])
-    return [
         f"messages = [{messages}]",
         'settings = {"chat_template": task["chat_template"], "tokenize": False}',
         "before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **settings)",
@@ -238,9 +216,7 @@ def _chat_code(task: CardTask, special_tokens: bool) -> list[str]:
     ]
 
 
-def _end(metadata: CardMetadata, head: bool, merged: bool) -> list[str]:
-    if metadata.capabilities.answers == "label":
-        return _labelled(metadata, head)
+def _generation(metadata: CardMetadata, merged: bool) -> list[str]:
     start = "inputs['input_ids'].shape[1]" if metadata.capabilities.one_sequence else "0"
     arguments = ["decoder_start_token_id", "forced_bos_token_id"] if metadata.capabilities.separate_encoder else []
     return [
@@ -260,7 +236,7 @@ def _end(metadata: CardMetadata, head: bool, merged: bool) -> list[str]:
     ]
 
 
-def _labelled(metadata: CardMetadata, head: bool) -> list[str]:
+def _scoring(metadata: CardMetadata, head: bool) -> list[str]:
     pooled = (
         ["pooled = states[:, 0]"]
         if metadata.pooling == "cls"

@@ -114,7 +114,7 @@ class StackedLora(nn.Module):
             return self._with_prefixes(x)
         y: Tensor = self.base(x)
         if stack.static is not None:
-            a_RD, b_RO = stack.static.layer(self.path)
+            a_RD, b_RO = stack.static.active.layer(self.path)
             return add_shared(y, x, a_RD, b_RO, stack.static.gate, stack.activation)
         plan = stack.plan
         if plan is None:
@@ -145,7 +145,7 @@ class StackedLora(nn.Module):
         """Return keys, values and gates of the active prefixes; None without any."""
         plan, static = self._stack.plan, self._stack.static
         if static is not None:
-            return *static.layer(self.path), static.gate
+            return *static.active.layer(self.path), static.gate
         if plan is None:
             return None
         parts = []

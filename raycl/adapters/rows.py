@@ -42,10 +42,6 @@ class RowTable:
         """The number of rows without an owner."""
         return len(self._free)
 
-    def touch(self, name: str) -> None:
-        """Mark an adapter as just used."""
-        self.rows.move_to_end(name)
-
     def pin(self, name: str) -> None:
         """Never evict an adapter until it is unpinned as often as it was pinned."""
         self._pins[name] += 1
@@ -66,23 +62,19 @@ class RowTable:
         """
         assert name not in self.rows, f"'{name}' has rows already"
         if self.free < count:
-            self._make_room(name, count, set(keep))
+            kept = set(keep)
+            losers = [other for other in self.rows if not self._pins[other] and other not in kept]
+            most = self.free + sum(len(self.rows[other]) for other in losers)
+            if most < count:
+                raise AdapterError(
+                    f"adapter '{name}' needs {count} rows, but pinned adapters and those of this batch leave {most} of "
+                    f"{self.capacity}: raise max_loaded_rows, or split the batch"
+                )
+            while self.free < count:
+                self.remove(losers.pop(0))
+                self.evicted += 1
         self.rows[name] = [heapq.heappop(self._free) for _ in range(count)]
         return self.rows[name]
-
-    def _make_room(self, name: str, count: int, keep: set[str]) -> None:
-        losers = [other for other in self.rows if not self._pins[other] and other not in keep]
-        most = self.free + sum(len(self.rows[other]) for other in losers)
-        if most < count:
-            raise AdapterError(
-                f"adapter '{name}' needs {count} rows, but pinned adapters and those of this batch leave {most} of "
-                f"{self.capacity}: raise max_loaded_rows, or split the batch"
-            )
-        for other in losers:
-            if self.free >= count:
-                break
-            self.remove(other)
-            self.evicted += 1
 
     def remove(self, name: str) -> None:
         """Free the rows of an adapter."""
@@ -180,10 +172,6 @@ class StaticRows:
         self.active = pool.picked(torch.zeros(rows, dtype=torch.long))
         dtype, device = next(iter(pool.a))[2:]
         self.gate = torch.zeros(sequences, rows, dtype=dtype, device=device)
-
-    def layer(self, path: str) -> tuple[Tensor, Tensor]:
-        """Return all rows of one linear: A `[R, D]`, B `[R, O]`."""
-        return self.active.layer(path)
 
     def fill(self, pool: RowPool, index: Tensor, gate_BR: Tensor) -> None:
         """Copy the rows `index` and their gates in.

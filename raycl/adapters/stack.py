@@ -196,7 +196,7 @@ class AdapterStack:
             if name in self._unwritten:
                 self.pool.write(self.table.rows[name], self.states[name].linears)
                 self._unwritten.remove(name)
-            self.table.touch(name)
+            self.table.rows.move_to_end(name)
 
     # ---- adapters in training --------------------------------------------------------------------------------
 
@@ -336,7 +336,11 @@ class AdapterStack:
     def _plan_loaded(self, plan: MixturePlan, column: Mapping[str, int], names: Sequence[str]) -> None:
         self.need(names)
         plan.pool = self.pool  # loading may have replaced a pool that grows
-        names = self._in_order([name for name in names if self.states[name].rank])
+        # Sums of floats depend on the order of adapters. Without a limit it is that of loading, which a run that was
+        # resumed has too, whichever adapters were used first; with one, that of the rows.
+        wanted = {name for name in names if self.states[name].rank}
+        loaded = list(self.states) if self.grows else sorted(wanted, key=lambda name: self.table.rows[name][0])
+        names = [name for name in loaded if name in wanted]
         if not names:
             return
         rows = {column[name]: self.table.rows[name] for name in names}
@@ -352,14 +356,6 @@ class AdapterStack:
         plan.index = neighbours(flat[order])
         if not weights.requires_grad:
             plan.own = own_form(weights, owners, rows)
-
-    def _in_order(self, names: Sequence[str]) -> list[str]:
-        """Sort adapters, since sums of floats depend on their order. Without a limit it is that of loading, which a run
-        that was resumed has too, whichever adapters were used first; with one, that of the rows."""
-        if self.grows:
-            wanted = set(names)
-            return [name for name in self.states if name in wanted]
-        return sorted(names, key=lambda name: self.table.rows[name][0])
 
     def preallocate(self, rows: int, sequences: int) -> StaticRows:
         """Return rows for inference at fixed shapes (`activate`), for torch.compile and CUDA graphs.

@@ -137,7 +137,10 @@ def turns_of(
         yield text_of(messages[: users[-1] + 1]), ""
         return
     answers = [index + 1 for index in users if index + 1 < len(messages)]
-    learned = [index for index in answers if _weight(given[index], number, refuse)]
+    for weight in (given[index].get("weight") for index in answers):
+        if weight not in (None, 0, 1):
+            refuse(f"a message has weight {weight}: expected 0 (not learned) or 1", number)
+    learned = [index for index in answers if given[index].get("weight", 1) != 0]
     if not learned:
         refuse("each answer of the conversation has weight 0: expected one to learn, remove the row", number)
     for index in learned if turns == "all" else learned[-1:]:
@@ -186,14 +189,6 @@ def _with_system(given: list[Any], system: str, number: int, refuse: Refuse) -> 
             refuse("the conversation has a system message and the row another one: expected one, remove it", number)
         given = given[1:]
     return [{"role": SYSTEM, "content": system}, *given]
-
-
-def _weight(message: Mapping[str, Any], number: int, refuse: Refuse) -> bool:
-    """Return whether an answer is learned."""
-    weight = message.get("weight", 1)
-    if weight not in (None, 0, 1):
-        refuse(f"a message has weight {weight}: expected 0 (not learned) or 1", number)
-    return bool(weight != 0)
 
 
 def conversation_of(value: Any, where: str) -> list[Message]:

@@ -5,8 +5,9 @@ The user reads once that a file is read differently than it looks, or with fewer
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 from raycl.errors import DataError
 
@@ -28,6 +29,29 @@ class BadRow(DataError):
         super().__init__(message)
         self.row, self.problem = row, problem
         self.item: Any = None
+
+
+class NamedSource(ABC):
+    """A source of rows, whose errors say its name and the row.
+
+    Class attributes:
+        counted: what follows the number of a row in messages.
+    """
+
+    counted: ClassVar[str] = ""
+
+    @property
+    @abstractmethod
+    def uri(self) -> str:
+        """The name that error messages use."""
+
+    def bad_row(self, problem: str, row: int) -> BadRow:
+        """Return the error about one row (1-based)."""
+        return BadRow(f"{self.uri}, row {row}{self.counted}: {problem}", row, problem)
+
+    def refuse(self, problem: str, row: int | None = None) -> NoReturn:
+        """Raise a DataError about the source, or a BadRow about one row of it (1-based)."""
+        raise DataError(f"{self.uri}: {problem}") if row is None else self.bad_row(problem, row)
 
 
 @dataclass

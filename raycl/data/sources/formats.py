@@ -53,7 +53,7 @@ def read_rows(
     file.require()
     columns, findings = columns or Columns(), findings or Findings()
     if isinstance(file, HubSplit):
-        return file.open().rows(columns, findings)
+        return file.rows(columns, findings)
     if isinstance(file, SourceFiles):
         return _joined(file, format, columns, findings)
     chosen = detect(file) if format == AUTO else format
@@ -189,19 +189,13 @@ def _object(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[
     return usable_rows(_items_of(file, names[0]), columns, file.refuse, findings)
 
 
-def _items(file: SourceFile) -> Iterator[tuple[int, Any]]:
-    """Yield the numbered elements of a list."""
+def _items_of(file: SourceFile, field: str | None = None) -> Iterator[tuple[int, Any]]:
+    """Yield the numbered elements of a list: the file itself, or a field of the object in it."""
     with file.open() as stream:
         text = JsonStream(file, stream)
-        yield from enumerate(text.elements(), start=1)
-        text.end()
-
-
-def _items_of(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
-    """Yield the numbered elements of a list in a field of one object."""
-    with file.open() as stream:
-        text = JsonStream(file, stream)
-        for name in text.names():
+        if field is None:
+            yield from enumerate(text.elements(), start=1)
+        for name in () if field is None else text.names():
             if name == field and text.next() == "[":
                 yield from enumerate(text.elements(), start=1)
             else:
@@ -255,7 +249,7 @@ _SUFFIXES: Mapping[str, str] = {
 
 FORMATS: Mapping[str, Reader] = {
     "natural_instructions": _natural_instructions,
-    "olora": _reader(lambda file, columns, findings: _items(file)),
+    "olora": _reader(lambda file, columns, findings: _items_of(file)),
     "object": _object,
     "jsonl": _reader(lambda file, columns, findings: _json_lines(file, findings)),
     "csv": _reader(table_items),

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from raycl.data.sources.fields import Columns, SourceRow, usable_rows
-from raycl.data.sources.findings import BadRow, Findings
+from raycl.data.sources.findings import Findings, NamedSource
 from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits, check_compressed
 from raycl.data.sources.parquet import BATCH, check_parquet
 from raycl.data.sources.source import SourceFile
@@ -40,7 +41,7 @@ _BATCH = 1024
 
 
 @dataclass(frozen=True)
-class HubSplit:
+class HubSplit(NamedSource):
     """A split of a dataset.
 
     Attributes:
@@ -69,12 +70,6 @@ class HubSplit:
         """The split's name in error messages."""
         return " ".join(filter(None, (self.path, self.config, self.split and f"split '{self.split}'")))
 
-    def refuse(self, problem: str, row: int | None = None) -> NoReturn:
-        """Raise a DataError about this split, or a BadRow about one row of it (1-based)."""
-        if row is None:
-            raise DataError(f"{self.uri}: {problem}")
-        raise BadRow(f"{self.uri}, row {row}: {problem}", row, problem)
-
     def within(self, limits: ReadLimits) -> HubSplit:
         """Return the same split with these limits."""
         return replace(self, limits=limits)
@@ -90,32 +85,21 @@ class HubSplit:
         Raises:
             DataError: the split cannot be read.
         """
-        self.open()
+        assert self.dataset is not None, "opening it raises errors"
 
-    def open(self) -> OpenSplit:
-        """Open the split, memory-mapped.
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The rows, memory-mapped.
 
         Raises:
             DataError: no such dataset, configuration or split, or it is damaged or out of reach.
         """
-        return OpenSplit(self, _open(self))
-
-    def content_hash(self, cache: Path) -> str:
-        """Return `OpenSplit.content_hash` of the opened split."""
-        return self.open().content_hash(cache)
-
-
-@dataclass(frozen=True)
-class OpenSplit:
-    """A split whose rows are on this machine."""
-
-    source: HubSplit
-    dataset: Dataset
+        return _open(self)
 
     def content_hash(self, cache: Path) -> str:
         """Return the SHA-256 in hex of its files on this machine and its columns; remembered as those of files are."""
         parts = [SourceFile.at(file["filename"]).content_hash(cache) for file in self.dataset.cache_files]
-        described = json.dumps([self.source.split, str(self.dataset.features), len(self.dataset), *parts])
+        described = json.dumps([self.split, str(self.dataset.features), len(self.dataset), *parts])
         return hashlib.sha256(described.encode()).hexdigest()
 
     def labels(self, columns: Columns) -> tuple[str, ...] | None:
@@ -130,15 +114,15 @@ class OpenSplit:
         Raises:
             DataError: a row cannot be used.
         """
-        needed = columns.needed(self.dataset.column_names, self.source.refuse)
-        return usable_rows(enumerate(self._items(needed), start=1), columns, self.source.refuse, findings)
+        needed = columns.needed(self.dataset.column_names, self.refuse)
+        return usable_rows(enumerate(self._items(needed), start=1), columns, self.refuse, findings)
 
     def _items(self, names: list[str]) -> Iterator[dict[str, Any]]:
         from datasets.features.features import require_decoding
 
         for name in names:
             if require_decoding(self.dataset.features[name]):  # would open the files that the rows name
-                self.source.refuse(f"column '{name}' holds pictures or sound: expected text or classes")
+                self.refuse(f"column '{name}' holds pictures or sound: expected text or classes")
         classes = {name: class_names(self.dataset.features[name]) for name in names}
         for batch in self.dataset.select_columns(names).iter(batch_size=_BATCH):
             for values in zip(*(batch[name] for name in names), strict=True):
@@ -150,12 +134,9 @@ def is_dataset_folder(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     marks = (*SAVED, "dataset_infos.json", "README.md", "data")
-    return any((folder / name).exists() for name in marks) or any(folder.glob("*.parquet")) or _has_splits(folder)
-
-
-def _has_splits(folder: Path) -> bool:
     words = ("train", "test", "valid", "dev")
-    return any(path.name.lower().startswith(words) for path in folder.iterdir())
+    has_splits = any(path.name.lower().startswith(words) for path in folder.iterdir())
+    return has_splits or any((folder / name).exists() for name in marks) or any(folder.glob("*.parquet"))
 
 
 def class_names(feature: Any) -> list[str] | None:
@@ -185,7 +166,10 @@ def _open(split: HubSplit) -> Dataset:
             return _saved(split, datasets.load_from_disk(split.path))
         name = split.path.removeprefix(HUB).removeprefix("datasets/")
         _require_inside(split, [folder / card for card in CARDS] if folder.is_dir() else _cards(name, split.revision))
-        config = split.config or _only_config(split, datasets.get_dataset_config_names(name, revision=split.revision))
+        names = datasets.get_dataset_config_names(name, revision=split.revision)
+        if split.config is None and len(names) > 1 and "default" not in names:
+            split.refuse(f"the dataset has {len(names)} configurations: set config to one of {', '.join(names)}")
+        config = split.config or (None if "default" in names else names[0])
         batch_rows = _checked(split, name, config) if folder.is_dir() else None
         dataset: Dataset = datasets.load_dataset(
             name,
@@ -267,12 +251,6 @@ def _saved(split: HubSplit, loaded: Any) -> Dataset:
         raise ValueError(f'Unknown split "{name}". Should be one of {list(loaded)}.')
     chosen: Dataset = loaded[name]
     return chosen
-
-
-def _only_config(split: HubSplit, names: list[str]) -> str | None:
-    if len(names) > 1 and "default" not in names:
-        split.refuse(f"the dataset has {len(names)} configurations: set config to one of {', '.join(names)}")
-    return None if "default" in names else names[0]
 
 
 @contextmanager

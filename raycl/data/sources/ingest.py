@@ -21,7 +21,7 @@ from raycl.data.sources.cache import CacheEntry, ChunkedRows, Indices, Info, ent
 from raycl.data.sources.fields import Columns, Refuse, SourceRow
 from raycl.data.sources.findings import BadRow, Findings, OnBadRow
 from raycl.data.sources.formats import AUTO, Source, detect, package_of, read_definition, read_rows
-from raycl.data.sources.hub import NO_LABEL, HubSplit, OpenSplit
+from raycl.data.sources.hub import NO_LABEL, HubSplit
 from raycl.data.sources.source import SourceFiles
 from raycl.errors import counted
 
@@ -135,20 +135,22 @@ def ingest(file: Source, reading: FileReading, cache: Path) -> RawRows:
     Raises:
         DataError: the file, a row or a label cannot be used, or there are no rows.
     """
-    opened = file.open() if isinstance(file, HubSplit) else file
     package = [package_name] if (package_name := package_of(file, reading.format)) else []
     read_as = (asdict(reading), file.limits.model_dump(), *package)
-    key = key_of(_VERSION, "file", opened.content_hash(cache), file.name, *read_as)
+    key = key_of(_VERSION, "file", file.content_hash(cache), file.name, *read_as)
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
         findings = Findings(reading.on_bad_row)
-        if isinstance(opened, OpenSplit):
-            rows = opened.rows(reading.columns, findings)
-            counts = write_rows(rows, _with_classes(reading, opened), writer, file.refuse, findings)
-            return {**counts, "definition": ""}
-        first = opened.files[0] if isinstance(opened, SourceFiles) else opened
+        if isinstance(file, HubSplit):
+            read, names = reading, file.labels(reading.columns)
+            if names is not None:  # classes that the dataset declares; rows without a label have none of them
+                labels = names if reading.labels == "auto" else reading.labels
+                read = replace(reading, labels=labels, unlabelled=(*reading.unlabelled, NO_LABEL))
+            rows = file.rows(reading.columns, findings)
+            return {**write_rows(rows, read, writer, file.refuse, findings), "definition": ""}
+        first = file.files[0] if isinstance(file, SourceFiles) else file
         format = detect(first) if reading.format == AUTO else reading.format
-        rows = read_rows(opened, format, reading.columns, findings)
+        rows = read_rows(file, format, reading.columns, findings)
         definition = read_definition(first) if format == "natural_instructions" else ""
         return {**write_rows(rows, reading, writer, file.refuse, findings), "definition": definition}
 
@@ -156,29 +158,15 @@ def ingest(file: Source, reading: FileReading, cache: Path) -> RawRows:
     blank = tuple(label for label in raw.labels or () if not label.strip())
     if reading.labels != "auto" or not blank:
         return raw
-    if reading.on_bad_row == "refuse":
-        _refuse_blank(raw, blank, file.refuse)
+    if reading.on_bad_row == "refuse":  # an empty cell is a missing label, not a class
+        columns, everything = raw.open(), np.arange(raw.count)
+        empty = [row for row, names in enumerate(columns.values("references", everything)) if names[0] in blank]
+        (number,) = columns.values("row", empty[:1])
+        file.refuse(
+            f"{counted(len(empty), 'row')} of {raw.count:,} with an empty label, the first is row {number}: expected a "
+            "label, complete or remove them, or leave them out with stream.on_bad_row=skip"
+        )
     return ingest(file, replace(reading, unlabelled=(*reading.unlabelled, *blank)), cache)
-
-
-def _refuse_blank(raw: RawRows, blank: tuple[str, ...], refuse: Refuse) -> NoReturn:
-    """Refuse empty labels; an empty cell is a missing label, not a class."""
-    columns, rows = raw.open(), np.arange(raw.count)
-    empty = [row for row, names in enumerate(columns.values("references", rows)) if names[0] in blank]
-    (number,) = columns.values("row", empty[:1])
-    refuse(
-        f"{counted(len(empty), 'row')} of {raw.count:,} with an empty label, the first is row {number}: expected a "
-        "label, complete or remove them, or leave them out with stream.on_bad_row=skip"
-    )
-
-
-def _with_classes(reading: FileReading, split: OpenSplit) -> FileReading:
-    """Return the settings with the class names that the dataset declares; rows without a label have none of them."""
-    names = split.labels(reading.columns)
-    if names is None:
-        return reading
-    labels = names if reading.labels == "auto" else reading.labels
-    return replace(reading, labels=labels, unlabelled=(*reading.unlabelled, NO_LABEL))
 
 
 def ingest_pairs(
@@ -210,9 +198,9 @@ def write_rows(
     while batch := list(islice(usable, _BATCH)):
         digest.update(json.dumps([(row.text, row.references) for row in batch]).encode())
         texts, references, numbers = zip(*((row.text, row.references, row.number) for row in batch), strict=True)
-        writer.write_batch(
-            pa.record_batch([texts, references, numbers, [_group(row) for row in batch]], schema=_SCHEMA)
-        )
+        # the turns of a conversation share the number of its row
+        groups = [row.group or (f"row {row.number}" if row.is_chat else None) for row in batch]
+        writer.write_batch(pa.record_batch([texts, references, numbers, groups], schema=_SCHEMA))
     if not check.count and check.dropped:
         refuse(f"none of its {check.dropped:,} rows has a label: expected labels, choose another split or file")
     if not check.count and findings.left_out:
@@ -239,11 +227,6 @@ def _kept(rows: Iterator[SourceRow], check: _Check, findings: Findings) -> Itera
         else:
             if checked is not None:
                 yield checked
-
-
-def _group(row: SourceRow) -> str | None:
-    """Return the row's group; the turns of a conversation share the number of its row."""
-    return row.group or (f"row {row.number}" if row.is_chat else None)
 
 
 class _Check:
@@ -295,21 +278,19 @@ class _Check:
 
     def _check_labels(self, row: SourceRow) -> None:
         if self._allowed is not None:
+            assert isinstance(self._reading.labels, tuple), "a closed set is a tuple"
             for label in row.references:
                 if label not in self._allowed:
-                    self._refuse_label(label, row.number)
+                    self._refuse(
+                        f"label '{label}' is outside the label set: expected one of {', '.join(self._reading.labels)}; "
+                        "correct the row, or describe the task in 'tasks' with its own labels (labels: null for free "
+                        "text)",
+                        row.number,
+                    )
         elif self._gathered is not None:
             self._gathered.update(row.references)
             if len(row.references) > 1 or len(self._gathered) > MAX_AUTO_LABELS:
                 self._gathered = None
-
-    def _refuse_label(self, label: str, number: int) -> NoReturn:
-        assert isinstance(self._reading.labels, tuple)
-        self._refuse(
-            f"label '{label}' is outside the label set: expected one of {', '.join(self._reading.labels)}; correct the "
-            "row, or describe the task in 'tasks' with its own labels (labels: null for free text)",
-            number,
-        )
 
     def labels(self) -> list[str] | None:
         """Return the closed label set in its order (sorted if gathered), None for free text."""

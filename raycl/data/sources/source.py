@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, ClassVar
 
 from pydantic import TypeAdapter
 
-from raycl.data.sources.findings import BadRow
+from raycl.data.sources.findings import NamedSource
 from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits
 from raycl.errors import DamagedError, DataError, StorageError
 from raycl.storage import Storage
@@ -55,7 +55,7 @@ _HASHED = TypeAdapter(_Hashed)
 
 
 @dataclass(frozen=True)
-class SourceFile:
+class SourceFile(NamedSource):
     """A file `name` in a folder; its rows are refused beyond `limits`."""
 
     folder: Storage
@@ -77,12 +77,6 @@ class SourceFile:
     def uri(self) -> str:
         """The name that error messages use."""
         return f"{self.folder.uri}/{self.name}"
-
-    def refuse(self, problem: str, row: int | None = None) -> NoReturn:
-        """Raise a DataError about this file, or a BadRow about one row of it (1-based)."""
-        if row is None:
-            raise DataError(f"{self.uri}: {problem}")
-        raise BadRow(f"{self.uri}, row {row}: {problem}", row, problem)
 
     def within(self, limits: ReadLimits) -> SourceFile:
         """Return the same with these limits."""
@@ -115,7 +109,13 @@ class SourceFile:
         with self._raw() as stream:
             encoding, mark = _encoding(stream.read(4))
             stream.seek(len(mark))
-            yield stream if encoding == "UTF-8" else self._as_utf8(stream, encoding)
+            if encoding != "UTF-8":  # converted in memory: such files are exports of office programs, not corpora
+                try:
+                    stream = io.BytesIO(stream.read().decode(encoding).encode())
+                except UnicodeDecodeError as error:
+                    problem = f"invalid {encoding} ({error.reason} at byte {error.start})"
+                    self.refuse(f"{problem}: expected text, export it again")
+            yield stream
 
     @contextmanager
     def _raw(self) -> Iterator[IO[bytes]]:
@@ -124,13 +124,6 @@ class SourceFile:
                 yield stream
         except (StorageError, OSError) as error:
             raise DataError(f"cannot read '{self.uri}': {error}") from error
-
-    def _as_utf8(self, stream: IO[bytes], encoding: str) -> IO[bytes]:
-        """Convert the text in memory; such files are exports of office programs, not corpora."""
-        try:
-            return io.BytesIO(stream.read().decode(encoding).encode())
-        except UnicodeDecodeError as error:
-            self.refuse(f"invalid {encoding} ({error.reason} at byte {error.start}): expected text, export it again")
 
     def encoding(self) -> str:
         """Return the encoding of a text file by its byte order mark; UTF-8 without one.
@@ -205,8 +198,10 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class SourceFiles:
-    """Files of one format whose rows are one split, in this order."""
+class SourceFiles(NamedSource):
+    """Files of one format whose rows are one split, in this order and numbered through."""
+
+    counted: ClassVar[str] = " of all"
 
     folder: Storage
     files: tuple[SourceFile, ...]
@@ -220,12 +215,6 @@ class SourceFiles:
     def uri(self) -> str:
         """The name that error messages use."""
         return f"{self.folder.uri} ({len(self.files)} files)"
-
-    def refuse(self, problem: str, row: int | None = None) -> NoReturn:
-        """Raise a DataError about these files, or a BadRow about one row of all together (1-based)."""
-        if row is None:
-            raise DataError(f"{self.uri}: {problem}")
-        raise BadRow(f"{self.uri}, row {row} of all: {problem}", row, problem)
 
     @property
     def limits(self) -> ReadLimits:

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from raycl.data.sources.fields import Columns
-from raycl.data.sources.findings import BadRow, Findings
+from raycl.data.sources.findings import Findings
 from raycl.data.sources.source import SourceFile
 from raycl.errors import printable
 
@@ -44,24 +44,14 @@ def table_items(file: SourceFile, columns: Columns, findings: Findings) -> Itera
         rows = rows if tuple(first) == tuple(header) else chain([first], rows)  # the file may have a header line
     for number, cells in enumerate(rows, start=1):
         if len(cells) != len(header):
-            _refuse_cells(cells, header, number, file, findings)
+            wanted = f"expected {len(header)} as in the header, quote cells that hold separators"
+            findings.bad_row(file.bad_row(f"{len(cells)} cells: {wanted}", number))
         elif not cells[0] and columns.label and not any(cells):
             blank += 1
         else:
             yield number, dict(zip(header, cells, strict=False))
     if blank:
         findings.note(f"{file.name}: rows of blank cells alone are left out ({blank:,})")
-
-
-def _refuse_cells(
-    cells: Sequence[str], header: Sequence[str], number: int, file: SourceFile, findings: Findings
-) -> None:
-    try:
-        file.refuse(
-            f"{len(cells)} cells: expected {len(header)} as in the header, quote cells that hold separators", number
-        )
-    except BadRow as problem:
-        findings.bad_row(problem)
 
 
 def _header(cells: Sequence[str], columns: Columns, file: SourceFile, findings: Findings) -> list[str]:
@@ -151,7 +141,7 @@ def _tab_rows(file: SourceFile, findings: Findings) -> Iterator[list[str]]:
         cells = line.split("\t")
         if line.startswith('"') or '\t"' in line:
             if by_line is None:
-                by_line = _each_line_is_a_row(file)
+                by_line = len({line.count("\t") for _, line in file.lines() if line}) == 1
             if not by_line:
                 yield from _quoted_rows(file, chain([line], (following for _, following in lines)), "\t", findings)
                 return
@@ -160,10 +150,6 @@ def _tab_rows(file: SourceFile, findings: Findings) -> Iterator[list[str]]:
             cells = [cell[1:-1].replace('""', '"') if _QUOTED.fullmatch(cell) else cell for cell in cells]
         if line:
             yield cells
-
-
-def _each_line_is_a_row(file: SourceFile) -> bool:
-    return len({line.count("\t") for _, line in file.lines() if line}) == 1
 
 
 _FORMULA = re.compile(r"\s*[=+\-@＝＋－＠]")
