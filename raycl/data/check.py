@@ -124,12 +124,8 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
     for split, raw in raws.items():
         rows = stream.rows(task, split)
         if raw is not None and len(rows):
-            others = (
-                [other_split for other_split in SPLITS if other_split != split and raw is raws[other_split]]
-                if split == "train"
-                else []
-            )
-            taken = sum(len(stream.rows(task, other_split)) for other_split in others)
+            others = [other for other in SPLITS if other != split and raw is raws[other]] if split == "train" else []
+            taken = sum(len(stream.rows(task, other)) for other in others)
             unused = 0 if split != "train" and raw is train else raw.count - len(rows) - taken
             unusable = 0 if split != "train" and raw is train else raw.left_out + raw.blank
             check.splits[split] = replace(_split(raw, rows, task, unused), unusable=unusable)

@@ -134,18 +134,14 @@ def seen_rows(raw: RawRows, rows: Indices) -> Iterator[SeenRow]:
             if raw.names_groups:
                 belongs = hash(group)
             elif raw.is_chat:
-                belongs = _beginning(text, names[0])
+                # the first question of a conversation and the answer to it
+                contents = [message.content for message in messages_of(text) if message.role != "system"]
+                belongs = hash(tuple([*contents, names[0]][:2]))
             yield SeenRow(key, names[0], number, belongs)
 
 
 def _key(text: str) -> int:
     return hash(" ".join(text.split()))
-
-
-def _beginning(text: str, answer: str) -> int:
-    """Return the hash of the first question of a conversation and the answer to it."""
-    contents = [message.content for message in messages_of(text) if message.role != "system"]
-    return hash(tuple([*contents, answer][:2]))
 
 
 def _of_reading(sources: Mapping[Split, RawRows]) -> Iterator[Mistake]:
@@ -174,7 +170,10 @@ def _of_labels(task: Task, train: Mapping[str, int], test: Mapping[str, int]) ->
     if empty:
         which = f"{len(empty)} of the {len(train)} labels"
         yield Mistake("rows with an empty label", sum(train[label] for label in empty), which, _LEAVE_OUT)
-    alike = [names for names in _written_alike(train) if len(names) > 1]
+    spellings: dict[str, list[str]] = {}  # of labels that differ in case, white space and Unicode's forms
+    for label in sorted(train, key=lambda label: -train[label]):
+        spellings.setdefault(" ".join(unicodedata.normalize("NFKC", label).casefold().split()), []).append(label)
+    alike = [names for names in spellings.values() if len(names) > 1]
     if alike:
         rarer = sum(train[name] for names in alike for name in names[1:])
         which = "; ".join(" ".join(f"'{name}' {train[name]:,}" for name in names) for names in alike[:_SHOWN])
@@ -203,14 +202,6 @@ def _of_labels(task: Task, train: Mapping[str, int], test: Mapping[str, int]) ->
         which = ", ".join(f"'{label}' {train[label]:,} rows" for label in rare[:_SHOWN])
         mend = "use metric=macro_f1, or stream.per_class rows of each"
         yield Mistake("rare labels", len(rare), f"{which}, the most frequent {max(train.values()):,}", mend)
-
-
-def _written_alike(labels: Mapping[str, int]) -> Iterator[list[str]]:
-    """Find labels that differ only in case, white space and Unicode's forms, the most frequent first."""
-    spellings: dict[str, list[str]] = {}
-    for label in sorted(labels, key=lambda label: -labels[label]):
-        spellings.setdefault(" ".join(unicodedata.normalize("NFKC", label).casefold().split()), []).append(label)
-    yield from spellings.values()
 
 
 def _of_test(train: SeenRows, tested: Collection[SeenRow], by_group: bool) -> Iterator[Mistake]:

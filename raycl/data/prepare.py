@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from raycl.data.prompts import Prompt
-from raycl.data.sources.cache import ChunkedRows, Indices, Info, entry, key_of
+from raycl.data.sources.cache import Indices, Info, entry, key_of
 from raycl.data.sources.ingest import RawRows
 from raycl.data.text_objectives import check_objective, whole_texts
 from raycl.data.tokens import Split, TokenTable
@@ -106,7 +106,9 @@ def prepare(
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
         info = _tokenise(task, chosen, prompt, codec, lengths, writer)
-        _report(task, split, info, lengths)
+        for side, limit in (("sources", lengths.source), ("targets", lengths.target)):
+            if cut := info[f"truncated_{side}"]:
+                log.warning("%s %s: cut %d of %d %s to %d tokens", task.name, split, cut, info["count"], side, limit)
         return info
 
     return TokenTable(task, split, entry(cache / "tokens", key, _SCHEMA, build))
@@ -117,23 +119,19 @@ def leaves_room(prompt: Prompt, codec: TextCodec, limit: int) -> bool:
     return len(prompt.encode([""], codec)[0]) + MIN_TEXT_TOKENS <= limit
 
 
-def _report(task: Task, split: Split, info: Info, lengths: TokenLimits) -> None:
-    for side, limit in (("sources", lengths.source), ("targets", lengths.target)):
-        cut = info[f"truncated_{side}"]
-        if cut:
-            log.warning("%s %s: cut %d of %d %s to %d tokens", task.name, split, cut, info["count"], side, limit)
-
-
 def _tokenise(
     task: Task, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: TokenLimits, writer: pa.RecordBatchFileWriter
 ) -> Info:
     raw = chosen.raw.open()
     cut_sources = cut_targets = 0
+    codes = {label: code for code, label in enumerate(task.labels or ())}
     for start in range(0, len(chosen.rows), _BATCH):
         part = slice(start, start + _BATCH)
         rows = chosen.rows[part]
         texts = raw.values("text", rows)
-        references = _references(raw, rows, None if chosen.picks is None else chosen.picks[part])
+        references: list[list[str]] = raw.values("references", rows)
+        if chosen.picks is not None:
+            references = [[names[n]] for names, n in zip(references, chosen.picks[part].tolist(), strict=True)]
         numbers = raw.values("row", rows)
         targets: list[list[int]] = [[]] * len(texts)
         with naming_rows(chosen.raw, numbers):
@@ -145,7 +143,8 @@ def _tokenise(
             if task.objective == "answer":
                 targets, cut = fit_targets(texts, [names[0] for names in references], prompt, codec, lengths.target)
                 cut_targets += cut
-        columns = [sources, targets, _codes(task, references), references, numbers, texts]
+        labels = [codes.get(names[0], -1) for names in references]
+        columns = [sources, targets, labels, references, numbers, texts]
         writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
     return {
         "count": len(chosen.rows),
@@ -169,18 +168,6 @@ def naming_rows(raw: RawRows, numbers: Sequence[int]) -> Iterator[None]:
         yield
     except ConversationError as error:
         raise DataError(f"{raw.where}, row {numbers[error.index]}: {error}") from error
-
-
-def _references(raw: ChunkedRows, rows: Indices, picks: Indices | None) -> list[list[str]]:
-    references: list[list[str]] = raw.values("references", rows)
-    if picks is None:
-        return references
-    return [[names[pick]] for names, pick in zip(references, picks.tolist(), strict=True)]
-
-
-def _codes(task: Task, references: Sequence[Sequence[str]]) -> list[int]:
-    codes = {label: code for code, label in enumerate(task.labels or ())}
-    return [codes.get(names[0], -1) for names in references]
 
 
 def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int) -> tuple[list[list[int]], int]:

@@ -81,15 +81,15 @@ def resolve(config: StreamConfig) -> StreamPlan:
     """
     benchmark = find(config.name)
     wanted, unseen = _wanted(config, benchmark), _unseen(config)
-    _refuse_twice(wanted, "stream.tasks")
-    _refuse_twice(unseen, "stream.unseen")
-    _refuse_trained(wanted, unseen)
+    _check_names(wanted, unseen)
     known = {**TASKS, **(benchmark.known if benchmark else {})}
     plans, dropped = _plans(config, wanted, _needed(config, benchmark), known)
     tested, absent = _plans(config, unseen, ("test",), known) if unseen else ((), [])
     missing = [*dropped, *absent]
     notes = (f"tasks left out because they are missing on disk: {', '.join(missing)}",) if missing else ()
-    return StreamPlan(benchmark.name if benchmark else _free_name(config, plans), plans, tested, notes)
+    is_custom = config.name == "builtin" and any(plan.files for plan in plans)
+    name = benchmark.name if benchmark else "custom" if is_custom else config.name
+    return StreamPlan(name, plans, tested, notes)
 
 
 def missing_files(config: StreamConfig) -> str:
@@ -121,29 +121,20 @@ def _plans(
         )
         named = {name: _known(name, known.get(name), folder, config) for name, folder in folders.items()}
     plans = [_custom(task, config, needed) if isinstance(task, TaskSpec) else named.get(task) for task in wanted]
-    plans_kept = tuple(_read_as_set(plan, config) for plan in plans if plan is not None)
-    if config.objective != "answer":
-        plans_kept = tuple(map(_texts_alone, plans_kept))
-    return plans_kept, [name for name in names if name not in named]
+    kept = tuple(_as_set(plan, config) for plan in plans if plan is not None)
+    return kept, [name for name in names if name not in named]
 
 
-def _read_as_set(plan: TaskPlan, config: StreamConfig) -> TaskPlan:
-    """Return the task with the reading settings of the whole stream."""
-    columns = replace(plan.reading.columns, group=config.group or "")
+def _as_set(plan: TaskPlan, config: StreamConfig) -> TaskPlan:
+    """Return the task with the settings of the whole stream: how it is read, and without answers of texts alone."""
     files = {split: file.within(config.limits) for split, file in plan.files.items()}
-    return replace(plan, files=files, reading=replace(plan.reading, columns=columns, on_bad_row=config.on_bad_row))
-
-
-def _texts_alone(plan: TaskPlan) -> TaskPlan:
-    """Return the task without its answers; files need not have any."""
-    columns = replace(plan.reading.columns, label=())
-    reading = replace(plan.reading, columns=columns, labels=None, unlabelled=(), first_label=None)
-    return replace(plan, reading=reading if plan.files else plan.reading, metric=TOKEN_ACCURACY, definition="")
-
-
-def _free_name(config: StreamConfig, plans: Sequence[TaskPlan]) -> str:
-    """Return the configured name; "custom" for a stream of files without a name."""
-    return "custom" if config.name == "builtin" and any(plan.files for plan in plans) else config.name
+    columns = replace(plan.reading.columns, group=config.group or "")
+    reading = replace(plan.reading, columns=columns, on_bad_row=config.on_bad_row)
+    if config.objective == "answer":
+        return replace(plan, files=files, reading=reading)
+    if files:  # they need not have any answers
+        reading = replace(reading, columns=replace(columns, label=()), labels=None, unlabelled=(), first_label=None)
+    return replace(plan, files=files, reading=reading, metric=TOKEN_ACCURACY, definition="")
 
 
 def _wanted(config: StreamConfig, benchmark: Benchmark | None) -> list[str | TaskSpec]:
@@ -168,20 +159,18 @@ def _unseen(config: StreamConfig) -> list[str | TaskSpec]:
     return tasks
 
 
-def _names(tasks: Sequence[str | TaskSpec]) -> list[str]:
-    return [task if isinstance(task, str) else task.name for task in tasks]
-
-
-def _refuse_twice(tasks: Sequence[str | TaskSpec], key: str) -> None:
-    twice = [name for name, count in Counter(_names(tasks)).items() if count > 1]
-    if twice:
-        raise ConfigError(f"{key} names {', '.join(twice)} more than once: a task comes once in a stream, rename it")
-
-
-def _refuse_trained(wanted: Sequence[str | TaskSpec], unseen: Sequence[str | TaskSpec]) -> None:
-    trained = set(_names(wanted))
-    both = [name for name in _names(unseen) if name in trained]
-    if both:
+def _check_names(wanted: Sequence[str | TaskSpec], unseen: Sequence[str | TaskSpec]) -> None:
+    """Refuse a task that is named twice, and one that is both trained and unseen."""
+    named = {
+        key: [task if isinstance(task, str) else task.name for task in tasks]
+        for key, tasks in (("stream.tasks", wanted), ("stream.unseen", unseen))
+    }
+    for key, names in named.items():
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ConfigError(
+                f"{key} names {', '.join(twice)} more than once: a task comes once in a stream, rename it"
+            )
+    if both := [name for name in named["stream.unseen"] if name in named["stream.tasks"]]:
         raise ConfigError(
             f"stream.unseen names {', '.join(both)}, which the stream trains: a task is either trained or unseen, "
             "take it out of one of the two"
@@ -213,7 +202,9 @@ def _known(name: str, known: PublishedTask | None, located: TaskFolder, config: 
     info = known or _UNKNOWN
     files = _without_unused_dev(located.files, config)
     labels, prompt, definition = info.labels, info.prompt, info.instruction
-    if info.prompt != "llama2_chat" and _is_olora(files):
+    first = next(iter(files.values()))
+    is_olora = isinstance(first, SourceFile) and first.name.endswith(".json") and is_list(first)
+    if info.prompt != "llama2_chat" and is_olora:
         labels, prompt = _labels_file(located.folder) or labels, "olora"
         definition = OLORA_INSTRUCTIONS.get(info.group, "")
     keep = config.unlabelled == "keep"
@@ -331,11 +322,6 @@ def _columns(names: ColumnNames) -> Columns:
 
 def _without_unused_dev(files: Mapping[str, Source], config: StreamConfig) -> Mapping[str, Source]:
     return {split: file for split, file in files.items() if split != "dev" or config.dev == "file"}
-
-
-def _is_olora(files: Mapping[str, Source]) -> bool:
-    first = next(iter(files.values()))
-    return isinstance(first, SourceFile) and first.name.endswith(".json") and is_list(first)
 
 
 def _labels_file(folder: Storage) -> tuple[str, ...] | None:

@@ -182,8 +182,13 @@ class Stream:
         if name == "auto":
             name = "plain" if codec.needs_labels else "chat" if opened.is_chat else opened.plan.prompt
         definition = opened.definition if instruction is None else instruction
+        if name == "chat" and not codec.chat_template:
+            raise ConfigError(
+                f"task '{task.name}' needs a chat template and the tokenizer of the backbone has none: choose a "
+                "backbone that was tuned on conversations, or set backbone.chat_template to a Jinja file or to chatml"
+            )
         if name == "chat":
-            return _chat(task, definition, codec)
+            return Prompt(chat_template=codec.chat_template, system=definition)
         published = {"superni": prompts.superni, "long": prompts.long, "llama2_chat": prompts.llama2_chat}
         if name in published:
             return published[name](definition)
@@ -288,20 +293,17 @@ def open_stream(config: StreamConfig, seed: int) -> Stream:
                     f"{key} is {getattr(config, key)}, but the answers of task '{open_task.task.name}' are free text: "
                     f"use {other}"
                 )
-    _check_groups(config, [*tasks.values(), *unseen.values()])
-    ordered, never = (tuple(open_task.task for open_task in opened.values()) for opened in (tasks, unseen))
-    stream = Stream(plan.name, ordered, never, [], config, seed, tasks | unseen, cache)
-    stream.notes.extend(_notes(stream, plan, config))
-    return stream
-
-
-def _check_groups(config: StreamConfig, opened: Sequence[OpenTask]) -> None:
-    """Refuse a group that no row names, since rows that belong together would be both trained on and tested."""
-    if config.group and not any(raw.names_groups for task in opened for raw in task.raws.values()):
+    opened_tasks = tasks | unseen
+    if config.group and not any(raw.names_groups for task in opened_tasks.values() for raw in task.raws.values()):
+        # rows that belong together would be both trained on and tested
         raise ConfigError(
-            f"stream.group is '{config.group}', which no row of {', '.join(task.task.name for task in opened)} has: "
+            f"stream.group is '{config.group}', which no row of {', '.join(opened_tasks)} has: "
             "expected a column of at least one task, correct the name or leave it out"
         )
+    ordered, never = (tuple(open_task.task for open_task in opened.values()) for opened in (tasks, unseen))
+    stream = Stream(plan.name, ordered, never, [], config, seed, opened_tasks, cache)
+    stream.notes.extend(_notes(stream, plan, config))
+    return stream
 
 
 def _open_task(plan: TaskPlan, config: StreamConfig, seed: int, cache: Path) -> OpenTask:
@@ -316,31 +318,15 @@ def _open_task(plan: TaskPlan, config: StreamConfig, seed: int, cache: Path) -> 
         elif not plan.files and split != "dev":
             raws[split] = _generate(plan, split, config, seed, cache)
     labels = next(iter(raws.values())).labels if config.objective == "answer" else None
-    if config.answers == "words":
-        _check_words(plan.name, labels)
-    metric = plan.metric or ("rouge_l" if labels is None else "exact_match")
-    return OpenTask(Task(plan.name, labels, metric, config.objective, plan.type), plan, raws)
-
-
-def _check_words(task: str, labels: tuple[str, ...] | None) -> None:
-    """Refuse answers that are not one word, or not different."""
-    long = [label for label in labels or () if not re.fullmatch(r"\w+", label)]
-    if long or len(set(labels or ())) < len(labels or ()):
+    long = [label for label in labels or () if not re.fullmatch(r"\w+", label)] if config.answers == "words" else []
+    if config.answers == "words" and (long or len(set(labels or ())) < len(labels or ())):
         what = f"label '{long[0]}' is not one word" if long else "several labels have the same word"
         raise ConfigError(
-            f"stream.answers is words, and of task '{task}' {what}: give it a word for each of its labels in 'words', "
-            "for example words={'Science & Mathematics': science}"
+            f"stream.answers is words, and of task '{plan.name}' {what}: give it a word for each of its labels in "
+            "'words', for example words={'Science & Mathematics': science}"
         )
-
-
-def _chat(task: Task, definition: str, codec: TextCodec) -> Prompt:
-    """Return the tokenizer's chat template, with the instruction as the system message."""
-    if not codec.chat_template:
-        raise ConfigError(
-            f"task '{task.name}' needs a chat template and the tokenizer of the backbone has none: choose a backbone "
-            "that was tuned on conversations, or set backbone.chat_template to a Jinja file or to chatml"
-        )
-    return Prompt(chat_template=codec.chat_template, system=definition)
+    metric = plan.metric or ("rouge_l" if labels is None else "exact_match")
+    return OpenTask(Task(plan.name, labels, metric, config.objective, plan.type), plan, raws)
 
 
 def _generate(plan: TaskPlan, split: str, config: StreamConfig, seed: int, cache: Path) -> RawRows:
@@ -350,10 +336,8 @@ def _generate(plan: TaskPlan, split: str, config: StreamConfig, seed: int, cache
     else:
         count = math.ceil((config.train_rows_of(plan.name) or BUILTIN_TRAIN_ROWS) / (1 - config.dev_fraction))
     labels = builtin.labels(plan.name)
-    version = builtin.fingerprint()
-    key = key_of("builtin", version, plan.name, split, count, seed, labels)
-    pairs = builtin.rows(plan.name, split, count, seed)
-    return ingest_pairs(pairs, f"builtin task {plan.name}", key, labels, cache)
+    key = key_of("builtin", builtin.fingerprint(), plan.name, split, count, seed, labels)
+    return ingest_pairs(builtin.rows(plan.name, split, count, seed), f"builtin task {plan.name}", key, labels, cache)
 
 
 def _notes(stream: Stream, plan: StreamPlan, config: StreamConfig) -> list[str]:
