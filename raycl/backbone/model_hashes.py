@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
-from pydantic import TypeAdapter
 
 from raycl.backbone.model_files import FetchedFiles, folder_of, identity_files, part_files
 from raycl.errors import StorageError
@@ -37,9 +36,6 @@ class _HashRecord:
     """The content of a record."""
 
     files: dict[str, dict[str, int | str]]
-
-
-_RECORD = TypeAdapter(_HashRecord)
 
 
 def fingerprint_of(name: str, revision: str | None = None, pickles: bool = False) -> str:
@@ -121,7 +117,7 @@ def _known(file: Path, *records: Path) -> str | None:
 def _entries(record: Path) -> dict[str, dict[str, int | str]]:
     """Return the name of a file -> its version and hash."""
     folder = Storage.at(record.parent)
-    return read_fields(folder, record.name, FORMAT, _RECORD).files if folder.exists(record.name) else {}
+    return read_fields(folder, record.name, FORMAT, _HashRecord).files if folder.exists(record.name) else {}
 
 
 def _keep(record: Path, name: str, entry: dict[str, int | str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NotRequired
 
-from pydantic import FiniteFloat, TypeAdapter
+from pydantic import FiniteFloat
 from typing_extensions import TypedDict
 
 from raycl.bank.bank import Bank
@@ -55,9 +55,6 @@ class Activation:
         return self.provenance["why"] if "rejected" in self.provenance else ""
 
 
-_ACTIVATION = TypeAdapter(Activation)
-
-
 class Activations:
     """Decisions for the endpoints that follow one branch of a bank."""
 
@@ -86,7 +83,7 @@ class Activations:
     def _read(self, number: int) -> Activation:
         file = self.records.file(number)
         with bank_errors(REMEDY):
-            record = read_fields(self.bank.storage, file, FORMAT, _ACTIVATION)
+            record = read_fields(self.bank.storage, file, FORMAT, Activation)
         if record.number != number:
             raise BankError(f"'{file}' holds decision {record.number}: it was moved; activate a snapshot again")
         return record

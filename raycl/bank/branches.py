@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator
 
 from raycl.bank.bank import Bank
 from raycl.bank.manifest import NAME, Snapshot, bank_errors, snapshot_file
@@ -67,17 +67,11 @@ class Move:
     branch: str
 
 
-_MOVE = TypeAdapter(Move)
-
-
 @dataclass(frozen=True)
 class _Reason:
     """The reason why a bank stays empty."""
 
     reason: str
-
-
-_REASON = TypeAdapter(_Reason)
 
 
 def check_branch(name: str) -> str:
@@ -150,7 +144,7 @@ class Branch:
         """
         file = self.records.file(number)
         with bank_errors(REMEDY):
-            record = read_fields(self.bank.storage, file, FORMAT, _MOVE)
+            record = read_fields(self.bank.storage, file, FORMAT, Move)
         if (record.branch, record.number) != (self.name, number):
             raise BankError(
                 f"'{file}' is move {record.number} of branch '{record.branch}': it was moved; restore a copy"
@@ -341,7 +335,7 @@ def explain_empty(bank: Bank, reason: str) -> None:
 def missing_branch(bank: Bank, name: str) -> BankError:
     """Return the error for a branch that does not exist, or for a bank that stays empty."""
     if bank.storage.exists(NOT_SERVED) and not bank.snapshots():
-        reason = read_fields(bank.storage, NOT_SERVED, FORMAT, _REASON).reason
+        reason = read_fields(bank.storage, NOT_SERVED, FORMAT, _Reason).reason
         return BankError(f"the bank '{bank.storage.uri}' has no snapshot: {reason}")
     names = ", ".join(branch_names(bank)[:20]) or "none yet"
     return BankError(f"the bank '{bank.storage.uri}' has no branch '{name}': expected one of its branches ({names})")

@@ -15,8 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pydantic import TypeAdapter
-
 from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
 from raycl.storage import Storage
 from raycl.storage.records import numbered, numbers, read_fields, seal
@@ -35,9 +33,6 @@ class _Lease:
 
     run: str
     snapshots: list[int]
-
-
-_LEASE = TypeAdapter(_Lease)
 
 
 def hold_lease(storage: Storage, run: str, snapshots: Sequence[int]) -> None:
@@ -76,7 +71,7 @@ def _leases(storage: Storage, max_age_s: float) -> Iterator[_Lease | BankError]:
         if not is_lease(file) or entry.age >= max_age_s:
             continue
         try:
-            lease = read_fields(storage, file, FORMAT, _LEASE)
+            lease = read_fields(storage, file, FORMAT, _Lease)
             if _lease_file(lease.run) != file:
                 raise DamagedError(
                     f"'{storage.uri}/{file}' is the lease of '{lease.run}': it was moved; restore a copy"
@@ -122,9 +117,6 @@ class _Removal:
     time: float
 
 
-_REMOVAL = TypeAdapter(_Removal)
-
-
 def record_removal(
     storage: Storage, snapshots: Sequence[int], adapters: Sequence[str], samples: Sequence[str] = ()
 ) -> None:
@@ -145,7 +137,7 @@ def removed_from(storage: Storage) -> Removed:
     for number in numbers(storage, PRUNED):
         file = f"{PRUNED}/{numbered(number)}"
         try:
-            record = read_fields(storage, file, FORMAT, _REMOVAL)
+            record = read_fields(storage, file, FORMAT, _Removal)
             if record.number != number:
                 raise DamagedError(f"'{file}' holds record {record.number}: it was moved; restore a copy")
         except (DamagedError, FormatError) as error:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from raycl.bank.bank import Bank, ObjectReader, info_of
@@ -64,9 +63,6 @@ class _Stored:
 
     values: dict[str, Any]
     objects: dict[str, ObjectInfo]
-
-
-_STORED = TypeAdapter(_Stored)
 
 
 def put_state(
@@ -173,7 +169,7 @@ def _record(bank: Bank, snapshot: Snapshot) -> _Stored:
     if hashlib.sha256(data).hexdigest() != snapshot.training:
         raise BankError(f"{what} is damaged (the hash of '{file}' differs): restore a copy")
     with bank_errors():
-        return fields_of(unseal(data, file, FORMAT), file, _STORED)
+        return fields_of(unseal(data, file, FORMAT), file, _Stored)
 
 
 def state_file(sha256: str) -> str:

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from pydantic import TypeAdapter
-
 from raycl.errors import DamagedError, FormatError
 from raycl.storage.folder import Storage
 from raycl.storage.records import Stamp, named_stamps, numbered, numbers, read_fields, seal, stamps
@@ -32,9 +30,6 @@ class _Note:
 
     folder: str
     newest: int
-
-
-_NOTE = TypeAdapter(_Note)
 
 
 class NumberedRecords(Generic[T]):
@@ -133,7 +128,7 @@ class NumberedRecords(Generic[T]):
         return self._noted[1]
 
     def _note(self) -> int:
-        record = read_fields(self.storage, f"{self.folder}/{NOTE}", FORMAT, _NOTE)
+        record = read_fields(self.storage, f"{self.folder}/{NOTE}", FORMAT, _Note)
         if record.folder != self.folder:
             raise DamagedError(f"'{self.storage.uri}/{self.folder}/{NOTE}' is of '{record.folder}': it was moved")
         return record.newest

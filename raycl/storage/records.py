@@ -12,7 +12,8 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -113,8 +114,13 @@ def read_record(storage: Storage, name: str, version: int) -> dict[str, Any]:
     return unseal(storage.read(name, MAX_BYTES), f"{storage.uri}/{name}", version)
 
 
-def read_fields(storage: Storage, name: str, version: int, kind: TypeAdapter[T]) -> T:
-    """Return a record as an instance of `kind`; even a record with a valid hash may come from a stranger.
+@lru_cache(maxsize=64)
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def read_fields(storage: Storage, name: str, version: int, kind: type[T]) -> T:
+    """Return a record as an instance of `kind`, a dataclass; even a record with a valid hash may come from a stranger.
 
     Raises:
         DamagedError, FormatError: see `unseal`; or a field is missing or of another type.
@@ -123,14 +129,15 @@ def read_fields(storage: Storage, name: str, version: int, kind: TypeAdapter[T])
     return fields_of(read_record(storage, name, version), f"{storage.uri}/{name}", kind)
 
 
-def fields_of(record: dict[str, Any], file: str, kind: TypeAdapter[T]) -> T:
+def fields_of(record: dict[str, Any], file: str, kind: type[T]) -> T:
     """Return the same for a record that was read.
 
     Args:
         file: its name for messages.
     """
     try:
-        return kind.validate_python(record)
+        fields: T = _adapter(cast(Any, kind)).validate_python(record)
+        return fields
     except ValidationError as error:
         problem = error.errors()[0]
         raise DamagedError(

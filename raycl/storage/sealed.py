@@ -15,8 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from raycl.errors import DamagedError, StorageError
 from raycl.storage.folder import Storage
 from raycl.storage.records import read_fields, seal
@@ -38,9 +36,6 @@ class Seal:
     sha256: str
     bytes: int
     info: dict[str, Any]
-
-
-_SEAL = TypeAdapter(Seal)
 
 
 def record_of(name: str) -> str:
@@ -68,7 +63,7 @@ def read_seal(storage: Storage, name: str, key: str) -> Seal:
         DamagedError: it is damaged, or of another file or key. FormatError: of another version.
         StorageError: it cannot be read.
     """
-    record = read_fields(storage, record_of(name), FORMAT, _SEAL)
+    record = read_fields(storage, record_of(name), FORMAT, Seal)
     if (record.file, record.key) != (name.rpartition("/")[2], key):
         raise DamagedError(f"'{storage.uri}/{record_of(name)}' is of '{record.file}', key {record.key}: it was moved")
     return record

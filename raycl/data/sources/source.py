@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, ClassVar
 
-from pydantic import TypeAdapter
-
 from raycl.data.sources.findings import NamedSource
 from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits
 from raycl.errors import DamagedError, DataError, StorageError
@@ -49,9 +47,6 @@ class _Hashed:
 
     stamp: str
     sha256: str
-
-
-_HASHED = TypeAdapter(_Hashed)
 
 
 @dataclass(frozen=True)
@@ -243,7 +238,7 @@ class SourceFiles(NamedSource):
 def _known(hashes: Storage, memo: str, stamp: str) -> str | None:
     """Return the hash that the cache has of a file; None: there is none, or its record is damaged."""
     try:
-        record = read_fields(hashes, memo, _FORMAT, _HASHED) if hashes.exists(memo) else None
+        record = read_fields(hashes, memo, _FORMAT, _Hashed) if hashes.exists(memo) else None
         if record is not None and record.stamp != stamp:
             raise DamagedError(f"'{hashes.uri}/{memo}' is of another file: it was moved")
     except StorageError as error:

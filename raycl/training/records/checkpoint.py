@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
@@ -128,9 +127,6 @@ class _Manifest:
     objects: dict[str, ObjectInfo]
     sha256: dict[FolderName, Sha256]
     places: dict[FolderName, dict[str, tuple[Natural, Natural | list[Natural]]]]
-
-
-_MANIFEST = TypeAdapter(_Manifest)
 
 
 def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects) -> str:
@@ -304,7 +300,7 @@ def _manifest(folder: Storage, sha256: str | None = None) -> _Manifest:
     _check_there(folder, MANIFEST)
     try:
         data, file = folder.read(MANIFEST, MAX_BYTES), f"{folder.uri}/{MANIFEST}"
-        manifest = fields_of(unseal(data, file, FORMAT), file, _MANIFEST)
+        manifest = fields_of(unseal(data, file, FORMAT), file, _Manifest)
     except DamagedError as error:
         raise CheckpointError(str(error)) from error
     except FormatError as error:

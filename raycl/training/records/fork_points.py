@@ -12,8 +12,6 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from raycl.bank.manifest import Sha256
 from raycl.bank.pruning import hold_lease
 from raycl.config.addresses import Server
@@ -50,9 +48,6 @@ class ForkPoint:
     phases: list[PhaseRecord]
 
 
-_FORK_POINT = TypeAdapter(ForkPoint)
-
-
 def save_fork_point(storage: Storage, done: int, to: Storage) -> None:
     """Save a fork point after `done` phases, its manifest last. If there is one already, nothing is written."""
     state = read_state(storage)
@@ -77,7 +72,7 @@ def read_fork_point(fork_point: Storage) -> ForkPoint | None:
     """
     if not fork_point.exists(FORK_POINT):
         return None
-    record = read_fields(fork_point, FORK_POINT, FORMAT, _FORK_POINT)
+    record = read_fields(fork_point, FORK_POINT, FORMAT, ForkPoint)
     if Server.of(record.run) != Server.of(fork_point.address):  # which no sweep writes
         raise DamagedError(f"'{fork_point.uri}/{FORK_POINT}' names a run on another storage: remove it")
     return record

@@ -22,8 +22,6 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from raycl import config as configs
 from raycl.bank.manifest import Sha256
 from raycl.config.names import FolderName
@@ -91,9 +89,6 @@ class _State:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.checkpoints if name not in self.manifests]:
             raise ValueError(f"the hash of checkpoint '{unknown[0]}' is missing")
-
-
-_RECORD, _STATE = TypeAdapter(_Record), TypeAdapter(_State)
 
 
 class Journal:
@@ -273,7 +268,7 @@ class JournalReader:
                 self._changes[key] = _change(self.storage, attempt, number)
             tree.update(self._changes[key])
         try:
-            state = fields_of(tree, f"{self.storage.uri}/{FOLDER}/{_folder(attempt)}", _STATE)
+            state = fields_of(tree, f"{self.storage.uri}/{FOLDER}/{_folder(attempt)}", _State)
         except DamagedError as error:
             raise RunError(str(error)) from error
         return RunState(**copy.deepcopy(vars(state)))
@@ -300,7 +295,7 @@ def _numbers(storage: Storage, attempt: int) -> list[int]:
 def _change(storage: Storage, attempt: int, number: int) -> dict[str, Any]:
     file = _record(attempt, number)
     try:
-        record = read_fields(storage, file, FORMAT, _RECORD)
+        record = read_fields(storage, file, FORMAT, _Record)
     except DamagedError as error:
         rest = "it and the records after it" if number else f"the folder {_folder(attempt)}"
         raise RunError(f"{error}, or remove {rest}, and the run continues from what is left") from error

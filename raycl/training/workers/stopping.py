@@ -21,8 +21,6 @@ from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import TypeAdapter
-
 from raycl.errors import InterruptedRunError, StoppedError, StorageError, UnreachableError
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
@@ -56,9 +54,6 @@ class StopRequest:
     reason: str
     time: float
     host: str
-
-
-_REQUEST = TypeAdapter(StopRequest)
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ def stop_of(storage: Storage, driver: str) -> StopRequest | None:
     Raises:
         StorageError: the file is damaged.
     """
-    return read_fields(storage, _file(driver), FORMAT, _REQUEST) if is_stop_requested(storage, driver) else None
+    return read_fields(storage, _file(driver), FORMAT, StopRequest) if is_stop_requested(storage, driver) else None
 
 
 def _file(driver: str) -> str:

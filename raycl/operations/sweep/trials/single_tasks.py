@@ -11,8 +11,6 @@ import json
 import logging
 from dataclasses import dataclass
 
-from pydantic import TypeAdapter
-
 from raycl import __version__
 from raycl import config as configs
 from raycl.config import Tree
@@ -37,9 +35,6 @@ class _Pointer:
 
     key: str
     run: FolderName
-
-
-_POINTER = TypeAdapter(_Pointer)
 
 
 def separate_tree(config: RunConfig) -> Tree:
@@ -105,7 +100,7 @@ def _known(root: Storage, key: str) -> str | None:
     damaged."""
     pointer = f"{key}.json"
     try:
-        record = read_fields(root, pointer, FORMAT, _POINTER) if root.exists(pointer) else None
+        record = read_fields(root, pointer, FORMAT, _Pointer) if root.exists(pointer) else None
         if record is not None and record.key != key:
             raise DamagedError(f"'{root.uri}/{pointer}' is of other settings: it was moved")
     except (DamagedError, FormatError) as error:
