@@ -109,26 +109,17 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the same batch on `device`."""
-        moved: dict[str, Any] = {
-            name: tensor.to(device, non_blocking=True) for name, tensor in zip(TENSORS, self.tensors(), strict=True)
-        }
+        moved: dict[str, Any] = {name: getattr(self, name).to(device, non_blocking=True) for name in TENSORS}
         return replace(self, **moved)
 
     def first(self, count: int) -> Batch:
         """Return the first examples."""
-        cut: dict[str, Any] = {name: tensor[:count] for name, tensor in zip(TENSORS, self.tensors(), strict=True)}
+        cut: dict[str, Any] = {name: getattr(self, name)[:count] for name in TENSORS}
         return replace(self, **cut, texts=self.texts[:count], tasks=self.tasks[:count])
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors in field order."""
-        return (
-            self.source_ids,
-            self.source_mask,
-            self.target_ids,
-            self.label_ids,
-            self.weight,
-            self.rows,
-        )
+        return tuple(getattr(self, name) for name in TENSORS)
 
     def __len__(self) -> int:
         return int(self.source_ids.shape[0])

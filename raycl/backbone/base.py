@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.linears import by_onednn
-from raycl.backbone.position_limits import positions_of
+from raycl.backbone.positions import positions_of
 from raycl.errors import BackboneError
 from raycl.types import IGNORE, Batch, Capabilities
 

@@ -56,12 +56,10 @@ class CausalBackbone(Backbone):
         next_BS = nn.functional.pad(labels.gather(1, order_BS)[:, 1:], (0, 1), value=IGNORE)
         chosen_BS = loss_positions(next_BS)
         rows, columns = chosen_BS.nonzero(as_tuple=True)
-        inputs = {
-            "inputs_embeds": embeds.gather(1, order_BS.unsqueeze(-1).expand(-1, -1, embeds.shape[2])),
-            "attention_mask": mask.gather(1, order_BS),
-        }
+        embeds = embeds.gather(1, order_BS.unsqueeze(-1).expand(-1, -1, embeds.shape[2]))
+        given = {"inputs_embeds": embeds, "attention_mask": mask.gather(1, order_BS), "use_cache": False}
         with self.precision():
-            logits_MV = logits_at(self.model, chosen_BS, {**inputs, "use_cache": False}, self.every_position)
+            logits_MV = logits_at(self.model, chosen_BS, given, self.every_position)
         return Guesses(logits_MV, next_BS[rows, columns], rows)
 
     def _packed(self, mask_BS: Tensor) -> PackedRows | None:
@@ -96,14 +94,8 @@ class CausalBackbone(Backbone):
         other_BS = torch.stack([ids_BS[0].flip(0), ids_BS[1]])
         positions = {"position_ids": torch.arange(4, device=self.device).repeat(2)[None]}
         try:
-            alone, first, second = (
-                self._states(**given)
-                for given in (
-                    {"input_ids": ids_BS},
-                    {"input_ids": ids_BS.view(1, -1), **positions},
-                    {"input_ids": other_BS.view(1, -1), **positions},
-                )
-            )
+            alone = self._states(input_ids=ids_BS)
+            first, second = (self._states(input_ids=ids.view(1, -1), **positions) for ids in (ids_BS, other_BS))
         except TypeError as error:
             raise BackboneError(
                 f"{_NOT_PACKED} {type(self.model).__name__} reads no position ids{_NO_PACKING}"

@@ -35,8 +35,7 @@ from raycl.backbone.model_files import (
     resolve_path,
 )
 from raycl.backbone.model_hashes import fingerprint_of
-from raycl.backbone.position_limits import check_limits
-from raycl.backbone.positions import join_last_states
+from raycl.backbone.positions import check_limits, join_last_states
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
 from raycl.errors import BackboneError

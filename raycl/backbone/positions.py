@@ -1,4 +1,4 @@
-"""Positions of a batch: at which of them logits are computed, and rows that several examples share.
+"""Positions: those of a batch whose logits are computed, rows that several examples share, and how many a model has.
 
 Logits: most tokens of a batch carry no loss (prompts, padding), and a vocabulary is many times as wide as a hidden
 state, so logits of all tokens are the largest tensors of a training step. The model's own forward pass runs, and only
@@ -6,10 +6,15 @@ the input of its output layer is cut, so what a model does before and behind it 
 embeddings, BART's bias, Gemma's soft capping, Cohere's scale), and an engine's hooks on the layer fire as always.
 Packing: examples of unlike lengths stand one after another in rows as long as the longest of them. Where position ids
 begin at 0 again, Transformers' attention begins anew, in every implementation of it and in sliding windows as well.
+
+Limits: where positions have a table, its size is the limit: RoBERTa and its kin begin behind the padding id, so that
+they have fewer positions than rows, and BART keeps two rows in front of the first. Positions without a table (rotary
+ones) can be computed beyond those that a model was trained on, but are not.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raycl.backbone.codec import HFCodec
 from raycl.backbone.roles import is_linear
+from raycl.errors import BackboneError
 from raycl.types import IGNORE
 
 
@@ -141,4 +148,66 @@ def _joined(head: nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(
         x if x.dim() != 3 or x.stride(0) == x.shape[1] * x.stride(1) else x.clone(memory_format=torch.contiguous_format)
         for x in states
+    )
+
+
+TABLE = re.compile(r"(^|\.)(\w*position\w*|wpe)$")
+"""Matches the end of the path of a table of positions (BERT, BART, GPT-2 and similar models)."""
+
+
+def positions_of(stack: Any) -> int | None:
+    """Return positions of one sequence that a stack of layers can read; None: no limit."""
+    tables = [
+        table
+        for path, table in stack.named_modules()
+        if isinstance(table, nn.Embedding) and TABLE.search(path) and "relative" not in path
+    ]
+    if tables:
+        # RoBERTa's tables begin behind the padding id, BART's with an offset
+        in_front = [
+            int(getattr(table, "offset", 0)) if table.padding_idx is None else table.padding_idx + 1 for table in tables
+        ]
+        return min(table.num_embeddings - rows for table, rows in zip(tables, in_front, strict=True))
+    limit = None if stack.config.is_encoder_decoder else getattr(stack.config, "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+def check_limits(model: Any, codec: HFCodec) -> None:
+    """Check that the codec's texts fit a model, which may have no weights.
+
+    Raises:
+        BackboneError: they may be longer than its positions, or have tokens without an embedding.
+    """
+    source = ("stream.max_source_tokens", codec.max_source_tokens)
+    target = ("max_target_tokens", codec.max_target_tokens)
+    if codec.capabilities.one_sequence:
+        _check_positions(positions_of(model), (source, target))
+    elif codec.capabilities.separate_encoder:
+        _check_positions(positions_of(model.get_encoder()), (source,))
+        _check_positions(positions_of(model.get_decoder()), ((f"stream.{target[0]}", target[1]),))
+    else:
+        _check_positions(positions_of(model), (source,))
+    _check_vocabulary(getattr(model.get_input_embeddings(), "num_embeddings", None), codec)
+
+
+def _check_positions(limit: int | None, wanted: tuple[tuple[str, int], ...]) -> None:
+    if limit is not None and sum(tokens for _, tokens in wanted) > limit:
+        named = " + ".join(f"{setting} {tokens}" for setting, tokens in wanted)
+        raise BackboneError(f"{named} is more than the {limit} positions of this backbone: lower it to fit")
+
+
+def _check_vocabulary(rows: int | None, codec: HFCodec) -> None:
+    """Check ids against the embeddings; special tokens that frame no text may lie beyond (Gemma 3's image token)."""
+    tokenizer = codec.tokenizer
+    if rows is None or max(codec.vocabulary - 1, *tokenizer.get_added_vocab().values()) < rows:
+        return
+    unused = codec.special_ids - {tokenizer.bos_token_id, tokenizer.eos_token_id, codec.pad_id, tokenizer.sep_token_id}
+    numbers = ((number, token) for token, number in tokenizer.get_vocab().items())
+    beyond = sorted(pair for pair in numbers if pair[0] >= rows and pair[0] not in unused)
+    if not beyond:
+        return
+    raise BackboneError(
+        f"the tokenizer of this backbone has {len(beyond)} tokens without a row among the model's {rows} input "
+        f"embeddings, such as '{beyond[0][1]}' ({beyond[0][0]}): save the model with as many rows "
+        "(resize_token_embeddings), or take them out of tokenizer.json"
     )

@@ -46,6 +46,11 @@ log = logging.getLogger("raycl")
 FULL = (ObjectStoreFullError, OutOfDiskError)
 """Ray's errors when an object fits neither in shared memory nor, spilled, on the node's disk."""
 
+FULL_STORE = (
+    "the object store is full, so %s of '%s' and others like it are read from the bank by each process: start Ray with "
+    "a larger object_store_memory, or free the disk that it spills to"
+)
+
 PACK_BYTES, ALIGNMENT = 16 * 2**20, 64
 
 NAMESPACE = "raycl"
@@ -294,7 +299,11 @@ class ObjectStoreCache:
             for location, (what, info) in zip(locations, wanted, strict=True):
                 number, start, size = location or (None, 0, 0)
                 pack = None if number is None else mapped[number]
-                buffers.append(self._unshared(what, info) if pack is None else pack[start : start + size])
+                if pack is None and not self._said_full:
+                    self._said_full = True
+                    log.warning(FULL_STORE, what, self.bank.storage.uri)
+                found = self.bank.read_object(info, what) if pack is None else pack[start : start + size]
+                buffers.append(found)
             return buffers
 
         return self._with_retries(read, [info.sha256 for _, info in wanted])
@@ -314,17 +323,6 @@ class ObjectStoreCache:
             return dict(zip(ready, ray.get(ready, timeout=WAIT_S), strict=True))
         except (*FULL, GetTimeoutError):
             return {}
-
-    def _unshared(self, what: str, info: ObjectInfo) -> Buffer:
-        if not self._said_full:
-            self._said_full = True
-            log.warning(
-                "the object store is full, so %s of '%s' and others like it are read from the bank by each process: "
-                "start Ray with a larger object_store_memory, or free the disk that it spills to",
-                what,
-                self.bank.storage.uri,
-            )
-        return self.bank.read_object(info, what)
 
     def _with_retries(self, read: Callable[[list[str]], T], wanted: list[str]) -> T:
         """Return the cache actor's answer, with retries while it or an object is lost.

@@ -8,9 +8,8 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from raycl.config import PathOrUri, Section
 from raycl.data.sources.conversation import Turns
-from raycl.data.sources.findings import OnBadRow
 from raycl.data.sources.formats import Format
-from raycl.data.sources.limits import ReadLimits
+from raycl.data.sources.reading import OnBadRow, ReadLimits
 from raycl.types import Objective, PromptName
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]

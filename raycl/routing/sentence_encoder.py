@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from raycl.backbone.model_files import ONE_AT_A_TIME, FetchedFiles, folder_of, only_pickled, resolve_path
 from raycl.backbone.model_hashes import fingerprint_of
-from raycl.backbone.position_limits import positions_of
+from raycl.backbone.positions import positions_of
 from raycl.config import Section
 from raycl.errors import RetrievalError, StorageError
 from raycl.storage import Storage

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -299,33 +299,28 @@ class Storage:
             StorageError: it cannot be written, or this file system offers no exclusive creation.
         """
         if self.is_local:
-            self._create_local(name, data)
-            return
-        bucket, _, key = self.path(name).partition("/")
-        arguments = (bucket, key, data, self.endpoint, self._full(name), uuid.uuid4().hex)
-        if isinstance(self.filesystem, pafs.S3FileSystem):
-            won = self._with_retries("create", name, lambda: create_s3(*arguments))
-        elif isinstance(self.filesystem, pafs.GcsFileSystem):
-            won = self._with_retries("create", name, lambda: create_gs(*arguments))
+            path = Path(self.path(name))
+
+            def link() -> bool:
+                with finished_beside(path, (data,)) as temporary, suppress(FileExistsError):
+                    os.link(temporary, path)  # fails if the name exists, and shows only a complete file
+                    return True
+                return False
+
+            won = self._with_retries("create", name, link)
+        elif isinstance(self.filesystem, pafs.S3FileSystem | pafs.GcsFileSystem):
+            put = create_s3 if isinstance(self.filesystem, pafs.S3FileSystem) else create_gs
+            bucket, _, key = self.path(name).partition("/")
+            writer = uuid.uuid4().hex
+            full = self._full(name)
+            won = self._with_retries("create", name, lambda: put(bucket, key, data, self.endpoint, full, writer))
         else:
             raise StorageError(
                 f"'{self.uri}' offers no exclusive creation, which commits need: use a local or shared path, s3:// or "
                 "gs://"
             )
         if not won:
-            raise self._taken(name)
-
-    def _create_local(self, name: str, data: bytes) -> None:
-        path = Path(self.path(name))
-
-        def link() -> None:
-            with finished_beside(path, (data,)) as temporary:
-                try:
-                    os.link(temporary, path)  # fails if the name exists, and shows only a complete file
-                except FileExistsError as error:
-                    raise self._taken(name) from error
-
-        self._with_retries("create", name, link)
+            raise AlreadyExistsError(f"'{self._full(name)}' exists already: another writer was first")
 
     def delete(self, name: str) -> None:
         """Remove a file or a folder with its content; nothing happens if it is absent.
@@ -368,9 +363,6 @@ class Storage:
 
     def _full(self, name: str) -> str:
         return f"{self.uri}/{name}" if name else self.uri
-
-    def _taken(self, name: str) -> AlreadyExistsError:
-        return AlreadyExistsError(f"'{self._full(name)}' exists already: another writer was first")
 
     def _with_retries(self, verb: str, name: str, action: Callable[[], T]) -> T:
         """Return the result of `action`; errors of the file system become a StorageError that names the file."""

@@ -97,7 +97,7 @@ def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
     from raycl import config as configs
     from raycl.data.sources.fields import TEXT_NAMES, Columns
     from raycl.data.sources.formats import AUTO, reader_of
-    from raycl.data.sources.limits import ReadLimits
+    from raycl.data.sources.reading import ReadLimits
     from raycl.serve.offline.prediction_input import Input, files_at
 
     given = {name: getattr(options, name) for name in ReadLimits.model_fields}

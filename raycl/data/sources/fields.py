@@ -23,7 +23,7 @@ from raycl.data.sources.conversation import (
     text_of,
     turns_of,
 )
-from raycl.data.sources.findings import BadRow, Findings
+from raycl.data.sources.reading import BadRow, Findings
 
 TEXT_NAMES = ("text", "input", "sentence", "prompt")
 LABEL_NAMES = ("label", "output", "completion", "response")
@@ -223,8 +223,10 @@ def _rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterat
             yield SourceRow(number, text, (answer,), is_chat=True)
         return
     text, has_turns = _text(item, number, columns, refuse), False
-    if _is_instruction(item, columns):
-        text, has_turns = _with_turns(item, text, number, refuse), bool({SYSTEM, HISTORY} & set(item))
+    if _is_instruction(item, columns):  # with a system message and the turns before it
+        system, earlier = system_of(item, number, refuse), earlier_turns(item.get(HISTORY), number, refuse)
+        if has_turns := bool({SYSTEM, HISTORY} & set(item)):
+            text = text_of([Message("system", system), *earlier, Message("user", text)])
     if not columns.label:
         yield SourceRow(number, text, ("",), has_turns)
         return
@@ -276,14 +278,6 @@ def _text(item: Mapping[str, Any], number: int, columns: Columns, refuse: Refuse
 def _is_instruction(item: Mapping[str, Any], columns: Columns) -> bool:
     """Return whether a row is an instruction with or without an input (Alpaca)."""
     return columns.is_default and INSTRUCTION in item and not {"text", "sentence", "prompt"} & set(item)
-
-
-def _with_turns(item: Mapping[str, Any], text: str, number: int, refuse: Refuse) -> str:
-    """Return an instruction behind its system message and the turns before it."""
-    system, earlier = system_of(item, number, refuse), earlier_turns(item.get(HISTORY), number, refuse)
-    if SYSTEM not in item and HISTORY not in item:
-        return text
-    return text_of([Message("system", system), *earlier, Message("user", text)])
 
 
 def _string(value: Any, name: str, number: int, refuse: Refuse) -> str:

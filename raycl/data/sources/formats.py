@@ -17,10 +17,10 @@ from pydantic import AfterValidator
 
 from raycl.data.sources.conversation import CHAT_NAMES
 from raycl.data.sources.fields import INSTRUCTION, QUESTION, Columns, SourceRow, usable_rows
-from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.hub import HubSplit
 from raycl.data.sources.json_values import JsonStream, json_line
 from raycl.data.sources.parquet import parquet_items
+from raycl.data.sources.reading import BadRow, Findings
 from raycl.data.sources.source import SourceFile, SourceFiles
 from raycl.data.sources.table_cells import table_items
 from raycl.errors import DataError, PluginError, meant

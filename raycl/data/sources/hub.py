@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from raycl.data.sources.fields import Columns, SourceRow, usable_rows
-from raycl.data.sources.findings import Findings, NamedSource
-from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits, check_compressed
 from raycl.data.sources.parquet import BATCH, check_parquet
+from raycl.data.sources.reading import USUAL_LIMITS, Findings, NamedSource, ReadLimits, check_compressed
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError
 

@@ -19,9 +19,9 @@ import pyarrow as pa
 
 from raycl.data.sources.cache import CacheEntry, ChunkedRows, Indices, Info, entry, key_of
 from raycl.data.sources.fields import Columns, Refuse, SourceRow
-from raycl.data.sources.findings import BadRow, Findings, OnBadRow
 from raycl.data.sources.formats import AUTO, Source, detect, package_of, read_definition, read_rows
 from raycl.data.sources.hub import NO_LABEL, HubSplit
+from raycl.data.sources.reading import BadRow, Findings, OnBadRow
 from raycl.data.sources.source import SourceFiles
 from raycl.errors import counted
 

@@ -37,19 +37,16 @@ def json_line(line: str, number: int, file: SourceFile) -> Any:
         item, end = _decode(text)
         if end != len(text):
             json.loads(line)  # names the position where the value should have ended
-    except (ValueError, RecursionError) as error:
-        file.refuse(_line_problem(error, file), number)
+    except RecursionError:
+        file.refuse(file.limits.too_deep, number)
+    except json.JSONDecodeError as error:
+        where = f"malformed JSON at column {error.colno} ({error.msg})"
+        file.refuse(f"{where}: expected one object a line, repair the line", number)
+    except ValueError:
+        file.refuse(LONG_NUMBER, number)
     if file.limits.is_too_deep(item, text, 0, end):
         file.refuse(file.limits.too_deep, number)
     return item
-
-
-def _line_problem(error: ValueError | RecursionError, file: SourceFile) -> str:
-    if isinstance(error, RecursionError):
-        return file.limits.too_deep
-    if isinstance(error, json.JSONDecodeError):
-        return f"malformed JSON at column {error.colno} ({error.msg}): expected one object a line, repair the line"
-    return LONG_NUMBER
 
 
 class JsonStream:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, ClassVar
 
-from raycl.data.sources.findings import NamedSource
-from raycl.data.sources.limits import USUAL_LIMITS, ReadLimits
+from raycl.data.sources.reading import USUAL_LIMITS, NamedSource, ReadLimits
 from raycl.errors import DamagedError, DataError, StorageError
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from raycl.data.sources.fields import Columns
-from raycl.data.sources.findings import Findings
+from raycl.data.sources.reading import Findings
 from raycl.data.sources.source import SourceFile
 from raycl.errors import printable
 

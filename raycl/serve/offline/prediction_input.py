@@ -11,10 +11,9 @@ from typing import NamedTuple
 from raycl.config import Tree
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.fields import Columns, SourceRow, other_fields
-from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.formats import AUTO, Source, read_rows
 from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
-from raycl.data.sources.limits import ReadLimits
+from raycl.data.sources.reading import BadRow, Findings, ReadLimits
 from raycl.data.sources.source import SourceFile
 from raycl.storage import Storage
 

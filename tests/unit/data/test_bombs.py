@@ -19,7 +19,7 @@ import pytest
 READ = """
 import json, resource, sys
 from raycl.data.sources.formats import read_rows
-from raycl.data.sources.limits import ReadLimits
+from raycl.data.sources.reading import ReadLimits
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycl.data.sources.fields import Columns, SourceRow
-from raycl.data.sources.findings import Findings
 from raycl.data.sources.formats import Format, detect, read_definition, read_rows
+from raycl.data.sources.reading import Findings
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError, StorageError
 from raycl.storage import Storage

@@ -18,7 +18,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Sequence
 from listener import listener
 
 from raycl.data.resolve import missing_files
-from raycl.data.sources.limits import ReadLimits
+from raycl.data.sources.reading import ReadLimits
 from raycl.data.stream import Stream, StreamConfig, TaskSpec, open_stream
 from raycl.errors import ConfigError, DataError
 

@@ -1,6 +1,7 @@
-"""Limits on the size of a row, the depth of its JSON, and the expansion of a compressed file.
+"""How a source is read: its limits, its name in errors, rows that cannot be used, and what a user reads once about it.
 
-A file of a few kilobytes must not fill memory or disk; larger limits can be set for files that need them.
+Limits are on the size of a row, the depth of its JSON, and the expansion of a compressed file: a file of a few
+kilobytes must not fill memory or disk; larger limits can be set for files that need them.
 """
 
 from __future__ import annotations
@@ -8,14 +9,99 @@ from __future__ import annotations
 import lzma
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 from pydantic import Field
 
 from raycl.config import Section
-from raycl.data.sources.fields import Refuse
+from raycl.errors import DataError
 from raycl.storage.records import is_deeper
+
+if TYPE_CHECKING:
+    from raycl.data.sources.fields import Refuse
+
+OnBadRow = Literal["refuse", "skip"]
+
+SHOWN = 3
+"""Bad rows whose problems are kept as sentences."""
+
+
+class BadRow(DataError):
+    """A row that cannot be used; the other rows of its source can.
+
+    Attributes:
+        row: 1-based number. problem: the message without file and row.
+        item: the part that was read; None: nothing.
+    """
+
+    def __init__(self, message: str, row: int = 0, problem: str = "") -> None:
+        super().__init__(message)
+        self.row, self.problem = row, problem
+        self.item: Any = None
+
+
+class NamedSource(ABC):
+    """A source of rows, whose errors say its name and the row.
+
+    Class attributes:
+        counted: what follows the number of a row in messages.
+    """
+
+    counted: ClassVar[str] = ""
+
+    @property
+    @abstractmethod
+    def uri(self) -> str:
+        """The name that error messages use."""
+
+    def bad_row(self, problem: str, row: int) -> BadRow:
+        """Return the error about one row (1-based)."""
+        return BadRow(f"{self.uri}, row {row}{self.counted}: {problem}", row, problem)
+
+    def refuse(self, problem: str, row: int | None = None) -> NoReturn:
+        """Raise a DataError about the source, or a BadRow about one row of it (1-based)."""
+        raise DataError(f"{self.uri}: {problem}") if row is None else self.bad_row(problem, row)
+
+
+@dataclass
+class Findings:
+    """Notes and bad rows of one source.
+
+    Attributes:
+        on_bad_row: refuse: the first bad row is an error; skip: bad rows are left out and counted.
+        left_out: bad rows so far. problems: problems of the first of them.
+        notes: unusual ways in which the source was read.
+    """
+
+    on_bad_row: OnBadRow = "refuse"
+    left_out: int = 0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def bad_row(self, problem: BadRow) -> None:
+        """Count a bad row.
+
+        Raises:
+            BadRow: bad rows are refused.
+        """
+        if self.on_bad_row == "refuse":
+            raise problem
+        self.left_out += 1
+        if len(self.problems) < SHOWN:
+            self.problems.append(str(problem))
+
+    def note(self, sentence: str) -> None:
+        """Say once how a source is read."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def tree(self) -> dict[str, Any]:
+        """Return the findings as a tree without the setting, for JSON."""
+        return {"left_out": self.left_out, "problems": self.problems, "notes": self.notes}
+
 
 FREE_BYTES = 256 << 20
 """This many bytes of rows are read from a compressed file however small it is."""
