@@ -123,12 +123,12 @@ class StackedLora(nn.Module):
         seen = x.detach() if stack.detach_loaded else x
         if plan.own is not None and x.dim() == 3 and x.shape[1] >= OWN_TOKENS:
             a_BKD, b_BKO = plan.own_rows(self.path, rows)
-            y = add_own(y, seen, a_BKD, b_BKO, plan.own_gate(rows), stack.activation)
-        elif plan.has_loaded:
+            y = add_own(y, seen, a_BKD, b_BKO, plan.for_rows("own gate", plan.own[1], rows), stack.activation)
+        elif plan.gate is not None:
             a_RD, b_RO = plan.shared_rows(self.path)
-            y = add_shared(y, seen, a_RD, b_RO, plan.shared_gate(rows), stack.activation)
+            y = add_shared(y, seen, a_RD, b_RO, plan.for_rows("gate", plan.gate, rows), stack.activation)
         if plan.trainable_gate is not None and self.lora_A is not None:
-            y = self._add_trainable(y, x, plan.trainable_gate_for(rows))
+            y = self._add_trainable(y, x, plan.for_rows("trainable", plan.trainable_gate, rows))
         return y
 
     def _with_prefixes(self, x: Tensor) -> Tensor:
@@ -151,12 +151,12 @@ class StackedLora(nn.Module):
         parts = []
         trained = plan.trainable_gate is not None and self.lora_A is not None
         if plan.own is not None and not trained:
-            return *plan.own_rows(self.path, rows), plan.own_gate(rows)
-        if plan.has_loaded:
-            parts.append((*plan.shared_rows(self.path), plan.shared_gate(rows)))
-        if trained:
-            assert self.lora_A is not None and self.lora_B is not None
-            parts.append((self.lora_A, self.lora_B.T, plan.trainable_gate_for(rows)))
+            return *plan.own_rows(self.path, rows), plan.for_rows("own gate", plan.own[1], rows)
+        if plan.gate is not None:
+            parts.append((*plan.shared_rows(self.path), plan.for_rows("gate", plan.gate, rows)))
+        if plan.trainable_gate is not None and self.lora_A is not None and self.lora_B is not None:
+            trainable = plan.for_rows("trainable", plan.trainable_gate, rows)
+            parts.append((self.lora_A, self.lora_B.T, trainable))
         if len(parts) < 2:
             return parts[0] if parts else None
         keys, values, gates = zip(*parts, strict=True)

@@ -42,11 +42,6 @@ class MixturePlan:
     _picked: RowPool | None = None
     _expanded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
-    @property
-    def has_loaded(self) -> bool:
-        """Return whether any loaded adapter is active."""
-        return self.gate is not None
-
     def share_rows(self, examples_PS: Tensor) -> None:
         """Let examples share rows of the batch; `examples_PS` gives the example of each position. Call it before any
         layer."""
@@ -66,36 +61,22 @@ class MixturePlan:
             self._picked = self.pool.picked(self.index)
         return self._picked.layer(path)
 
-    def shared_gate(self, rows: int) -> Tensor:
-        """Return the gates `[rows, R]`."""
-        assert self.gate is not None
-        return self._for_rows("shared", self.gate, rows)
-
     def own_rows(self, path: str, rows: int) -> tuple[Tensor, Tensor]:
         """Return a `[rows, K, D]` and B `[rows, K, O]` of one linear."""
         assert self.own is not None
-        index = self._for_rows("own", self.own[0], rows)
+        index = self.for_rows("own", self.own[0], rows)
         a_RD, b_RO = self.pool.layer(path)
         flat = index.reshape(-1)
         a_KD, b_KO = a_RD.index_select(0, flat), b_RO.index_select(0, flat)  # several times faster than a_RD[flat]
         return a_KD.view(*index.shape, -1), b_KO.view(*index.shape, -1)
 
-    def own_gate(self, rows: int) -> Tensor:
-        """Return the gates of own rows `[rows, K]`."""
-        assert self.own is not None
-        return self._for_rows("own gate", self.own[1], rows)
+    def for_rows(self, what: str, tensor: Tensor, rows: int) -> Tensor:
+        """Repeat each row `copies` times, since generation gives every example so many neighbouring rows.
 
-    def trainable_gate_for(self, rows: int) -> Tensor:
-        """Return the gates of adapters in training `[rows, R_live]`."""
-        assert self.trainable_gate is not None
-        return self._for_rows("trainable", self.trainable_gate, rows)
-
-    def weights(self, rows: int) -> Tensor:
-        """Return the mixture's `[rows, N]`."""
-        return self._for_rows("weights", self.mixture.weights, rows)
-
-    def _for_rows(self, what: str, tensor: Tensor, rows: int) -> Tensor:
-        """Repeat each row `copies` times, since generation gives every example so many neighbouring rows."""
+        Args:
+            what: name of the tensor among those of the plan, under which the result is kept.
+            rows: rows of the batch that a layer sees.
+        """
         examples = tensor.shape[0]
         if rows == examples:
             return tensor

@@ -133,6 +133,7 @@ class Backbone(nn.Module, ABC):
         synchronized: workers share the weights, so that each must run as many forward passes as the others.
         inference_attention: attention under `inference`; None: as in training.
         inference_by_onednn: oneDNN computes products of float32 under `inference`.
+        has_untrained_language_head: texts are learned by a head that the checkpoint lacks, so that it starts at random.
         is_compiled: layers are under torch.compile, and run without it under `inference`.
     """
 
@@ -152,7 +153,7 @@ class Backbone(nn.Module, ABC):
         self.every_position = self.packs = self.synchronized = False
         self.inference_attention: Attention | None = None
         self.inference_by_onednn = False
-        self.is_compiled = False
+        self.is_compiled = self.has_untrained_language_head = False
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     @property
@@ -169,11 +170,6 @@ class Backbone(nn.Module, ABC):
     def max_answer_positions(self) -> int | None:
         """The most positions of an answer, including its prompt where both are one sequence; None: no limit."""
         return positions_of(self.model.get_decoder()) if self.capabilities.separate_encoder else self.max_positions
-
-    @property
-    def has_untrained_language_head(self) -> bool:
-        """Return whether texts are learned by a head that the checkpoint lacks, so that it starts at random."""
-        return False
 
     @property
     def device(self) -> torch.device:

@@ -112,11 +112,7 @@ class EncoderBackbone(Backbone):
         self.pooling = pooling
         self.head: Head = LabelHead(self.model.config.hidden_size)
         self.language = language
-
-    @property
-    def has_untrained_language_head(self) -> bool:
-        """Return whether `language` starts at random."""
-        return self.language is not None and self.language.is_fresh
+        self.has_untrained_language_head = language is not None and language.is_fresh
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """Add head rows for labels not seen before."""

@@ -69,13 +69,9 @@ def parts_of(name: str, revision: str | None = None, pickles: bool = False, code
     return {part: hashlib.sha256(lines.encode()).hexdigest() for part, lines in named.items()}
 
 
-def hash_of(file: Path, large: int = LARGE) -> str:
-    """Return the SHA-256 of a file in hex.
-
-    Args:
-        large: bytes from which a file's hash is stored.
-    """
-    if file.stat().st_size < large:
+def hash_of(file: Path) -> str:
+    """Return the SHA-256 of a file in hex."""
+    if file.stat().st_size < LARGE:
         return _read(file)
     cache = Path(os.environ.get("RAYCL_CACHE") or "~/.cache/raycl").expanduser() / "hashes"
     cached = cache / f"{hashlib.sha256(str(file.parent.absolute()).encode()).hexdigest()[:32]}.json"

@@ -36,7 +36,7 @@ from raycl.bank.manifest import (
     read_bytes,
     snapshot_file,
 )
-from raycl.bank.tensors import DTYPES, dtype_of, pack, unpack, views
+from raycl.bank.tensors import DTYPES, pack, unpack, views
 from raycl.errors import AlreadyExistsError, BankError, StorageError
 from raycl.storage import Storage
 from raycl.storage.records import Stamp, named_stamps, numbers, stamps
@@ -122,13 +122,14 @@ class Bank:
         with self.storage.staging("objects", *parts) as write_as:  # continues while the hash is computed
             layout: Layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in state.linears.items()}
             tensors = _object_info(parts)
+            first = next((a for a, _ in state.linears.values()), state.prompt)
             fields = {
                 "tensors": tensors,
                 "layout": layout,
                 "rank": state.rank,
                 "scale": state.scale,
                 "activation": state.activation,
-                "dtype": dtype_of(state),
+                "dtype": "float32" if first is None else str(first.dtype).removeprefix("torch."),
                 "prompt": None if state.prompt is None else tuple(map(int, state.prompt.shape)),
                 "labels": state.labels,
                 "backbone": backbone,

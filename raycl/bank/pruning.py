@@ -46,14 +46,14 @@ def release_lease(storage: Storage, run: str) -> None:
         storage.delete(_lease_file(run))
 
 
-def leased(storage: Storage, max_age_s: float = LEASE_S) -> dict[int, str]:
+def leased(storage: Storage) -> dict[int, str]:
     """Return snapshots that unfinished runs may continue from -> the run.
 
     Raises:
         BankError: a lease is damaged, so its snapshots are unknown.
     """
     runs: dict[int, str] = {}
-    for lease in _leases(storage, max_age_s):
+    for lease in _leases(storage):
         if isinstance(lease, BankError):
             raise lease
         runs |= dict.fromkeys(lease.snapshots, lease.run)
@@ -62,13 +62,13 @@ def leased(storage: Storage, max_age_s: float = LEASE_S) -> dict[int, str]:
 
 def lease_problems(storage: Storage) -> list[str]:
     """Return a sentence for each damaged lease."""
-    return [str(lease) for lease in _leases(storage, LEASE_S) if isinstance(lease, BankError)]
+    return [str(lease) for lease in _leases(storage) if isinstance(lease, BankError)]
 
 
-def _leases(storage: Storage, max_age_s: float) -> Iterator[_Lease | BankError]:
+def _leases(storage: Storage) -> Iterator[_Lease | BankError]:
     """Yield each lease that counts; in the place of a damaged one, what is wrong with it."""
     for file, entry in storage.files(LEASES).items():
-        if not is_lease(file) or entry.age >= max_age_s:
+        if not is_lease(file) or entry.age >= LEASE_S:
             continue
         try:
             lease = read_fields(storage, file, FORMAT, _Lease)

@@ -303,9 +303,3 @@ def _shaped(tensors: dict[str, Tensor], name: str, shape: tuple[int | None, ...]
 def _check_dtype(what: str, path: str, tensor: Tensor, dtype: str) -> None:
     if str(tensor.dtype) != f"torch.{dtype}":
         raise BankError(f"{what}, '{path}' is {str(tensor.dtype).removeprefix('torch.')}, its manifest has {dtype}")
-
-
-def dtype_of(state: AdapterState) -> str:
-    """Return the dtype of its linears by torch's name."""
-    first = next((a for a, _ in state.linears.values()), state.prompt)
-    return "float32" if first is None else str(first.dtype).removeprefix("torch.")

@@ -95,14 +95,14 @@ class KeyIndex:
         exact: whether every key is compared. recall: of the approximate index on its sample; 1 where it is exact.
     """
 
-    def __init__(self, keys_NgH: Tensor, top_k: int, exact_up_to: int = EXACT_UP_TO) -> None:
+    def __init__(self, keys_NgH: Tensor, top_k: int) -> None:
         """Build the index.
 
         Args:
             top_k: K of the searches to come, for which recall is measured.
         """
         self.count, self.groups, _ = keys_NgH.shape
-        self.exact = self.count <= exact_up_to or keys_NgH.device.type != "cpu" or find_spec("faiss") is None
+        self.exact = self.count <= EXACT_UP_TO or keys_NgH.device.type != "cpu" or find_spec("faiss") is None
         self.recall = 1.0
         unit_NgH = nn.functional.normalize(keys_NgH, dim=-1)
         self._unit_gHN = unit_NgH.permute(1, 2, 0).contiguous() if self.exact else None

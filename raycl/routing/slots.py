@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from raycl.errors import RetrievalError
-from raycl.routing.slot_index import EXACT_UP_TO, KeyIndex
+from raycl.routing import slot_index
+from raycl.routing.slot_index import KeyIndex
 from raycl.routing.slot_keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
 from raycl.routing.slot_weights import RetrievalConfig, slot_weights, sparse_weights
 from raycl.routing.statistics import Discriminant, OodCalibrator, Statistics, sample_rows
@@ -31,18 +32,9 @@ class SlotRouter:
         kind: keys: the paper's; discriminant: the task by its statistics, its slots by their keys.
         dev: queries of each task's dev texts, by which the better kind is selected (`hold_out`).
         samples: a few of these queries, kept with the keys.
-        exact_up_to: slots up to which all cosines are computed; among more, an index searches.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        groups: int,
-        config: RetrievalConfig,
-        per_group: bool = False,
-        exact_up_to: int = EXACT_UP_TO,
-    ) -> None:
-        self.exact_up_to = exact_up_to
+    def __init__(self, kind: Kind, groups: int, config: RetrievalConfig, per_group: bool = False) -> None:
         self.kind, self.groups, self.config, self.per_group = kind, groups, config, per_group
         self.tasks: list[str] = []
         self.dev: dict[str, Tensor] = {}
@@ -241,7 +233,7 @@ class SlotRouter:
         """Return whether there are too many slots for every cosine, under a rule that needs only the chosen ones."""
         rules = (self.config.rule, self.config.similarity, self.config.scope)
         plain = rules == ("group_union", "cosine", "instance") and not self.per_group
-        return plain and len(self._slot_names) > self.exact_up_to
+        return plain and len(self._slot_names) > slot_index.EXACT_UP_TO
 
     def _searched(self, queries_BC: Tensor) -> Mixture:
         """Return a mixture from the index, or from the slots of the chosen tasks, with columns of chosen slots only."""

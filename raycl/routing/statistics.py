@@ -45,15 +45,14 @@ def sample_rows(count: int) -> Tensor:
 class OodCalibrator:
     """The distances of known texts under the statistics of the current tasks."""
 
-    def __init__(self, distances: Callable[[Tensor], Tensor], samples: Sequence[Tensor], rows: int = ROWS) -> None:
+    def __init__(self, distances: Callable[[Tensor], Tensor], samples: Sequence[Tensor]) -> None:
         """Measure the known texts.
 
         Args:
             distances: returns the distances `[B]` of queries `[B, c]` to the nearest task, on the queries' device.
             samples: `[n, c]` queries of each task, not all empty; their order does not matter.
-            rows: number of queries that are measured together.
         """
-        parts = torch.split(torch.cat(list(samples)), rows)
+        parts = torch.split(torch.cat(list(samples)), ROWS)
         self._measure = distances
         self._known = torch.cat([distances(part) for part in parts]).sort().values
 

@@ -127,7 +127,11 @@ def turns_of(
     """
     given = _parsed(value, number, refuse)
     if system:
-        given = _with_system(given, system, number, refuse)
+        first = _message(given[0], number, refuse) if given else None
+        if first is not None and first.role == SYSTEM and first.content not in ("", system):
+            refuse("the conversation has a system message and the row another one: expected one, remove it", number)
+        rest = given[1:] if first is not None and first.role == SYSTEM else given
+        given = [{"role": SYSTEM, "content": system}, *rest]
     messages = _messages(given, number, refuse)
     users = [index for index, message in enumerate(messages) if message.role == "user"]
     if not users or (answered and messages[-1].role == "user" and len(users) == 1):
@@ -180,15 +184,6 @@ def _text(value: Any, name: str, number: int, refuse: Refuse) -> str:
     if value is not None and not isinstance(value, str):
         refuse(f"the {name} is a {type(value).__name__}: expected text, repair or remove the row", number)
     return value or ""
-
-
-def _with_system(given: list[Any], system: str, number: int, refuse: Refuse) -> list[Any]:
-    first = _message(given[0], number, refuse) if given else None
-    if first is not None and first.role == SYSTEM:
-        if first.content not in ("", system):
-            refuse("the conversation has a system message and the row another one: expected one, remove it", number)
-        given = given[1:]
-    return [{"role": SYSTEM, "content": system}, *given]
 
 
 def conversation_of(value: Any, where: str) -> list[Message]:

@@ -87,7 +87,7 @@ def model_hashes(folder: Path) -> Cache:
         if not file.exists():
             file.parent.mkdir()
             file.write_bytes(name.encode() * 64)
-        return hashes.hash_of(file, large=64)
+        return hashes.hash_of(file)
 
     return Cache(folder / "left", read)
 
@@ -98,6 +98,7 @@ CACHES = {"tokens": tokens, "queries": queries, "data hashes": data_hashes, "mod
 @pytest.fixture(params=CACHES)
 def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     monkeypatch.setenv("RAYCL_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr(hashes, "LARGE", 64)
     return CACHES[request.param](tmp_path)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from raycl.errors import RetrievalError
+from raycl.routing import statistics
 from raycl.routing.key_maps import newest_rows, similarity
 from raycl.routing.routers import without
 from raycl.routing.slot_keys import KeyConfig
@@ -87,11 +88,12 @@ def test_distances_common_to_all_tasks_count_less() -> None:
     assert order[0] == order[1], "one task alone is its own background"
 
 
-def test_many_kept_texts_are_measured_in_parts() -> None:
+def test_many_kept_texts_are_measured_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     router, queries = studied("one", "two"), texts_of("two", 50, seed=6)
     whole = router.ood_score(queries)
     samples = [router.samples["two"], router.samples["one"]]
-    calibrator = OodCalibrator(router.discriminant.relative_distances, samples, rows=7)
+    monkeypatch.setattr(statistics, "ROWS", 7)
+    calibrator = OodCalibrator(router.discriminant.relative_distances, samples)
     torch.testing.assert_close(calibrator.scores(queries), whole)
 
 

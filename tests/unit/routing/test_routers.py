@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import RobertaConfig, RobertaModel
 
 from raycl.errors import BankError, RetrievalError
+from raycl.routing import slot_index
 from raycl.routing.key_maps import plane, similarity
 from raycl.routing.routers import make_router, without
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
@@ -223,11 +224,11 @@ def large(kind: Kind, tasks: int = 400, more: int = 1) -> tuple[SlotRouter, Tens
 
 
 @pytest.mark.parametrize(("kind", "more"), [("keys", 1), ("keys", 3), ("discriminant", 1), ("discriminant", 3)])
-def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, more: int) -> None:
+def test_a_large_bank_is_searched_with_the_same_weights(monkeypatch: pytest.MonkeyPatch, kind: Kind, more: int) -> None:
     """Also where tasks have different numbers of slots."""
     router, texts = large(kind, more=more)
     dense = router.route(texts)
-    router.exact_up_to = 100
+    monkeypatch.setattr(slot_index, "EXACT_UP_TO", 100)
     sparse = router.route(texts)
     assert len(sparse.names) <= len(dense.names)
     spread = torch.zeros_like(dense.weights)
@@ -238,17 +239,20 @@ def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, more: int) -
     assert len(few.names) <= 2 * 2 * (2 + more), "only slots that a text selected have a column"
 
 
-def test_the_approximate_index_finds_what_it_promises() -> None:
+def test_the_approximate_index_finds_what_it_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     router, texts = large("keys", 1500)
     parts = texts.view(-1, 2, 8)
-    exact = KeyIndex(torch.cat(list(router.keys().values())), 2, exact_up_to=10_000)
-    index = KeyIndex(torch.cat(list(router.keys().values())), 2, exact_up_to=100)
+    keys = torch.cat(list(router.keys().values()))
+    monkeypatch.setattr(slot_index, "EXACT_UP_TO", 10_000)
+    exact = KeyIndex(keys, 2)
+    monkeypatch.setattr(slot_index, "EXACT_UP_TO", 100)
+    index = KeyIndex(keys, 2)
     assert exact.exact and exact.recall == 1 and not index.exact and index.recall >= 0.99
     cosines, slots = index.search(parts, 2)
     mean = (slots[..., :, None] == exact.search(parts, 2)[1][..., None, :]).any(-1).float().mean()
     assert float(mean) > 0.98
     unit = torch.nn.functional.normalize(parts, dim=-1)
-    near = torch.nn.functional.normalize(torch.cat(list(router.keys().values())), dim=-1)[slots[:, 0, 0], 0]
+    near = torch.nn.functional.normalize(keys, dim=-1)[slots[:, 0, 0], 0]
     torch.testing.assert_close(cosines[:, 0, 0], (unit[:, 0] * near).sum(-1))  # scored exactly
     assert exact.search(parts[:1], 10_000)[0].shape == (1, 2, 4500), "K is capped at the bank"
 
