@@ -13,14 +13,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
 
 from raycl.errors import DataError
-
-if TYPE_CHECKING:
-    from raycl.data.sources.fields import Refuse
-
 
 Role = Literal["system", "user", "assistant"]
 
@@ -102,6 +98,9 @@ BESIDE = (SYSTEM, HISTORY, *UNREAD)
 _UNREAD_OF_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "thinking", *UNREAD)
 _NOTHING: tuple[Any, ...] = (None, "", "[]", "{}", "null", [], {})
 
+RefuseRow = Callable[[str], NoReturn]
+"""Raises an error about a row."""
+
 Turns = Literal["all", "last"]
 """The assistant's turns that are learned."""
 
@@ -114,7 +113,7 @@ def is_chat(value: Any) -> bool:
 
 
 def turns_of(
-    value: Any, number: int, answered: bool, refuse: Refuse, turns: Turns = "all", system: str = ""
+    value: Any, answered: bool, refuse: RefuseRow, turns: Turns = "all", system: str = ""
 ) -> Iterator[tuple[str, str]]:
     """Yield (conversation up to a user's message, the assistant's answer to it) for each turn whose `weight` is not 0.
 
@@ -125,33 +124,33 @@ def turns_of(
     Raises:
         DataError: roles that are not known or do not alternate, contents that are no texts, nothing to learn.
     """
-    given = _parsed(value, number, refuse)
+    given = _parsed(value, refuse)
     if system:
-        first = _message(given[0], number, refuse) if given else None
+        first = _message(given[0], refuse) if given else None
         if first is not None and first.role == SYSTEM and first.content not in ("", system):
-            refuse("the conversation has a system message and the row another one: expected one, remove it", number)
+            refuse("the conversation has a system message and the row another one: expected one, remove it")
         rest = given[1:] if first is not None and first.role == SYSTEM else given
         given = [{"role": SYSTEM, "content": system}, *rest]
-    messages = _messages(given, number, refuse)
+    messages = _messages(given, refuse)
     users = [index for index, message in enumerate(messages) if message.role == "user"]
     if not users or (answered and messages[-1].role == "user" and len(users) == 1):
         wanted = "answer of the assistant" if users else "user message"
-        refuse(f"the conversation has no {wanted}: expected user and assistant in turn, complete or remove it", number)
+        refuse(f"the conversation has no {wanted}: expected user and assistant in turn, complete or remove it")
     if not answered:
         yield text_of(messages[: users[-1] + 1]), ""
         return
     answers = [index + 1 for index in users if index + 1 < len(messages)]
     for weight in (given[index].get("weight") for index in answers):
         if weight not in (None, 0, 1):
-            refuse(f"a message has weight {weight}: expected 0 (not learned) or 1", number)
+            refuse(f"a message has weight {weight}: expected 0 (not learned) or 1")
     learned = [index for index in answers if given[index].get("weight", 1) != 0]
     if not learned:
-        refuse("each answer of the conversation has weight 0: expected one to learn, remove the row", number)
+        refuse("each answer of the conversation has weight 0: expected one to learn, remove the row")
     for index in learned if turns == "all" else learned[-1:]:
         yield text_of(messages[:index]), messages[index].content
 
 
-def system_of(item: Mapping[str, Any], number: int, refuse: Refuse) -> str:
+def system_of(item: Mapping[str, Any], refuse: RefuseRow) -> str:
     """Return the system message of a conversation or an instruction.
 
     Raises:
@@ -159,11 +158,11 @@ def system_of(item: Mapping[str, Any], number: int, refuse: Refuse) -> str:
     """
     for name in UNREAD:
         if item.get(name) not in _NOTHING:
-            refuse(f"the row has {name}, which are not learned: remove the row, or the field from all of them", number)
-    return _text(item.get(SYSTEM), SYSTEM, number, refuse)
+            refuse(f"the row has {name}, which are not learned: remove the row, or the field from all of them")
+    return _text(item.get(SYSTEM), SYSTEM, refuse)
 
 
-def earlier_turns(value: Any, number: int, refuse: Refuse) -> list[Message]:
+def earlier_turns(value: Any, refuse: RefuseRow) -> list[Message]:
     """Return the turns before an instruction, which are pairs of texts.
 
     Raises:
@@ -171,18 +170,16 @@ def earlier_turns(value: Any, number: int, refuse: Refuse) -> list[Message]:
     """
     if value in _NOTHING:
         return []
-    pairs = _loaded(value, HISTORY, number, refuse) if isinstance(value, str) else value
+    pairs = _loaded(value, HISTORY, refuse) if isinstance(value, str) else value
     if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
-        refuse(
-            f"the {HISTORY} is no list of pairs: expected [question, answer] for each turn before, repair it", number
-        )
-    texts = [_text(text, HISTORY, number, refuse) for pair in pairs for text in pair]
+        refuse(f"the {HISTORY} is no list of pairs: expected [question, answer] for each turn before, repair it")
+    texts = [_text(text, HISTORY, refuse) for pair in pairs for text in pair]
     return [Message("assistant" if index % 2 else "user", text) for index, text in enumerate(texts)]
 
 
-def _text(value: Any, name: str, number: int, refuse: Refuse) -> str:
+def _text(value: Any, name: str, refuse: RefuseRow) -> str:
     if value is not None and not isinstance(value, str):
-        refuse(f"the {name} is a {type(value).__name__}: expected text, repair or remove the row", number)
+        refuse(f"the {name} is a {type(value).__name__}: expected text, repair or remove the row")
     return value or ""
 
 
@@ -196,26 +193,26 @@ def conversation_of(value: Any, where: str) -> list[Message]:
         DataError: roles that are not known or do not alternate, contents that are no texts.
     """
 
-    def refuse(problem: str, row: int | None = None) -> NoReturn:
+    def refuse(problem: str) -> NoReturn:
         raise DataError(f"{where}: {problem}")
 
-    return _messages(_parsed(value, 1, refuse), 1, refuse)
+    return _messages(_parsed(value, refuse), refuse)
 
 
-def _parsed(value: Any, number: int, refuse: Refuse) -> list[Any]:
-    messages = _loaded(value, "conversation", number, refuse) if isinstance(value, str) else value
+def _parsed(value: Any, refuse: RefuseRow) -> list[Any]:
+    messages = _loaded(value, "conversation", refuse) if isinstance(value, str) else value
     return list(messages)
 
 
-def _loaded(text: str, name: str, number: int, refuse: Refuse) -> Any:
+def _loaded(text: str, name: str, refuse: RefuseRow) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        refuse(f"the {name} is no JSON ({error}): expected a list, repair or remove the row", number)
+        refuse(f"the {name} is no JSON ({error}): expected a list, repair or remove the row")
 
 
-def _messages(given: Sequence[Any], number: int, refuse: Refuse) -> list[Message]:
-    messages = [_message(item, number, refuse) for item in given]
+def _messages(given: Sequence[Any], refuse: RefuseRow) -> list[Message]:
+    messages = [_message(item, refuse) for item in given]
     turns = [message.role for message in messages]
     if turns[:1] == ["system"]:
         turns = turns[1:]
@@ -225,26 +222,25 @@ def _messages(given: Sequence[Any], number: int, refuse: Refuse) -> list[Message
         if role != wanted:
             refuse(
                 f"message {first_number + index} of the conversation is of {role}: expected {wanted}, "
-                "since user and assistant alternate, behind at most one system message; repair or remove it",
-                number,
+                "since user and assistant alternate, behind at most one system message; repair or remove it"
             )
     return messages
 
 
-def _message(item: Any, number: int, refuse: Refuse) -> Message:
+def _message(item: Any, refuse: RefuseRow) -> Message:
     if not isinstance(item, dict):
-        refuse(f"a message is a {type(item).__name__}: expected an object with role and content", number)
+        refuse(f"a message is a {type(item).__name__}: expected an object with role and content")
     name, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
     role = ROLES.get(str(name))
     if role is None:
-        refuse(f"a message is of '{name}': expected one of {', '.join(ROLES)}; remove the row or the message", number)
+        refuse(f"a message is of '{name}': expected one of {', '.join(ROLES)}; remove the row or the message")
     unread = next((key for key in _UNREAD_OF_MESSAGE if item.get(key) not in _NOTHING), None)
     if unread is not None:
-        refuse(f"a message has {unread}, which are not learned: remove the row or the message", number)
+        refuse(f"a message has {unread}, which are not learned: remove the row or the message")
     if isinstance(content, list):
         content = _joined(content)
     if not isinstance(content, str):
-        refuse(f"the content of a message is a {type(content).__name__}: expected text, repair or remove it", number)
+        refuse(f"the content of a message is a {type(content).__name__}: expected text, repair or remove it")
     return Message(role, content)
 
 

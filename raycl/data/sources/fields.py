@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from raycl.data.sources.conversation import (
@@ -16,6 +17,7 @@ from raycl.data.sources.conversation import (
     HISTORY,
     SYSTEM,
     Message,
+    RefuseRow,
     Turns,
     earlier_turns,
     is_chat,
@@ -134,7 +136,7 @@ def _column(name: str, names: Sequence[str]) -> str | None:
     return name if name in names else next((first for first in [name.partition(".")[0]] if first in names), None)
 
 
-def refuse_preferences(names: Sequence[str], columns: Columns, refuse: Refuse, row: int | None = None) -> None:
+def refuse_preferences(names: Sequence[str], columns: Columns, refuse: RefuseRow) -> None:
     """Refuse pairs of a chosen and a rejected answer; they are for preference optimisation, which no method here does.
 
     Raises:
@@ -143,8 +145,7 @@ def refuse_preferences(names: Sequence[str], columns: Columns, refuse: Refuse, r
     if set(PREFERENCE_NAMES) <= set(names) and (columns.is_default or columns.label == LABEL_NAMES):
         refuse(
             "the rows hold preferences (chosen, rejected): expected an answer for each text; name the columns, for "
-            "example columns.text=prompt columns.label=chosen, to learn the chosen answers alone",
-            row,
+            "example columns.text=prompt columns.label=chosen, to learn the chosen answers alone"
         )
 
 
@@ -172,12 +173,13 @@ def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> list[So
     Raises:
         DataError: the item is no object, or text or answer is missing or of another type.
     """
-    rows = list(_rows_of(item, number, columns, refuse))
+    refuse_row = partial(refuse, row=number)
+    rows = list(_rows_of(item, number, columns, refuse_row))
     for row in rows:
         if row.text.isascii() and all(map(str.isascii, row.references)):
             continue
         if problem := half_character(row.text) or half_character("".join(row.references)):
-            refuse(problem, number)
+            refuse_row(problem)
     if columns.group:
         value = _field(item, (columns.group,))
         if value is not None and value != "":
@@ -208,38 +210,38 @@ def half_character(text: str) -> str:
     return ""
 
 
-def _rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterator[SourceRow]:
+def _rows_of(item: Any, number: int, columns: Columns, refuse: RefuseRow) -> Iterator[SourceRow]:
     if not isinstance(item, Mapping):
         wanted = " and ".join((columns.text[0], *columns.label[:1]))
-        refuse(f"found a {kind_of(item)}: expected an object with {wanted}", number)
-    refuse_preferences(list(item), columns, refuse, number)
+        refuse(f"found a {kind_of(item)}: expected an object with {wanted}")
+    refuse_preferences(list(item), columns, refuse)
     if columns.is_default and has_choices(item):
         yield _with_choices(item, number, bool(columns.label), refuse)
         return
-    messages = _conversation(item, number, columns, refuse)
+    messages = _conversation(item, columns, refuse)
     if messages is not None:
-        system = system_of(item, number, refuse)
-        for text, answer in turns_of(messages, number, bool(columns.label), refuse, columns.turns, system):
+        system = system_of(item, refuse)
+        for text, answer in turns_of(messages, bool(columns.label), refuse, columns.turns, system):
             yield SourceRow(number, text, (answer,), is_chat=True)
         return
-    text, has_turns = _text(item, number, columns, refuse), False
+    text, has_turns = _text(item, columns, refuse), False
     if _is_instruction(item, columns):  # with a system message and the turns before it
-        system, earlier = system_of(item, number, refuse), earlier_turns(item.get(HISTORY), number, refuse)
+        system, earlier = system_of(item, refuse), earlier_turns(item.get(HISTORY), refuse)
         if has_turns := bool({SYSTEM, HISTORY} & set(item)):
             text = text_of([Message("system", system), *earlier, Message("user", text)])
     if not columns.label:
         yield SourceRow(number, text, ("",), has_turns)
         return
-    yield SourceRow(number, text, _references(_field(item, columns.label), columns.label[0], number, refuse), has_turns)
+    yield SourceRow(number, text, _references(_field(item, columns.label), columns.label[0], refuse), has_turns)
 
 
-def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: Refuse) -> SourceRow:
+def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: RefuseRow) -> SourceRow:
     """Return a question and its choices, as SLM's table 9 writes them; the answer is a letter."""
     choices = item[CHOICES] if CHOICES in item else [item[letter] for letter in CHOICES_HEADER[1:-1]]
     if not isinstance(choices, list) or not 0 < len(choices) <= len(LETTERS):
-        refuse(f"the choices are a {kind_of(choices)}: expected a list of 1 to {len(LETTERS)} texts", number)
-    texts = [_string(choice, CHOICES, number, refuse) for choice in choices]
-    text = f"Question: {_string(item[QUESTION], QUESTION, number, refuse)}\nChoices: [{', '.join(texts)}]"
+        refuse(f"the choices are a {kind_of(choices)}: expected a list of 1 to {len(LETTERS)} texts")
+    texts = [_string(choice, CHOICES, refuse) for choice in choices]
+    text = f"Question: {_string(item[QUESTION], QUESTION, refuse)}\nChoices: [{', '.join(texts)}]"
     if not answered:
         return SourceRow(number, text, ("",))
     letters, answer = LETTERS[: len(texts)], item[ANSWER]
@@ -247,11 +249,11 @@ def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: 
     if answer_letter.isdigit() and int(answer_letter) < len(letters):
         answer_letter = letters[int(answer_letter)]
     if isinstance(answer, bool) or len(answer_letter) != 1 or answer_letter not in letters:
-        refuse(f"the answer is '{answer}': expected a letter from A to {letters[-1]} or a number from 0", number)
+        refuse(f"the answer is '{answer}': expected a letter from A to {letters[-1]} or a number from 0")
     return SourceRow(number, text, (answer_letter,))
 
 
-def _conversation(item: Mapping[str, Any], number: int, columns: Columns, refuse: Refuse) -> Any:
+def _conversation(item: Mapping[str, Any], columns: Columns, refuse: RefuseRow) -> Any:
     """Return the item's messages; None if it is no conversation."""
     if columns.parts:
         return None
@@ -261,18 +263,18 @@ def _conversation(item: Mapping[str, Any], number: int, columns: Columns, refuse
         return value
     if columns.is_default and value is not None and _field(item, (INSTRUCTION, *columns.text)) is None:
         kind = "an empty list" if value == [] else f"a {kind_of(value)}"
-        refuse(f"the conversation is {kind}: expected a list of messages with role and content", number)
+        refuse(f"the conversation is {kind}: expected a list of messages with role and content")
     return None
 
 
-def _text(item: Mapping[str, Any], number: int, columns: Columns, refuse: Refuse) -> str:
+def _text(item: Mapping[str, Any], columns: Columns, refuse: RefuseRow) -> str:
     if columns.parts:
-        return "\n".join(_string(_field(item, (name,)), name, number, refuse) for name in columns.parts)
+        return "\n".join(_string(_field(item, (name,)), name, refuse) for name in columns.parts)
     if _is_instruction(item, columns):
-        instruction = _string(item[INSTRUCTION], INSTRUCTION, number, refuse)
-        more = _string(item.get(INSTRUCTION_INPUT) or "", INSTRUCTION_INPUT, number, refuse)
+        instruction = _string(item[INSTRUCTION], INSTRUCTION, refuse)
+        more = _string(item.get(INSTRUCTION_INPUT) or "", INSTRUCTION_INPUT, refuse)
         return f"{instruction}\n\n{more}" if more.strip() else instruction
-    return _string(_field(item, columns.text), columns.text[0], number, refuse)
+    return _string(_field(item, columns.text), columns.text[0], refuse)
 
 
 def _is_instruction(item: Mapping[str, Any], columns: Columns) -> bool:
@@ -280,9 +282,9 @@ def _is_instruction(item: Mapping[str, Any], columns: Columns) -> bool:
     return columns.is_default and INSTRUCTION in item and not {"text", "sentence", "prompt"} & set(item)
 
 
-def _string(value: Any, name: str, number: int, refuse: Refuse) -> str:
+def _string(value: Any, name: str, refuse: RefuseRow) -> str:
     if not isinstance(value, str):
-        refuse(f"the {name} is a {kind_of(value)}: expected a string, repair or remove the row", number)
+        refuse(f"the {name} is a {kind_of(value)}: expected a string, repair or remove the row")
     return value
 
 
@@ -297,16 +299,16 @@ def _field(item: Mapping[str, Any], names: Sequence[str]) -> Any:
     return None
 
 
-def _references(value: Any, name: str, number: int, refuse: Refuse) -> tuple[str, ...]:
+def _references(value: Any, name: str, refuse: RefuseRow) -> tuple[str, ...]:
     """Return a string, a whole number (as class ids are stored) or a list of these."""
     if value is None:
-        refuse(f"no {name}: expected a string or a list of strings, complete or remove the row", number)
+        refuse(f"no {name}: expected a string or a list of strings, complete or remove the row")
     values = value if isinstance(value, list) else [value]
     if not values:
-        refuse(f"the list of references in {name} is empty: expected at least one, complete or remove the row", number)
+        refuse(f"the list of references in {name} is empty: expected at least one, complete or remove the row")
     for item in values:
         if isinstance(item, bool) or not isinstance(item, str | int):
-            refuse(f"the {name} is a {kind_of(item)}: expected a string, repair or remove the row", number)
+            refuse(f"the {name} is a {kind_of(item)}: expected a string, repair or remove the row")
     return tuple(str(item) for item in values)
 
 
