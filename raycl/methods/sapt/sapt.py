@@ -45,8 +45,7 @@ from raycl.methods.replay.joined import PseudoReplay
 from raycl.methods.sapt.reflection import Reflection, ReplayEntry
 from raycl.methods.sapt.settings import ABLATIONS, SaptConfig
 from raycl.methods.trained_adapters import is_trainable
-from raycl.routing.attention import LEAST_WEIGHT, Attention, AttentionRouter, max_pooled, mixture_of
-from raycl.routing.selector import learn_selector
+from raycl.routing.attention import LEAST_WEIGHT, Attention, AttentionRouter, learn_selector, max_pooled, mixture_of
 from raycl.routing.statistics import KINDS_OF_OUTLINES, BareTexts
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
 

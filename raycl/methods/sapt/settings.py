@@ -14,8 +14,7 @@ from raycl.methods.lora_settings import LoraSettings, Rank
 from raycl.methods.per_task_adapter import PromptFormSetting
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
-from raycl.routing.attention import AttentionConfig
-from raycl.routing.selector import SelectorConfig
+from raycl.routing.attention import AttentionConfig, SelectorConfig
 
 Name = Literal["none", "arm", "replay", "alignment", "shared_attention"]
 
