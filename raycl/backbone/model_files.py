@@ -64,6 +64,11 @@ def is_local(name: str) -> bool:
     return Path(resolve(name)).is_dir()
 
 
+def published_name(name: str) -> str:
+    """Return what others call the model: its hub id; a local folder as it is."""
+    return PUBLISHED.get(name, name)
+
+
 def resolve(name: str) -> str:
     """Return the folder of a packaged model, absolute path of a local folder, or the hub id as it is.
 

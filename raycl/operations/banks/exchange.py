@@ -19,7 +19,7 @@ from raycl.adapters.state import check_fits, combine, fold
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.backbone.codec import KINDS
 from raycl.backbone.linears import untie
-from raycl.backbone.model_files import PUBLISHED
+from raycl.backbone.model_files import published_name
 from raycl.backbone.roles import linear_shapes
 from raycl.bank import AdapterManifest, Bank, Snapshot
 from raycl.bank.manifest import ModelInfo
@@ -82,7 +82,7 @@ def card_metadata(
     return CardMetadata(
         kind=snapshot.backbone.kind,
         capabilities=KINDS[snapshot.backbone.kind],
-        base=PUBLISHED.get(settings["name"], settings["name"]),
+        base=published_name(settings["name"]),
         revision=settings.get("revision"),
         sha256=snapshot.backbone.sha256,
         snapshot=snapshot.number,

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from raycl.adapters.peft import names_in_bank
@@ -114,9 +113,6 @@ class HubRecord:
     without: tuple[str, ...] = ()
 
 
-_RECORD = TypeAdapter(HubRecord)
-
-
 def objects_to_pull(bank: Bank, snapshot: Snapshot, without: Sequence[str]) -> dict[str, ObjectInfo]:
     """Return file -> object of all that answering and training from a snapshot need, except files of samples.
 
@@ -166,7 +162,7 @@ def pull(address: HubAddress, target: Callable[[str], Bank]) -> tuple[Bank, Snap
     pinned = HubAddress(address.repository, revision=folder.name)
     source, bank = Bank.at(folder / ROOT), target(folder.name)
     try:
-        record = read_fields(source.storage, RECORD, FORMAT, _RECORD)
+        record = read_fields(source.storage, RECORD, FORMAT, HubRecord)
         snapshot = source.open(record.number)
         if snapshot.sha256 != record.sha256:
             raise BankError(f"snapshot {record.number} is not the one that {RECORD} names")
