@@ -17,6 +17,9 @@ from raycl.types import Capabilities
 
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 
+Bos = Literal["tokenizer", "none"]
+"""The first token of a source of a decoder-only model: the tokenizer's, or none."""
+
 KINDS: dict[str, Capabilities] = {
     "encoder": Capabilities("label", False, "mlm", "FEATURE_EXTRACTION"),
     "encoder-decoder": Capabilities("text", True, None, "SEQ_2_SEQ_LM"),
@@ -34,10 +37,6 @@ def capabilities_of(kind: str) -> Capabilities:
     if kind not in KINDS:
         raise BackboneError(f"unknown kind of backbone '{kind}': expected one of {', '.join(KINDS)}")
     return KINDS[kind]
-
-
-Bos = Literal["tokenizer", "none"]
-"""The first token of a source of a decoder-only model: the tokenizer's, or none."""
 
 
 class HFCodec:
