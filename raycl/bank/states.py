@@ -103,7 +103,7 @@ def restore_record(
 def has_state(bank: Bank, snapshot: Snapshot) -> bool:
     """Return whether the record of the snapshot's training state can be read."""
     try:
-        _record(bank, snapshot)
+        get_record(bank, snapshot)
     except BankError:
         return False
     return True
@@ -140,22 +140,6 @@ def get_record(bank: Bank, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str
     Raises:
         BankError: the snapshot has no training state, or its record is missing or damaged.
     """
-    record = _record(bank, snapshot)
-    return record.values, record.objects
-
-
-def state_objects(bank: Bank, snapshot: Snapshot) -> dict[str, ObjectInfo]:
-    """Return group -> object that the snapshot's training state names; none without a training state.
-
-    Raises:
-        BankError: its record is missing or damaged.
-    """
-    if snapshot.training is None:
-        return {}
-    return get_record(bank, snapshot)[1]
-
-
-def _record(bank: Bank, snapshot: Snapshot) -> _Stored:
     what = f"the training state of snapshot {snapshot.number}"
     if snapshot.training is None:
         raise BankError(
@@ -169,7 +153,17 @@ def _record(bank: Bank, snapshot: Snapshot) -> _Stored:
     if hashlib.sha256(data).hexdigest() != snapshot.training:
         raise BankError(f"{what} is damaged (the hash of '{file}' differs): restore a copy")
     with bank_errors():
-        return fields_of(unseal(data, file, FORMAT), file, _Stored)
+        record = fields_of(unseal(data, file, FORMAT), file, _Stored)
+    return record.values, record.objects
+
+
+def state_objects(bank: Bank, snapshot: Snapshot) -> dict[str, ObjectInfo]:
+    """Return group -> object that the snapshot's training state names; none without a training state.
+
+    Raises:
+        BankError: its record is missing or damaged.
+    """
+    return {} if snapshot.training is None else get_record(bank, snapshot)[1]
 
 
 def state_file(sha256: str) -> str:

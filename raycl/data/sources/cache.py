@@ -84,7 +84,15 @@ def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordB
         except StorageError as error:
             if storage.exists(record_of(name)):
                 log.warning("an entry of the cache is made anew: %s", error)
-        return _build(storage, name, key, schema, build)
+        path = Path(storage.path(name))
+        with unfinished(path) as temporary:
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+                info = build(writer)
+            with temporary.open("rb") as stream:
+                sha256, size = hashlib.file_digest(stream, "sha256").hexdigest(), stream.tell()
+            os.replace(temporary, path)
+        write_seal(storage, name, Seal(name, key, sha256, size, info))
+        return CacheEntry(path, info, sha256)
 
 
 def _whole(storage: Storage, name: str, key: str) -> CacheEntry:
@@ -92,20 +100,6 @@ def _whole(storage: Storage, name: str, key: str) -> CacheEntry:
     seal, path = read_seal(storage, name, key), Path(storage.path(name))
     check_sealed(path, seal.sha256)
     return CacheEntry(path, seal.info, seal.sha256)
-
-
-def _build(
-    storage: Storage, name: str, key: str, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Info]
-) -> CacheEntry:
-    path = Path(storage.path(name))
-    with unfinished(path) as temporary:
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            info = build(writer)
-        with temporary.open("rb") as stream:
-            sha256, size = hashlib.file_digest(stream, "sha256").hexdigest(), stream.tell()
-        os.replace(temporary, path)
-    write_seal(storage, name, Seal(name, key, sha256, size, info))
-    return CacheEntry(path, info, sha256)
 
 
 Indices = NDArray[np.int64]

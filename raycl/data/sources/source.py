@@ -180,8 +180,14 @@ class SourceFile(NamedSource):
         info = self.folder.filesystem.get_file_info(self.folder.path(self.name))
         stamp = f"{self.uri}|{self.folder.endpoint}|{info.size}|{info.mtime_ns}"
         hashes, memo = Storage.at(cache / "hashes"), f"{hashlib.sha256(stamp.encode()).hexdigest()}.json"
-        if (known := _known(hashes, memo, stamp)) is not None:
-            return known
+        try:
+            record = read_fields(hashes, memo, _FORMAT, _Hashed) if hashes.exists(memo) else None
+            if record is not None and record.stamp != stamp:
+                raise DamagedError(f"'{hashes.uri}/{memo}' is of another file: it was moved")
+            if record is not None:
+                return record.sha256
+        except StorageError as error:
+            log.warning("a file is hashed again: %s", error)
         digest = hashlib.sha256()
         with self._raw() as stream:
             while chunk := stream.read(_CHUNK):
@@ -232,18 +238,6 @@ class SourceFiles(NamedSource):
         """Return the SHA-256 in hex of the files' names and hashes."""
         parts = [(file.name, file.content_hash(cache)) for file in self.files]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _known(hashes: Storage, memo: str, stamp: str) -> str | None:
-    """Return the hash that the cache has of a file; None: there is none, or its record is damaged."""
-    try:
-        record = read_fields(hashes, memo, _FORMAT, _Hashed) if hashes.exists(memo) else None
-        if record is not None and record.stamp != stamp:
-            raise DamagedError(f"'{hashes.uri}/{memo}' is of another file: it was moved")
-    except StorageError as error:
-        log.warning("a file is hashed again: %s", error)
-        return None
-    return None if record is None else record.sha256
 
 
 def _encoding(head: bytes) -> tuple[str, bytes]:
