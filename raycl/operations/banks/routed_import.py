@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from raycl.adapters.card import METADATA
 from raycl.backbone import BackboneConfig
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.manifest import TaskInfo
 from raycl.bank.states import get_router, put_router
 from raycl.errors import BankError
@@ -82,13 +82,15 @@ def import_routed(
     info, encoder = put_router(bank, state)
     imported = [*snapshot.provenance.get("imported", []), {"task": name, "from": source}]
     new = bank.snapshot(
-        [*fresh, *((entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters)],
-        snapshot.backbone,
-        info,
-        [*snapshot.tasks, task],
-        encoder,
-        parent=snapshot.number,
-        provenance={**snapshot.provenance, "imported": imported},
+        NewSnapshot(
+            [*fresh, *((entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters)],
+            snapshot.backbone,
+            info,
+            [*snapshot.tasks, task],
+            encoder,
+            parent=snapshot.number,
+            provenance={**snapshot.provenance, "imported": imported},
+        )
     )
     owners = {entry.name: entry.tasks for entry in new.adapters}
     router = make_router(state, owners, [before.encoder] if before.encoder is not None else [])

@@ -84,7 +84,10 @@ def publish(
             router,
             [
                 TaskInfo(
-                    name=task.name, labels=task.labels, metric=task.metric, **context.stream.prompt(task, codec).record()
+                    name=task.name,
+                    labels=task.labels,
+                    metric=task.metric,
+                    **context.stream.prompt(task, codec).record(),
                 )
                 for task in seen
             ],

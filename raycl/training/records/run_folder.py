@@ -12,8 +12,6 @@ import shlex
 import time
 from dataclasses import dataclass
 
-from pydantic import TypeAdapter
-
 from raycl.config import Tree, trust
 from raycl.errors import DamagedError, ResumeError
 from raycl.storage import Storage
@@ -59,9 +57,6 @@ class _Decision:
     continues: bool
 
 
-_DECISION = TypeAdapter(_Decision)
-
-
 def write_decision(storage: Storage, done: int, continues: bool) -> None:
     """Write the decision whether the run continues after `done` finished phases."""
     storage.write(_file(done), seal({"format": FORMAT, "done": done, "continues": continues}))
@@ -75,7 +70,7 @@ def read_decision(storage: Storage, done: int) -> bool | None:
     """
     if not storage.exists(_file(done)):
         return None
-    record = read_fields(storage, _file(done), FORMAT, _DECISION)
+    record = read_fields(storage, _file(done), FORMAT, _Decision)
     if record.done != done:
         raise DamagedError(f"'{storage.uri}/{_file(done)}' belongs to phase {record.done}: it was moved; remove it")
     return record.continues
