@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from raycl.errors import RunError
-from raycl.launch.repeating import repeating
+from raycl.launch.console import repeating
 
 EVERY_S = 0.3
 """Seconds between two looks at the processes: what one does after the last look at it does not count."""

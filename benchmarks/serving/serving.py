@@ -43,7 +43,7 @@ from raycl.serve.deployment.application import start
 from raycl.serve.engine.engine_requests import EngineRequest
 from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.decisions import decide_first
+from raycl.serve.snapshots.parts import decide_first
 from raycl.types import Mixture
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from raycl.api.tasks import InMemoryTask
 from raycl.config import Tree
 from raycl.errors import ConfigError, RunError
 from raycl.launch import console, driver, prepared_run, requested_run
+from raycl.launch.console import repeating
 from raycl.launch.prepared_run import Prepared
-from raycl.launch.repeating import repeating
 from raycl.metrics.run_results import method_of, metric_of, read_results, tasks_of, values_of
 from raycl.operations.report.plots import heatmaps
 from raycl.operations.report.tables import matrix_table

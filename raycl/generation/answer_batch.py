@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from raycl.backbone import Backbone
 from raycl.generation.continuous_batch import Activate, BatchRow, ContinuousBatch
@@ -26,11 +25,6 @@ READ_ROWS = 16
 
 LEAST_TOKENS = 8
 """Shorter common beginnings are read with their rows: reading them apart costs a forward pass."""
-
-
-def rows_read_together(max_rows: int) -> int:
-    """Return the number of prompts of one pass, where this many rows are decoded together."""
-    return max(1, min(max_rows, max(READ_ROWS, max_rows // 4)))
 
 
 class Prompts(NamedTuple):
@@ -87,7 +81,7 @@ class AnswerBatch(ContinuousBatch[_Row]):
             max_rows: most rows that are decoded together.
         """
         super().__init__(backbone, activate, max_rows)
-        self.read_rows = rows_read_together(max_rows)
+        self.read_rows = max(1, min(max_rows, max(READ_ROWS, max_rows // 4)))
         self._start: _SharedPrompt | None = None
         self._ends = _end_ids(backbone)
 
@@ -189,9 +183,6 @@ class _SharedPrompt:
         device, pad_id = self._backbone.device, self._backbone.codec.pad_id
         ids = torch.tensor([[*[pad_id] * (longest - len(rest)), *rest] for rest in rests], device=device)
         mask = torch.tensor([[0] * (longest - len(rest)) + [1] * len(rest) for rest in rests], device=device)
-        layers = [(_repeated(keys, count), _repeated(values, count)) for keys, values in self._state.layers]
+        each = (count, -1, -1, -1)
+        layers = [(keys.expand(each), values.expand(each)) for keys, values in self._state.layers]
         return read_on(self._backbone, layers, self._state.mask.expand(count, -1), ids, mask)
-
-
-def _repeated(tensor: Tensor, rows: int) -> Tensor:
-    return tensor.expand(rows, -1, -1, -1)

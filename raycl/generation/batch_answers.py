@@ -6,13 +6,9 @@ of all other models decode the same answers token by token (`continuous_batch`),
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from raycl.backbone import Backbone
-from raycl.backbone.base import GenerationInputs
 from raycl.generation.dynamic_cache import attends_to_all
 from raycl.generation.requests import AllowedTokens
 from raycl.types import Batch
@@ -60,25 +56,20 @@ def predict(backbone: Backbone, batch: Batch, max_new_tokens: int) -> list[str]:
     if backbone.capabilities.answers == "label":
         return _label(backbone, batch)
     with backbone.precision():
-        inputs = backbone.generation_inputs(batch)
+        inputs, limits = backbone.generation_inputs(batch), {}
+        if backbone.allowed_labels:
+            first = inputs.prompt_columns
+            allowed = AllowedTokens(backbone.allowed_labels.values(), backbone.codec.eos_id, inputs.forced)
+            limits = {"prefix_allowed_tokens_fn": lambda _, ids_S: allowed.after(ids_S[first:].tolist())}
         ids = backbone.model.generate(
             **inputs.arguments,
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
             synced_gpus=backbone.synchronized,
-            **_constraint(backbone, inputs),
+            **limits,
         )
     return backbone.codec.decode(ids[:, inputs.cut :])
-
-
-def _constraint(backbone: Backbone, inputs: GenerationInputs) -> dict[str, Callable[[int, Tensor], list[int]]]:
-    """Return arguments that restrict `generate` to the allowed labels, token by token; none if all are allowed."""
-    if not backbone.allowed_labels:
-        return {}
-    answers, first = backbone.allowed_labels.values(), inputs.prompt_columns
-    allowed = AllowedTokens(answers, backbone.codec.eos_id, inputs.forced)
-    return {"prefix_allowed_tokens_fn": lambda _, ids_S: allowed.after(ids_S[first:].tolist())}
 
 
 def _label(backbone: Backbone, batch: Batch) -> list[str]:

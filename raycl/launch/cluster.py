@@ -16,7 +16,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ray.util.state import list_jobs
 from ray.util.state.exception import RayStateApiException
 
 from raycl.errors import LaunchError
-from raycl.launch.repeating import repeating
+from raycl.launch.console import repeating
 from raycl.training.definition.job import Resources
 from raycl.training.workers.stopping import exit_on_sigterm, exits_on_sigterm
 
@@ -72,7 +72,8 @@ def connect(
     if env_vars:
         quiet["runtime_env"] = {"env_vars": dict(env_vars)}
     try:
-        with _importing_as_here(), _LateStart():
+        with _importing_as_here(), ExitStack() as stack:
+            stack.push(_late_start)
             if given:
                 ray.init(address=given, **quiet)
             else:
@@ -127,18 +128,13 @@ def _importing_as_here() -> Iterator[None]:
         yield
 
 
-class _LateStart:
-    """Turns Ray's error for a late start, which has no class of its own, into an error of raycl."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind in (Exception, RuntimeError, TimeoutError):
-            raise LaunchError(
-                f"Ray did not start ({' '.join(str(error).split())[:400]}): repeat the command, with fewer processes "
-                "beside it where this machine is slow"
-            ) from error
+def _late_start(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    """Turn Ray's error for a late start, which has no class of its own, into an error of raycl."""
+    if kind in (Exception, RuntimeError, TimeoutError):
+        raise LaunchError(
+            f"Ray did not start ({' '.join(str(error).split())[:400]}): repeat the command, with fewer processes "
+            "beside it where this machine is slow"
+        ) from error
 
 
 @contextmanager

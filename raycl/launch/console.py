@@ -1,21 +1,43 @@
-"""Output of a command while workers run elsewhere: their progress lines, read from the run's log."""
+"""Work beside a command that waits: what a thread repeats, and workers' progress lines, read from the run's log."""
 
 from __future__ import annotations
 
 import logging
 import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from raycl.errors import StorageError, printable
-from raycl.launch.repeating import repeating
 from raycl.storage import Storage
 
 log = logging.getLogger("raycl")
 FOLLOW_S = 1.0
 LOGS = "log"
 """Folder of a run with the log of each attempt."""
+
+
+@contextmanager
+def repeating(work: Callable[[], None], every_s: float, name: str) -> Iterator[None]:
+    """Call `work` every so many seconds while this is open.
+
+    Args:
+        work: function that must not raise. name: name of the thread.
+    """
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(every_s):
+            work()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,8 +53,8 @@ class RunOptions:
     warm: WarmWorkers | None = None
 
 
-class Launcher(AbstractContextManager["Launcher"], Protocol):
-    """Starts the workers of a run; while it is entered, it holds what they run on.
+class Launcher(Protocol):
+    """Starts the workers of a run.
 
     Attributes:
         resources: resources of each worker.
@@ -83,11 +83,10 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
     options = options or RunOptions()
     config = prepared.config
     prepared = replace(prepared, storage=prepared.storage.with_retries(config.output.retry_s))
-    here = options.in_process is not None or config.launch.mode == "local"
     phases = len(prepared.phases)
     try:
         if prepared.done < phases:
-            with _launcher(prepared, options, here) as launcher:
+            with _launcher(prepared, options) as launcher:
                 while (done := prepared.done) < phases and not is_stopped(prepared.storage, done):
                     job = job_of(prepared, options, launcher.resources.threads)
                     with _attempt(prepared, options, job.driver):
@@ -101,19 +100,24 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
         raise StoppedError(f"{error}; when it is back, continue with {resume}") from error
 
 
-def _launcher(prepared: Prepared, options: RunOptions, here: bool) -> Launcher:
-    if here:
+@contextmanager
+def _launcher(prepared: Prepared, options: RunOptions) -> Iterator[Launcher]:
+    """Yield the launcher that the config and the options mean; what its workers run on is held inside."""
+    if options.in_process is not None or prepared.config.launch.mode == "local":
         from raycl.launch.local import LocalProcess
 
-        return LocalProcess(prepared, options)
+        yield LocalProcess(prepared, options)
+        return
     if options.warm is not None:
         from raycl.launch.warm_workers import WarmRun, stays_warm
 
         if stays_warm(prepared.config):
-            return WarmRun(options.warm, prepared, options)
+            yield WarmRun(options.warm, prepared, options)
+            return
     from raycl.launch.ray_train import RayTrain
 
-    return RayTrain(prepared, options)
+    with RayTrain.on_cluster(prepared, options) as launcher:
+        yield launcher
 
 
 @contextmanager

@@ -7,10 +7,10 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -46,14 +46,6 @@ class LocalProcess:
         self._prepared, self._options = prepared, options
         self.resources = options.in_process or own_resources(prepared.config.launch)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
     def work(self, job: TrainingJob) -> None:
         """Do the job here.
 
@@ -67,7 +59,8 @@ class LocalProcess:
         is_hosted = options.in_process is not None
         worker = Worker(DistributedContext.alone(device), options.shared, restarts=is_hosted)
         try:
-            with in_process_worker(), _Left(storage, job.driver):
+            with in_process_worker(), ExitStack() as stack:
+                stack.push(partial(_leave_fault, storage, job.driver))
                 work(job, worker)
         except UnreachableError:
             raise
@@ -117,18 +110,8 @@ def in_process_worker() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-class _Left:
-    """A context that records exceptions other than ours for the status of the run, and raises them again."""
-
-    def __init__(self, storage: Storage, driver: str) -> None:
-        self.storage, self.driver = storage, driver
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, RayclError):
-            with suppress(StorageError):
-                leave_error(self.storage, self.driver, RunError(f"{type(error).__name__}: {error}"))
+def _leave_fault(storage: Storage, driver: str, kind: type[BaseException] | None, error: object, trace: object) -> None:
+    """Record an exception other than ours for the status of the run; it is raised again."""
+    if isinstance(error, Exception) and not isinstance(error, RayclError):
+        with suppress(StorageError):
+            leave_error(storage, driver, RunError(f"{type(error).__name__}: {error}"))

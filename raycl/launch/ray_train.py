@@ -8,10 +8,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn
 
 import ray
 import torch
@@ -64,30 +63,20 @@ class RayTrain:
         resources: resources of each worker.
     """
 
-    def __init__(self, prepared: Prepared, options: RunOptions) -> None:
-        """Start nothing."""
-        self._prepared, self._options = prepared, options
-        self._stack = ExitStack()
+    def __init__(self, prepared: Prepared, options: RunOptions, resources: Resources) -> None:
+        self._prepared, self._options, self.resources = prepared, options, resources
 
-    def __enter__(self) -> Self:
-        """Join the cluster, or start one.
+    @classmethod
+    @contextmanager
+    def on_cluster(cls, prepared: Prepared, options: RunOptions) -> Iterator[RayTrain]:
+        """Join the cluster, or start one, inside.
 
         Raises:
             LaunchError: it can never provide the workers.
         """
-        config, options = self._prepared.config, self._options
-        with ExitStack() as stack:
-            stack.enter_context(clusters.joined(config.launch.address))
-            if options.warm is not None:
-                stack.enter_context(options.warm.waiting_for(None))
-            self.resources = worker_resources(config, options.share)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+        config, warm = prepared.config, options.warm
+        with clusters.joined(config.launch.address), nullcontext() if warm is None else warm.waiting_for(None):
+            yield cls(prepared, options, worker_resources(config, options.share))
 
     def work(self, job: TrainingJob) -> None:
         """Start one run of Ray Train.
@@ -191,27 +180,16 @@ def _fit(trainer: TorchTrainer) -> None:
 
 
 def _fit_into(trainer: TorchTrainer, ended: Future[None]) -> None:
-    with _Kept(ended):
-        trainer.fit()
-
-
-class _Kept:
-    """The outcome of what is inside goes to a future."""
-
-    def __init__(self, ended: Future[None]) -> None:
-        self.ended = ended
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def keep(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         if error is None:
-            self.ended.set_result(None)
+            ended.set_result(None)
         else:
-            self.ended.set_exception(error)
+            ended.set_exception(error)
         return True
+
+    with ExitStack() as stack:
+        stack.push(keep)
+        trainer.fit()
 
 
 def worker_resources(config: RunConfig, share: int = 1) -> Resources:

@@ -208,14 +208,6 @@ class WarmRun:
         self._workers, self._prepared, self._options = workers, prepared, options
         self.resources = worker_resources(prepared.config, options.share)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
     def work(self, job: TrainingJob) -> None:
         """Do the job on a worker, and where that fails or dies on a new one, up to `launch.max_failures` times.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,22 +13,26 @@ import torch
 
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.errors import RayclError, UnreachableError
+from raycl.errors import BankError, RayclError, RunError, StorageError, UnreachableError
 from raycl.launch.console import LOGS
 from raycl.launch.crashes import Crashes, error_file, leave_error
-from raycl.launch.starting import scores_of, start_from_bank
 from raycl.plugins import require
 from raycl.storage import Storage
 from raycl.training import assembly
 from raycl.training.definition.inputs import version_changes
 from raycl.training.definition.job import TrainingJob
+from raycl.training.definition.settings import BankConfig
 from raycl.training.definition.training_context import TrainingContext
+from raycl.training.phase.evaluation import Observations, evaluate_row
+from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.phase.trainer import OpenEngine
 from raycl.training.records.fork_points import save_fork_point
 from raycl.training.records.journal import read_state
 from raycl.training.records.recorder import Listeners
 from raycl.training.records.run_folder import CONFIG, wait_for_decision
-from raycl.training.records.tensor_objects import SharedReader
+from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
+from raycl.training.records.named_bank import snapshot_at
+from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.records.tracking import Tracker, open_tracker
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
@@ -37,6 +41,9 @@ from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Score
 
 log = logging.getLogger("raycl")
+
+BEFORE = "before"
+"""Folder of the answers of the snapshot that a revision starts from."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,81 @@ def _begun(
             context, open_engine = build()
         start_from_bank(config.bank, context, storage, world, worker.shared, before)
     return context, open_engine
+
+
+def scores_of(
+    start: str,
+    context: TrainingContext,
+    storage: Storage,
+    world: DistributedContext,
+    shared: SharedReader | None,
+    control: Control,
+) -> dict[str, Score]:
+    """Return the score of every task of the stream with the snapshot as it is. Collective; the context is used up.
+
+    Where each task has a model of its own, the newest task's model is evaluated, and the run's records have the others'
+    scores.
+
+    Raises:
+        BankError: the snapshot is of another backbone, or its training state is missing or damaged.
+    """
+    error = None
+    try:
+        bank, snapshot = snapshot_at(start)
+        if world.is_first:
+            check_backbone(snapshot, context)
+        done, phases = read_training_state(bank, snapshot, TensorObjects(storage, bank.storage, shared))
+    except (BankError, StorageError) as raised:
+        error = raised
+    world.raise_any(error)
+    context.method.load_state_dict(done.method, done.frozen_state)
+    context.load_learned(done.parameters)
+    if world.is_first:
+        log.info("snapshot %d, before the task is learned again:", snapshot.number)
+    newest = tuple(task for task in context.stream.tasks if task.name == snapshot.tasks[-1].name)
+    last = replace(context.phases[-1], name=BEFORE, tasks=newest)
+    router = PublishedRouter.of(context.method, done)
+    is_chosen = context.evaluation.instruction == "chosen"
+    row = evaluate_row(
+        context,
+        last,
+        world,
+        storage,
+        router,
+        Observations(),
+        lambda task: control.progress("evaluating", phase=last.index, phases=len(context.phases), task=task),
+        TextAlone.of(context, router, snapshot) if router is not None and is_chosen else None,
+    )
+    if context.schedule.one_model_per_task and phases:
+        row = {**{name: Score(**cell) for name, cell in phases[-1]["row"].items()}, **row}
+    return row
+
+
+def start_from_bank(
+    config: BankConfig,
+    context: TrainingContext,
+    storage: Storage,
+    world: DistributedContext,
+    shared: SharedReader | None,
+    before: Mapping[str, Score],
+) -> None:
+    """Begin the run with the snapshot's training state. Collective: errors are raised by all workers.
+
+    Args:
+        before: `scores_of` the snapshot, for a run that learns a task again; empty for others.
+
+    Raises:
+        BankError: the snapshot is of another backbone, or its training state is missing or damaged.
+    """
+    error = None
+    try:
+        if world.is_first:
+            bank, snapshot = snapshot_at(str(config.start))
+            revision = Revision(config.revise, config.revise_from == "previous", before) if config.revise else None
+            start_from_snapshot(bank, snapshot, context, TensorObjects(storage, bank.storage, shared), revision)
+    except (BankError, RunError, StorageError) as raised:
+        error = raised
+    world.raise_any(error)
 
 
 def _has_begun(storage: Storage) -> bool:

@@ -1,4 +1,4 @@
-"""Why a request gets no answer; `raycl.serve.http.error_responses` has the status of each.
+"""Why a request gets no answer, and what each error becomes on the wire: status, type and code, as OpenAI's.
 
 RayclError                    anything else that raycl cannot do now: the bank is out of reach, the server stops
 ├── InvalidRequestError       the request itself is at fault
@@ -13,7 +13,9 @@ RayclError                    anything else that raycl cannot do now: the bank i
 
 from __future__ import annotations
 
-from raycl.errors import RayclError
+from typing import Any
+
+from raycl.errors import AdapterError, BankError, ConversationError, RayclError, RetrievalError
 
 
 class InvalidRequestError(RayclError):
@@ -46,3 +48,43 @@ class UnavailableError(RayclError):
 
 class InternalError(RayclError):
     """An internal error; see the log."""
+
+
+# ---- on the wire -------------------------------------------------------------------------------------------------
+
+ErrorStatus = tuple[int, str, str | None]
+"""Status, OpenAI's type of the error, and its code."""
+
+RETRYABLE = (429, 503)
+"""Statuses that a client may meet with the same request a second later: they come with Retry-After."""
+
+_STATUSES: tuple[tuple[type[RayclError], ErrorStatus], ...] = (
+    (PromptTooLongError, (400, "invalid_request_error", "context_length_exceeded")),
+    (NotFoundError, (404, "not_found_error", None)),
+    (InvalidRequestError, (400, "invalid_request_error", None)),
+    (BusyError, (429, "rate_limit_error", None)),
+    (DeadlineExceededError, (504, "timeout_error", None)),
+    (UnavailableError, (503, "server_error", None)),
+    (InternalError, (500, "server_error", None)),
+    (BankError, (400, "invalid_request_error", None)),
+    (AdapterError, (400, "invalid_request_error", None)),
+    (ConversationError, (400, "invalid_request_error", None)),
+    (RetrievalError, (400, "invalid_request_error", None)),
+    (RayclError, (503, "server_error", None)),
+)
+
+
+def status_of(error: RayclError) -> ErrorStatus:
+    """Return what an error becomes on the wire; the first line that fits."""
+    return next(status for kind, status in _STATUSES if isinstance(error, kind))
+
+
+def body_of(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: RayclError) -> tuple[int, dict[str, Any]]:
+    """Return status and body of an error's answer."""
+    status, kind, code = status_of(error)
+    return status, body_of(str(error), kind, code=code)

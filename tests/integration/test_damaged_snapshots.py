@@ -19,7 +19,7 @@ from raycl.operations.banks.maintenance import verify
 from raycl.serve.deployment.endpoint import activate
 from raycl.serve.gate.judge import judge
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.decisions import decide_first
+from raycl.serve.snapshots.parts import decide_first
 
 FOLLOW = {"follow": {"enabled": True, "poll_s": 0.01}}
 

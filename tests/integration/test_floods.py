@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raycl.launch.http.address import bound
-from raycl.launch.http.connections import LimitedProtocol
+from raycl.launch.http.connections import LimitedProtocol, bound
 from raycl.launch.page.server import PageServer
 from raycl.serve.http.server import Listener
 from raycl.serve.settings import ServeConfig

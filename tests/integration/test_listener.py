@@ -14,8 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from raycl.errors import LaunchError
-from raycl.launch.http.address import bound, url_of
-from raycl.launch.http.connections import LimitedProtocol
+from raycl.launch.http.connections import LimitedProtocol, bound, url_of
 from raycl.serve.http.server import Listener, claimed
 from raycl.serve.settings import ServeConfig, load_serve_config
 

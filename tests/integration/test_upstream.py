@@ -28,7 +28,7 @@ from raycl.bank import Bank, NewSnapshot
 from raycl.bank.manifest import RouterInfo
 from raycl.cli.commands import run
 from raycl.errors import ConfigError
-from raycl.launch.http.address import bound
+from raycl.launch.http.connections import bound
 from raycl.serve.http.access import Keys
 from raycl.serve.http.server import Listener
 from raycl.serve.settings import AuthConfig, ServeConfig, load_serve_config

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raycl.serve.http.proxy import PROXY_HOOK, limit_proxy
+from raycl.serve.http.access import PROXY_HOOK, limit_proxy
 
 REPO = Path(__file__).resolve().parents[2]
 CLUSTER = REPO / "cluster"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raycl.errors import LaunchError
-from raycl.launch.http.address import bound
+from raycl.launch.http.connections import bound
 from raycl.launch.http.page_files import INDEX, TYPES, page_files
 from raycl.launch.page.server import PORT, listen
 

@@ -160,7 +160,7 @@ def _collected(engine_request: EngineRequest, inbox: queue.SimpleQueue[Event]) -
             raise WrongResultError(f"a request failed: {event.error}")
         if isinstance(event, TextDelta):
             text, tokens = text + event.text, event.tokens
-        if is_last(engine_request, event):
+        if is_last(event, engine_request.route_only):
             return Answer(text, tokens)
 
 

@@ -49,7 +49,7 @@ def _serve(options: argparse.Namespace) -> int:
     import threading
     import webbrowser
 
-    from raycl.launch.http.address import is_loopback, url_of
+    from raycl.launch.http.connections import is_loopback, url_of
     from raycl.launch.page.server import PageServer, RunReader, listen
 
     host = options.host or "127.0.0.1"

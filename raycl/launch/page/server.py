@@ -13,8 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from raycl.errors import LaunchError, RayclError
-from raycl.launch.http.address import bound, is_local, is_loopback
-from raycl.launch.http.connections import LimitedProtocol
+from raycl.launch.http.connections import LimitedProtocol, bound, is_local, is_loopback
 from raycl.launch.http.page_files import add_page
 from raycl.launch.page.progress import progress_of
 from raycl.launch.run_files import read_run

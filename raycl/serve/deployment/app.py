@@ -26,8 +26,7 @@ from raycl.serve.resources import gate_device, gate_takes, replica_takes, settle
 from raycl.serve.service.metrics import Metrics
 from raycl.serve.service.opening import close_service, open_service
 from raycl.serve.settings import ServeConfig, at_bank
-from raycl.serve.snapshots.decisions import decide_first
-from raycl.serve.snapshots.parts import backbone_of
+from raycl.serve.snapshots.parts import backbone_of, decide_first
 from raycl.serve.upstream.export import open_choice, read_record
 from raycl.serve.upstream.web import make_front_web
 

@@ -18,8 +18,8 @@ from ray.serve.schema import ServeInstanceDetails
 
 from raycl.errors import LaunchError
 from raycl.launch import cluster
-from raycl.launch.http.address import bound
-from raycl.serve.http.proxy import PROXY_HOOK, limit_proxy
+from raycl.launch.http.connections import bound
+from raycl.serve.http.access import PROXY_HOOK, limit_proxy
 from raycl.serve.resources import gate_takes, total_resources
 from raycl.serve.settings import ServeConfig
 

@@ -20,7 +20,7 @@ from raycl.bank.integrity import IntegrityCheck
 from raycl.errors import BankError, LaunchError, StorageError
 from raycl.generation.task_prompts import check_templates
 from raycl.launch import cluster
-from raycl.launch.http.address import url_of
+from raycl.launch.http.connections import url_of
 from raycl.serve.deployment.app import build_from
 from raycl.serve.deployment.application import Watch, connect, end, name_of, reserved, start
 from raycl.serve.gate.judge import GateResult, judge

@@ -66,8 +66,12 @@ class EngineRequest(GenerationRequest):
         return self.loaded.seen(self.reading)
 
 
-def is_last(request: EngineRequest, event: Event) -> bool:
-    """Return whether nothing comes after it."""
+def is_last(event: Event, route_only: bool = False) -> bool:
+    """Return whether nothing comes after it.
+
+    Args:
+        route_only: the request is answered with its mixture.
+    """
     if isinstance(event, Started):
-        return request.route_only
+        return route_only
     return not isinstance(event, TextDelta) or event.finish is not None

@@ -247,7 +247,7 @@ class ServingEngine:
         """Send an event, unless the last one has been sent."""
         if request.over:
             return
-        if is_last(request, event):
+        if is_last(event, request.route_only):
             self._over(request)
         request.send(event)
 

@@ -1,4 +1,4 @@
-"""Access control, request size limits and disconnected clients: pure ASGI, before anything is parsed.
+"""Access control, request size limits, disconnected clients and Ray Serve's proxies: ASGI, before anything is parsed.
 
 Frameworks notice that a client has gone only when they write to it, and until then a text is generated in vain.
 """
@@ -13,9 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from starlette.middleware import Middleware
+from uvicorn.config import HTTP_PROTOCOLS
+
 from raycl.errors import ConfigError
-from raycl.launch.http.address import is_local, is_loopback
-from raycl.serve.http.error_responses import RETRYABLE, body_of
+from raycl.launch.http.connections import LimitedProtocol, is_local, is_loopback
+from raycl.serve.errors import RETRYABLE, body_of
 from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
 
 
@@ -217,3 +220,47 @@ async def answer(send: Any, status: int, message: str, kind: str) -> None:
         headers.append((b"retry-after", b"1"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+# ---- Ray Serve's proxies, which have no settings for limits, but call a function before they listen --------------
+
+PROXY_HOOK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+"""Ray Serve's environment variable that names a function; each of its proxies calls it before it listens."""
+
+ENDED = "the replica that had this request has ended, and others answer: send the request again"
+
+
+def limit_proxy() -> list[Middleware]:
+    """Limit the connections of a proxy of Ray Serve (see `PROXY_HOOK`); the middleware that it shall have.
+
+    Ray Serve has no setting for it, so the proxy's uvicorn gets this protocol as its default one.
+    """
+    HTTP_PROTOCOLS["auto"] = f"{LimitedProtocol.__module__}:{LimitedProtocol.__name__}"
+    return [Middleware(RetryableErrors)]
+
+
+class RetryableErrors:
+    """ASGI middleware: a request without an answer gets 503 as JSON, where uvicorn would send 500 as plain text.
+
+    Serve's proxy leaves a request without one when its replica is killed, and when it cannot read the head.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on."""
+        began = False
+
+        async def watched(message: Any) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        status, message, kind = 503, ENDED, "server_error"
+        try:
+            await self.app(scope, receive, watched)
+        except UnicodeDecodeError as error:  # Serve reads a few fields of the head as UTF-8
+            status, message, kind = 400, f"a header field is not UTF-8 ({error.reason})", "invalid_request_error"
+        if scope["type"] == "http" and not began:
+            await answer(send, status, message, kind)

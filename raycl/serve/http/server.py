@@ -18,8 +18,7 @@ from typing import Any
 import uvicorn
 
 from raycl.errors import LaunchError
-from raycl.launch.http.address import bind_error, bound, family_of, is_dual, url_of
-from raycl.launch.http.connections import LimitedProtocol
+from raycl.launch.http.connections import LimitedProtocol, bind_error, bound, family_of, is_dual, url_of
 from raycl.serve.settings import ServeConfig
 
 KEEP_ALIVE_S = 75

@@ -14,12 +14,11 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from raycl.errors import RayclError
-from raycl.generation.requests import Sampling, Started, TextDelta
-from raycl.serve.errors import InvalidRequestError
-from raycl.serve.http.error_responses import error_response
+from raycl.generation.requests import Started, TextDelta
+from raycl.serve.errors import InvalidRequestError, error_response
 from raycl.serve.http.request_selection import details_of, sampling_of, select
 from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
-from raycl.serve.service.service import ServedAnswer, Service, finished_text, take
+from raycl.serve.service.service import ServedAnswer, Service, take
 
 EVENT = {
     "type": "object",
@@ -36,43 +35,20 @@ class GenerationOptions:
     """A checked request: what is to be answered, and in which words.
 
     Attributes:
-        prompts: each gets `request.answers` answers. echoes: text before the answers to each.
-        samplings: one for each answer.
+        texts: one for each answer; a prompt stands there `request.answers` times. echoes: text before each answer.
+        settings: settings of every request to the engine.
     """
 
     request: Generation
-    prompts: Sequence[str]
+    texts: Sequence[str]
     echoes: Sequence[str]
-    samplings: list[Sampling]
+    settings: dict[str, Any]
     chat: bool
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of every request to the engine."""
-        template = self.request.pins.template
-        return {
-            "sampling": self.samplings,
-            "templated": self.chat if template is None else template,
-            "is_chat": self.chat,
-        }
-
-    @property
-    def texts(self) -> list[str]:
-        """One for each answer."""
-        return [prompt for prompt in self.prompts for _ in range(self.request.answers)]
-
-    def echo(self, number: int) -> str:
-        """Return what stands before an answer."""
-        return self.echoes[number // self.request.answers]
 
     def head(self) -> dict[str, Any]:
         """Return how every answer and every chunk begins."""
         name = "chatcmpl" if self.chat else "cmpl"
         return {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.request.model}
-
-    def usage(self, answers: Sequence[ServedAnswer]) -> dict[str, int]:
-        """Return the usage; a prompt counts once, however many answers it gets."""
-        return usage(answers, self.request.answers)
 
 
 def add_texts(app: FastAPI, service: Service) -> None:
@@ -88,8 +64,8 @@ def add_texts(app: FastAPI, service: Service) -> None:
     async def completions(request: CompletionRequest) -> Response:
         """Return what follows each prompt, which is sent as it is."""
         prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-        echoes = prompts if request.echo else [""] * len(prompts)
-        return await _answered(service, _options(service, request, prompts, request.max_tokens, False, echoes))
+        options = _options(service, request, prompts, request.max_tokens, echo=bool(request.echo))
+        return await _answered(service, options)
 
 
 def _options(
@@ -97,17 +73,18 @@ def _options(
     request: Generation,
     prompts: Sequence[str],
     max_tokens: int | None,
-    chat: bool,
-    echoes: Sequence[str] = ("",),
+    chat: bool = False,
+    echo: bool = False,
 ) -> GenerationOptions:
     if service.capabilities.answers == "label":
         raise InvalidRequestError("this endpoint's backbone gives labels, not texts: use POST /v1/classify")
     sampling = sampling_of(service.config.limits, request, max_tokens)
     service.check(prompts, request.answers)
     seeds = [(sampling.seed + number) % 2**63 for number in range(request.answers)]
-    return GenerationOptions(
-        request, prompts, echoes, [replace(sampling, seed=seed) for _ in prompts for seed in seeds], chat
-    )
+    samplings = [replace(sampling, seed=seed) for _ in prompts for seed in seeds]
+    texts, template = [prompt for prompt in prompts for _ in seeds], request.pins.template
+    settings = {"sampling": samplings, "templated": chat if template is None else template, "is_chat": chat}
+    return GenerationOptions(request, texts, texts if echo else [""] * len(texts), settings, chat)
 
 
 async def _answered(service: Service, options: GenerationOptions) -> Response:
@@ -125,16 +102,16 @@ async def _complete(service: Service, options: GenerationOptions) -> Response:
         select(service, options.request) as (loaded, choice),
         service.submit(loaded, choice, options.texts, **options.settings) as queues,
     ):
-        answers = [await service.complete(queue, finished_text, deadline) for queue in queues]
+        answers = [await service.complete(queue, deadline) for queue in queues]
     choices = []
     for number, answer in enumerate(answers):
         assert answer.metadata is not None, "an answer begins with how it is made"
-        text = options.echo(number) + answer.text
+        text = options.echoes[number] + answer.text
         content = {"message": {"role": "assistant", "content": text}} if options.chat else {"text": text}
         details = details_of(loaded, answer.metadata).model_dump()
         choices.append({"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": details})
     kind = "chat.completion" if options.chat else "text_completion"
-    body = {**options.head(), "object": kind, "choices": choices, "usage": options.usage(answers)}
+    body = {**options.head(), "object": kind, "choices": choices, "usage": usage(answers, options.request.answers)}
     return JSONResponse({**body, "raycl": choices[0]["raycl"]})
 
 
@@ -148,17 +125,17 @@ async def _pieces(service: Service, options: GenerationOptions) -> AsyncGenerato
     ):
         for number, queue in enumerate(queues):
             answer, began = ServedAnswer(), time.perf_counter()
-            async for event in service.events(queue, finished_text, deadline):
+            async for event in service.events(queue, deadline):
                 take(answer, event, began)
                 if isinstance(event, Started):
                     details = details_of(loaded, event.metadata).model_dump()
-                    yield _chunk(options, head, number, options.echo(number), None, first=True) | {"raycl": details}
+                    yield _chunk(options, head, number, options.echoes[number], None, first=True) | {"raycl": details}
                 elif isinstance(event, TextDelta):
                     yield _chunk(options, head, number, event.text, event.finish)
             service.observe(answer)
             answers.append(answer)
     if options.request.includes_usage:
-        yield {**head, "object": _kind(options), "choices": [], "usage": options.usage(answers)}
+        yield {**head, "object": _kind(options), "choices": [], "usage": usage(answers, options.request.answers)}
 
 
 def _kind(options: GenerationOptions) -> str:
@@ -176,23 +153,23 @@ def _chunk(
 
 async def _events(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
     """Yield server-sent events; what fails after the first one is the last."""
+
+    def written(tree: dict[str, Any]) -> str:
+        return f"data: {json.dumps(tree, ensure_ascii=False)}\n\n"
+
     async with aclosing(rest):
-        yield _event(first)
+        yield written(first)
         try:
             async for piece in rest:
-                yield _event(piece)
+                yield written(piece)
         except RayclError as error:
-            yield _event(error_response(error)[1])
+            yield written(error_response(error)[1])
             return
         yield "data: [DONE]\n\n"
 
 
-def _event(tree: dict[str, Any]) -> str:
-    return f"data: {json.dumps(tree, ensure_ascii=False)}\n\n"
-
-
 def usage(answers: Sequence[ServedAnswer], n: int = 1) -> dict[str, int]:
-    """Return tokens of answers, n to each prompt."""
+    """Return tokens of answers, n to each prompt, which counts once."""
     prompt = sum(answer.metadata.prompt_tokens for answer in answers[::n] if answer.metadata)
     completion = sum(answer.tokens for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -13,10 +13,9 @@ from starlette.exceptions import HTTPException
 
 from raycl import __version__
 from raycl.errors import BankError, RayclError
-from raycl.serve.errors import InvalidRequestError, NotFoundError
+from raycl.launch.http.page_files import add_page
+from raycl.serve.errors import RETRYABLE, InvalidRequestError, NotFoundError, body_of, error_response
 from raycl.serve.http.access import AccessMiddleware, Keys
-from raycl.serve.http.error_responses import RETRYABLE, body_of, error_response
-from raycl.serve.http.playground import add_playground
 from raycl.serve.http.request_selection import details_of, select
 from raycl.serve.http.schema import (
     ActivateAnswer,
@@ -32,7 +31,7 @@ from raycl.serve.http.schema import (
     SnapshotsAnswer,
 )
 from raycl.serve.http.texts import add_texts, usage
-from raycl.serve.service.service import ServedAnswer, Service, labelled, routed
+from raycl.serve.service.service import ServedAnswer, Service
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer} for code in (400, 401, 403, 404, 408, 413, 422, 429, 500, 503, 504)
@@ -50,7 +49,7 @@ def make_web(service: Service, keys: Keys) -> Any:
     _add_labels(app, service)
     _add_models(app, service)
     _add_health(app, service)
-    add_playground(app)
+    add_page(app, "raycl.serve.http.playground", "/playground")
     return AccessMiddleware(app, keys, service.config.limits)
 
 
@@ -138,7 +137,7 @@ def _add_labels(app: FastAPI, service: Service) -> None:
         """Return the label of each text, with the probability of every label that was in question."""
         if service.capabilities.answers != "label":
             raise InvalidRequestError("this endpoint's backbone answers with texts: use POST /v1/chat/completions")
-        answers, details = await _each(service, request, labelled, route_only=False)
+        answers, details = await _each(service, request, route_only=False)
         data = [
             {"index": number, "label": next(iter(answer.scores)), "scores": answer.scores, "raycl": metadata}
             for number, (answer, metadata) in enumerate(zip(answers, details, strict=True))
@@ -148,13 +147,13 @@ def _add_labels(app: FastAPI, service: Service) -> None:
     @app.post("/v1/route", response_model=None, responses={200: {"model": RouteAnswer}})
     async def route(request: ClassifyRequest) -> Response:
         """Return the mixture of each text, without an answer."""
-        _, details = await _each(service, request, routed, route_only=True)
+        _, details = await _each(service, request, route_only=True)
         data = [{"index": number, "raycl": metadata} for number, metadata in enumerate(details)]
         return JSONResponse({"object": "list", "model": request.model, "data": data})
 
 
 async def _each(
-    service: Service, request: ClassifyRequest, until: Any, route_only: bool
+    service: Service, request: ClassifyRequest, route_only: bool
 ) -> tuple[list[ServedAnswer], list[dict[str, Any]]]:
     """Return answers to the texts, and the details of each."""
     deadline, texts = service.deadline, request.texts
@@ -163,7 +162,7 @@ async def _each(
         select(service, request) as (loaded, selection),
         service.submit(loaded, selection, texts, route_only=route_only) as queues,
     ):
-        answers = [await service.complete(queue, until, deadline) for queue in queues]
+        answers = [await service.complete(queue, deadline, route_only) for queue in queues]
     return answers, [
         details_of(loaded, answer.metadata).model_dump() for answer in answers if answer.metadata is not None
     ]

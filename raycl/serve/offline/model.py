@@ -235,7 +235,7 @@ class OfflineModel:
                     errors[number] = str(event.error)
                 else:
                     take(answers[number], event, began)
-                left -= is_last(requests[number], event)
+                left -= is_last(event, requests[number].route_only)
         finally:
             for request in requests:
                 request.cancelled = True

@@ -19,9 +19,8 @@ from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapsho
 from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.service.service import Service
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.decisions import readable_snapshot, wanted_snapshots
 from raycl.serve.snapshots.manager import SnapshotManager
-from raycl.serve.snapshots.parts import backbone_of
+from raycl.serve.snapshots.parts import backbone_of, readable_snapshot, wanted_snapshots
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ def _warm(engine: ServingEngine, loaded: LoadedSnapshot) -> None:
     request = EngineRequest(WARMING, events.put, sampling, loaded=loaded, selection=AdapterSelection(None, task))
     engine.submit(request)
     event = events.get()
-    while not is_last(request, event):
+    while not is_last(event, request.route_only):
         event = events.get()
     if isinstance(event, Failed):
         log.warning("the warm-up answer failed: %s", event.error)

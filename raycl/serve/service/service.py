@@ -14,11 +14,11 @@ from typing import Any
 
 from raycl.errors import BankError, counted
 from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started, TextDelta
-from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest
+from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.errors import BusyError, DeadlineExceededError, LimitExceededError, NotFoundError
-from raycl.serve.settings import ServeConfig
+from raycl.serve.settings import LimitsConfig, ServeConfig
 from raycl.serve.snapshots.manager import SnapshotManager
 
 log = logging.getLogger(__name__)
@@ -85,10 +85,8 @@ class Service:
         metrics_url: URL of this replica's metrics for Prometheus; None: nothing collects them.
     """
 
-    def __init__(
-        self, config: ServeConfig, engine: ServingEngine, snapshot_manager: SnapshotManager, max_loads: int = LOADS
-    ) -> None:
-        self.max_loads = max_loads
+    def __init__(self, config: ServeConfig, engine: ServingEngine, snapshot_manager: SnapshotManager) -> None:
+        self.max_loads = LOADS
         self.config, self.engine, self.snapshot_manager = config, engine, snapshot_manager
         self.kind, self.capabilities = engine.kind, engine.capabilities
         self.observe: Observe = lambda answer: None
@@ -123,21 +121,22 @@ class Service:
             raise BusyError(f"{self.max_loads} snapshots are being loaded: retry in a second")
         self._loading += 1
         loading = asyncio.ensure_future(asyncio.to_thread(self.snapshot_manager.acquire, number))
-        loading.add_done_callback(self._load_ended)
+
+        def ended(loading: asyncio.Future[LoadedSnapshot]) -> None:
+            self._loading -= 1
+
+        def release(loading: asyncio.Future[LoadedSnapshot]) -> None:
+            if not loading.cancelled() and loading.exception() is None:
+                self.snapshot_manager.release(loading.result())
+
+        loading.add_done_callback(ended)
         try:
             return await asyncio.shield(loading)
         except BankError as error:
             raise NotFoundError(str(error)) from error
         except asyncio.CancelledError:
-            loading.add_done_callback(self._unwanted)
+            loading.add_done_callback(release)
             raise
-
-    def _load_ended(self, loading: asyncio.Future[LoadedSnapshot]) -> None:
-        self._loading -= 1
-
-    def _unwanted(self, loading: asyncio.Future[LoadedSnapshot]) -> None:
-        if not loading.cancelled() and loading.exception() is None:
-            self.snapshot_manager.release(loading.result())
 
     # ---- limits ----------------------------------------------------------------------------------------------
 
@@ -155,11 +154,7 @@ class Service:
             )
         if not all(text.strip() for text in texts):
             raise LimitExceededError("a text is empty: expected at least one word")
-        longest = max(map(len, texts))
-        if longest > limits.text_chars:
-            raise LimitExceededError(
-                f"a text has {longest} characters: this endpoint reads at most {limits.text_chars}"
-            )
+        check_lengths(texts, limits)
 
     @property
     def deadline(self) -> float:
@@ -182,9 +177,7 @@ class Service:
         """
         if self.engine.pending + len(texts) > max(self.config.limits.queue, len(texts)):
             raise BusyError(f"{self.engine.pending} requests are pending: retry in a second")
-        if self.config.log_prompts:
-            for text in dict.fromkeys(texts):
-                log.info("prompt: %r", text)
+        log_prompts(texts, self.config)
         samplings = settings.pop("sampling", None)
         event_queues = self._events_of(asyncio.get_running_loop())
         requests, queues = [], []
@@ -213,17 +206,17 @@ class Service:
         return self._event_queues
 
     async def events(
-        self, queue: asyncio.Queue[Event], until: Callable[[Event], bool], deadline: float | None = None
+        self, queue: asyncio.Queue[Event], deadline: float, route_only: bool = False
     ) -> AsyncIterator[Event]:
         """Yield the events of a request up to its last one.
 
         Args:
-            deadline: on the monotonic clock; None: as if the request came now.
+            deadline: on the monotonic clock.
+            route_only: the request is answered with its mixture.
 
         Raises:
             DeadlineExceededError: the answer takes too long. RayclError: the request failed.
         """
-        deadline = self.deadline if deadline is None else deadline
         while True:
             try:
                 if queue.empty():  # events that are there are delivered even when late
@@ -238,22 +231,37 @@ class Service:
             if isinstance(event, Failed):
                 raise event.error
             yield event
-            if until(event):
+            if is_last(event, route_only):
                 return
 
-    async def complete(
-        self, queue: asyncio.Queue[Event], until: Callable[[Event], bool], deadline: float | None = None
-    ) -> ServedAnswer:
+    async def complete(self, queue: asyncio.Queue[Event], deadline: float, route_only: bool = False) -> ServedAnswer:
         """Return a complete answer.
 
         Raises:
             DeadlineExceededError, RayclError: see `events`.
         """
         answer, began = ServedAnswer(), time.perf_counter()
-        async for event in self.events(queue, until, deadline):
+        async for event in self.events(queue, deadline, route_only):
             take(answer, event, began)
         self.observe(answer)
         return answer
+
+
+def check_lengths(texts: Sequence[str], limits: LimitsConfig) -> None:
+    """Check the number of characters.
+
+    Raises:
+        LimitExceededError: one is too long.
+    """
+    longest = max(map(len, texts))
+    if longest > limits.text_chars:
+        raise LimitExceededError(f"a text has {longest} characters: this endpoint reads at most {limits.text_chars}")
+
+
+def log_prompts(texts: Sequence[str], config: ServeConfig) -> None:
+    """Log texts where the config says so, equal ones once."""
+    for text in dict.fromkeys(texts if config.log_prompts else ()):
+        log.info("prompt: %r", text)
 
 
 def take(answer: ServedAnswer, event: Event, began: float) -> None:
@@ -267,18 +275,3 @@ def take(answer: ServedAnswer, event: Event, began: float) -> None:
     elif isinstance(event, LabelScores):
         answer.scores = dict(event.scores)
     answer.total_s = time.perf_counter() - began
-
-
-def finished_text(event: Event) -> bool:
-    """Return whether a text's last piece has come."""
-    return isinstance(event, TextDelta) and event.finish is not None
-
-
-def labelled(event: Event) -> bool:
-    """Return whether the label is there."""
-    return isinstance(event, LabelScores)
-
-
-def routed(event: Event) -> bool:
-    """Return whether the mixture is known."""
-    return isinstance(event, Started)

@@ -25,8 +25,7 @@ from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, mark_of
 from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.errors import UnavailableError
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.decisions import wanted_snapshots
-from raycl.serve.snapshots.parts import adapters_of, router_of
+from raycl.serve.snapshots.parts import adapters_of, router_of, wanted_snapshots
 from raycl.storage.records import Stamp
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ import aiohttp
 from starlette.responses import Response, StreamingResponse
 
 from raycl.errors import RayclError
-from raycl.serve.errors import BusyError, DeadlineExceededError, UnavailableError
-from raycl.serve.http.error_responses import error_response
+from raycl.serve.errors import BusyError, DeadlineExceededError, UnavailableError, error_response
 from raycl.serve.settings import ServeConfig
 
 CONNECT_S = 5.0

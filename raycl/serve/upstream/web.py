@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -18,7 +17,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, ValidationError
 
 from raycl import __version__
-from raycl.serve.errors import InvalidRequestError, LimitExceededError, UnavailableError
+from raycl.serve.errors import InvalidRequestError, UnavailableError
 from raycl.serve.http.access import AccessMiddleware, Keys
 from raycl.serve.http.schema import (
     ChatMessage,
@@ -32,6 +31,7 @@ from raycl.serve.http.schema import (
     conversation,
 )
 from raycl.serve.http.web import ERROR_RESPONSES, TOO_DEEP, add_errors
+from raycl.serve.service.service import check_lengths, log_prompts
 from raycl.serve.settings import ServeConfig
 from raycl.serve.upstream.client import CONNECT_S, UpstreamClient
 from raycl.serve.upstream.export import AdapterChoice
@@ -42,8 +42,6 @@ AUTO, CHOSEN = "auto", "x-raycl-model"
 T = TypeVar("T", bound=Wire)
 Body = Annotated[dict[str, Any], JsonBody()]
 """A JSON object, sent as such: FastAPI refuses another Content-Type, which a web page elsewhere may send unasked."""
-
-log = logging.getLogger(__name__)
 
 
 class UpstreamFields(Wire):
@@ -105,14 +103,8 @@ class Front:
         if self.choice.record.fixed is not None:
             return self.choice.record.fixed
         texts = [routing.input] if routing.input else _texts(body, is_chat)
-        longest = max(map(len, texts))
-        if longest > self.config.limits.text_chars:
-            raise LimitExceededError(
-                f"a text has {longest} characters: this endpoint reads at most {self.config.limits.text_chars}"
-            )
-        if self.config.log_prompts:
-            for text in dict.fromkeys(texts):
-                log.info("prompt: %r", text)
+        check_lengths(texts, self.config.limits)
+        log_prompts(texts, self.config)
         loop = asyncio.get_running_loop()
         reads_chat = is_chat and not routing.input
         adapters = await loop.run_in_executor(self._thread, self.choice.adapters, texts, routing.task, reads_chat)

@@ -12,7 +12,7 @@ from raycl.bank.activations import Activations
 from raycl.bank.branches import Branch
 from raycl.errors import BankError
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.decisions import decide_first, wanted_snapshots
+from raycl.serve.snapshots.parts import decide_first, wanted_snapshots
 
 
 def test_an_endpoint_follows_its_branch_and_no_other(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from uvicorn.config import HTTP_PROTOCOLS
 
 from raycl.launch.http.connections import LimitedProtocol
-from raycl.serve.http.proxy import limit_proxy
+from raycl.serve.http.access import limit_proxy
 
 
 def test_a_request_without_an_answer_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
