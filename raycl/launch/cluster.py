@@ -213,12 +213,11 @@ def is_pending(all_of_it: bool = False) -> bool:
     """
     mine = ray.get_runtime_context().get_job_id()  # a group's id ends with its job's
     groups = [group for name, group in ray.util.placement_group_table().items() if name.endswith(mine)]
-    placed = any(group["state"] == "CREATED" and _cpus(group) for group in groups)
+    placed = any(
+        group["state"] == "CREATED" and any(bundle.get("CPU") for bundle in group["bundles"].values())
+        for group in groups
+    )
     return any(group["state"] in ("PENDING", "RESCHEDULING") for group in groups) and not (all_of_it and placed)
-
-
-def _cpus(group: Mapping[str, Any]) -> float:
-    return sum(float(bundle.get("CPU", 0.0)) for bundle in group["bundles"].values())
 
 
 def nodes() -> list[Resources]:

@@ -82,8 +82,7 @@ def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles
     """
     run_at(storage.address)
     state = (journal or JournalReader(storage)).state()
-    errors = [_json(storage, f"errors/{name}") for name in storage.list("errors")]
-    drivers = {name.removesuffix(".json"): error for name, error in zip(storage.list("errors"), errors, strict=True)}
+    drivers = {name.removesuffix(".json"): _json(storage, f"errors/{name}") for name in storage.list("errors")}
     driver = state.attempts[-1].get("driver", "") if state.attempts else ""
     since = state.attempts[-1]["started"] if state.attempts else 0.0
     ended = [

@@ -112,7 +112,9 @@ def _begun(
     world = worker.world
     build = partial(assembly.build, config, world, job.singles, job.replaces, job.commit)
     context, open_engine = build()
-    if config.bank.start and not world.broadcast(world.is_first and _has_begun(storage)):
+    state = read_state(storage) if config.bank.start and world.is_first else None
+    has_begun = state is not None and bool(state.checkpoints or state.phases)  # no checkpoint: it died after its claim
+    if config.bank.start and not world.broadcast(has_begun):
         before: dict[str, Score] = {}
         if config.bank.revise:
             before = scores_of(config.bank.start, context, storage, world, worker.shared, control)
@@ -194,12 +196,6 @@ def start_from_bank(
     except (BankError, RunError, StorageError) as raised:
         error = raised
     world.raise_any(error)
-
-
-def _has_begun(storage: Storage) -> bool:
-    """Return whether the run has a checkpoint; it has none if it died right after its claim."""
-    state = read_state(storage)
-    return bool(state.checkpoints or state.phases)
 
 
 def _close(tracker: Tracker, kind: type[BaseException] | None, error: object, trace: object) -> None:

@@ -11,9 +11,10 @@ import ipaddress
 import os
 import socket
 from http import HTTPStatus
-from typing import ClassVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+import uvicorn
 from httptools import HttpParserError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -184,6 +185,16 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
+
+
+def server_of(app: Any, protocol: type[LimitedProtocol], **settings: Any) -> uvicorn.Server:
+    """Return a server of an ASGI application.
+
+    Args:
+        protocol: of its connections. settings: other settings of `uvicorn.Config`.
+    """
+    log: dict[str, Any] = {"log_config": None, "log_level": "error"}  # no line for each request that is none
+    return uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", **log, **settings))
 
 
 # ---- addresses ---------------------------------------------------------------------------------------------------

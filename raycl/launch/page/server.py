@@ -8,12 +8,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from raycl.errors import LaunchError, RayclError
-from raycl.launch.http.connections import LimitedProtocol, bound, is_local, is_loopback
+from raycl.launch.http.connections import LimitedProtocol, bound, is_local, is_loopback, server_of
 from raycl.launch.http.page_files import add_page
 from raycl.launch.page.progress import progress_of
 from raycl.launch.run_files import read_run
@@ -112,19 +111,8 @@ class PageServer:
         protocol: type[LimitedProtocol] = LimitedProtocol,
     ) -> None:
         self._listens = listens
-        app = make_app(reader, is_loopback(host))
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http=protocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="error",
-                access_log=False,
-                timeout_graceful_shutdown=CLOSE_S,
-            )
-        )
+        settings: dict[str, Any] = {"lifespan": "off", "access_log": False, "timeout_graceful_shutdown": CLOSE_S}
+        self._server = server_of(make_app(reader, is_loopback(host)), protocol, **settings)
 
     def run(self) -> None:
         """Answer until Ctrl-C, or `stop` in another thread."""

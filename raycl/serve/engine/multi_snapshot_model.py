@@ -289,15 +289,13 @@ class MultiSnapshotModel:
     def prefetch(self, keys: Sequence[str]) -> None:
         """Load them onto the device if there is room; failures are logged, and raised for requests that need them."""
         for key in keys:
-            if key in self._sources and key not in self.stack.states and self._has_room(self._ranks[key]):
+            has_room = self.stack.grows or self.stack.table.free >= self._ranks.get(key, 0)
+            if key in self._sources and key not in self.stack.states and has_room:
                 try:
                     self.stack.need([key])
                 except UnavailableError as error:
                     log.warning("%s", error)
                     return
-
-    def _has_room(self, rows: int) -> bool:
-        return self.stack.grows or self.stack.table.free >= rows
 
     def pin(self, keys: Sequence[str]) -> None:
         """Keep these adapters on the device until they are unpinned as often as they were pinned."""
@@ -346,7 +344,8 @@ class MultiSnapshotModel:
         rows, has_layers = self.rows(mixture.names), bool(self.stack.layers and self.stack.pool.rows)
         wanted = (tuple(self.stack.layers), self.stack.activation, has_layers, len(weights_SN))
         if self._room_for != wanted or (self._room is not None and self._room.rows < rows):
-            fresh = StaticRows(self.stack.pool, _power_of_two(rows), len(weights_SN)) if has_layers else None
+            most = 1 << max(4, (rows - 1).bit_length())  # a power of two, since growing costs a capture
+            fresh = StaticRows(self.stack.pool, most, len(weights_SN)) if has_layers else None
             self._room, self._room_for, self._room_number = fresh, wanted, self._room_number + 1
         with self.stack.activate(Mixture(mixture.names, weights_SN), static=self._room):
             yield self._room_number
@@ -356,8 +355,3 @@ class MultiSnapshotModel:
         more = {"batches": 1, "rows": len(mixture.weights), "adapters": len(mixture.names)}
         more |= {"hits": loaded, "misses": len(mixture.names) - loaded}
         self.counts = {name: value + more[name] for name, value in self.counts.items()}
-
-
-def _power_of_two(rows: int) -> int:
-    """Return the next one, since growing the cache costs a capture."""
-    return 1 << max(4, (rows - 1).bit_length())

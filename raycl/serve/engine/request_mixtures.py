@@ -39,12 +39,6 @@ def mixtures_of(
     return [mixtures[number] for number in range(len(requests))]
 
 
-def ood_score_of(mixture: Mixture) -> float | None:
-    """Return the out-of-distribution score of a request, by its mixture; None: its router has no such score, or did not
-    run."""
-    return None if mixture.ood_scores is None else float(mixture.ood_scores)
-
-
 def _routed(
     loaded: LoadedSnapshot, requests: Sequence[EngineRequest], group: Sequence[int], route_prompts: RoutePrompts | None
 ) -> dict[int, Mixture]:
@@ -107,15 +101,6 @@ def template_of(loaded: LoadedSnapshot, request: EngineRequest, mixture: Mixture
         f"snapshot {loaded.snapshot.number} has no router, and its tasks were learned with different prompts: "
         f"give the text's task by raycl.task ({', '.join(equal[:8])}){whole}"
     )
-
-
-def head_of(request: EngineRequest) -> str:
-    """Rule `label_count`: whose head answers.
-
-    Raises:
-        BankError: the request gives no task id.
-    """
-    return heads_of(request.loaded, [request.selection.task] if request.selection.task else None)[0]
 
 
 def heads_of(loaded: LoadedSnapshot, tasks: Sequence[str] | None) -> list[str]:

@@ -28,7 +28,7 @@ from raycl.generation.task_prompts import route_batch
 from raycl.serve.engine.engine_requests import CLOSED, FAILURES, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.request_batch import OVERFLOW, PreparedRequest, RequestBatch
-from raycl.serve.engine.request_mixtures import head_of, mixtures_of, ood_score_of, template_of
+from raycl.serve.engine.request_mixtures import heads_of, mixtures_of, template_of
 from raycl.serve.engine.truncation import PromptRequest, RoutedPrompt, Truncation
 from raycl.serve.errors import InternalError
 from raycl.types import Capabilities, Mixture
@@ -186,7 +186,11 @@ class ServingEngine:
                 self._waiting.append(item)
             else:
                 self._texts.deactivate()
-                _call(*item)
+                function, done = item
+                try:
+                    done.set_result(function())
+                except FAILURES as error:  # raised to the caller
+                    done.set_exception(error)
         return True
 
     def _end(self) -> None:
@@ -287,7 +291,7 @@ class ServingEngine:
                 queue_ms=(began - request.began) * 1e3,
                 retrieval_ms=spent,
                 batch=len(requests),
-                ood_score=ood_score_of(mixtures[number]),
+                ood_score=None if (scores := mixtures[number].ood_scores) is None else float(scores),
             )
             ready.append(PreparedRequest(request, mixtures[number], truncated.ids, sampling, metadata))
         return ready
@@ -353,7 +357,9 @@ class ServingEngine:
     def _labelled(self, ready: list[PreparedRequest]) -> list[PreparedRequest]:
         backbone = self.model.backbone
         rule = ready[0].request.loaded.head_rule
-        heads = [head_of(prepared.request) for prepared in ready] if rule == "label_count" else ()
+        heads: list[str] = []
+        for request in (prepared.request for prepared in ready) if rule == "label_count" else ():
+            heads += heads_of(request.loaded, [request.selection.task] if request.selection.task else None)
         mixture = Mixture.stacked([prepared.mixture for prepared in ready])
         batch = batch_of([prepared.ids for prepared in ready], backbone.codec.pad_id).to(backbone.device)
         with self.model.activate(mixture, rule, heads):
@@ -363,13 +369,6 @@ class ServingEngine:
             self._send(prepared.request, Started(prepared.metadata))
             self._send(prepared.request, event)
         return ready
-
-
-def _call(function: Callable[[], Any], done: Future[Any]) -> None:
-    try:
-        done.set_result(function())
-    except FAILURES as error:  # raised to the caller
-        done.set_exception(error)
 
 
 def _best(scores_BC: Tensor, labels: Sequence[str]) -> list[LabelScores | Failed]:

@@ -107,10 +107,7 @@ class Truncation:
             )
         if whole > most:
             ids = fit_sources([prompt_request.text], prompt_request.prompt, self.codec, most)[0][0]
-        return TruncatedPrompt(ids, whole - len(ids), self._room(len(ids), prompt_request.ahead))
-
-    def _room(self, length: int, ahead: int) -> int | None:
-        """Return the positions that a prompt leaves for its answer where both are one sequence."""
-        if self.answer_positions is None:
-            return None
-        return self.answer_positions - (ahead + length if self.codec.capabilities.one_sequence else 0)
+        room = self.answer_positions
+        if room is not None and self.codec.capabilities.one_sequence:
+            room -= prompt_request.ahead + len(ids)  # what the prompt leaves for its answer
+        return TruncatedPrompt(ids, whole - len(ids), room)

@@ -43,8 +43,12 @@ async def cancel_on_disconnect(app: Any, scope: Any, body: bytes, receive: Any, 
         await send(message)
         answered = message["type"] == "http.response.body" and not message.get("more_body", False)
 
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
     work = asyncio.ensure_future(app(scope, replayed, watched))
-    watch = asyncio.ensure_future(_left(receive))
+    watch = asyncio.ensure_future(left())
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
         if watch.done() and not work.done():
@@ -58,11 +62,6 @@ async def cancel_on_disconnect(app: Any, scope: Any, body: bytes, receive: Any, 
         if not work.done():  # we are cancelled ourselves
             work.cancel()
         await asyncio.gather(work, watch, return_exceptions=True)
-
-
-async def _left(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 OPEN = ("/", "/healthz", "/readyz", "/openapi.json")
@@ -139,7 +138,9 @@ class AccessMiddleware:
             await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        if not self.keys and not (_is_from_here(scope) and is_local(headers.get(b"host", b"localhost"))):
+        client = scope.get("client")  # by its address, since a proxy of Ray Serve may listen on others than `host`
+        is_from_here = client is not None and is_loopback(client[0])
+        if not self.keys and not (is_from_here and is_local(headers.get(b"host", b"localhost"))):
             await answer(send, 403, LOCAL_ONLY, "permission_error")
             return
         reason = self._denied(scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")), headers)
@@ -193,13 +194,6 @@ class AccessMiddleware:
     async def _reject_large(self, send: Any) -> None:
         message = f"the request is larger than {self.body_bytes // 1024} KiB: send less text"
         await answer(send, 413, message, "invalid_request_error")
-
-
-def _is_from_here(scope: Any) -> bool:
-    """Return whether the client is on this machine, by its address: a proxy of Ray Serve may listen on others than
-    `host`."""
-    client = scope.get("client")
-    return client is not None and is_loopback(client[0])
 
 
 class _GoneError(Exception):

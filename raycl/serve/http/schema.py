@@ -273,48 +273,49 @@ class AssistantMessage(BaseModel):
     content: str
 
 
-class ChatChoice(BaseModel):
-    """One answer to a chat."""
-
-    index: int
-    message: AssistantMessage
-    finish_reason: Finish
-    logprobs: None = None
-    raycl: ResponseDetails
-
-
-class ChatAnswer(BaseModel):
-    """The response of POST /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    raycl: ResponseDetails
-
-
-class TextChoice(BaseModel):
+class Choice(BaseModel):
     """One answer to a prompt."""
 
     index: int
-    text: str
     finish_reason: Finish
     logprobs: None = None
     raycl: ResponseDetails
 
 
-class TextAnswer(BaseModel):
-    """The response of POST /v1/completions."""
+class ChatChoice(Choice):
+    """One answer to a chat."""
+
+    message: AssistantMessage
+
+
+class TextChoice(Choice):
+    """One answer to a prompt as text."""
+
+    text: str
+
+
+class Answer(BaseModel):
+    """The fields of every response with texts."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[TextChoice]
     usage: Usage
     raycl: ResponseDetails
+
+
+class ChatAnswer(Answer):
+    """The response of POST /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextAnswer(Answer):
+    """The response of POST /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
 
 
 class Label(BaseModel):

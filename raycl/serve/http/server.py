@@ -15,10 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
-
 from raycl.errors import LaunchError
-from raycl.launch.http.connections import LimitedProtocol, bind_error, bound, family_of, is_dual, url_of
+from raycl.launch.http.connections import (
+    LimitedProtocol,
+    bind_error,
+    bound,
+    family_of,
+    is_dual,
+    server_of,
+    url_of,
+)
 from raycl.serve.settings import ServeConfig
 
 KEEP_ALIVE_S = 75
@@ -40,18 +46,13 @@ class Listener:
     def __init__(self, web: Any, config: ServeConfig, protocol: type[LimitedProtocol] = LimitedProtocol) -> None:
         listens = bound(config.host, config.port, shared=True)
         self._patience_s = max(1, math.ceil(config.limits.timeout_s))
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                web,
-                http=protocol,
-                ws="none",
-                lifespan="on" if config.forwards else "off",
-                log_config=None,
-                log_level="error",  # no line for each request that is none
-                access_log=config.access_log,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=self._patience_s,
-            )
+        self._server = server_of(
+            web,
+            protocol,
+            lifespan="on" if config.forwards else "off",
+            access_log=config.access_log,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=self._patience_s,
         )
         if config.access_log:
             _show_access()

@@ -198,17 +198,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def adapters() -> Response:
         """Return adapters of the active snapshot."""
         active = snapshot_manager.active.snapshot
-        data = [
-            {
-                "name": entry.name,
-                "version": entry.version,
-                "tasks": entry.tasks,
-                "labels": entry.labels,
-                "rank": entry.rank,
-                "bytes": entry.tensors.bytes,
-            }
-            for entry in active.adapters
-        ]
+        names = {"name", "version", "tasks", "labels", "rank"}
+        data = [entry.model_dump(include=names) | {"bytes": entry.tensors.bytes} for entry in active.adapters]
         return JSONResponse({"object": "list", "snapshot": active.number, "data": data})
 
     @app.get("/v1/snapshots", response_model=None, responses={200: {"model": SnapshotsAnswer}})

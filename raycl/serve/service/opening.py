@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 SOURCE_TOKENS, TARGET_TOKENS = 256, 64
 """Token limits of snapshots that no run created."""
 
-WARMING = "a warm-up text"
-
 
 def open_service(config: ServeConfig, object_store_cache: bool = False) -> Service:
     """Load everything; blocks for as long as that takes.
@@ -56,7 +54,13 @@ def open_engine(config: ServeConfig, snapshot: Snapshot) -> ServingEngine:
     Raises:
         BackboneError: the backbone cannot be loaded, or is another one. ConfigError: the device does not exist.
     """
-    device = torch.device(_device(config.device))
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError(
+            "device is 'cuda', but torch sees no GPU here (none, hidden by CUDA_VISIBLE_DEVICES, or a torch built "
+            "without CUDA): expected 'auto' or 'cpu', or a node with a GPU"
+        )
+    device = torch.device("cuda" if config.device != "cpu" and has_gpu else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
     settings = backbone_of(snapshot, config.backbone, config.permissions)
@@ -92,7 +96,9 @@ def _warm(engine: ServingEngine, loaded: LoadedSnapshot) -> None:
 
     task = loaded.snapshot.tasks[0].name if loaded.snapshot.tasks else None
     sampling = None if engine.capabilities.answers == "label" else Sampling(2)
-    request = EngineRequest(WARMING, events.put, sampling, loaded=loaded, selection=AdapterSelection(None, task))
+    request = EngineRequest(
+        "a warm-up text", events.put, sampling, loaded=loaded, selection=AdapterSelection(None, task)
+    )
     engine.submit(request)
     event = events.get()
     while not is_last(event, request.route_only):
@@ -105,13 +111,3 @@ def close_service(service: Service) -> None:
     """Stop its threads."""
     service.snapshot_manager.close()
     service.engine.close()
-
-
-def _device(name: str) -> str:
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
-        raise ConfigError(
-            "device is 'cuda', but torch sees no GPU here (none, hidden by CUDA_VISIBLE_DEVICES, or a torch built "
-            "without CUDA): expected 'auto' or 'cpu', or a node with a GPU"
-        )
-    return name if name != "auto" else "cuda" if has_gpu else "cpu"

@@ -179,7 +179,10 @@ class Service:
             raise BusyError(f"{self.engine.pending} requests are pending: retry in a second")
         log_prompts(texts, self.config)
         samplings = settings.pop("sampling", None)
-        event_queues = self._events_of(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        if self._event_queues is None or self._event_queues.loop is not loop:
+            self._event_queues = EventQueues(loop)
+        event_queues = self._event_queues
         requests, queues = [], []
         for index, text in enumerate(texts):
             events: asyncio.Queue[Event] = asyncio.Queue()
@@ -198,12 +201,6 @@ class Service:
         finally:
             for request in requests:
                 request.cancelled = True
-
-    def _events_of(self, loop: asyncio.AbstractEventLoop) -> EventQueues:
-        """Return the event queue of the loop that waits for answers."""
-        if self._event_queues is None or self._event_queues.loop is not loop:
-            self._event_queues = EventQueues(loop)
-        return self._event_queues
 
     async def events(
         self, queue: asyncio.Queue[Event], deadline: float, route_only: bool = False

@@ -13,13 +13,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raycl.adapters.stack import Source
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
 from raycl.bank.integrity import IntegrityCheck
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import BankError, RayclError
-from raycl.routing.router import Router
 from raycl.serve.engine.engine_requests import FAILURES
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, mark_of
 from raycl.serve.engine.serving_engine import ServingEngine
@@ -112,12 +110,9 @@ class SnapshotManager:
         """
         with self._loading_lock:
             loaded = self._opened(number)
-            if loaded is not None:
-                self._integrity.check(loaded.snapshot)
-                return loaded
-            snapshot, stamp = self._read(number)
+            snapshot, stamp = (loaded.snapshot, None) if loaded is not None else self._read(number)
             self._integrity.check(snapshot)
-            return self._load(snapshot, stamp)
+            return loaded or self._load(snapshot, stamp)
 
     def _opened(self, number: int) -> LoadedSnapshot | None:
         with self._lock:
@@ -129,10 +124,18 @@ class SnapshotManager:
         return self.bank.open(number), stamp
 
     def _load(self, snapshot: Snapshot, stamp: Stamp | None) -> LoadedSnapshot:
-        self._check(snapshot)
+        if snapshot.backbone.sha256 != self._identity:
+            raise BankError(
+                f"snapshot {snapshot.number} was made for backbone '{snapshot.backbone.name}' "
+                f"({snapshot.backbone.sha256[:12]}), this endpoint runs another ({self._identity[:12]})"
+            )
         with self._lock:
             mark = mark_of(snapshot, [*self._open.values(), *self._replaced])
-        loaded = LoadedSnapshot.of(snapshot, self._router(snapshot), self._source(snapshot), mark)
+            encoders = [loaded.router.encoder for loaded in self._open.values() if loaded.router.encoder is not None]
+        # routers that read texts share one sentence encoder, which is loaded once
+        router = router_of(self._cache or self.bank, snapshot, self.config.permissions, encoders)
+        source = adapters_of(self.bank, snapshot) if self._cache is None else self._cache.source(snapshot)
+        loaded = LoadedSnapshot.of(snapshot, router, source, mark)
         self.engine.load_snapshot(loaded)
         with self._lock:
             self._open[snapshot.number] = loaded
@@ -140,22 +143,6 @@ class SnapshotManager:
                 self._stamps[snapshot.number] = stamp
         self._make_room(snapshot.number)
         return loaded
-
-    def _router(self, snapshot: Snapshot) -> Router:
-        """Routers that read texts share one sentence encoder, which is loaded once."""
-        with self._lock:
-            encoders = [loaded.router.encoder for loaded in self._open.values() if loaded.router.encoder is not None]
-        return router_of(self._cache or self.bank, snapshot, self.config.permissions, encoders)
-
-    def _check(self, snapshot: Snapshot) -> None:
-        if snapshot.backbone.sha256 != self._identity:
-            raise BankError(
-                f"snapshot {snapshot.number} was made for backbone '{snapshot.backbone.name}' "
-                f"({snapshot.backbone.sha256[:12]}), this endpoint runs another ({self._identity[:12]})"
-            )
-
-    def _source(self, snapshot: Snapshot) -> Source:
-        return adapters_of(self.bank, snapshot) if self._cache is None else self._cache.source(snapshot)
 
     def _make_room(self, fresh: int | None = None) -> None:
         """Unload snapshots that are not in use, the least recently used first."""
