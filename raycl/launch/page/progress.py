@@ -111,14 +111,13 @@ def _works_on(files: RunFiles, phase: int) -> bool:
 
 
 def _step(files: RunFiles, phase: int, last: Step | None) -> int:
-    """Return steps that are done: the trace is written after the heartbeat, or before it."""
-    recorded = int(last["step"]) if last else 0
-    return max(recorded, int(files.heartbeat.get("step", 0))) if _trains(files, phase) else recorded
+    """Return steps that are done: the trace is written after the heartbeat, or before it.
 
-
-def _trains(files: RunFiles, phase: int) -> bool:
-    """Return whether the heartbeat's step is one of this phase: between two phases it is still the former's."""
-    return _works_on(files, phase) and files.heartbeat.get("activity") == "training" and files.is_alive
+    Between two phases the heartbeat's step is still the former's.
+    """
+    recorded, beat = int(last["step"]) if last else 0, files.heartbeat
+    trains = _works_on(files, phase) and beat.get("activity") == "training" and files.is_alive
+    return max(recorded, int(beat.get("step", 0))) if trains else recorded
 
 
 # ---- loss --------------------------------------------------------------------------------------------------------

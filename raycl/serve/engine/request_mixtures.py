@@ -19,7 +19,7 @@ RoutePrompts = Callable[[LoadedSnapshot, Sequence[EngineRequest], Sequence[str]]
 
 
 def mixtures_of(
-    loaded: LoadedSnapshot, requests: Sequence[EngineRequest], route_prompts: RoutePrompts | None = None
+    loaded: LoadedSnapshot, requests: Sequence[EngineRequest], route_prompts: RoutePrompts
 ) -> list[Mixture]:
     """Return a mixture of one row for each request to a snapshot, over the request's active adapters alone.
 
@@ -40,7 +40,7 @@ def mixtures_of(
 
 
 def _routed(
-    loaded: LoadedSnapshot, requests: Sequence[EngineRequest], group: Sequence[int], route_prompts: RoutePrompts | None
+    loaded: LoadedSnapshot, requests: Sequence[EngineRequest], group: Sequence[int], route_prompts: RoutePrompts
 ) -> dict[int, Mixture]:
     """Return the router's mixtures for requests that all give a task id, or none of which does."""
     if not group:
@@ -49,7 +49,7 @@ def _routed(
     tasks = [request.selection.task for request in mine if request.selection.task is not None]
 
     def mixture_of(templates: Sequence[str]) -> Mixture:
-        if route_prompts is not None and loaded.reads_prompts:
+        if loaded.reads_prompts:
             return route_prompts(loaded, mine, templates)
         return loaded.mixture([request.seen for request in mine], tasks or None)
 

@@ -25,7 +25,10 @@ async def select(service: Service, request: Request) -> AsyncIterator[tuple[Load
     """
     number = request.pins.snapshot
     if request.model.startswith("snapshot:") and number is None:
-        number = _number(request.model)
+        text = request.model.partition(":")[2]
+        if not (text.isdecimal() and 1 <= int(text) <= MAX_NUMBER):
+            raise NotFoundError(f"model '{request.model}': expected snapshot:NUMBER")
+        number = int(text)
     async with service.use_snapshot(number) as loaded:
         yield loaded, _choice(loaded, request)
 
@@ -64,13 +67,6 @@ def details_of(loaded: LoadedSnapshot, metadata: ResponseMetadata) -> ResponseDe
 def _rounded(weights: Mapping[str, float]) -> dict[str, float]:
     """Return rounded weights without zeros."""
     return {name: near for name, weight in weights.items() if (near := round(weight, 6))}
-
-
-def _number(model: str) -> int:
-    text = model.partition(":")[2]
-    if not (text.isdecimal() and 1 <= int(text) <= MAX_NUMBER):
-        raise NotFoundError(f"model '{model}': expected snapshot:NUMBER")
-    return int(text)
 
 
 def _choice(loaded: LoadedSnapshot, request: Request) -> AdapterSelection:
