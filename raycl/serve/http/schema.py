@@ -273,7 +273,7 @@ class AssistantMessage(BaseModel):
     content: str
 
 
-class Choice(BaseModel):
+class ResponseChoice(BaseModel):
     """One answer to a prompt."""
 
     index: int
@@ -282,19 +282,19 @@ class Choice(BaseModel):
     raycl: ResponseDetails
 
 
-class ChatChoice(Choice):
+class ChatChoice(ResponseChoice):
     """One answer to a chat."""
 
     message: AssistantMessage
 
 
-class TextChoice(Choice):
+class TextChoice(ResponseChoice):
     """One answer to a prompt as text."""
 
     text: str
 
 
-class Answer(BaseModel):
+class GeneratedAnswer(BaseModel):
     """The fields of every response with texts."""
 
     id: str
@@ -304,14 +304,14 @@ class Answer(BaseModel):
     raycl: ResponseDetails
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(GeneratedAnswer):
     """The response of POST /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
 
 
-class TextAnswer(Answer):
+class TextAnswer(GeneratedAnswer):
     """The response of POST /v1/completions."""
 
     object: Literal["text_completion"]
