@@ -23,15 +23,15 @@ from raycl.training.definition.inputs import version_changes
 from raycl.training.definition.job import TrainingJob
 from raycl.training.definition.settings import BankConfig
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.evaluation import Observations, evaluate_row
+from raycl.training.phase.evaluation import StreamEvaluation
 from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.phase.trainer import OpenEngine
+from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
 from raycl.training.records.fork_points import save_fork_point
 from raycl.training.records.journal import read_state
+from raycl.training.records.named_bank import snapshot_at
 from raycl.training.records.recorder import Listeners
 from raycl.training.records.run_folder import CONFIG, wait_for_decision
-from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
-from raycl.training.records.named_bank import snapshot_at
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.records.tracking import Tracker, open_tracker
 from raycl.training.setup.run_config import RunConfig
@@ -156,16 +156,15 @@ def scores_of(
     last = replace(context.phases[-1], name=BEFORE, tasks=newest)
     router = PublishedRouter.of(context.method, done)
     is_chosen = context.evaluation.instruction == "chosen"
-    row = evaluate_row(
+    evaluation = StreamEvaluation(
         context,
-        last,
         world,
         storage,
         router,
-        Observations(),
         lambda task: control.progress("evaluating", phase=last.index, phases=len(context.phases), task=task),
         TextAlone.of(context, router, snapshot) if router is not None and is_chosen else None,
     )
+    row = evaluation.row(last)
     if context.schedule.one_model_per_task and phases:
         row = {**{name: Score(**cell) for name, cell in phases[-1]["row"].items()}, **row}
     return row
