@@ -20,7 +20,6 @@ from raycl.training.engines.engine import Engine
 TOLERANCE = 1e-5
 """Share of the decayed moment's largest entry; exactly 0 where it was zero before, as at the start of every task."""
 
-
 STEPS = 20
 """Steps that are checked until one proves it; below a new label head, and for LoRA's A, gradients are 0 at first."""
 

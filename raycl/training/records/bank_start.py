@@ -31,6 +31,9 @@ from raycl.types import RouterState, Score
 PARAMETERS = "parameters"
 """Group of the parameters of a training state."""
 
+VALUES = ("phase", "steps", "method", "modifiers", "router")
+"""Fields of a checkpoint that a training state holds as they are."""
+
 
 def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]], objects: TensorObjects) -> str:
     """Store the state at the end of a phase; returns its hash.
@@ -63,8 +66,7 @@ def groups_of(done: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
 
 
 def _values(done: Checkpoint, phases: list[dict[str, Any]]) -> dict[str, Any]:
-    values = {"phase": done.phase, "steps": done.steps, "method": done.method, "modifiers": done.modifiers}
-    values["router"] = done.router
+    values = {name: getattr(done, name) for name in VALUES}
     bare = [{**record, "summary": {}} for record in phases]  # summaries grow with the number of tasks, times phases
     return {**values, "phases": bare}
 
@@ -137,16 +139,12 @@ def read_training_state(
         raise BankError(f"the training state of snapshot {snapshot.number} cannot be read: {error}") from error
     versions = {entry.name: entry.version for entry in snapshot.adapters}
     checkpoint = Checkpoint(
-        values["phase"],
-        values["steps"],
-        values["steps"],
-        values["method"],
-        dict(groups.pop(PARAMETERS, {})),
+        **{name: values[name] for name in VALUES},
+        step=values["steps"],
+        parameters=dict(groups.pop(PARAMETERS, {})),
         spent={"train_s": 0.0, "tokens": 0.0},
         published={"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions},
         frozen_state=TensorGroups(groups),
-        modifiers=values["modifiers"],
-        router=values["router"],
         snapshot=bank.storage.read(snapshot.file),
     )
     return checkpoint, values["phases"]

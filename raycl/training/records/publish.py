@@ -76,29 +76,17 @@ def publish(
             if entry.name not in names and not (entry.tasks and again.issuperset(entry.tasks))
         ]
     router, encoder = put_router(bank, learned.router)
-    inputs = of_tasks(state.inputs, [task.name for task in seen])
+    provenance = {**provenance, "config": context.info.tree, "versions": versions(context.info.plugins)}
+    prompts = {task.name: context.stream.prompt(task, codec).record() for task in seen}
     snapshot = bank.snapshot(
         NewSnapshot(
             [*fresh, *kept],
             backbone,
             router,
-            [
-                TaskInfo(
-                    name=task.name,
-                    labels=task.labels,
-                    metric=task.metric,
-                    **context.stream.prompt(task, codec).record(),
-                )
-                for task in seen
-            ],
+            [TaskInfo(name=task.name, labels=task.labels, metric=task.metric, **prompts[task.name]) for task in seen],
             encoder,
             parent=parent.number if parent else None,
-            provenance={
-                **provenance,
-                "config": context.info.tree,
-                "inputs": inputs,
-                "versions": versions(context.info.plugins),
-            },
+            provenance={**provenance, "inputs": of_tasks(state.inputs, list(prompts))},
             training=put_training_state(bank, done, state.phases, objects),
         ),
         again=all(manifest.version in known[manifest.name] for manifest in fresh),

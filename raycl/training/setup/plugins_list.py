@@ -38,7 +38,7 @@ BUILT_IN: Mapping[Kind, frozenset[str]] = {
 """Kind -> names that no package can have."""
 
 
-def problem_of(plugin: Plugin) -> str:
+def _problem_of(plugin: Plugin) -> str:
     """Import the package of an entry point, and say in one sentence why it cannot be used; empty: it can."""
     name = plugin.name.lower() if plugin.kind == "order" else plugin.name
     if name in BUILT_IN[plugin.kind]:
@@ -53,6 +53,6 @@ def problem_of(plugin: Plugin) -> str:
 def plugins_list() -> tuple[list[Plugin], list[str]]:
     """Return what can be used of installed packages, and a sentence for all that cannot."""
     there = [plugin for kind in LOADERS for plugin in plugins.installed(kind)]
-    problems = [(plugin, problem_of(plugin)) for plugin in there]
+    problems = [(plugin, _problem_of(plugin)) for plugin in there]
     usable = [plugin for plugin, problem in problems if not problem]
     return usable, list(dict.fromkeys(problem for _, problem in problems if problem))

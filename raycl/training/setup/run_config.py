@@ -57,9 +57,7 @@ else:
     EngineChoice = Annotated[TorchConfig | FSDPConfig | DeepSpeedConfig, Field(discriminator="name")]
 
 LABEL_HEAD = ("train.head_learning_rate", "train.label_loss")
-
 GENERATION = ("stream.max_target_tokens", "stream.max_target_tokens_by_task", "eval.max_new_tokens")
-
 """Settings that act on label heads, and on texts that a backbone generates."""
 
 
