@@ -249,7 +249,10 @@ def test_what_differs_from_the_snapshots_run_is_refused_with_both_values(
     ):
         with pytest.raises(kind, match=message):
             started(uri, tasks, **sections)
-    for reference, message in (("9", "has no snapshot 9"), ("other", r"has no 'other': expected a branch \(main\)")):
+    for reference, message in (
+        ("9", "has no snapshot 9"),
+        ("other", r"has no 'other': expected a branch or tag \(main\)"),
+    ):
         with pytest.raises(BankError, match=message):
             started(uri, [new], reference)
     with pytest.raises(BankError, match="there is no bank at"):
