@@ -26,8 +26,7 @@ from raycl.backbone import Backbone, BackboneConfig, BackboneOptions, Output, lo
 from raycl.backbone.base import checkpoint_activations, summed_cross_entropy
 from raycl.backbone.causal import join
 from raycl.backbone.load import wrap_model
-from raycl.methods.lora.lora import Lora
-from raycl.methods.lora_settings import LoraConfig
+from raycl.methods.single_adapter import Lora, LoraConfig
 from raycl.testing.tiny_models import word_tokenizer
 from raycl.training.engines.compilation import compile_layers
 from raycl.training.engines.engine import TorchEngine

@@ -83,7 +83,7 @@ def test_no_test_folder_hides_a_library() -> None:
 
 DOC = '"""Why."""\n'
 BROKEN = [
-    ("direction", "raycl/data/x.py", "from raycl.methods.lora.lora import Lora", "data imports methods"),
+    ("direction", "raycl/data/x.py", "from raycl.methods.single_adapter import Lora", "data imports methods"),
     ("direction", "raycl/data/x.py", "from raycl.bank import Bank", "data imports bank"),
     ("direction", "raycl/data/x.py", "from raycl import metrics", "data imports metrics"),
     ("direction", "raycl/data/x.py", "from .. import metrics", "data imports metrics"),
@@ -169,7 +169,7 @@ SOUND = [
     ("raycl/methods/x.py", "from raycl.routing.slots import SlotRouter"),
     ("raycl/serve/x.py", "x = 'task_id' in router.needs\ny = RouterInfo(kind=router.kind)\nz = one.kind == 'a'"),
     ("raycl/training/x.py", "x = f({'encoder': settings})\ny = backbone.capabilities.answers == 'label'"),
-    ("raycl/methods/__init__.py", "METHODS = {'lora': 'raycl.methods.lora.lora:Lora'}\n__all__ = ['METHODS']"),
+    ("raycl/methods/__init__.py", "METHODS = {'lora': 'raycl.methods.single_adapter:Lora'}\n__all__ = ['METHODS']"),
     (
         "raycl/data/x.py",
         "Tree = dict[str, int]\nlog = logging.getLogger(__name__)\ndef f():\n    seen = {}\n    seen['a'] = 1",

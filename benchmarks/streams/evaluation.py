@@ -28,7 +28,7 @@ import torch
 from benchmarks.figures import Figure, Report, machine
 from raycl import config as configs
 from raycl.backbone import Backbone
-from raycl.methods.lora.lora import Lora
+from raycl.methods.single_adapter import Lora
 from raycl.routing.routers import SingleRouter
 from raycl.storage import Storage
 from raycl.training.assembly import build

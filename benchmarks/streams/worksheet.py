@@ -14,7 +14,7 @@ from raycl.data.loader import Collate, GlobalOrder, Loader, eval_batches
 from raycl.data.stream import Stream, open_stream
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
-from raycl.methods.lora_settings import LoraConfig
+from raycl.methods.single_adapter import LoraConfig
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.phase.data import stable_seed
 from raycl.training.setup.run_config import RunConfig, phases

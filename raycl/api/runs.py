@@ -19,6 +19,7 @@ from raycl.errors import ConfigError, RunError
 from raycl.launch import console, driver, prepared_run, requested_run
 from raycl.launch.console import repeating
 from raycl.launch.prepared_run import Prepared
+from raycl.methods.registry import DEFAULT_METHOD
 from raycl.metrics.run_results import method_of, metric_of, read_results, tasks_of, values_of
 from raycl.operations.report.plots import heatmaps
 from raycl.operations.report.tables import matrix_table
@@ -38,7 +39,7 @@ Task = str | Mapping[str, Any] | InMemoryTask
 
 def train(
     stream: str | Sequence[Task] | Mapping[str, Any] = "builtin",
-    method: str | Mapping[str, Any] = "lora",
+    method: str | Mapping[str, Any] = DEFAULT_METHOD,
     *,
     backbone: str | Mapping[str, Any] | None = None,
     name: str | None = None,

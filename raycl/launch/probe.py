@@ -1,7 +1,8 @@
 """The large outputs of a finished run's model for each task's texts, measured in this process (MIGU's figure 5).
 
-The magnitudes are those of the modifier `migu`, by the same code: |output| summed over the real tokens of a task's test
-rows, of source and answer. The rows of a weight that it would update for all of these texts are the large ones.
+The magnitudes are those of the modifier that chooses rows by them, by the same code: |output| summed over the real
+tokens of a task's test rows, of source and answer. The rows of a weight that it would update for all of these texts are
+the large ones.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from raycl import config as configs
 from raycl.bank import Bank
@@ -22,9 +22,8 @@ from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError, RunError, StorageError
 from raycl.launch.prepared_run import run_in
 from raycl.methods.base import activate
-from raycl.methods.migu.magnitudes import OutputMagnitudes, large_units
-from raycl.methods.migu.observed_layers import layout_of_outputs, observed_layers
-from raycl.methods.migu.summary import packed_rows
+from raycl.methods.capabilities import OutputProbe
+from raycl.methods.registry import output_probe
 from raycl.storage import Storage
 from raycl.storage.records import hashed, without_hash
 from raycl.training.assembly import build
@@ -148,7 +147,7 @@ def _large_outputs(
     settings: ProbeSettings,
     router: PublishedRouter | None = None,
 ) -> dict[str, Any]:
-    """Return layer -> for each task, the large outputs as `packed_rows`; the model's weights stay as they are.
+    """Return layer -> for each task, the large outputs (`OutputProbe.large`); the model's weights stay as they are.
 
     Args:
         router: router of the last phase; None: the backbone is measured without adapters.
@@ -158,22 +157,19 @@ def _large_outputs(
     """
     backbone = context.backbone
     backbone.eval()
-    result = observed_layers(backbone, settings.layers, include_lm_head=False)
-    layout = layout_of_outputs(backbone, result)
-    magnitudes = OutputMagnitudes(backbone, layout, result)
+    observed = output_probe()(backbone, settings.layers, settings.threshold)
     try:
-        sums = [_magnitudes(context, task, settings.rows, magnitudes, router) for task in tasks]
+        large = [_large_outputs_of(context, task, settings.rows, observed, router) for task in tasks]
     finally:
-        magnitudes.close()
-    kept = [large_units(layout, sums_F, settings.threshold, "floor") for sums_F in sums]
-    return {path: [packed_rows(of_task[path]) for of_task in kept] for path in result}
+        observed.close()
+    return {path: [of_task[path] for of_task in large] for path in large[0]}
 
 
 @torch.no_grad()
-def _magnitudes(
-    context: TrainingContext, task: Task, rows: int, magnitudes: OutputMagnitudes, router: PublishedRouter | None
-) -> Tensor:
-    """Return `[F]` magnitudes of all outputs for the texts of a task."""
+def _large_outputs_of(
+    context: TrainingContext, task: Task, rows: int, observed: OutputProbe, router: PublishedRouter | None
+) -> dict[str, dict[str, Any]]:
+    """Return the large outputs of each layer for the texts of a task."""
     backbone, method, codec = context.backbone, context.method, context.backbone.codec
     table = context.stream.table(task, "test", codec)
     if not len(table):
@@ -185,9 +181,9 @@ def _magnitudes(
     objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
     read: Callable[[Batch], object] = backbone.score_labels if codec.needs_labels and objective is None else backbone
     collate = Collate([table], codec.pad_id, texts=method.needs_texts, text_objective=objective)
-    magnitudes.clear()
+    observed.clear()
     for batch in eval_batches(collate, context.evaluation.batch_size):
         batch = batch.to(backbone.device)
         with activate(method, None if router is None else router.mixture(batch, task.name)):
-            magnitudes.observe(read, batch)
-    return magnitudes.sums.clone()
+            observed.observe(read, batch)
+    return observed.large()

@@ -3,12 +3,12 @@ parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from raycl.backbone import BackboneConfig
+from raycl.backbone import Backbone, BackboneConfig
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.types import Batch
 
@@ -67,6 +67,33 @@ class TaskRemoval(Protocol):
             keep: a task whose adapters have these names, learned next, begins with their weights.
         """
         ...
+
+
+class OutputProbe(Protocol):
+    """Sums the magnitudes of layers' outputs over the passes that `observe` runs, and finds the large ones."""
+
+    def __init__(self, backbone: Backbone, layers: Sequence[str], threshold: float) -> None:
+        """Observe layers.
+
+        Args:
+            layers: roles or regular expressions. threshold: share of a layer's outputs that are not large.
+
+        Raises:
+            ConfigError: `layers` names none.
+        """
+
+    def clear(self) -> None:
+        """Begin new sums."""
+
+    def observe(self, forward: Callable[[Batch], Any], batch: Batch) -> Any:
+        """Run `forward(batch)` and add up its outputs."""
+
+    def large(self) -> dict[str, dict[str, Any]]:
+        """Return the path of each layer -> its large outputs, as `rows` and `kept` of MIGU's summary."""
+        ...
+
+    def close(self) -> None:
+        """Observe no more."""
 
 
 class LocalAdaptation(Protocol):

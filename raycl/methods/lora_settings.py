@@ -1,15 +1,14 @@
-"""The settings of a LoRA and how its weights are drawn, for every method that has one, and the default learner's."""
+"""The settings of a LoRA and how its weights are drawn, for every method that has one."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from raycl.config import Section
-from raycl.methods.base import MethodConfig
 
 
 def _as_tuple(value: Any) -> Any:
@@ -43,14 +42,6 @@ class LoraSettings(Section):
     def scaling(self) -> float:
         """The scale of the update."""
         return self.lora_alpha / self.r
-
-
-class LoraConfig(LoraSettings, MethodConfig):
-    """One LoRA that is trained on all tasks in turn (SeqLoRA)."""
-
-    name: Literal["lora"] = "lora"
-
-    task_id_in_training: ClassVar[bool] = False
 
 
 def as_peft_draws(low: Tensor, outputs: int) -> None:

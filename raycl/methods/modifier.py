@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raycl.config import Section, Tree, as_tree
 from raycl.methods.base import Method, under
+from raycl.methods.capabilities import OutputProbe
 from raycl.types import Batch, Phase
 
 Reduce = Callable[[Tensor], Tensor]
@@ -39,6 +40,7 @@ class GradientModifier:
 
     Class attributes:
         Config: its settings class.
+        output_probe: finds the outputs whose rows it would update, in any model; None: it does not choose rows by them.
 
     Attributes:
         examples: number of training examples of a task that it observes before the task's first step.
@@ -49,6 +51,7 @@ class GradientModifier:
     """
 
     Config: ClassVar[type[ModifierConfig]] = ModifierConfig
+    output_probe: ClassVar[type[OutputProbe] | None] = None
     examples: int = 0
     parameter_names: Collection[str] = ()
     names: Collection[str] = ()

@@ -23,7 +23,7 @@ from raycl.errors import RunError
 from raycl.methods.base import Learned, Method, MethodConfig, State, packed, phase_labels, under, unpacked
 from raycl.methods.context import TaskContext
 from raycl.methods.trained_adapters import end_training, is_trainable
-from raycl.types import Activation, AdapterState, Phase, RouterState
+from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState
 
 PREVIOUS = "previous"
 """Kind of tensors of adapters that a task which is learned again begins with."""
@@ -241,3 +241,25 @@ class PerTaskAdapter(Method, ABC):
         labels = [label for label in values["labels"] if label in known]
         owners = [pair for pair in values["owners"] if pair[0] not in adapters]
         return {**values, "learned": learned, "owners": owners, "previous": previous, "labels": labels}, left
+
+
+class ByTaskConfig(MethodConfig):
+    """Settings of a method that needs the task id."""
+
+    needs_task: ClassVar[bool] = True
+    needs_texts: ClassVar[bool] = True
+
+
+class ChosenByTask(PerTaskAdapter, ABC):
+    """An adapter for each phase, for texts of its tasks."""
+
+    def _begin(self, task: str, labels: list[str]) -> None:
+        if self.task_id_given and isinstance(self.backbone.head, MixedHead):
+            self.backbone.head.clear()
+        super()._begin(task, labels)
+
+    def _number(self) -> int:
+        return 0 if self.task_id_given else len(self._learned)
+
+    def route(self, batch: Batch) -> Mixture:
+        return Mixture.same({self._task: 1.0}, len(batch))

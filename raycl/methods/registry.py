@@ -16,6 +16,7 @@ from raycl.config import Section, validate
 from raycl.config.choices import Choice
 from raycl.errors import PluginError, meant
 from raycl.methods.base import Method, MethodConfig
+from raycl.methods.capabilities import OutputProbe
 from raycl.methods.modifier import GradientModifier, ModifierConfig
 from raycl.plugins import Kind, Names, find, load
 
@@ -23,15 +24,15 @@ ClassT = TypeVar("ClassT")
 
 LEARNERS: dict[str, str] = {
     "finetune": "raycl.methods.finetune:Finetune",
-    "lora": "raycl.methods.lora.lora:Lora",
+    "lora": "raycl.methods.single_adapter:Lora",
     "inclora": "raycl.methods.lora.inclora:IncLora",
     "olora": "raycl.methods.lora.olora:OLora",
     "inflora": "raycl.methods.lora.inflora:InfLora",
     "gainlora": "raycl.methods.lora.gainlora:GainLora",
     "sdlora": "raycl.methods.lora.sdlora:SdLora",
     "moelora": "raycl.methods.lora.moelora:MoeLora",
-    "adapter": "raycl.methods.lora.adapter:SeqAdapter",
-    "prompt": "raycl.methods.prompts.prompt:SeqPrompt",
+    "adapter": "raycl.methods.single_adapter:SeqAdapter",
+    "prompt": "raycl.methods.single_adapter:SeqPrompt",
     "l2p": "raycl.methods.prompts.l2p:L2p",
     "progprompt": "raycl.methods.prompts.progprompt:ProgPrompt",
     "mocl": "raycl.methods.prompts.mocl:Mocl",
@@ -40,7 +41,7 @@ LEARNERS: dict[str, str] = {
     "epi": "raycl.methods.prompts.epi:Epi",
     "slm": "raycl.methods.slm.slm:Slm",
     "sapt": "raycl.methods.sapt.sapt:Sapt",
-    "demix": "raycl.methods.adapters.demix:Demix",
+    "demix": "raycl.methods.demix:Demix",
     "das": "raycl.methods.masks.das:Das",
     "hat": "raycl.methods.masks.hat:Hat",
     "hat-adapter": "raycl.methods.masks.hat_adapter:HatAdapter",
@@ -61,6 +62,9 @@ WRAPPERS: dict[str, str] = {
 
 METHODS: dict[str, str] = {**LEARNERS, **WRAPPERS}
 """All of them."""
+
+DEFAULT_METHOD = "lora"
+"""The method of a run, and the learner of a method around another one, where a config names none."""
 
 MODIFIERS: dict[str, str] = {
     "migu": "raycl.methods.migu.migu:Migu",
@@ -89,6 +93,12 @@ def modifier_class(name: str) -> type[GradientModifier]:
         PluginError: neither has it, or the package cannot be used.
     """
     return _class_of("modifier", MODIFIER_NAMES, MODIFIERS, name, GradientModifier)
+
+
+def output_probe() -> type[OutputProbe]:
+    """Return the probe of the built-in modifier that chooses rows by the magnitudes of outputs."""
+    probes = (modifier_class(name).output_probe for name in MODIFIERS)
+    return next(probe for probe in probes if probe is not None)
 
 
 def method_config(tree: Mapping[str, Any]) -> MethodConfig:

@@ -15,8 +15,7 @@ from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State
 from raycl.methods.capabilities import SampleGenerator
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import LoraConfig
-from raycl.methods.registry import LearnerChoice, method_class
+from raycl.methods.registry import DEFAULT_METHOD, LearnerChoice, method_class, method_config
 from raycl.types import Batch, Mixture, Phase, Task
 
 
@@ -28,7 +27,9 @@ def _of_learner(name: str) -> Any:
 class WrapperConfig(MethodConfig):
     """Settings of the learner."""
 
-    learner: LearnerChoice = Field(LoraConfig(), description="the method that learns, with its settings")
+    learner: LearnerChoice = Field(
+        method_config({"name": DEFAULT_METHOD}), description="the method that learns, with its settings"
+    )
 
     fixed_roles: ClassVar[Any] = _of_learner("fixed_roles")
     innermost: ClassVar[Any] = _of_learner("innermost")
@@ -43,7 +44,7 @@ class WrapperConfig(MethodConfig):
     @field_validator("learner", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
-        return named(value, "lora")
+        return named(value, DEFAULT_METHOD)
 
     def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
         """See the learner; paths are below `learner`."""

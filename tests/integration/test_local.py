@@ -130,7 +130,7 @@ def test_an_exception_of_a_method_is_raised_as_it_is(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the second time: nothing starts the worker again, and its trace is what a developer needs."""
-    from raycl.methods.lora.lora import Lora
+    from raycl.methods.single_adapter import Lora
 
     def fails(*given: Any) -> None:
         raise KeyError("mine")

@@ -86,7 +86,7 @@ def test_engines_that_shard_give_the_same_samples(lab: Lab, tmp_path: Path, engi
         done = run(lab.config("t5", replay(lab, "t5"), ENGINES[name]), Storage.at(tmp_path / name))
         method = done.context.method
         assert isinstance(method, Replay)
-        collected.append(method.samples.entries["colour"])
+        collected.append(method.samples["colour"])
     assert collected[0] == collected[1] and len(collected[0]) == 4
 
 
@@ -128,7 +128,7 @@ def test_samples_are_shuffled_among_the_rows_of_every_epoch(lab: Lab, tmp_path: 
     done = run(config, Storage.at(tmp_path))
     method = done.context.method
     assert isinstance(method, Replay)
-    kept = method.samples.entries["colour"]
+    kept = method.samples["colour"]
     data = PhaseData(done.context, done.context.phases[1], WORLD)
     phase = begin_phase(done.context, 1, resumed=True)
     loader = data.loader(phase)
@@ -170,7 +170,7 @@ def test_rows_of_files_are_answered_by_the_model_where_the_answer_is_left_out(la
     assert isinstance(method, Replay)
     codec = done.context.backbone.codec
     for task, texts in (("colour", ["fire is cold", "the sea"]), ("animal", ["it purrs", "it barks"])):
-        kept = method.samples.entries[task]
+        kept = method.samples[task]
         rows = TaskContext(done.context.phases[0], 4, done.context.stream, codec)
         assert kept.sources == rows.prompts(next(t for t in done.context.stream.tasks if t.name == task), texts)
         given = LABELS[task][kept.labels[0]]

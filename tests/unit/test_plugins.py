@@ -168,7 +168,7 @@ def test_a_broken_package_stops_no_run_without_it(package: Path) -> None:
 def test_names_that_are_taken_are_refused(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more(monkeypatch, tmp_path / "two", "two", {"method": {"toy": "toy_pkg:Toy", "wrong": "toy_pkg:Router"}})
     more(monkeypatch, tmp_path / "three", "three", {"method": {"lora": "toy_pkg:Toy", "other": "toy_pkg:Unnamed"}})
-    assert method_class("lora").__module__ == "raycl.methods.lora.lora"
+    assert method_class("lora").__module__ == "raycl.methods.single_adapter"
     with pytest.raises(PluginError, match=r"method 'toy' comes from packages 'toy-pkg' 1.2 and 'two' 0.0: un"):
         load_config(None, ["method=toy"])
     with pytest.raises(PluginError, match=r"'wrong' of package 'two' 0.0 is .* expected a subclass of raycl.methods.b"):

@@ -29,12 +29,11 @@ from raycl.backbone.roles import is_linear
 from raycl.data.tokens import Split
 from raycl.methods.base import Method
 from raycl.methods.context import Step
-from raycl.methods.lora.lora import Lora
-from raycl.methods.lora_settings import LoraConfig
 from raycl.methods.pseudo_samples.samples import PseudoSamples
 from raycl.methods.sapt.reflection import ReplayEntry
 from raycl.methods.sapt.sapt import Sapt
 from raycl.methods.sapt.settings import SaptConfig
+from raycl.methods.single_adapter import Lora, LoraConfig
 from raycl.methods.slm.slm import Slm, SlmConfig
 from raycl.routing.sentence_encoder import EncoderConfig
 from raycl.routing.slot_keys import KeyConfig

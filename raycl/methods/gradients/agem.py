@@ -24,9 +24,7 @@ from torch import Tensor
 from raycl.data.selection import generator
 from raycl.data.sources.cache import Indices
 from raycl.methods.context import TaskContext
-from raycl.methods.gradients.products import plus, product
-from raycl.methods.gradients.stored_rows_wrapper import StoredRowsConfig, StoredRowsWrapper
-from raycl.methods.replay.buffer import RowBuffer
+from raycl.methods.gradients.projection import StoredRowsConfig, StoredRowsWrapper, plus, product
 from raycl.types import Task
 
 
@@ -52,21 +50,20 @@ class Agem(StoredRowsWrapper):
 
     Config = AgemConfig
 
-    def new_buffer(self) -> RowBuffer:
-        return RowBuffer(self.config.share)
+    def rows_of(self, task: Task, context: TaskContext) -> Indices:
+        return context.stored_rows(task, self.config.share)
 
     def projected(self, gradients: dict[str, Tensor], context: TaskContext) -> dict[str, Tensor]:
         return project(gradients, context.gradients(self._drawn(context.step.seed)))
 
     def _drawn(self, seed: int) -> list[tuple[Task, Indices]]:
         """Return rows of the reference gradient: drawn from all stored rows without replacement, task by task."""
-        owners = [(self.buffer.tasks[name], rows) for name, rows in self.buffer]
-        counts = np.array([len(rows) for _, rows in owners])
+        counts = np.array([len(rows) for _, rows in self.stored])
         chosen = np.sort(generator(seed, "agem").permutation(counts.sum())[: self.config.batch])
         firsts = np.cumsum(counts) - counts
         parts = [
             (task, rows[chosen[(chosen >= first) & (chosen < first + len(rows))] - first])
-            for (task, rows), first in zip(owners, firsts, strict=True)
+            for (task, rows), first in zip(self.stored, firsts, strict=True)
         ]
         return [(task, rows) for task, rows in parts if len(rows)]
 

@@ -29,10 +29,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from raycl.data.sources.cache import Indices
 from raycl.methods.context import TaskContext
-from raycl.methods.gradients.products import Gradients, gram, plus, product
-from raycl.methods.gradients.stored_rows_wrapper import StoredRowsConfig, StoredRowsWrapper
-from raycl.methods.replay.buffer import RowBuffer
+from raycl.methods.gradients.projection import Gradients, StoredRowsConfig, StoredRowsWrapper, gram, plus, product
+from raycl.types import Task
 
 RIDGE = 1e-3
 """Added to the diagonal of M M^T, so that v is unique."""
@@ -57,11 +57,11 @@ class Gem(StoredRowsWrapper):
 
     Config = GemConfig
 
-    def new_buffer(self) -> RowBuffer:
-        return RowBuffer(limit=self.config.rows)
+    def rows_of(self, task: Task, context: TaskContext) -> Indices:
+        return context.stored_rows(task, limit=self.config.rows)
 
     def projected(self, gradients: dict[str, Tensor], context: TaskContext) -> dict[str, Tensor]:
-        references = [context.gradients([(self.buffer.tasks[name], rows)]) for name, rows in self.buffer]
+        references = [context.gradients([stored]) for stored in self.stored]
         return project(gradients, references, self.config.margin)
 
 

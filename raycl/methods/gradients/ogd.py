@@ -27,8 +27,8 @@ from torch import Tensor
 from raycl.backbone import Backbone
 from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.gradients.products import Gradients
-from raycl.methods.label_rows import in_present_rows, known_labels
+from raycl.methods.gradients.projection import Gradients
+from raycl.methods.trained_adapters import in_present_rows, known_labels
 from raycl.methods.wrapper import Wrapper, WrapperConfig
 from raycl.types import Phase
 

@@ -25,12 +25,11 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.backbone import Backbone, Output
-from raycl.methods.adapters.chosen_by_task import ByTaskConfig, ChosenByTask
 from raycl.methods.base import MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import InputDropout, TargetModules, as_peft_draws
 from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, Bounds, HardAttention, Key, annealed, freedom
-from raycl.methods.per_task_adapter import AdapterForm
+from raycl.methods.per_task_adapter import AdapterForm, ByTaskConfig, ChosenByTask
 from raycl.methods.trained_adapters import end_training
 from raycl.types import AdapterState, Batch, Phase
 

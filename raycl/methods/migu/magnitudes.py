@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -14,8 +14,9 @@ from raycl.backbone import Backbone
 from raycl.errors import RunError
 from raycl.kernels.magnitude import summed_gated_magnitude, summed_magnitude
 from raycl.methods.migu.clusters import CoMagnitude
-from raycl.methods.migu.observed_layers import LayerUnits, Layout
-from raycl.methods.migu.row_selection import Rule, by_size
+from raycl.methods.migu.observed_layers import LayerUnits, Layout, layout_of_outputs, observed_layers
+from raycl.methods.migu.row_selection import by_size
+from raycl.methods.migu.summary import packed_rows
 from raycl.types import Batch
 
 T = TypeVar("T")
@@ -113,12 +114,7 @@ class OutputMagnitudes:
         if self.co_magnitude is not None:
             self.co_magnitude.add((units.path, "output"), y, tokens.weight_BS)
             return
-        y_NO, start = y.reshape(-1, y.shape[-1]), units.span.start
-        if start in self._added:
-            own_O += summed_magnitude(y_NO, tokens.weight_N, tokens.rows_K)
-        else:
-            self._added.add(start)
-            summed_magnitude(y_NO, tokens.weight_N, tokens.rows_K, own_O)
+        self._add(units, own_O, partial(summed_magnitude, y.reshape(-1, y.shape[-1]), tokens.weight_N, tokens.rows_K))
 
     def _observe_low(self, units: LayerUnits, own_R: Tensor, h: Tensor, gate_BR: Tensor) -> None:
         """Add the magnitudes of `h`, `[B, S, R]`."""
@@ -128,12 +124,15 @@ class OutputMagnitudes:
         if self.co_magnitude is not None:
             self.co_magnitude.add((units.path, "low"), h, tokens.weight_BS)
             return
-        start = units.span.start
-        if start in self._added:
-            own_R += summed_gated_magnitude(h, gate_BR, tokens.weight_BS, tokens.rows_K)
+        self._add(units, own_R, partial(summed_gated_magnitude, h, gate_BR, tokens.weight_BS, tokens.rows_K))
+
+    def _add(self, units: LayerUnits, own: Tensor, summed: Callable[..., Tensor]) -> None:
+        """Add sums to those of a layer; the first ones are written in their place."""
+        if units.span.start in self._added:
+            own += summed()
         else:
-            self._added.add(start)
-            summed_gated_magnitude(h, gate_BR, tokens.weight_BS, tokens.rows_K, own_R)
+            self._added.add(units.span.start)
+            summed(own)
 
     def _tokens_of(self, units: LayerUnits, y: Tensor) -> Tokens:
         """Return those of an output `[B, S, units]`. A prefix in front of the text is no text."""
@@ -152,13 +151,23 @@ class OutputMagnitudes:
         return tokens
 
 
-def large_units(layout: Layout, sums_F: Tensor, threshold: float, rule: Rule) -> dict[str, Tensor]:
-    """Return the path -> `[O]` bool on the CPU: the outputs whose rows would be updated by these magnitudes.
+class LargeOutputs(OutputMagnitudes):
+    """The outputs of layers, trained or not, whose rows MIGU would update. An `OutputProbe`."""
 
-    Args:
-        layout: layout of outputs alone. threshold, rule: see `kept`.
-    """
-    kept_F = torch.zeros(layout.size, dtype=torch.bool, device=sums_F.device)
-    for groups in by_size([size for units in layout.units.values() for size in units.groups], sums_F.device):
-        groups.choose(sums_F, threshold, rule, kept_F)
-    return {units.path: kept_F[units.span].cpu() for units in layout.units.values()}
+    def __init__(self, backbone: Backbone, layers: Sequence[str], threshold: float) -> None:
+        """Observe all outputs of the layers.
+
+        Raises:
+            ConfigError: `layers` names none.
+        """
+        found = observed_layers(backbone, layers, include_lm_head=False)
+        self._layout, self._threshold = layout_of_outputs(backbone, found), threshold
+        super().__init__(backbone, self._layout, found)
+
+    def large(self) -> dict[str, dict[str, Any]]:
+        """Return the path of each layer -> its outputs that are large by the present sums, as `packed_rows`."""
+        kept_F = torch.zeros(self._layout.size, dtype=torch.bool, device=self.sums.device)
+        units_of_layers = self._layout.units.values()
+        for groups in by_size([size for units in units_of_layers for size in units.groups], self.sums.device):
+            groups.choose(self.sums, self._threshold, "floor", kept_F)
+        return {units.path: packed_rows(kept_F[units.span].cpu()) for units in units_of_layers}

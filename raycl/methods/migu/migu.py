@@ -24,10 +24,9 @@ from raycl.config import Tree
 from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Method
 from raycl.methods.migu.clusters import CoMagnitude, sequential_clusters, weight_clusters
-from raycl.methods.migu.magnitudes import OutputMagnitudes
+from raycl.methods.migu.magnitudes import LargeOutputs, OutputMagnitudes
 from raycl.methods.migu.observed_layers import Layout, layout_of, observed_layers
-from raycl.methods.migu.row_selection import Groups, Rule, by_size, masked_count
-from raycl.methods.migu.sparse_layers import SparseLayers
+from raycl.methods.migu.row_selection import Groups, Rule, SparseLayers, by_size, masked_count
 from raycl.methods.migu.summary import RowCounts
 from raycl.methods.modifier import GradientModifier, ModifierConfig, Reduce
 from raycl.types import Batch, Phase
@@ -121,6 +120,7 @@ class Migu(GradientModifier):
     """The mask of an optimizer step."""
 
     Config = MiguConfig
+    output_probe = LargeOutputs
 
     def __init__(self, config: MiguConfig, method: Method) -> None:
         """Check that the named layers exist.

@@ -34,8 +34,8 @@ from raycl.adapters.soft_prompts import used_alike
 from raycl.backbone import Backbone, Output
 from raycl.methods.base import Learned, Method, MethodConfig, in_head, phase_labels
 from raycl.methods.context import TaskContext
-from raycl.methods.prompts.prompt import drawn_prompts
 from raycl.methods.queries import TextQueries, mean_by_positions
+from raycl.methods.single_adapter import drawn_prompts
 from raycl.methods.trained_adapters import head_adapter
 from raycl.routing.pools import PromptPool
 from raycl.types import AdapterState, Batch, Mixture, Phase

@@ -38,7 +38,6 @@ from raycl.data.tokens import HeldRows, TokenRows, TokenTable
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State
 from raycl.methods.context import TaskContext
-from raycl.methods.prompts.prompt import drawn_prompts
 from raycl.methods.pseudo_samples.samples import (
     PseudoSamples,
     Volume,
@@ -48,6 +47,7 @@ from raycl.methods.pseudo_samples.samples import (
     same_everywhere,
 )
 from raycl.methods.pseudo_samples.self_generated import Pair, SampleFormat, Sampler, batch_of_pairs, mean_losses
+from raycl.methods.single_adapter import drawn_prompts
 from raycl.types import IGNORE, TENSORS, AdapterState, Batch, Mixture, Phase, RouterState, Task
 
 PROMPT = "prompt"

@@ -33,7 +33,7 @@ from torch import Tensor
 from raycl.backbone import Backbone, Output
 from raycl.methods.base import Learned, State, trained_names, under
 from raycl.methods.context import TaskContext
-from raycl.methods.label_rows import in_present_rows, known_labels
+from raycl.methods.trained_adapters import in_present_rows, known_labels
 from raycl.methods.wrapper import Wrapper, WrapperConfig
 from raycl.types import Batch, Phase
 

@@ -28,7 +28,7 @@ from raycl.backbone import Backbone, Output
 from raycl.backbone.base import evaluating, loss_count
 from raycl.methods.base import Learned, Method, State, activate_batch, trained_names, under
 from raycl.methods.context import TaskContext
-from raycl.methods.label_rows import known_labels
+from raycl.methods.trained_adapters import known_labels
 from raycl.methods.wrapper import Wrapper, WrapperConfig
 from raycl.types import Batch, Phase
 

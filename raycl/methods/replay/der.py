@@ -18,7 +18,8 @@ Where it differs from the sources:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,13 +28,93 @@ from torch import Tensor
 
 from raycl.backbone import Backbone, Output
 from raycl.backbone.base import loss_count
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.methods.base import Learned, State, activate_batch, under
 from raycl.methods.context import Step, TaskContext
-from raycl.methods.replay.buffer import ReplayBuffer, RowBuffer
-from raycl.methods.replay.outputs import AT_ONCE, StoredOutputs, positions, squared_error
 from raycl.methods.replay.stored_rows import StoredRows, joined, numbers_of
 from raycl.methods.wrapper import Wrapper, WrapperConfig
-from raycl.types import Batch, Phase
+from raycl.types import IGNORE, Batch, Phase, Task
+
+AT_ONCE = 16
+"""Rows that are computed together."""
+
+
+@dataclass(frozen=True)
+class StoredOutputs:
+    """Outputs of n rows with P loss positions in all, of k columns each; on the CPU.
+
+    Of a label head the scores of all labels known then; of a vocabulary the `k` largest logits of each position with
+    their columns, so that a position takes 8 k bytes and not 4 bytes for each word (DER++ stores all of an image
+    model's logits, which are few).
+
+    Attributes:
+        values: `[P, k]` float32. columns: `[P, k]` int32, labels of the head or words.
+        counts: `[n]` int32, loss positions of each row.
+    """
+
+    values: Tensor
+    columns: Tensor
+    counts: Tensor
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return {"values": self.values, "columns": self.columns, "counts": self.counts}
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> StoredOutputs:
+        """Restore from what `tensors` gave."""
+        return StoredOutputs(tensors["values"], tensors["columns"], tensors["counts"])
+
+    @staticmethod
+    def read(output: Output, examples: int, k: int) -> StoredOutputs:
+        """Return the `k` largest of each position of a forward pass over so many examples."""
+        at = positions(output)
+        logits_PC = output.logits[at].float()
+        values, columns = logits_PC.topk(min(k, logits_PC.shape[1]), dim=1)
+        counts = torch.bincount(output.rows[at], minlength=examples)
+        return StoredOutputs(values.cpu(), columns.to(torch.int32).cpu(), counts.to(torch.int32).cpu())
+
+    @staticmethod
+    def below(parts: Sequence[StoredOutputs]) -> StoredOutputs:
+        """Return the rows of several; those of fewer columns are filled up with columns that do not count."""
+        widest = max((part.values.shape[1] for part in parts), default=0)
+        values = [_filled(part.values, widest, -torch.inf) for part in parts]
+        columns = [_filled(part.columns, widest, 0) for part in parts]
+        return StoredOutputs(torch.cat(values), torch.cat(columns), torch.cat([part.counts for part in parts]))
+
+    def select(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values and columns `[Q, k]` of all positions of these rows, row by row."""
+        ends = self.counts.long().cumsum(0)
+        spans = [range(int(ends[n] - self.counts[n]), int(ends[n])) for n in numbers.tolist()]
+        places = torch.tensor([position for span in spans for position in span], dtype=torch.int64)
+        return self.values[places], self.columns[places].long()
+
+
+def positions(output: Output) -> Tensor:
+    """Return `[P]`: the positions with loss, example by example, in the order of the text."""
+    at = (output.labels != IGNORE).nonzero().squeeze(1)
+    return at[torch.argsort(output.rows[at], stable=True)]
+
+
+def squared_error(logits_QC: Tensor, values_QK: Tensor, columns_QK: Tensor) -> Tensor:
+    """Return the sum over positions of the mean squared difference to stored values; -inf (an unknown label) does not
+    count.
+
+    Args:
+        logits_QC: logits of the present model.
+    """
+    now_QK = logits_QC.float().gather(1, columns_QK)
+    counts_QK = torch.isfinite(values_QK) & torch.isfinite(now_QK)
+    error_QK = torch.where(counts_QK, now_QK - values_QK, 0.0).square()
+    return (error_QK.sum(1) / counts_QK.sum(1).clamp(min=1)).sum()
+
+
+def _filled(values_PK: Tensor, width: int, fill: float) -> Tensor:
+    return torch.nn.functional.pad(values_PK, (0, width - values_PK.shape[1]), value=fill)
+
 
 KEPT = "outputs"
 """Kind of tensors of stored outputs in checkpoints."""
@@ -67,7 +148,7 @@ class Der(Wrapper):
     """Any learner that trains one model for all labels, with stored rows and outputs.
 
     Attributes:
-        buffer: numbers of stored rows. outputs: the model's outputs for them, by task.
+        outputs: task -> the model's outputs for its stored rows.
     """
 
     Config = DerConfig
@@ -75,24 +156,19 @@ class Der(Wrapper):
 
     def __init__(self, config: DerConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
-        self.buffer = RowBuffer(config.share)
-        self.outputs = ReplayBuffer[StoredOutputs]()
+        self.outputs: dict[str, StoredOutputs] = {}
         self._context: TaskContext | None = None
         self._rows: StoredRows | None = None
         self._stored: StoredOutputs | None = None
         self._counts = _StepCounts()
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """Check that rows of all earlier tasks are in the buffer, with their outputs."""
+        """Open the stored rows of all earlier tasks, with their outputs."""
         self.learner.begin_task(phase, context)
         self._context = context
-        self.buffer.fill(context)
-        self._rows = StoredRows(
-            [(self.buffer.tasks[name], rows) for name, rows in self.buffer], context, self.backbone, self.seed
-        )
-        self._stored = (
-            StoredOutputs.below([self.outputs.entries[name] for name, _ in self.buffer]) if self._rows else None
-        )
+        self._rows = self._opened(context.earlier_tasks, context)
+        earlier = [self.outputs[task.name] for task in context.earlier_tasks if self._rows]
+        self._stored = StoredOutputs.below(earlier) if self._rows else None
         assert not self._rows or len(self._rows) == len(self._stored or ()), "each stored row has outputs"
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -148,9 +224,12 @@ class Der(Wrapper):
         """Return the learner's; the outputs of the task's stored rows are kept."""
         learned = self.learner.end_task(context)
         for task in context.phase.tasks:
-            stored = [(task, context.stored_rows(task, self.config.share))]
-            self.outputs.add(task.name, self._outputs(StoredRows(stored, context, self.backbone, self.seed)))
+            self.outputs[task.name] = self._outputs(self._opened([task], context))
         return learned
+
+    def _opened(self, tasks: Sequence[Task], context: TaskContext) -> StoredRows:
+        entries = [(task, context.stored_rows(task, self.config.share)) for task in tasks]
+        return StoredRows(entries, context, self.backbone, self.seed)
 
     @torch.no_grad()
     def _outputs(self, rows: StoredRows) -> StoredOutputs:
@@ -167,15 +246,11 @@ class Der(Wrapper):
 
     def state_dict(self) -> State:
         values, tensors = self.learner.state_dict()
-        held = {
-            f"{KEPT}/{task}/{name}": tensor for task, kept in self.outputs for name, tensor in kept.tensors().items()
-        }
-        return {**values, KEPT: list(self.outputs.entries)}, tensors | held
+        held = TensorGroups({f"{KEPT}/{task}/": kept.tensors() for task, kept in self.outputs.items()})
+        return {**values, KEPT: list(self.outputs)}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self.outputs.entries = {
-            task: StoredOutputs.of(under(f"{KEPT}/{task}/", tensors)) for task in values.get(KEPT, ())
-        }
+        self.outputs = {task: StoredOutputs.of(under(f"{KEPT}/{task}/", tensors)) for task in values.get(KEPT, ())}
         self.learner.load_state_dict(values, tensors)
 
 

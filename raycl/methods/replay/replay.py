@@ -24,7 +24,6 @@ from raycl.methods.context import TaskContext
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
 from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, counts_of, kept_samples, kept_tensors
 from raycl.methods.pseudo_samples.sources import Kind, SampleSource, check_files
-from raycl.methods.replay.buffer import ReplayBuffer, RowBuffer
 from raycl.methods.wrapper import Wrapper, WrapperConfig
 from raycl.types import Phase, Task
 
@@ -92,7 +91,7 @@ class Replay(Wrapper):
     Its adapters have seen rows of all tasks so far, and are published as such.
 
     Attributes:
-        buffer: numbers of stored rows (source `real`). samples: pseudo-samples by task (other sources).
+        samples: pseudo-samples by task (sources other than `real`).
     """
 
     Config = ReplayConfig
@@ -100,8 +99,7 @@ class Replay(Wrapper):
 
     def __init__(self, config: ReplayConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
-        self.buffer = RowBuffer(config.share)
-        self.samples = ReplayBuffer[PseudoSamples]()
+        self.samples: dict[str, PseudoSamples] = {}
         self.source: SampleSource | None = None
         if config.source != "real":
             volume = Volume(config.share)
@@ -127,13 +125,10 @@ class Replay(Wrapper):
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Add the kept rows or samples of all earlier tasks to the phase's rows."""
-        if self.source is None:
-            self.buffer.fill(context)
-            for name, rows in self.buffer:
-                context.add_rows(self.buffer.tasks[name], rows)
         for task in context.earlier_tasks:
-            kept = self.samples.entries.get(task.name)
-            if kept is not None and len(kept):
+            if self.source is None:
+                context.add_rows(task, context.stored_rows(task, self.config.share))
+            elif kept := self.samples.get(task.name):
                 context.add_samples(HeldRows(task, kept.sources, kept.targets, kept.labels))
         self.learner.begin_task(phase, context)
 
@@ -142,22 +137,22 @@ class Replay(Wrapper):
         learned = self.learner.end_task(context)
         if self.source is not None:
             (task,) = context.phase.tasks
-            self.samples.add(task.name, self.source.samples(context, self.learner, self.seed + context.phase.index))
+            self.samples[task.name] = self.source.samples(context, self.learner, self.seed + context.phase.index)
         return learned
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the learner's, and how many pseudo-samples are kept of each task."""
         summary = self.learner.summary(observed)
-        return summary if self.source is None else {**summary, "replay": counts_of(self.samples.entries)}
+        return summary if self.source is None else {**summary, "replay": counts_of(self.samples)}
 
     def state_dict(self) -> State:
         values, tensors = self.learner.state_dict()
         if self.source is None:
             return values, tensors
-        return {**values, KEPT: list(self.samples.entries)}, tensors | kept_tensors(KEPT, self.samples.entries)
+        return {**values, KEPT: list(self.samples)}, tensors | kept_tensors(KEPT, self.samples)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Restore the state of the learner, and pseudo-samples as they were, but for those that were removed from the
         bank."""
-        self.samples.entries = kept_samples(KEPT, values.get(KEPT, ()), tensors)
+        self.samples = kept_samples(KEPT, values.get(KEPT, ()), tensors)
         self.learner.load_state_dict(values, tensors)

@@ -9,8 +9,9 @@ pooled once a task, since embeddings are frozen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -18,13 +19,14 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from raycl.config import PathOrUri, Section
+from raycl.data.loader import batch_of, padded
 from raycl.methods.base import under
 from raycl.methods.context import Step
 from raycl.methods.pseudo_samples.samples import PseudoSamples
 from raycl.methods.pseudo_samples.sources import Kind, check_files
-from raycl.methods.replay.buffer import ReplayBuffer
+from raycl.methods.replay.stored_rows import joined
 from raycl.routing.attention import Attention, divergence
-from raycl.types import Capabilities
+from raycl.types import IGNORE, Batch, Capabilities
 
 
 class ReflectionConfig(Section):
@@ -87,17 +89,17 @@ class ReplayEntry:
     abar: Tensor
 
 
-class Reflection(ReplayBuffer[ReplayEntry]):
+class Reflection:
     """The replay buffer of all tasks so far, and the term that it adds.
 
     Attributes:
-        weight: lambda.
+        entries: task -> what is kept of it. weight: lambda.
         pooled: task -> `[n, d]` its pseudo-samples, pooled, on the model's device.
     """
 
     def __init__(self, config: ReflectionConfig, weight: float) -> None:
-        super().__init__()
         self.config, self.weight = config, weight
+        self.entries: dict[str, ReplayEntry] = {}
         self.pooled: dict[str, Tensor] = {}
 
     def is_due(self, step: Step) -> bool:
@@ -138,7 +140,7 @@ class Reflection(ReplayBuffer[ReplayEntry]):
     def tensors(self) -> dict[str, Tensor]:
         """Return `abar/<task>`, `pseudo/<task>/<what>`."""
         tensors: dict[str, Tensor] = {}
-        for task, entry in self:
+        for task, entry in self.entries.items():
             tensors[f"abar/{task}"] = entry.abar
             tensors |= {f"pseudo/{task}/{name}": tensor for name, tensor in entry.samples.tensors().items()}
         return tensors
@@ -153,3 +155,58 @@ class Reflection(ReplayBuffer[ReplayEntry]):
             for task in tasks
             if f"abar/{task}" in tensors and f"pseudo/{task}/source_ids" in tensors
         }
+
+
+SampleIndex = tuple[int, int]
+"""Index of the replay buffer entry, and of the sample in it."""
+
+
+class PseudoReplay:
+    """Samples of all earlier tasks as ordinary training data: each is added to the batch of a training row (+Replay).
+
+    In every epoch each sample of every earlier task is trained on exactly once, in the batch of a row drawn for the
+    epoch. The assignment depends on rows and epoch alone: accumulation and workers change nothing.
+    """
+
+    def __init__(self, samples: Sequence[PseudoSamples], labels: Sequence[Sequence[int]], rows: int, seed: int) -> None:
+        """Set up the assignment.
+
+        Args:
+            labels: row of the label head of every label of each entry, in its order.
+            rows: training rows of the current phase.
+        """
+        self.samples, self.labels, self.rows, self.seed = samples, labels, rows, seed
+        self._indices = [(entry, number) for entry, held in enumerate(samples) for number in range(len(held))]
+        self._assigned = lru_cache(maxsize=1)(self._assign)
+
+    def _assign(self, epoch: int) -> dict[int, list[SampleIndex]]:
+        """Return the row -> samples that are added to its batch in this epoch."""
+        order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
+        assigned: dict[int, list[SampleIndex]] = {}
+        for number, index in enumerate(self._indices):
+            assigned.setdefault(order[number % self.rows], []).append(index)
+        return assigned
+
+    def joined(self, batch: Batch, epoch: int, pad_id: int) -> Batch:
+        """Return the batch, followed by the samples that are assigned to its rows."""
+        assigned = self._assigned(epoch)
+        mine = [index for row in batch.rows.tolist() for index in assigned.get(row, ())]
+        if not mine:
+            return batch
+        sources = [self.samples[entry].sources[number] for entry, number in mine]
+        targets = [self.samples[entry].targets[number] for entry, number in mine]
+        rows = [self._label(entry, self.samples[entry].labels[number]) for entry, number in mine]
+        blank = ("",) * len(mine)
+        lower = replace(
+            batch_of(sources, pad_id),
+            target_ids=padded(targets, IGNORE),
+            label_ids=torch.tensor(rows, dtype=torch.int64),
+            rows=torch.full((len(mine),), -1),
+            texts=blank,
+            tasks=blank,
+        )
+        return joined(batch, lower, pad_id)
+
+    def _label(self, entry: int, label: int) -> int:
+        known = self.labels[entry]
+        return known[label] if known and label >= 0 else IGNORE

@@ -41,8 +41,7 @@ from raycl.methods.pseudo_samples.samples import (
     sources_of,
 )
 from raycl.methods.pseudo_samples.sources import SampleSource
-from raycl.methods.replay.joined import PseudoReplay
-from raycl.methods.sapt.reflection import Reflection, ReplayEntry
+from raycl.methods.sapt.reflection import PseudoReplay, Reflection, ReplayEntry
 from raycl.methods.sapt.settings import ABLATIONS, SaptConfig
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.attention import LEAST_WEIGHT, Attention, AttentionRouter, learn_selector, max_pooled, mixture_of
@@ -194,7 +193,7 @@ class Sapt(PerTaskAdapter):
         if sources := self._bare_sources(context):
             self.bare.add(task, self._pooled(sources, lambda embedded, mask: mean_pooled(embedded.float(), mask)))
         samples = self._samples(context)
-        self.reflection.add(task, ReplayEntry(samples, self._mean_weights(context)))
+        self.reflection.entries[task] = ReplayEntry(samples, self._mean_weights(context))
         if self.ablation.selects:
             self._select()
         return replace(self._published(context, states), extras={task: {"pseudo": samples.tensors()}})
@@ -212,7 +211,7 @@ class Sapt(PerTaskAdapter):
 
     def _select(self) -> None:
         """Train a separate selector from scratch, on the recorded mean weights of all tasks."""
-        targets = {task: entry.abar for task, entry in self.reflection}
+        targets = {task: entry.abar for task, entry in self.reflection.entries.items()}
         config, number = self.config, len(self._learned)
         selector = learn_selector(
             self._pooled_entries(), targets, config.attention, config.selector, self.seed + 1000 * number
@@ -220,7 +219,7 @@ class Sapt(PerTaskAdapter):
         self.selector = selector.to(self.backbone.device)
 
     def _pooled_entries(self) -> dict[str, Tensor]:
-        return {task: self._pooled(entry.samples.sources) for task, entry in self.reflection}
+        return {task: self._pooled(entry.samples.sources) for task, entry in self.reflection.entries.items()}
 
     @torch.no_grad()
     def _mean_weights(self, context: TaskContext) -> Tensor:
@@ -267,9 +266,9 @@ class Sapt(PerTaskAdapter):
         (`test`)."""
         if self.task_id_given:
             return {}
-        abar = {task: _rounded(entry.abar) for task, entry in self.reflection}
+        abar = {task: _rounded(entry.abar) for task, entry in self.reflection.entries.items()}
         test = {task: _rounded(weights) for task, weights in observed.items()}
-        kept = {task: entry.samples for task, entry in self.reflection}
+        kept = {task: entry.samples for task, entry in self.reflection.entries.items()}
         return {"attention": {"keys": list(self.attention.names), "train": abar, "test": test, **counts_of(kept)}}
 
     # ---- checkpoints -----------------------------------------------------------------------------------------

@@ -26,8 +26,16 @@ from raycl.data.sources.formats import AUTO, FORMATS
 from raycl.data.sources.source import SourceFile
 from raycl.data.stream import Stream, StreamConfig
 from raycl.errors import ConfigError
-from raycl.methods.lora_settings import LoraConfig
-from raycl.methods.registry import METHODS, MODIFIER_NAMES, MODIFIERS, MethodChoice, ModifierChoice, method_class
+from raycl.methods.registry import (
+    DEFAULT_METHOD,
+    METHODS,
+    MODIFIER_NAMES,
+    MODIFIERS,
+    MethodChoice,
+    ModifierChoice,
+    method_class,
+    method_config,
+)
 from raycl.metrics.per_example import METRICS
 from raycl.metrics.settings import EvalConfig
 from raycl.storage import Storage
@@ -67,7 +75,9 @@ class RunConfig(Section):
     seed: int = Field(42, ge=0, description="seed of all random draws: weights, rows, batches, dropout")
     stream: StreamConfig = StreamConfig()
     backbone: BackboneConfig = BackboneConfig()
-    method: MethodChoice = Field(LoraConfig(), description="the continual-learning method, with its settings")
+    method: MethodChoice = Field(
+        method_config({"name": DEFAULT_METHOD}), description="the continual-learning method, with its settings"
+    )
     modifiers: dict[str, ModifierChoice] = Field(
         default_factory=dict, description="gradient modifiers by name, for example [migu]"
     )
@@ -83,7 +93,7 @@ class RunConfig(Section):
     @field_validator("method", "engine", mode="before")
     @classmethod
     def _by_name(cls, value: Any, info: ValidationInfo) -> Any:
-        return configs.named(value, "lora" if info.field_name == "method" else "torch")
+        return configs.named(value, DEFAULT_METHOD if info.field_name == "method" else "torch")
 
     @field_validator("modifiers", mode="before")
     @classmethod

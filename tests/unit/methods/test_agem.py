@@ -52,15 +52,15 @@ def test_rows_are_drawn_from_all_earlier_tasks_by_the_steps_seed(lab: Lab) -> No
     method = context.method
     assert isinstance(method, Agem)
     begin_phase(context, 0)
-    assert not len(method.buffer)
+    assert not method.stored
     begin_phase(context, 1)
-    method.buffer.add("animal", np.arange(100, 120))
-    method.buffer.tasks["animal"] = context.stream.tasks[1]
+    method.stored.append((context.stream.tasks[1], np.arange(100, 120)))
+    own = {task.name: set(rows.tolist()) for task, rows in method.stored}
     drawn = {seed: method._drawn(seed) for seed in (1, 2, 1)}
     for rows in drawn.values():
         assert [task.name for task, _ in rows] == ["colour", "animal"]
-        assert sum(len(set(own.tolist())) for _, own in rows) == 9
-        assert all(set(own.tolist()) <= set(method.buffer.entries[task.name].tolist()) for task, own in rows)
+        assert sum(len(set(chosen.tolist())) for _, chosen in rows) == 9
+        assert all(set(chosen.tolist()) <= own[task.name] for task, chosen in rows)
     same = method._drawn(1)
     assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(drawn[1], same, strict=True))
     assert any(not np.array_equal(a, b) for (_, a), (_, b) in zip(drawn[1], drawn[2], strict=True))

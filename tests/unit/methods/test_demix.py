@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from raycl.backbone.base import loss_count
 from raycl.bank import Bank
 from raycl.data.loader import Collate, eval_batches
-from raycl.methods.adapters.demix import Demix
 from raycl.methods.base import activate, trained_names
 from raycl.methods.context import TaskContext
+from raycl.methods.demix import Demix
 from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.data import PhaseData

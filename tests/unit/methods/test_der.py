@@ -16,8 +16,7 @@ from raycl.backbone.base import loss_count
 from raycl.errors import ConfigError
 from raycl.methods.base import activate_batch
 from raycl.methods.context import Step, TaskContext
-from raycl.methods.replay.der import Der, DerConfig
-from raycl.methods.replay.outputs import StoredOutputs, positions, squared_error
+from raycl.methods.replay.der import Der, DerConfig, StoredOutputs, positions, squared_error
 from raycl.methods.replay.stored_rows import StoredRows, numbers_of
 from raycl.storage import Storage
 from raycl.training.assembly import build

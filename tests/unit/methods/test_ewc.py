@@ -14,8 +14,8 @@ from torch import Tensor
 
 from raycl.backbone.base import Output
 from raycl.errors import ConfigError
-from raycl.methods.label_rows import in_present_rows
 from raycl.methods.regularization.ewc import Ewc, EwcConfig, merged
+from raycl.methods.trained_adapters import in_present_rows
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext

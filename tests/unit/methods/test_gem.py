@@ -13,7 +13,7 @@ from torch import Tensor
 from raycl.errors import ConfigError
 from raycl.methods.gradients import agem
 from raycl.methods.gradients.gem import GemConfig, dual, project
-from raycl.methods.gradients.products import product
+from raycl.methods.gradients.projection import product
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.setup.checks import check

@@ -14,9 +14,8 @@ from torch.nn.functional import cross_entropy, linear, mse_loss
 from raycl.backbone.base import loss_count
 from raycl.errors import BankError, ConfigError
 from raycl.methods.context import Step, TaskContext
-from raycl.methods.replay.idbr.centroids import nearest_to_centroids
 from raycl.methods.replay.idbr.disentangled import DisentangledHead, TaskHead
-from raycl.methods.replay.idbr.halves import HALVES, halves_of, is_halves, is_real, orders
+from raycl.methods.replay.idbr.examples import HALVES, halves_of, is_halves, is_real, nearest_to_centroids, orders
 from raycl.methods.replay.idbr.idbr import Idbr, IdbrConfig
 from raycl.storage import Storage
 from raycl.training.assembly import build
@@ -124,7 +123,7 @@ def test_the_first_task_is_held_to_nothing(lab: Lab) -> None:
     mixed = method.prepare_batch(loader.micro_batches(1)[0])
     assert len(mixed) == 8 and int(is_real(mixed).sum()) == 4, "nothing is replayed"
     end_phase(context, task)
-    assert [len(rows) for _, rows in method.stored] == [STORED]
+    assert [len(rows) for rows in method.stored.values()] == [STORED]
 
 
 # ---- halves --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from raycl.data.tokens import TokenColumns
 from raycl.errors import BankError, ConfigError
 from raycl.methods.base import activate_batch
 from raycl.methods.context import Step, TaskContext
-from raycl.methods.replay.mbpa import Mbpa, MbpaConfig
-from raycl.methods.replay.memory import ExampleMemory, KeyedRows
+from raycl.methods.replay.mbpa import ExampleMemory, KeyedRows, Mbpa, MbpaConfig
 from raycl.methods.replay.stored_rows import numbers_of
 from raycl.storage import Storage
 from raycl.training.assembly import build
@@ -108,7 +107,7 @@ def test_neighbours_are_those_of_the_direct_distance(lab: Lab, offset: float) ->
 
 def test_the_memory_holds_rows_of_all_tasks_with_the_encoders_keys(lab: Lab) -> None:
     method, context = taught(lab)
-    assert {task: len(rows) for task, rows in method.memory} == {"colour": 14, "animal": 14}
+    assert {task: len(rows) for task, rows in method.memory.entries.items()} == {"colour": 14, "animal": 14}
     table = context.stream.table(context.stream.tasks[1], "train", context.backbone.codec)
     text = table.texts([5])[0]
     nearest = method.memory.nearest(method.encoder.embed([text])[0], 1, context.backbone)

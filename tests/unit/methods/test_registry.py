@@ -6,10 +6,10 @@ import pytest
 
 from raycl.config import as_tree, validate
 from raycl.errors import ConfigError
-from raycl.methods.lora_settings import LoraConfig
 from raycl.methods.migu.migu import MiguConfig
 from raycl.methods.registry import METHODS, MODIFIERS, method_class, modifier_class
 from raycl.methods.replay.replay import ReplayConfig
+from raycl.methods.single_adapter import LoraConfig
 from raycl.training.setup.run_config import RunConfig, fingerprint, load_config
 
 

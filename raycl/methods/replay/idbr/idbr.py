@@ -47,10 +47,8 @@ from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State, phase_labels, under
 from raycl.methods.context import TaskContext
 from raycl.methods.pseudo_samples.samples import same_everywhere
-from raycl.methods.replay.buffer import ReplayBuffer
-from raycl.methods.replay.idbr.centroids import nearest_to_centroids
 from raycl.methods.replay.idbr.disentangled import DisentangledHead, TaskHead
-from raycl.methods.replay.idbr.halves import halves_of, is_halves, is_real, orders
+from raycl.methods.replay.idbr.examples import halves_of, is_halves, is_real, nearest_to_centroids, orders
 from raycl.methods.replay.stored_rows import FIRST, StoredRows, joined
 from raycl.types import IGNORE, Batch, Phase
 
@@ -123,7 +121,7 @@ class Idbr(Method):
         self.head = DisentangledHead(width, config.width, seed, backbone.device, self.task_head)
         backbone.head = self.head
         backbone.add_module("task_head", self.task_head)
-        self.stored = ReplayBuffer[Indices]()
+        self.stored: dict[str, Indices] = {}
         self.tasks: list[str] = []
         self.before: dict[str, Tensor] = {}
         self._context: TaskContext | None = None
@@ -139,7 +137,7 @@ class Idbr(Method):
         self.task_head.resize(len(self.tasks))
         for parameter in self.backbone.parameters():
             parameter.requires_grad_(parameter.numel() > 0)
-        earlier = [(task, self.stored.entries[task.name]) for task in context.earlier_tasks]
+        earlier = [(task, self.stored[task.name]) for task in context.earlier_tasks]
         self._rows = self._opened(earlier) if earlier else None
         self._owners = torch.repeat_interleave(torch.tensor([len(rows) for _, rows in earlier], dtype=torch.int64))
         if self._rows is not None and not context.resumed:
@@ -243,19 +241,19 @@ class Idbr(Method):
             else:
                 draw = generator(self.seed, table.task.name, "idbr")
                 rows = np.sort(draw.permutation(len(table))[:count])
-            self.stored.add(table.task.name, rows)
+            self.stored[table.task.name] = rows
         self.before = {}
         return Learned(not_served=NOT_SERVED)
 
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
-        rows = {f"stored/{task}/rows": torch.from_numpy(kept.astype(np.int64)) for task, kept in self.stored}
+        rows = {f"stored/{task}/rows": torch.from_numpy(kept.astype(np.int64)) for task, kept in self.stored.items()}
         before = {f"before/{name}": value for name, value in self.before.items()}
-        return {**values, "tasks": list(self.tasks), "stored": list(self.stored.entries)}, tensors | rows | before
+        return {**values, "tasks": list(self.tasks), "stored": list(self.stored)}, tensors | rows | before
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         super().load_state_dict(values, tensors)
         self.tasks = list(values["tasks"])
         self.task_head.resize(len(self.tasks))
-        self.stored.entries = {task: tensors[f"stored/{task}/rows"].numpy() for task in values["stored"]}
+        self.stored = {task: tensors[f"stored/{task}/rows"].numpy() for task in values["stored"]}
         self.before = dict(under("before/", tensors))

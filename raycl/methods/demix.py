@@ -27,11 +27,10 @@ from torch import Tensor
 
 from raycl.backbone import Backbone
 from raycl.config import Tree
-from raycl.methods.adapters.chosen_by_task import ByTaskConfig, ChosenByTask
 from raycl.methods.base import MethodConfig, State, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import InputDropout, TargetModules, as_peft_draws
-from raycl.methods.per_task_adapter import AdapterForm
+from raycl.methods.per_task_adapter import AdapterForm, ByTaskConfig, ChosenByTask
 from raycl.types import Batch, Mixture, Phase
 
 

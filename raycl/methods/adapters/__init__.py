@@ -1,1 +1,0 @@
-"""Methods with an adapter for each task that the task id chooses."""
