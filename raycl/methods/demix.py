@@ -29,18 +29,15 @@ from raycl.backbone import Backbone
 from raycl.config import Tree
 from raycl.methods.base import MethodConfig, State, phase_labels
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import InputDropout, TargetModules, as_peft_draws
-from raycl.methods.per_task_adapter import AdapterForm, ByTaskConfig, ChosenByTask
+from raycl.methods.lora_settings import as_peft_draws
+from raycl.methods.per_task_adapter import AdapterForm, BottleneckSettings, ChosenByTask
 from raycl.types import Batch, Mixture, Phase
 
 
-class DemixConfig(ByTaskConfig):
+class DemixConfig(BottleneckSettings):
     """DEMix: an adapter for each task, which begins as the earlier one with the lowest loss on its rows."""
 
     name: Literal["demix"] = "demix"
-    bottleneck_size: int = Field(48, ge=1, description="units of each bottleneck")
-    dropout: InputDropout = 0.0
-    target_modules: TargetModules = ("ffn.out",)
     sample: int = Field(1000, ge=1, description="training rows on which earlier adapters are compared")
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("sample",)

@@ -22,6 +22,7 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import RunError
 from raycl.methods.base import Learned, Method, MethodConfig, State, packed, phase_labels, under, unpacked
 from raycl.methods.context import TaskContext
+from raycl.methods.lora_settings import InputDropout, TargetModules
 from raycl.methods.trained_adapters import end_training, is_trainable
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState
 
@@ -63,9 +64,13 @@ class PerTaskAdapter(Method, ABC):
 
     Attributes:
         owners: adapter -> names of its tasks.
+
+    Class attributes:
+        starts_anew: where the task id is given, each task starts as the first one: with its seed, without other labels.
     """
 
     own_adapters: ClassVar[bool] = True
+    starts_anew: ClassVar[bool] = False
     revisable: ClassVar[bool] = True
 
     def __init__(
@@ -108,7 +113,7 @@ class PerTaskAdapter(Method, ABC):
 
     def _number(self) -> int:
         """Seeds differ by this number: of tasks so far."""
-        return len(self._learned)
+        return 0 if self.starts_anew and self.task_id_given else len(self._learned)
 
     def _head_labels(self, labels: list[str]) -> list[str]:
         """Return the labels whose head rows are trained with the task."""
@@ -144,6 +149,8 @@ class PerTaskAdapter(Method, ABC):
             parameter.requires_grad_(self._is_trained(name, parameter))
 
     def _begin(self, task: str, labels: list[str]) -> None:
+        if self.starts_anew and self.task_id_given and isinstance(self.backbone.head, MixedHead):
+            self.backbone.head.clear()
         torch.manual_seed(self.seed + self._number())
         self._create(task)
         self._task = task
@@ -240,7 +247,13 @@ class PerTaskAdapter(Method, ABC):
         known = {label for _, labels in learned for label in labels}
         labels = [label for label in values["labels"] if label in known]
         owners = [pair for pair in values["owners"] if pair[0] not in adapters]
-        return {**values, "learned": learned, "owners": owners, "previous": previous, "labels": labels}, left
+        values = {**values, "learned": learned, "owners": owners, "previous": previous, "labels": labels}
+        return cls._without(values, left, task, adapters)
+
+    @classmethod
+    def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:
+        """Remove from a state without the task's adapters what the method keeps of it beside them."""
+        return values, left
 
 
 class ByTaskConfig(MethodConfig):
@@ -250,16 +263,18 @@ class ByTaskConfig(MethodConfig):
     needs_texts: ClassVar[bool] = True
 
 
+class BottleneckSettings(ByTaskConfig):
+    """Settings of a task's bottleneck adapters."""
+
+    bottleneck_size: int = Field(48, ge=1, description="units of each bottleneck")
+    dropout: InputDropout = 0.0
+    target_modules: TargetModules = ("ffn.out",)
+
+
 class ChosenByTask(PerTaskAdapter, ABC):
     """An adapter for each phase, for texts of its tasks."""
 
-    def _begin(self, task: str, labels: list[str]) -> None:
-        if self.task_id_given and isinstance(self.backbone.head, MixedHead):
-            self.backbone.head.clear()
-        super()._begin(task, labels)
-
-    def _number(self) -> int:
-        return 0 if self.task_id_given else len(self._learned)
+    starts_anew: ClassVar[bool] = True
 
     def route(self, batch: Batch) -> Mixture:
         return Mixture.same({self._task: 1.0}, len(batch))

@@ -67,7 +67,7 @@ def test_a_run_that_replays_generated_inputs_resumes_where_it_stopped(
     done = run(config, whole)
     method = done.context.method
     assert isinstance(method, Replay)
-    for task, kept in method.samples:
+    for task, kept in method.samples.items():
         assert len(kept) == 4, "30 % of 14 rows"
         said = [LABELS[task][label] for label in kept.labels]
         assert kept.targets == done.context.backbone.codec.encode_target(said), "labels of its own task"

@@ -17,7 +17,7 @@ EPI = (
         "backbone.dropout": 0.1,
         "method.name": "epi",
         "method.value": "prefix",
-        "method.length": 16,
+        "method.prompt_length": 16,
         "method.ridge": 0.0,
         "train.epochs": 5,
         "train.batch_size": 32,

@@ -99,8 +99,6 @@ class GainLora(OLora, InfLora):
         super().check(tasks)
         check_prompts(self.config.name, tasks)
 
-    # ---- a task ----------------------------------------------------------------------------------------------
-
     def _create(self, task: str) -> None:
         super()._create(task)
         if not self.task_id_given:
@@ -180,8 +178,6 @@ class GainLora(OLora, InfLora):
         """Return the gates; the task's own adapter where the task id is given."""
         return super()._router() if self.task_id_given else router_state(self.gates, {"head_rule": "logit"})
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------
-
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
         values["gates"] = list(self.gates.frozen)
@@ -197,12 +193,9 @@ class GainLora(OLora, InfLora):
         super().load_state_dict(values, tensors)
 
     @classmethod
-    def without_task(
-        cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
-    ) -> State:
-        """Remove the task's gate as well; subspaces still hold its features."""
-        values, left = super().without_task(values, tensors, task, adapters, keep)
-        left = TensorGroups.of(left).select(lambda name: not name.startswith(f"gate/{task}/"))
+    def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:
+        """Remove the task's gate; subspaces still hold its features."""
+        left = left.select(lambda name: not name.startswith(f"gate/{task}/"))
         return {**values, "gates": [name for name in values["gates"] if name != task]}, left
 
 

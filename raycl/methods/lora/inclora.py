@@ -18,7 +18,6 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from raycl.adapters.head import MixedHead
 from raycl.backbone import Backbone
 from raycl.methods.base import MethodConfig, in_head
 from raycl.methods.lora_settings import LoraSettings, as_peft_draws
@@ -57,22 +56,18 @@ class IncLora(PerTaskAdapter):
     """
 
     Config: ClassVar[type[MethodConfig]] = IncLoraConfig
+    starts_anew: ClassVar[bool] = True
 
     def __init__(self, config: IncLoraSettings, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed, AdapterForm(config.target_modules, config.scaling, "logit"))
         self.stack.detach_loaded = config.stop_grad_old_blocks
 
     def _create(self, task: str) -> None:
-        if self.task_id_given and isinstance(self.backbone.head, MixedHead):
-            self.backbone.head.clear()
         self.stack.begin_training({task: self._rank()}, self.scale, as_peft_draws, self.config.lora_dropout)
 
     def _rank(self) -> int:
         """Return the rank of the task that begins."""
         return int(self.config.r)
-
-    def _number(self) -> int:
-        return 0 if self.task_id_given else len(self._learned)
 
     def _head_labels(self, labels: list[str]) -> list[str]:
         head = self.backbone.head

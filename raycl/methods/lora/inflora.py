@@ -153,20 +153,21 @@ class InfLora(IncLora):
         if context.resumed:
             return
         if self.config.design == "random":
-            self._fill({path: self._projected(path) for path in self.stack.layers})
+            drawn = {path: self._low_of(path).detach() for path in self.stack.layers}
+            held = self._subspaces
+            self._fill({path: outside(low, held[path]) if path in held else low for path, low in drawn.items()})
             return
-        rank = self.config.r
         low = {
-            path: designed(self._subspace(path).directions(covariance)[0], rank)
+            path: designed(self._subspace(path).directions(covariance)[0], self.config.r)
             for path, covariance in self._covariances(context).items()
         }
         self._fill(low)
 
-    def _projected(self, path: str) -> Tensor:
-        """Return a `[r, D]` as it was drawn, projected off the subspace if there is one."""
-        drawn = self.stack.layers[path].lora_A
-        assert drawn is not None, "no adapter is in training"
-        return outside(drawn.detach(), self._subspaces[path]) if path in self._subspaces else drawn.detach()
+    def _low_of(self, path: str) -> nn.Parameter:
+        """Return A `[r, D]` of a linear."""
+        low = self.stack.layers[path].lora_A
+        assert low is not None, "no adapter is in training"
+        return low
 
     def _subspace(self, path: str) -> Subspace:
         return self._subspaces.get(path) or Subspace.empty(self.stack.layers[path].inputs)
@@ -175,8 +176,7 @@ class InfLora(IncLora):
         """Fill A of every linear, which the engine does not train and the checkpoint's parameters lack."""
         self._low = dict(low)
         for path, value in low.items():
-            parameter = self.stack.layers[path].lora_A
-            assert parameter is not None, "no adapter is in training"
+            parameter = self._low_of(path)
             parameter.data.copy_(value)
             self._low[path] = parameter.detach().float().cpu().clone()
 

@@ -87,8 +87,6 @@ class SdLora(IncLora):
         self.magnitudes = self.router_module = TaskMagnitudes(self.stack.device)
         backbone.add_module("magnitudes", self.magnitudes)
 
-    # ---- a task ----------------------------------------------------------------------------------------------
-
     def _create(self, task: str) -> None:
         super()._create(task)
         self.magnitudes.begin(task, self.config.magnitude, alone=self.task_id_given)
@@ -154,8 +152,6 @@ class SdLora(IncLora):
             return {}
         return {"magnitudes": {name: round(value, 4) for name, value in self.magnitudes.frozen.items()}}
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------
-
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
         magnitudes = {
@@ -168,12 +164,9 @@ class SdLora(IncLora):
         super().load_state_dict(values, tensors)
 
     @classmethod
-    def without_task(
-        cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
-    ) -> State:
-        """Remove the task's magnitude as well."""
-        values, left = super().without_task(values, tensors, task, adapters, keep)
-        return values, TensorGroups.of(left).select(lambda name: name != f"magnitude/{task}")
+    def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:
+        """Remove the task's magnitude."""
+        return values, left.select(lambda name: name != f"magnitude/{task}")
 
 
 class TaskMagnitudes(nn.Module):

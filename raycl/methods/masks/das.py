@@ -110,8 +110,6 @@ class Das(Finetune):
         self.sides = parameters_of(backbone.model, self.units)
         self.importance: Tensor | None = None
 
-    # ---- importance ------------------------------------------------------------------------------------------
-
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Measure importance to general knowledge, before the first task."""
         super().begin_task(phase, context)
@@ -151,8 +149,6 @@ class Das(Finetune):
     def _add(self, importance_U: Tensor) -> None:
         self.importance = importance_U if self.importance is None else torch.maximum(self.importance, importance_U)
 
-    # ---- training --------------------------------------------------------------------------------------------
-
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return gradients scaled by `1 - importance` of the unit that a row computes; of the head that a column
         reads."""
@@ -190,8 +186,6 @@ class Das(Finetune):
     def _features(self, batch: Batch) -> Tensor:
         """Return `[B, D]` means of the last hidden states over whole texts."""
         return mean_pooled(*self.backbone.text_states(batch))
-
-    # ---- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         values, tensors = super().state_dict()

@@ -64,8 +64,6 @@ class Hat(BehindMasks):
         attach(backbone.model, {point: self._gate(point) for point in self.units})
         self._tables: dict[tuple[str, ...], Tensor] = {}
 
-    # ---- the gates -------------------------------------------------------------------------------------------
-
     def _gate(self, point: GatePoint) -> Gate:
         """Return the gate of the active mixture of tasks; none for the bare backbone."""
 
@@ -88,8 +86,6 @@ class Hat(BehindMasks):
             rows = [self.masks.masks.get(name, zeros) for name in names]
             self._tables = {names: torch.stack(rows).to(self.backbone.device)}
         return self._tables[names]
-
-    # ---- a task ----------------------------------------------------------------------------------------------
 
     def _create(self, task: str) -> None:
         self.stack.begin_training({task: 0}, 1.0)
@@ -151,8 +147,6 @@ class Hat(BehindMasks):
             if not name.startswith(f"{MODULE}."):
                 masked[self.backbone.exported_name(name)] = tensor
         return masked
-
-    # ---- state -----------------------------------------------------------------------------------------------
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._tables = {}

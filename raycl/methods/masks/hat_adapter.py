@@ -27,9 +27,9 @@ from torch import Tensor
 from raycl.backbone import Backbone, Output
 from raycl.methods.base import MethodConfig, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import InputDropout, TargetModules, as_peft_draws
+from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, Bounds, HardAttention, Key, annealed, freedom
-from raycl.methods.per_task_adapter import AdapterForm, ByTaskConfig, ChosenByTask
+from raycl.methods.per_task_adapter import AdapterForm, BottleneckSettings, ByTaskConfig, ChosenByTask
 from raycl.methods.trained_adapters import end_training
 from raycl.types import AdapterState, Batch, Phase
 
@@ -85,13 +85,10 @@ class BehindMasks(ChosenByTask):
         super().load_state_dict(values, tensors)
 
 
-class HatAdapterConfig(HatSettings):
+class HatAdapterConfig(HatSettings, BottleneckSettings):
     """HAT in adapters: one bottleneck adapter for all tasks, whose units each task masks."""
 
     name: Literal["hat-adapter"] = "hat-adapter"
-    bottleneck_size: int = Field(48, ge=1, description="units of each bottleneck")
-    dropout: InputDropout = 0.0
-    target_modules: TargetModules = ("ffn.out",)
 
 
 class HatAdapter(BehindMasks):
@@ -107,13 +104,8 @@ class HatAdapter(BehindMasks):
             sizes[path, "outputs"] = layer.outputs
         self.mask_units(sizes)
         for path, layer in self.stack.layers.items():
-            layer.unit_masks = lambda path=path: self._factors(path)
+            layer.unit_masks = lambda path=path: (self.masks((path, "units")), self.masks((path, "outputs")))
         self._shared: dict[str, Tensor] = {}
-
-    def _factors(self, path: str) -> tuple[Tensor, Tensor]:
-        return self.masks((path, "units")), self.masks((path, "outputs"))
-
-    # ---- a task ----------------------------------------------------------------------------------------------
 
     def _create(self, task: str) -> None:
         self.stack.begin_training({task: self.config.bottleneck_size}, 1.0, as_peft_draws, self.config.dropout)
@@ -134,8 +126,7 @@ class HatAdapter(BehindMasks):
             for part, free in (("lora_A", freedom(used_r, None)), ("lora_B", freedom(used_O, used_r))):
                 name = f"model.{path}.{part}"
                 changed[name] = changed[name] * free.to(changed[name])
-        name = EMBEDDING
-        changed[name] = self.masks.compensated(changed[name])
+        changed[EMBEDDING] = self.masks.compensated(changed[EMBEDDING])
         return changed
 
     def _freeze(self, context: TaskContext) -> dict[str, AdapterState]:
@@ -167,8 +158,6 @@ class HatAdapter(BehindMasks):
         return AdapterState(
             linears, 1.0, None, head.labels, head.head_weight, head.head_bias, activation=shared.activation
         )
-
-    # ---- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         values, tensors = super().state_dict()

@@ -138,19 +138,22 @@ class Migu(GradientModifier):
             )
         observed_layers(method.backbone, config.layers, config.include_lm_head)
         self.record = RowCounts()
-        self._layout = Layout({}, {}, 0)
-        self._sparse = SparseLayers({}, method.backbone.device)
-        self._sole: set[str] = set()
-        self._groups: list[Groups] = []
-        self._clusters: Tensor | None = None
         self._active = self._measured = self._sparse_only = False
         self._passes_left, self._seed = 0, 0
         self._reduce: Reduce = lambda tensor: tensor  # over one worker
-        self._magnitudes = OutputMagnitudes(method.backbone, self._layout, {})
+        self._reset()
+
+    def _reset(self) -> None:
+        """Hold nothing of any task."""
+        self.parameter_names, self.names = (), ()
+        self._layout = Layout({}, {}, 0)
+        self._sparse = SparseLayers({}, self.method.backbone.device)
+        self._sole: set[str] = set()
+        self._groups: list[Groups] = []
+        self._clusters: Tensor | None = None
+        self._magnitudes = OutputMagnitudes(self.method.backbone, self._layout, {})
         self._mask = self._masked_rows = torch.zeros(0)
         self._masked: dict[str, Tensor] = {}
-
-    # ---- a task ----------------------------------------------------------------------------------------------
 
     def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
         """Observe every chosen layer that trains a weight.
@@ -229,14 +232,7 @@ class Migu(GradientModifier):
         self._sparse.close()
         self._magnitudes.close()
         self.record.end(self._layout)
-        self.parameter_names, self.names = (), ()
-        self._sparse, self._sole = SparseLayers({}, self.method.backbone.device), set()
-        self._layout, self._groups, self._clusters = Layout({}, {}, 0), [], None
-        self._magnitudes = OutputMagnitudes(self.method.backbone, self._layout, {})
-        self._mask = self._masked_rows = torch.zeros(0)
-        self._masked = {}
-
-    # ---- a step ----------------------------------------------------------------------------------------------
+        self._reset()
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
         """Forget the magnitudes of the step before."""
@@ -288,8 +284,6 @@ class Migu(GradientModifier):
             return None
         return lambda rows: rows - masked_count(self.config.threshold, rows)
 
-    # ---- gradients -------------------------------------------------------------------------------------------
-
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
         """Set a gradient to exactly zero where it is masked. What has kept rows only is returned as it is."""
         if self._sparse_only and name in self._sole and self._sparse.formed(name):
@@ -309,8 +303,6 @@ class Migu(GradientModifier):
 
     def held(self, name: str) -> Tensor | None:
         return self.masked(name) if self.config.mask_update else None
-
-    # ---- summary and state -----------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
         """Return rows kept most often and the share of gradient norm kept, of the phase that has just ended."""

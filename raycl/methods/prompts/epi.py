@@ -16,7 +16,7 @@ layer norm are applied again), which is not copied, and its classifier has a dro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,12 +24,12 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.backbone import Backbone
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError, RunError
-from raycl.methods.base import Learned, MethodConfig, State, under
+from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import LoraSettings, as_peft_draws
-from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
+from raycl.methods.prompts.task_module import Module, ModulePerTask, ModuleSettings, PromptLength
 from raycl.methods.queries import TextQueries
 from raycl.routing.class_gaussians import COVARIANCE, MEANS, SAMPLE, ClassGaussians, ClassStatistics
 from raycl.routing.statistics import sample_rows
@@ -39,14 +39,12 @@ DEV_BATCH = 16
 """Dev texts that are read together."""
 
 
-class EpiConfig(LoraSettings, MethodConfig):
+class EpiConfig(ModuleSettings):
     """EPI: an adapter for each task, chosen by the nearest class."""
 
     name: Literal["epi"] = "epi"
-    value: Literal["prefix", "prompt", "lora"] = Field(
-        "prefix", description="the adapter of a task: a prefix in every attention layer, a soft prompt, or a LoRA"
-    )
-    length: int = Field(16, ge=1, description="positions of a prefix or prompt; the authors search 4, 8, 16 and 32")
+    value: Module = "prefix"
+    prompt_length: PromptLength = 16
     ridge: float = Field(
         0.0,
         ge=0,
@@ -60,25 +58,12 @@ class EpiConfig(LoraSettings, MethodConfig):
     chooses_task: ClassVar[bool] = True
     independent_tasks: ClassVar[bool] = True
 
-    @property
-    def fixed_roles(self) -> tuple[str, ...]:
-        """The role of linears with prefixes."""
-        return ("attention.out",) if self.value == "prefix" else ()
-
     def extra_passes(self, epochs: int) -> float:
         """Return the pass of the bare backbone over every row, for the means and the covariance of its classes."""
         return 0.5 / epochs
 
-    def prompt_positions(self, tasks: int) -> int:
-        return self.length if self.value == "prompt" else 0
 
-    def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Yield settings of another kind of adapter."""
-        others = ("length",) if self.value == "lora" else LoraSettings.model_fields
-        yield from ((name, f"value={self.value}") for name in others)
-
-
-class Epi(PerTaskAdapter):
+class Epi(ModulePerTask):
     """Isolated adapters, and classes that choose among them."""
 
     Config = EpiConfig
@@ -89,19 +74,7 @@ class Epi(PerTaskAdapter):
         Raises:
             BackboneError: `target_modules` matches no linear, or a prefix none that it could be at.
         """
-        targets = {"lora": config.target_modules, "prefix": ("attention.out",), "prompt": ()}[config.value]
-        super().__init__(
-            config,
-            backbone,
-            seed,
-            AdapterForm(
-                targets,
-                config.scaling if config.value == "lora" else 1.0,
-                "probability",
-                "softmax" if config.value == "prefix" else "",
-                "sum" if config.value == "prompt" else None,
-            ),
-        )
+        super().__init__(config, backbone, seed, config.form("probability"))
         self.gaussians = ClassGaussians(config.ridge)
         self._queries = TextQueries(backbone, self.stack)
 
@@ -118,21 +91,11 @@ class Epi(PerTaskAdapter):
                     "expected tasks with labels, or another method, such as sapt"
                 )
 
-    def _create(self, task: str) -> None:
-        config = self.config
-        if config.value == "lora":
-            self.stack.begin_training({task: config.r}, self.scale, as_peft_draws, config.lora_dropout)
-            return
-        self.stack.begin_training({task: config.length}, self.scale, _normal)
-        if config.value == "prompt":
-            self._begin_prompts(1, config.length)
-
-    # ---- routing ---------------------------------------------------------------------------------------------
+    def draw_keys(self, low: Tensor, outputs: int) -> None:
+        torch.nn.init.normal_(low)  # as in the authors' code
 
     def route(self, batch: Batch) -> Mixture:
         return Mixture.same({self._task: 1.0}, len(batch))
-
-    # ---- the end of a task -----------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned:
         """Freeze the adapter, and publish it with its classes' means and covariance, and queries of
@@ -184,8 +147,6 @@ class Epi(PerTaskAdapter):
         chosen = {task: [round(share, 4) for share in shares.tolist()] for task, shares in observed.items()}
         return {"chosen": {"adapters": list(self.gaussians.names), "test": chosen}}
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------
-
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
         values["gaussians"] = self.gaussians.settings()
@@ -198,15 +159,12 @@ class Epi(PerTaskAdapter):
         super().load_state_dict(values, tensors)
 
     @classmethod
-    def without_task(
-        cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
-    ) -> State:
-        """Remove the task's classes as well."""
-        values, tensors = super().without_task(values, tensors, task, adapters, keep)
+    def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:
+        """Remove the task's classes."""
         own = {f"router/{kind}/{name}" for kind in (MEANS, COVARIANCE, SAMPLE) for name in adapters}
         kept = [name for name in values["gaussians"]["tasks"] if name not in adapters]
-        left = tensors.select(lambda name: name not in own)
-        return {**values, "gaussians": {**values["gaussians"], "tasks": kept}}, left
+        values = {**values, "gaussians": {**values["gaussians"], "tasks": kept}}
+        return values, left.select(lambda name: name not in own)
 
 
 def classes_of(context: TaskContext) -> Tensor:
@@ -220,8 +178,3 @@ def classes_of(context: TaskContext) -> Tensor:
     classes_N = torch.cat(classes)
     numbers = torch.bincount(classes_N[classes_N >= 0]).bool().cumsum(0) - 1
     return torch.where(classes_N >= 0, numbers[classes_N], -1) if len(numbers) else classes_N
-
-
-def _normal(low: Tensor, outputs: int) -> None:
-    """Draw keys from N(0, 1), as in the authors' code."""
-    torch.nn.init.normal_(low)

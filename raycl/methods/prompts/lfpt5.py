@@ -24,7 +24,7 @@ SAPT's 2 % of pseudo-samples; theirs are 2 of each class. Deviations:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -183,8 +183,6 @@ class Lfpt5(Method):
                 f"is more than the {limit} positions of the backbone: lower method.prompt_length or method.max_tokens"
             )
 
-    # ---- a task ----------------------------------------------------------------------------------------------
-
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Pseudo-samples of earlier tasks are written, and join the phase's rows; the same prompt is trained."""
         if not context.resumed:
@@ -233,8 +231,6 @@ class Lfpt5(Method):
     def route(self, batch: Batch) -> Mixture:
         return Mixture.same({PROMPT: 1.0}, len(batch))
 
-    # ---- the loss --------------------------------------------------------------------------------------------
-
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Return `l_lm L_gen + l_kd KL`; of which parts run depends on settings and phase alone, never on the batch."""
         counts_B = (batch.target_ids != IGNORE).sum(1)
@@ -269,7 +265,8 @@ class Lfpt5(Method):
         tokens."""
         is_sample_B = self._are_samples(batch.rows)
         chosen = is_sample_B.nonzero().flatten() if bool(is_sample_B.any()) else is_sample_B.new_zeros(1).long()
-        before_KV = self._answers_before(replace(batch, **{name: getattr(batch, name)[chosen] for name in TENSORS}))
+        samples = replace(batch, **{name: getattr(batch, name)[chosen] for name in TENSORS}, texts=(), tasks=())
+        before_KV = self._logits_before(samples)
         if not bool((counts_B * is_sample_B).any()):
             return output.logits.new_zeros(())
         is_sample_M = is_sample_B.repeat_interleave(counts_B)
@@ -288,21 +285,14 @@ class Lfpt5(Method):
         return found_B
 
     @torch.no_grad()
-    def _answers_before(self, batch: Batch) -> Tensor:
+    def _logits_before(self, batch: Batch) -> Tensor:
         """Return logits at the answers' positions under the previous prompt."""
-        with self._previous_prompt():
-            return self.backbone.guesses(replace(batch, texts=(), tasks=())).logits
-
-    @contextmanager
-    def _previous_prompt(self) -> Iterator[None]:
         assert self.previous is not None, "there is none before the first task"
         own, self.backbone.suffix = self.backbone.suffix, FixedPrompt(self.previous)
         try:
-            yield
+            return self.backbone.guesses(batch).logits
         finally:
             self.backbone.suffix = own
-
-    # ---- the end of a task -----------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned:
         """Return the prompt; how many pseudo-samples the task's rows make is kept."""
@@ -314,8 +304,6 @@ class Lfpt5(Method):
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return how many pseudo-samples of each earlier task were trained on."""
         return {"replay": counts_of(self.samples)} if self.samples else {}
-
-    # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         values, tensors = super().state_dict()

@@ -34,28 +34,24 @@ from torch import Tensor, nn
 
 from raycl.adapters.head import Rule as HeadRule
 from raycl.backbone import Backbone, Output
-from raycl.methods.base import Learned, MethodConfig, State, under
+from raycl.bank.tensor_groups import TensorGroups
+from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import LoraAlpha, LoraSettings, Rank, as_peft_draws
-from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
+from raycl.methods.lora_settings import LoraAlpha, Rank
+from raycl.methods.prompts.task_module import ModulePerTask, ModuleSettings, PromptLength
 from raycl.methods.queries import TextQueries, mean_by_positions
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.task_keys import TaskKeys, Weighting
 from raycl.types import Batch, Mixture, RouterState
 
 
-class MoclConfig(LoraSettings, MethodConfig):
+class MoclConfig(ModuleSettings):
     """MoCL: a module and a key for each task, and a weighted sum of modules for each text."""
 
     name: Literal["mocl"] = "mocl"
-    value: Literal["lora", "prefix", "prompt"] = Field(
-        "lora",
-        description="the module of a task. lora: weight increments (the paper's LLaMA); prefix: keys and values that "
-        "attention reads in addition to the text's (its BERT and T5); prompt: a soft prompt",
-    )
     r: Rank = 4
     lora_alpha: LoraAlpha = 16.0
-    prompt_length: int = Field(50, ge=1, description="positions of a prefix or soft prompt; the scripts: 8 to 50")
+    prompt_length: PromptLength = 50
     weights: Weighting = Field(
         "softmax", description="of the modules of a text. softmax: over scaled cosines of query and keys; cosine: these"
     )
@@ -81,26 +77,17 @@ class MoclConfig(LoraSettings, MethodConfig):
         return self.task_id
 
     @property
-    def fixed_roles(self) -> tuple[str, ...]:
-        """The roles of linears with prefixes."""
-        return ("attention.out",) if self.value == "prefix" else ()
-
-    def prompt_positions(self, tasks: int) -> int:
-        return self.prompt_length if self.value == "prompt" else 0
-
-    @property
     def chooses_task(self) -> bool:
         return not self.task_id
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of other modules, and of other weights."""
-        others = ("prompt_length",) if self.value == "lora" else LoraSettings.model_fields
-        yield from ((name, f"value={self.value}") for name in others)
+        yield from super().unused_settings()
         if self.weights != "softmax":
             yield "scale", f"weights={self.weights}"
 
 
-class Mocl(PerTaskAdapter):
+class Mocl(ModulePerTask):
     """Modules of all tasks, composed for each text by its query's cosines with their keys."""
 
     Config = MoclConfig
@@ -112,40 +99,22 @@ class Mocl(PerTaskAdapter):
             BackboneError: `target_modules` matches no linear, or a prefix finds no query projection.
         """
         rule: HeadRule = "probability" if config.weights == "softmax" else "logit"
-        targets = {"lora": config.target_modules, "prefix": ("attention.out",), "prompt": ()}[config.value]
-        super().__init__(
-            config,
-            backbone,
-            seed,
-            AdapterForm(
-                targets,
-                config.scaling if config.value == "lora" else 1.0,
-                rule,
-                "softmax" if config.value == "prefix" else "",
-                "sum" if config.value == "prompt" else None,
-            ),
-        )
+        super().__init__(config, backbone, seed, config.form(rule))
         width = int(backbone.model.config.hidden_size)
         self.keys = self.router_module = TaskKeys(width, config.weights, config.scale, backbone.device)
         backbone.add_module("task_keys", self.keys)
         self._rule = rule
         self._queries = TextQueries(backbone, self.stack)
 
-    # ---- a task ----------------------------------------------------------------------------------------------
-
     def _create(self, task: str) -> None:
-        config = self.config
-        rank = {"lora": config.r, "prefix": config.prompt_length, "prompt": 0}[config.value]
-        init, dropout = (as_peft_draws, config.lora_dropout) if config.value == "lora" else (_uniform, 0.0)
-        self.stack.begin_training({task: rank}, self.scale, init, dropout)
-        if config.value == "prompt":
-            self._begin_prompts(1, config.prompt_length)
+        super()._create(task)
         self.keys.begin(task, self.seed + 1 + self._number())
 
     def _is_trained(self, name: str, parameter: Tensor) -> bool:
         return (not self.task_id_given and name.startswith("task_keys.")) or is_trainable(name, parameter)
 
-    # ---- routing ---------------------------------------------------------------------------------------------
+    def draw_keys(self, low: Tensor, outputs: int) -> None:
+        nn.init.uniform_(low)  # as in the authors' code
 
     def route(self, batch: Batch) -> Mixture:
         if self.task_id_given:
@@ -158,8 +127,6 @@ class Mocl(PerTaskAdapter):
             return None
         distance_B = 1 - self.keys(self._queries(batch))[:, -1]
         return float(self.config.pull) * mean_by_positions(distance_B, batch)
-
-    # ---- the end of a task -----------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned:
         """Module and key are frozen."""
@@ -176,8 +143,6 @@ class Mocl(PerTaskAdapter):
         kind = "task_keys_given" if self.config.task_id else "task_keys"
         return RouterState(kind, {**self.keys.settings(), "head_rule": self._rule}, self.keys.tensors())
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------
-
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
         return {**values, "keys": list(self.keys.keys)}, tensors | {
@@ -189,15 +154,7 @@ class Mocl(PerTaskAdapter):
         super().load_state_dict(values, tensors)
 
     @classmethod
-    def without_task(
-        cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
-    ) -> State:
-        """Remove the task's key as well."""
-        values, left = super().without_task(values, tensors, task, adapters, keep)
+    def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:
+        """Remove the task's key."""
         kept = [name for name in values["keys"] if name != task]
         return {**values, "keys": kept}, left.select(lambda name: name != f"keys/key/{task}")
-
-
-def _uniform(low: Tensor, outputs: int) -> None:
-    """Fill keys of prefixes from U(0, 1), as in the authors' code."""
-    nn.init.uniform_(low)

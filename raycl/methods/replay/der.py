@@ -171,8 +171,6 @@ class Der(Wrapper):
         self._stored = StoredOutputs.below(earlier) if self._rows else None
         assert not self._rows or len(self._rows) == len(self._stored or ()), "each stored row has outputs"
 
-    # ---- a step --------------------------------------------------------------------------------------------------
-
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return the rows of the batch, then the stored rows that they bring along."""
         batch = self.learner.prepare_batch(batch)
@@ -218,8 +216,6 @@ class Der(Wrapper):
         change_of_loss: Tensor = (change + self.config.alpha * distance * (total / replayed)) / count
         return change_of_loss if own is None else change_of_loss + own
 
-    # ---- the end of a task ---------------------------------------------------------------------------------------
-
     def end_task(self, context: TaskContext) -> Learned | None:
         """Return the learner's; the outputs of the task's stored rows are kept."""
         learned = self.learner.end_task(context)
@@ -241,8 +237,6 @@ class Der(Wrapper):
             width = output.logits.shape[1] if self.backbone.head is not None else self.config.outputs
             outputs.append(StoredOutputs.read(output, len(batch), width))
         return StoredOutputs.below(outputs)
-
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         values, tensors = self.learner.state_dict()

@@ -135,8 +135,6 @@ class Reflection:
         abar = self.entries[task].abar
         return torch.nn.functional.pad(abar, (0, keys - len(abar)))[None]
 
-    # ---- keeping ---------------------------------------------------------------------------------------------
-
     def tensors(self) -> dict[str, Tensor]:
         """Return `abar/<task>`, `pseudo/<task>/<what>`."""
         tensors: dict[str, Tensor] = {}

@@ -23,6 +23,7 @@ from torch import Tensor
 from raycl.adapters.soft_prompts import PromptForm
 from raycl.backbone import Backbone, Output
 from raycl.backbone.base import mean_pooled
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.loader import batches_of
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
@@ -96,8 +97,6 @@ class Sapt(PerTaskAdapter):
         """Return whether adapters are trained without attention."""
         return self.task_id_given or not self.ablation.shares
 
-    # ---- a task ----------------------------------------------------------------------------------------------
-
     def check(self, tasks: Sequence[Task]) -> None:
         """Check every task's objective, and the source of its pseudo-samples.
 
@@ -154,8 +153,6 @@ class Sapt(PerTaskAdapter):
         epoch = self.context.step.index // steps_per_epoch
         return self._replay.joined(batch, epoch, self.backbone.codec.pad_id)
 
-    # ---- routing ---------------------------------------------------------------------------------------------
-
     def route(self, batch: Batch) -> Mixture:
         """Return all adapters so far, by the attention of each example's source; without attention the task's own."""
         if self._is_alone:
@@ -165,21 +162,14 @@ class Sapt(PerTaskAdapter):
             embedded = self.backbone.embedded(batch.source_ids)
             pooled_BD = max_pooled(embedded, batch.source_mask, config.pool_pads)
         alpha_BT = self.attention(pooled_BD).exp()
-        if self._needs_all_labels:
+        needs_all_labels = self._replay is not None or (self.backbone.head is not None and self.backbone.allowed_labels)
+        if needs_all_labels:  # however small an adapter's weight, since no other one has its labels
             return mixture_of(self.attention.names, alpha_BT.clamp(min=LEAST_WEIGHT), always=self._task)
         return mixture_of(self.attention.names, alpha_BT, config.pruning_threshold, always=self._task)
-
-    @property
-    def _needs_all_labels(self) -> bool:
-        """Return whether label rows of every adapter count, however small its weight: no other adapter has those
-        labels."""
-        return self._replay is not None or (self.backbone.head is not None and bool(self.backbone.allowed_labels))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Return attentive reflection's term, the same for every micro-batch of a step."""
         return None if self.context is None else self.reflection.term(self.attention, self.context.step)
-
-    # ---- the end of a task -----------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned:
         """Adapter and key are frozen; pseudo-samples, mean weights and an outline of the texts are kept."""
@@ -195,7 +185,7 @@ class Sapt(PerTaskAdapter):
         samples = self._samples(context)
         self.reflection.entries[task] = ReplayEntry(samples, self._mean_weights(context))
         if self.ablation.selects:
-            self._select()
+            self._train_selector()
         return replace(self._published(context, states), extras={task: {"pseudo": samples.tensors()}})
 
     def _samples(self, context: TaskContext) -> PseudoSamples:
@@ -209,7 +199,7 @@ class Sapt(PerTaskAdapter):
         generator, replays = self.config.generator, self.ablation.replays
         return SampleSource(arm.source, "method.arm.source", arm.files, volume, generator, replays)
 
-    def _select(self) -> None:
+    def _train_selector(self) -> None:
         """Train a separate selector from scratch, on the recorded mean weights of all tasks."""
         targets = {task: entry.abar for task, entry in self.reflection.entries.items()}
         config, number = self.config, len(self._learned)
@@ -271,8 +261,6 @@ class Sapt(PerTaskAdapter):
         kept = {task: entry.samples for task, entry in self.reflection.entries.items()}
         return {"attention": {"keys": list(self.attention.names), "train": abar, "test": test, **counts_of(kept)}}
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------
-
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
         values |= {"attention": self.attention.settings(), "selector": None}
@@ -297,11 +285,8 @@ class Sapt(PerTaskAdapter):
         super().load_state_dict(values, tensors)
 
     @classmethod
-    def without_task(
-        cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
-    ) -> State:
-        """Remove the task's key and pseudo-samples as well; the rest shares the mean weights of other tasks."""
-        values, tensors = super().without_task(values, tensors, task, adapters, keep)
+    def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:
+        """Remove the task's key and pseudo-samples; the rest shares the mean weights of other tasks."""
         keys = list(values["attention"]["tasks"])
         own = (
             f"abar/{task}",
@@ -309,7 +294,7 @@ class Sapt(PerTaskAdapter):
             f"selector/key/{task}",
             *(f"attention/{kind}/{task}" for kind in KINDS_OF_OUTLINES),
         )
-        left = tensors.select(lambda name: name not in own and not name.startswith(f"pseudo/{task}/"))
+        left = left.select(lambda name: name not in own and not name.startswith(f"pseudo/{task}/"))
         for name, abar in under("abar/", left).items():
             if task in keys[: len(abar)]:
                 abar = torch.cat([abar[: keys.index(task)], abar[keys.index(task) + 1 :]])
@@ -321,13 +306,10 @@ class Sapt(PerTaskAdapter):
 
 def _check_objectives(tasks: Sequence[Task], config: SaptConfig) -> None:
     """Next words have no prompt that could be attended to, and hidden words no answer that could be replayed."""
+    replays = ABLATIONS[config.ablation].replays
+    what = "method.ablation=replay trains on answers" if replays else "sapt reads prompts"
     for task in tasks:
-        if task.objective == "clm" or (task.objective != "answer" and ABLATIONS[config.ablation].replays):
-            what = (
-                "method.ablation=replay trains on answers"
-                if ABLATIONS[config.ablation].replays
-                else "sapt reads prompts"
-            )
+        if task.objective == "clm" or (task.objective != "answer" and replays):
             raise ConfigError(
                 f"{what}, which stream.objective={task.objective} of task '{task.name}' does not have: expected "
                 "objective answer (or mlm, without that ablation)"

@@ -23,6 +23,7 @@ from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.soft_prompts import How as PromptMixing
 from raycl.adapters.soft_prompts import PromptForm
 from raycl.backbone import Backbone
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.config import Size, Tree
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
@@ -186,8 +187,6 @@ class Slm(PerTaskAdapter):
         """Return whether evaluation gives the task id."""
         return self.task_id_given or bool(self.config.retrieval.task_id)
 
-    # ---- a task ----------------------------------------------------------------------------------------------
-
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Fit the task's keys to its texts, without labels; then train its own slots alone."""
         if not context.resumed:
@@ -237,8 +236,6 @@ class Slm(PerTaskAdapter):
         is_frozen = isinstance(head, MixedHead) and head.frozen and name.startswith("head.")
         return is_trainable(name, parameter) and not is_frozen
 
-    # ---- routing ---------------------------------------------------------------------------------------------
-
     def route(self, batch: Batch) -> Mixture:
         """Slots by each text's query: among the task's own, or those of all tasks so far, or of the whole stream.
 
@@ -252,8 +249,6 @@ class Slm(PerTaskAdapter):
         if config.head_rule != "label_count" or self.backbone.head is None:
             return mixture
         return replace(mixture, heads=(self.router.adapters(self._task)[0],) * len(batch))
-
-    # ---- the end of a task -----------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned:
         """Slots are frozen, and go to the bank with their label rows; router `auto` is selected by dev texts."""
@@ -285,8 +280,6 @@ class Slm(PerTaskAdapter):
             "key_plane": plane(self.router, self.seed),
         }
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------
-
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
         fitted = self._ahead if self.config.fits_ahead else self.router
@@ -302,16 +295,13 @@ class Slm(PerTaskAdapter):
         super().load_state_dict(values, tensors)
 
     @classmethod
-    def without_task(
-        cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
-    ) -> State:
-        """Remove the task's keys, statistics and queries as well."""
-        values, tensors = super().without_task(values, tensors, task, adapters, keep)
+    def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:
+        """Remove the task's keys, statistics and queries."""
         router = values["router"]
-        left = without(RouterState(router["kind"], router["settings"], dict(under("router/", tensors))), task)
-        others = tensors.select(lambda name: not name.startswith("router/") and name != f"dev/{task}")
-        values = {**values, "router": {**router, "settings": left.settings}}
-        return values, others | {f"router/{name}": tensor for name, tensor in left.tensors.items()}
+        rest = without(RouterState(router["kind"], router["settings"], dict(under("router/", left))), task)
+        others = left.select(lambda name: not name.startswith("router/") and name != f"dev/{task}")
+        values = {**values, "router": {**router, "settings": rest.settings}}
+        return values, others | {f"router/{name}": tensor for name, tensor in rest.tensors.items()}
 
 
 def _restored(state: RouterState, tensors: Mapping[str, Tensor]) -> SlotRouter:

@@ -45,7 +45,7 @@ def rows_of(context: TrainingContext, task: int, rows: int = 14) -> Batch:
 
 @pytest.mark.parametrize("value", ["prefix", "prompt", "lora"])
 def test_a_tasks_own_adapter_and_label_rows_are_trained(lab: Lab, value: str) -> None:
-    context = started(lab, value=value, **({"r": 3} if value == "lora" else {"length": 5}))
+    context = started(lab, value=value, **({"r": 3} if value == "lora" else {"prompt_length": 5}))
     begin_phase(context)
     trained = {name: tuple(p.shape) for name, p in context.backbone.named_parameters() if p.requires_grad}
     low = {"prefix": "lora_A", "prompt": "prefix.trainable", "lora": "lora_A"}[value]

@@ -78,7 +78,7 @@ def filled(keys: Tensor) -> ExampleMemory:
     labels = torch.zeros(len(keys), dtype=torch.int32).numpy()
     for name, part in (("one", slice(0, half)), ("two", slice(half, len(keys)))):
         columns = TokenColumns(ids[part], ids[part], labels[part])
-        memory.add(name, KeyedRows.of(Task(name, None, "rouge_l"), columns, keys[part]))
+        memory.entries[name] = KeyedRows.of(Task(name, None, "rouge_l"), columns, keys[part])
     return memory
 
 

@@ -159,8 +159,6 @@ class Idbr(Method):
             states.append(self.head.features.state.float().cpu())
         return same_everywhere((torch.cat(features), torch.cat(states)), self.backbone.device)
 
-    # ---- a step --------------------------------------------------------------------------------------------------
-
     @property
     def _replays(self) -> bool:
         """Return whether stored rows join the present step."""
@@ -228,8 +226,6 @@ class Idbr(Method):
         stored = self._owners[(FIRST - rows).clamp(min=0)]
         tasks: Tensor = torch.where(rows >= 0, len(self.tasks) - 1, stored).to(rows_R.device)
         return tasks
-
-    # ---- the end of a task ---------------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned:
         """Store rows of the task; nothing is published."""
