@@ -13,14 +13,13 @@ from raycl.backbone import Backbone, Output
 from raycl.config import Tree, named
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State
-from raycl.methods.capabilities import SampleGenerator
 from raycl.methods.context import TaskContext
 from raycl.methods.registry import DEFAULT_METHOD, LearnerChoice, method_class, method_config
 from raycl.types import Batch, Mixture, Phase, Task
 
 
 def _of_learner(name: str) -> Any:
-    """Return the property of this name of the learner's settings."""
+    """Return a property that gives what the learner's settings have under this name."""
     return property(attrgetter(f"learner.{name}"))
 
 
@@ -40,6 +39,10 @@ class WrapperConfig(MethodConfig):
     chooses_task: ClassVar[Any] = _of_learner("chooses_task")
     needs_dropout: ClassVar[Any] = _of_learner("needs_dropout")
     fits_ahead: ClassVar[Any] = _of_learner("fits_ahead")
+    generates_samples: ClassVar[Any] = _of_learner("generates_samples")
+    sample_generator: ClassVar[Any] = _of_learner("sample_generator")
+    extra_passes: ClassVar[Any] = _of_learner("extra_passes")
+    prompt_positions: ClassVar[Any] = _of_learner("prompt_positions")
 
     @field_validator("learner", mode="before")
     @classmethod
@@ -59,20 +62,6 @@ class WrapperConfig(MethodConfig):
         settings = super().cache_key(index, tasks, learns_texts)
         settings["learner"] = self.learner.cache_key(index, tasks, learns_texts)
         return settings
-
-    def extra_passes(self, epochs: int) -> float:
-        return self.learner.extra_passes(epochs)
-
-    def prompt_positions(self, tasks: int) -> int:
-        return self.learner.prompt_positions(tasks)
-
-    @property
-    def generates_samples(self) -> bool:
-        return self.learner.generates_samples
-
-    @property
-    def sample_generator(self) -> SampleGenerator | None:
-        return self.learner.sample_generator
 
     @property
     def keeps_data(self) -> bool:

@@ -187,7 +187,7 @@ class MbpaConfig(WrapperConfig):
 
     def extra_passes(self, epochs: int) -> float:
         """Return the learner's, and a step in so many has twice the examples."""
-        return super().extra_passes(epochs) + (1 / self.every if self.every else 0.0)
+        return self.learner.extra_passes(epochs) + (1 / self.every if self.every else 0.0)
 
     @property
     def sentence_encoder(self) -> EncoderConfig:
