@@ -13,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from raycl.config.trainer_names import renamed
 from raycl.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -27,8 +28,9 @@ def apply_override(tree: Tree, override: str) -> None:
     Raises:
         ConfigError: no `=`, an empty key, or a value that is not YAML.
     """
-    key, value = read_override(override)
-    assign(tree, key, value, f"override '{override}'")
+    source = f"override '{override}'"
+    key, value = renamed(*read_override(override), source)
+    assign(tree, key, value, source)
 
 
 def read_override(override: str) -> tuple[str, Any]:

@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from raycl.config import trainer_names
 from raycl.config.assignment import Tree, apply_override, name_of, one_line, overlay, without_name
 from raycl.config.choices import UNKNOWN, choice_in
 from raycl.config.environment import reading
@@ -114,6 +115,7 @@ def read_tree(path: str, below: Sequence[str] = ()) -> Tree:
         below: resolved paths of files that extend this one.
     """
     written = _read_file(path)
+    trainer_names.rename_in(written, f"config file '{path}'")
     if "extends" not in written:
         return written
     base, resolved = written.pop("extends"), str(Path(path).resolve())
@@ -216,6 +218,8 @@ def _explain(model: type[BaseModel], tree: Tree, detail: ErrorDetails) -> str:
 def _hint(parts: list[str], owners: list[type[BaseModel]], others: list[type[BaseModel]]) -> str:
     """Return the nearest key of the section, or the choice that has the key, or all keys."""
     keys = sorted({key for owner in owners for key in owner.model_fields})
+    if (len(parts) == 1 and "train" in keys) or parts[:-1] == ["train"]:
+        keys += trainer_names.PATHS
     near = difflib.get_close_matches(parts[-1], keys, n=1, cutoff=0.5)
     if near:
         return f": did you mean '{'.'.join([*parts[:-1], near[0]])}'?"

@@ -5,6 +5,7 @@ The outcome is read from the run's own journal, which is more reliable than what
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by
 
 if TYPE_CHECKING:
     from raycl.launch.warm_workers import WarmWorkers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
     phases = len(prepared.phases)
     try:
         if prepared.done < phases:
+            log.info("%s", config.train.batch_line(config.launch.workers))
             with _launcher(prepared, options) as launcher:
                 while (done := prepared.done) < phases and not is_stopped(prepared.storage, done):
                     job = job_of(prepared, options, launcher.resources.threads)

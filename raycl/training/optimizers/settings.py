@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from raycl.config import Section
+from raycl.errors import counted
 from raycl.training.optimizers.registry import optimizer_class
 
 POLYNOMIAL_END = 1e-7
@@ -175,6 +176,15 @@ class TrainConfig(Section):
     def examples_per_pass(self, workers: int) -> int:
         """Return `micro_batch_size`, or a worker's whole share of the batch."""
         return self.micro_batch_size or max(1, self.batch_size // workers)
+
+    def batch_line(self, workers: int) -> str:
+        """Return how the examples of an optimizer step are divided over workers and forward passes."""
+        per_pass = self.examples_per_pass(workers)
+        passes = self.batch_size // (per_pass * workers)
+        shares = f"{per_pass} on each of {workers} workers" if workers > 1 else f"{per_pass} on one worker"
+        return f"each optimizer step has {counted(self.batch_size, 'example')}: {shares}" + (
+            f" in each of {passes} forward passes, whose gradients are summed" if passes > 1 else ""
+        )
 
     def warmup(self, steps: int) -> int:
         """Return the warm-up steps of a task of `steps` steps."""

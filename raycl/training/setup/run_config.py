@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from raycl.backbone.model_files import resolve as resolve_backbone
 from raycl.config import Section, Tree, trust
 from raycl.config.addresses import announce
 from raycl.config.names import problem_of, shown
+from raycl.config.trainer_names import batch_of_workers, rename_in
 from raycl.config.unused import refuse, unused_written
 from raycl.data.benchmarks.orders import BUILTIN, ORDERS
 from raycl.data.resolve import resolve
@@ -89,6 +91,11 @@ class RunConfig(Section):
     launch: LaunchConfig = LaunchConfig()
     output: OutputConfig = OutputConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _batch_of_workers(cls, tree: Any) -> Any:
+        return batch_of_workers(tree) if isinstance(tree, dict) else tree
 
     @field_validator("method", "engine", mode="before")
     @classmethod
@@ -170,6 +177,8 @@ def from_tree(given: Tree) -> RunConfig:
     Raises:
         ConfigError: an unknown key, a wrong value, or one that the snapshot excludes. BankError: no such snapshot.
     """
+    given = copy.deepcopy(given)
+    rename_in(given, "the config")
     given = with_template_files(given)
     output = given.get("output")
     runs = str((output.get("dir") if isinstance(output, dict) else None) or default_directory())
