@@ -37,7 +37,7 @@ def test_an_override_replaces_what_a_file_says_under_either_name(tmp_path: Path)
         assert (train.epochs, train.lr_scheduler) == (4, "cosine")
     assert load_config(str(file), ["bf16=true"]).backbone.dtype == "bfloat16"
     file.write_text("num_train_epochs: 3\ntrain: {epochs: 4}\n")
-    with pytest.raises(ConfigError, match="num_train_epochs=3 and train.epochs=4 are the same setting"):
+    with pytest.raises(ConfigError, match=r"num_train_epochs=3 and train\.epochs=4 are the same setting"):
         load_config(str(file), [])
 
 
