@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """RAYCL_CACHE for this session: what is computed here stays out of the user's own cache."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -127,9 +127,9 @@ def one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> FileLock:
 
 
 @pytest.fixture(scope="session")
-def shared_cluster(one_at_a_time: FileLock, cache: Path) -> Iterator[SharedCluster]:
+def shared_cluster(one_at_a_time: FileLock, session_cache: Path) -> Iterator[SharedCluster]:
     """Ends with the session at the latest."""
-    cluster = SharedCluster(one_at_a_time, {**THREADS, **QUIET, "RAYCL_CACHE": str(cache)})
+    cluster = SharedCluster(one_at_a_time, {**THREADS, **QUIET, "RAYCL_CACHE": str(session_cache)})
     yield cluster
     cluster.end()
 
