@@ -5,13 +5,12 @@ Every method allocates what it would train.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from raycl.adapters.layer import linear_shape
 from raycl.adapters.soft_prompts import MixedPrompts
@@ -24,7 +23,7 @@ from raycl.data.prepare import fit_sources, fit_targets
 from raycl.data.sources.cache import cache_folder
 from raycl.data.stream import Stream, open_stream
 from raycl.errors import BackboneError, ConfigError, DataError, StorageError
-from raycl.methods.base import Method, MethodConfig
+from raycl.methods.base import MethodConfig
 from raycl.methods.context import TaskContext
 from raycl.methods.registry import method_class
 from raycl.operations.plan.arithmetic import MASTER, EngineLoad, Linear, ModelLoad, RunLoad, StepLoad
@@ -40,7 +39,7 @@ from raycl.training.phase.disk_space import answers_of, growth, plan_from
 from raycl.training.setup.checks import make_modifiers
 from raycl.training.setup.method_checks import check_engine, check_quantized
 from raycl.training.setup.run_config import RunConfig, info_of
-from raycl.types import Phase, Task
+from raycl.types import Task
 
 SAMPLE = 64
 """Rows of each task whose length is measured."""
@@ -207,7 +206,10 @@ def phases_of(context: TrainingContext) -> Iterator[Trained]:
     method = context.method.learner
     for phase in context.phases:
         context.schedule.begin(context.method)
-        _allocate(method, phase, context)
+        if method.allocation is not None:
+            method.allocation(phase)
+        else:
+            method.begin_task(phase, TaskContext(phase, 1, context.stream, context.backbone.codec))
         trained = {name: p.numel() for name, p in context.backbone.named_parameters() if p.requires_grad}
         stack = method.stack
         yield Trained(
@@ -216,21 +218,13 @@ def phases_of(context: TrainingContext) -> Iterator[Trained]:
             linears=sum(count for name, count in trained.items() if ".lora_" in name),
             shared=sum(count for name, count in trained.items() if name in method.shared_parameters),
             ranks=sum(stack.trainable.values()) if stack is not None and stack.layers else 0,
-            adapters=sum(p.numel() for name, p in context.backbone.named_parameters() if is_adapter(name)),
+            adapters=sum(
+                p.numel()
+                for name, p in context.backbone.named_parameters()
+                if ".lora_" in name or name.startswith("prefix.")
+            ),
             state=state_bytes(optimizer_kind(context.train), specs_of(context.backbone, context.train, {}).values()),
         )
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter of the backbone belongs to the linears or soft prompts of adapters in training."""
-    return ".lora_" in name or name.startswith("prefix.")
-
-
-def _allocate(method: Method, phase: Phase, context: TrainingContext) -> None:
-    if method.allocation is not None:
-        method.allocation(phase)
-    else:
-        method.begin_task(phase, TaskContext(phase, 1, context.stream, context.backbone.codec))
 
 
 def _model(opened: Opened, phases: list[Trained]) -> ModelLoad:
@@ -240,9 +234,12 @@ def _model(opened: Opened, phases: list[Trained]) -> ModelLoad:
     own = phases if method.without_task is not None else phases[-1:]  # each task's stay, or change with the next
     wanted = opened.config.backbone.dtype
     dtype = torch.float32 if wanted == "float32" else torch.bfloat16  # auto: every GPU of the table has bfloat16
-    layers = set(method.stack.layers) if method.stack else set()
+    adapted = set(method.stack.layers) if method.stack else set()
     parameters = {name: p.numel() for name, p in backbone.model.named_parameters() if ".lora_" not in name}
-    in_layers = _layers(backbone.model)
+    in_layers = [
+        sum(p.numel() for name, p in layer.named_parameters() if ".lora_" not in name)
+        for layer in layers(backbone.model)
+    ]
     return ModelLoad(
         parameters=sum(parameters.values()),
         trained=tuple(phase.count for phase in phases),
@@ -251,7 +248,7 @@ def _model(opened: Opened, phases: list[Trained]) -> ModelLoad:
         rows=sum(phase.ranks for phase in own),
         pool=sum(phase.linears for phase in own[:-1]),
         method=opened.config.method.values_kept(len(phases)),
-        linears=tuple(_linears(backbone, layers, bool(own[-1].base))),
+        linears=tuple(_linears(backbone, adapted, bool(own[-1].base))),
         vocabulary=0 if backbone.codec.needs_labels and not context.stream.learns_texts else int(config.vocab_size),
         heads=int(getattr(config, "num_attention_heads", 1)),
         score_bytes=_score_bytes(config, opened.config.backbone.attention, dtype.itemsize),
@@ -271,12 +268,6 @@ def _score_bytes(config: Any, attention: str, compute_bytes: int) -> int:
     if used == "eager":
         return compute_bytes + (MASTER if compute_bytes < MASTER else 0)
     return compute_bytes if hasattr(config, "relative_attention_num_buckets") else 0
-
-
-def _layers(model: nn.Module) -> list[int]:
-    """Return parameters of each layer of the backbone, without adapters."""
-    names = ({name: p.numel() for name, p in layer.named_parameters()} for layer in layers(model))
-    return [sum(count for name, count in counts.items() if ".lora_" not in name) for counts in names]
 
 
 SCALES = {"nf4": 1 / 64 + 4 / (64 * 256), "int8": 0.0}
@@ -321,7 +312,8 @@ def _linears(backbone: Backbone, adapted: set[str], trained: bool) -> Iterator[L
         gated = role == "ffn.in" and beside.get(role) != path
         query = beside.get("attention.query", path)
         kept = shapes[query][1] if role in ("attention.key", "attention.value") else outputs
-        keys = _keys_of(path, role, beside, backbone)
+        attends = role in ("attention.query", "attention.qkv")
+        keys = backbone.side(beside.get("attention.key", path)) if attends else ""
         yield Linear(role, inputs, outputs, side, keys, is_adapted, trained, gated, keeps, kept)
 
 
@@ -335,13 +327,6 @@ def _roles(paths: list[str]) -> dict[str, str]:
     return roles
 
 
-def _keys_of(path: str, role: str, beside: Mapping[str, str], backbone: Backbone) -> str:
-    """Return the side of the keys of a query projection's attention; "" for other linears."""
-    if role not in ("attention.query", "attention.qkv"):
-        return ""
-    return backbone.side(beside.get("attention.key", path))
-
-
 # ---- the rest ----------------------------------------------------------------------------------------------------
 
 
@@ -350,7 +335,10 @@ def _step(opened: Opened) -> StepLoad:
     stream, train, workers = config.stream, config.train, config.launch.workers
     micro = train.examples_per_pass(workers)
     capabilities = opened.context.backbone.capabilities
-    joined, prefix = capabilities.one_sequence, _prefix(opened.context.method)
+    prompts = (opened.context.method.backbone.prefix, opened.context.method.backbone.suffix)
+    in_training = [part.trainable for part in prompts if isinstance(part, MixedPrompts)]
+    prefix = sum(int(trained.shape[1]) for trained in in_training if trained is not None)
+    joined = capabilities.one_sequence
     source, target = stream.token_limits
     target = 0 if capabilities.answers == "label" else target
     longest = {"source": source + (target if joined else 0) + prefix, "target": target}
@@ -388,13 +376,6 @@ def longest_of(lengths: Sequence[int], count: int) -> float:
     ordered, total = sorted(lengths), len(lengths)
     chances = [(number / total) ** count for number in range(total + 1)]
     return sum(length * (chances[rank + 1] - chances[rank]) for rank, length in enumerate(ordered))
-
-
-def _prefix(method: Method) -> int:
-    """Return positions of the prompts in training."""
-    parts = (method.backbone.prefix, method.backbone.suffix)
-    prompts = [part.trainable for part in parts if isinstance(part, MixedPrompts)]
-    return sum(int(trained.shape[1]) for trained in prompts if trained is not None)
 
 
 def engine_of(config: EngineConfig, model: ModelLoad, workers: int) -> EngineLoad:

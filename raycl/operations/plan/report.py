@@ -139,7 +139,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
     yield "parameters"
     yield _row("backbone", _count(model.parameters))
-    yield _row("trained per task", _span(model.trained))
+    yield _row("trained per task", " to ".join(dict.fromkeys([_count(min(model.trained)), _count(max(model.trained))])))
     yield _row("adapters after all tasks", _count(model.adapters))
     yield ""
     gpu = f"{cluster.gpu.ray}, {_size(cluster.gpu.memory)}; another one: --gpu"
@@ -173,22 +173,13 @@ def _row(name: str, value: str) -> str:
 
 
 def _size(value: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:,.1f} {unit}"
-    return f"{value:.0f} B"
+    sizes = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+    return next((f"{value / size:,.1f} {unit}" for unit, size in sizes.items() if value >= size), f"{value:.0f} B")
 
 
 def _count(value: float) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:,.2f} {unit}"
-    return f"{value:.0f}"
-
-
-def _span(values: tuple[int, ...]) -> str:
-    low, high = min(values), max(values)
-    return _count(low) if low == high else f"{_count(low)} to {_count(high)}"
+    sizes = {"B": 1e9, "M": 1e6, "k": 1e3}
+    return next((f"{value / size:,.2f} {unit}" for unit, size in sizes.items() if value >= size), f"{value:.0f}")
 
 
 def _duration(value: float) -> str:

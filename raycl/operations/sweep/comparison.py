@@ -167,7 +167,7 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
         return ComparisonOutcome({}, {})
     if comparison.published is not None:
         comparison.published.write(Storage.at(directory).sub(comparison.name))
-    if _is_local(planned):
+    if all(config.launch.mode == "local" for config in planned.values()):  # one after another, in this process
         outcome = _outcome({name: partial(_run, name, config) for name, config in planned.items()})
     else:
         outcome = _on_ray(comparison, planned, directory)
@@ -203,11 +203,6 @@ def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]
         )
     planned = plan(comparison, directory)
     return {name: config for name, config in planned.items() if not only or name.rsplit("-s", 1)[0] in only}
-
-
-def _is_local(planned: Mapping[str, RunConfig]) -> bool:
-    """Return whether all runs have `launch.mode=local`: one after another, in this process."""
-    return all(config.launch.mode == "local" for config in planned.values())
 
 
 def _on_ray(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> ComparisonOutcome:

@@ -76,7 +76,7 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Sweep
     folder = SweepFolder.of(sweep, directory)
     _claim(sweep, folder, resume)
     plan = make_plan(sweep, folder)
-    first = _first(sweep, plan)
+    first = sweep.config(next(iter(plan.trials.values())) if plan.trials else examples(sweep)[0])
     with clusters.joined(first.launch.address, dashboard=True):
         shared = ObjectStoreCache(Bank.at(str(first.bank.dir)), detached=False) if first.bank.start else None
         _tune(sweep, directory, folder, plan)
@@ -118,16 +118,22 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
     trials = dict(enumerate(sweep.trials())) if sweep.plans else folder.settings()
     known = list(trials.values()) if sweep.plans else examples(sweep)
     configs_with_settings = [(folder.config(sweep, 0, settings), settings) for settings in known]
-    names = [_task_names(config) for config, _ in configs_with_settings]
-    lengths = {
-        len(run_config.phases(config, open_stream(config.stream, config.seed))) for config, _ in configs_with_settings
-    }
+    names, lengths = [], set()
+    for config, _ in configs_with_settings:
+        stream = open_stream(config.stream, config.seed)
+        names.append([task.name for task in stream.tasks])
+        lengths.add(len(run_config.phases(config, stream)))
     if len(lengths) > 1 and sweep.scheduler.name != "none":
         raise ConfigError(
             f"trials have between {min(lengths)} and {max(lengths)} phases, so scheduler '{sweep.scheduler.name}' "
             "cannot compare them: leave stream.tasks of one length, or use scheduler=none"
         )
-    for config in _kinds([config for config, _ in configs_with_settings]):
+    kinds: dict[tuple[Any, ...], RunConfig] = {}  # a check of all configs would take longer than some sweeps
+    for config, _ in configs_with_settings:
+        kinds.setdefault(
+            (config.method.name, tuple(config.modifiers), config.backbone.name, str(config.stream)), config
+        )
+    for config in kinds.values():
         checks.check(config)
     if any(config.launch.mode == "local" for config, _ in configs_with_settings):
         raise ConfigError(
@@ -138,24 +144,6 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
     return SweepPlan(trials, max(lengths), shared, total)
-
-
-def _kinds(configs: list[RunConfig]) -> list[RunConfig]:
-    """Return one config of each method, backbone and stream; a check of all would take longer than some sweeps."""
-    kinds: dict[tuple[Any, ...], RunConfig] = {}
-    for config in configs:
-        key = (config.method.name, tuple(config.modifiers), config.backbone.name, str(config.stream))
-        kinds.setdefault(key, config)
-    return list(kinds.values())
-
-
-def _task_names(config: RunConfig) -> list[str]:
-    return [task.name for task in open_stream(config.stream, config.seed).tasks]
-
-
-def _first(sweep: SweepConfig, plan: SweepPlan) -> RunConfig:
-    settings = next(iter(plan.trials.values()), None)
-    return sweep.config(settings if settings is not None else examples(sweep)[0])
 
 
 def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPlan) -> None:
@@ -215,6 +203,10 @@ def _fit(
 ) -> dict[int, str]:
     """Run Tune to the end; number and error of trials whose own process died too often."""
     storage = folder.storage
+    restarts = sweep.retries
+    if sweep.in_process:  # where crashes of its worker are those of the trial; -1: no limit
+        crashes = _base(sweep).launch.max_failures
+        restarts = -1 if crashes < 0 else max(crashes, sweep.retries)
     tuner = tune.Tuner(
         tune.with_resources(as_trainable(work), _held(sweep)),
         tune_config=tune.TuneConfig(
@@ -229,7 +221,7 @@ def _fit(
             name=uuid.uuid4().hex[:12],
             storage_path=storage.path("tune"),
             storage_filesystem=None if storage.is_local else storage.filesystem,
-            failure_config=tune.FailureConfig(max_failures=_restarts(sweep)),
+            failure_config=tune.FailureConfig(max_failures=restarts),
             verbose=0,
         ),
     )
@@ -249,14 +241,6 @@ def _held(sweep: SweepConfig) -> dict[str, float]:
     if not sweep.in_process:
         return {"CPU": 0, "memory": SMALL}
     return worker_resources(_base(sweep)).named()
-
-
-def _restarts(sweep: SweepConfig) -> int:
-    """Return the restarts of a trial's process after crashes (-1: no limit), where the worker group runs in it."""
-    crashes = _base(sweep).launch.max_failures
-    if not sweep.in_process:
-        return sweep.retries
-    return -1 if crashes < 0 else max(crashes, sweep.retries)
 
 
 def _base(sweep: SweepConfig) -> RunConfig:

@@ -76,17 +76,13 @@ class SweepFolder:
         tree["tracking"] = {"group": sweep.name, **tree.get("tracking", {})}
         return from_tree(tree)
 
-    def write_settings(self, number: int, settings: Settings) -> None:
-        """Write down what a trial is given."""
-        self.storage.write_json(f"{SETTINGS}/{number:04d}.json", settings)
+    def write_settings(self, number: int, settings: Settings, repeated: bool = False) -> None:
+        """Write down what a trial is given, or a proposal that is not run, with what acts on nothing in it."""
+        self.storage.write_json(f"{REPEATED if repeated else SETTINGS}/{number:04d}.json", settings)
 
     def settings(self) -> dict[int, Settings]:
         """Return what each trial so far was given, by number."""
         return self._numbered(SETTINGS)
-
-    def write_repeated(self, number: int, settings: Settings) -> None:
-        """Write down a proposal that is not run, with the settings that act on nothing in it."""
-        self.storage.write_json(f"{REPEATED}/{number:04d}.json", settings)
 
     def repeated(self) -> dict[int, Settings]:
         """Return the proposals so far that were not run, by number."""
@@ -99,10 +95,6 @@ class SweepFolder:
     def write_failure(self, number: int, error: str) -> None:
         """Write down why a trial failed."""
         self.storage.write_json(f"{FAILED}/{number:04d}.json", {"error": error})
-
-    def clear_failure(self, number: int) -> None:
-        """Forget a failure, before the trial is tried again."""
-        self.storage.delete(f"{FAILED}/{number:04d}.json")
 
     def error(self, number: int) -> str | None:
         """Return why a trial failed; None: it did not."""

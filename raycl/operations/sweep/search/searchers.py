@@ -18,6 +18,7 @@ from ray.tune.search import Searcher
 from raycl import config as configs
 from raycl.operations.sweep.definition.space import Draw, Settings, in_order, key_of, step_value
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_folder import FAILED as FAILURES
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder, plain
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
 from raycl.training.records.run_folder import is_stopped
@@ -52,7 +53,7 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
             return str(Searcher.FINISHED)
         number, settings = trial
         self.numbers[trial_id] = number
-        self.folder.clear_failure(number)
+        self.folder.storage.delete(f"{FAILURES}/{number:04d}.json")  # it is tried again
         self.folder.write_settings(number, settings)
         config = self.folder.config(self.sweep, number, settings)  # here, where relative paths are valid
         texts = {"run": json.dumps(configs.as_tree(config)), "plugins": json.dumps(plugins_of(config))}
@@ -147,12 +148,13 @@ class TpeSearcher(RecordingSearcher):
         while self.proposed < self.sweep.samples:
             trial = self.study.ask(self._distributions())
             number, self.proposed = self.proposed, self.proposed + 1
-            proposed = self._as_settings(trial.params)
+            drawn = {path: _value(self.sweep.space[path], value) for path, value in trial.params.items()}
+            proposed = self.sweep.follow(in_order(drawn, self.sweep.space))
             settings = self.sweep.collapsed(proposed)
             key = key_of(settings)
             if key in self.keys.values() and len(settings) < len(proposed):
                 log.info("proposal %d equals an earlier trial and gets its result", number)
-                self.folder.write_repeated(number, proposed)
+                self.folder.write_settings(number, proposed, repeated=True)
                 self._repeat(key, trial)
                 continue
             self.open_trials[number], self.keys[number] = trial, key
@@ -181,7 +183,8 @@ class TpeSearcher(RecordingSearcher):
 
     def _ask_for(self, settings: Settings) -> Any:
         """Return an Optuna trial with given settings; what they leave out is drawn."""
-        self.study.enqueue_trial(self._as_parameters(settings))
+        drawn = {path: draw for path, draw in self.sweep.space.items() if draw.expr is None and path in settings}
+        self.study.enqueue_trial({path: _parameter(draw, settings[path]) for path, draw in drawn.items()})
         return self.study.ask(self._distributions())
 
     def _repeat(self, key: str, trial: Any) -> None:
@@ -220,14 +223,6 @@ class TpeSearcher(RecordingSearcher):
 
     def _distributions(self) -> dict[str, Any]:
         return {path: _distribution(draw) for path, draw in self.sweep.space.items() if draw.expr is None}
-
-    def _as_settings(self, parameters: Mapping[str, Any]) -> Settings:
-        settings = {path: _value(self.sweep.space[path], value) for path, value in parameters.items()}
-        return self.sweep.follow(in_order(settings, self.sweep.space))
-
-    def _as_parameters(self, settings: Settings) -> dict[str, Any]:
-        drawn = {path: draw for path, draw in self.sweep.space.items() if draw.expr is None and path in settings}
-        return {path: _parameter(draw, settings[path]) for path, draw in drawn.items()}
 
 
 def _study(sweep: SweepConfig) -> Any:
