@@ -175,7 +175,8 @@ def pull(address: HubAddress, target: Callable[[str], Bank]) -> tuple[Bank, Snap
         raise BankError(f"{pinned} cannot be pulled: {error}; push it again") from error
     folders = {entry.tensors.file: record.peft[entry.name] for entry in snapshot.adapters if entry.name in record.peft}
     wanted = {file: info for file, info in objects.items() if not bank.is_whole(info)}
-    pinned.fetch([glob.escape(name) for file in wanted for name in _fetched(file, folders)])
+    if wanted:
+        pinned.fetch([glob.escape(name) for file in wanted for name in _fetched(file, folders)])
     for file, info in wanted.items():
         _place(bank, source, info, Storage.at(folder / folders[file]) if file in folders else None, pinned)
     _explain_missing(bank, snapshot, record.without)
