@@ -176,12 +176,12 @@ class Router(ABC):
             select: also select the kind anew, as `selected` does.
 
         Raises:
-            BankError: this kind learns in training which adapters answer, or takes all of them.
+            BankError: this kind does not know tasks by statistics of their texts alone.
         """
         raise BankError(
-            f"router '{state.kind}' cannot select '{task}' by examples, since it keeps no statistics of texts that a "
-            "task could be added to: expected a snapshot with router keys or discriminant; import the adapter without "
-            "examples"
+            f"router '{state.kind}' cannot select '{task}' by examples, since only routers that know tasks by "
+            "statistics of their texts alone can (keys, discriminant): expected a snapshot with one of these; or import the "
+            "adapter without examples"
         )
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_routers_that_learn_to_select_are_refused_by_name(
     words = ["--name", "more", "--examples", f"{lab.tasks[0]['path']}/train.jsonl"]
     assert main.main(["bank", "import", storage.sub("bank").uri, str(tmp_path), *words]) == 1
     error = capsys.readouterr().err
-    assert f"router '{kind}' cannot select 'more' by examples" in error and "keys or discriminant" in error
+    assert f"router '{kind}' cannot select 'more' by examples" in error and "(keys, discriminant)" in error
 
 
 def test_an_adapter_of_the_hub_is_imported_by_its_folder_there(
@@ -92,3 +93,29 @@ def test_an_adapter_of_the_hub_is_imported_by_its_folder_there(
         assert not [name for name in hub.sent if name.startswith("colour")]
     manifest = next(iter(Bank.at(own).storage.files("adapters/guest")))
     assert f"hf://me/bank/animal@{done.commit}" in Bank.at(own).storage.read_text(manifest)
+
+
+def test_the_prompt_is_given_or_taken_from_the_folder(
+    complete: Complete, lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of PEFT alone says nothing about prompts, and one that raycl exported does."""
+    source = complete("llama", "slm", "torch").storage.sub("bank").uri
+    shutil.copytree(source, tmp_path / "bank")
+    bank, folder = Bank.at(tmp_path / "bank"), tmp_path / "peft"
+    exported = head_of(bank)
+    assert main.main(["bank", "export", source, "--adapters", "animal.0", "--to", str(folder)]) == 0
+    words = ["bank", "import", bank.storage.uri, str(folder), "--examples", f"{lab.tasks[1]['path']}/train.jsonl"]
+    capsys.readouterr()
+    assert main.main([*words, "--name", "none", "--prompt", "Classify:"]) == 1
+    assert "the prompt 'Classify:' has no {text}: expected it where the text stands" in capsys.readouterr().err
+    assert main.main([*words, "--name", "given", "--prompt", "Classify: {text} Answer:"]) == 0
+    assert head_of(bank).tasks[-1].prompt == ("Classify: ", " Answer:")
+    assert main.main([*words, "--name", "taken"]) == 0
+    animal = next(task for task in exported.tasks if task.name == "animal")
+    assert head_of(bank).tasks[-1].model_copy(update={"name": "animal"}).prompt == animal.prompt != ("", "")
+    (folder / "raycl.json").write_text('{"tasks": [{"name": 7}]}')
+    assert main.main([*words, "--name", "other"]) == 1
+    assert "raycl.json' does not describe tasks as raycl does" in capsys.readouterr().err
+    assert head_of(bank).provenance["imported"][0]["task"] == "given"
+    assert main.main(["bank", "import", str(tmp_path / "empty"), str(folder), "--name", "guest"]) == 1
+    assert "import needs --backbone MODEL" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import logging
 
 from raycl.cli.commands import echo, log_to_stderr
 
-BANK_HELP = "folder or URI of the bank, or of the run that publishes to it"
+BANK_HELP = "folder or URI of the bank, or of the run that publishes to it, or hf://ORG/NAME[@REVISION]"
 REFERENCE = "branch, tag, latest, snapshot's number or hash"
 REFERENCE_HELP = f"{BANK_HELP}; REF: {REFERENCE} (default: main, or the run's branch)"
 

@@ -35,6 +35,7 @@ from raycl.training.records.hub import (
     ROOT,
     TENSORS,
     HubRecord,
+    cause_of,
     objects_to_pull,
     records_of,
     tensors_in,
@@ -124,10 +125,9 @@ def push(
                 parent_commit=parent,
             )
         except (OSError, ValueError, RuntimeError) as error:
-            cause = " ".join(str(error.__cause__ or error).split())
             raise BankError(
-                f"cannot push to {HUB}{repository}: {cause:.300}; expected ORG/NAME that you may write to (log in with "
-                "`hf auth login`); what was sent stays there: try again"
+                f"cannot push to {HUB}{repository}: {cause_of(error.__cause__ or error)}; expected ORG/NAME that you "
+                "may write to (log in with `hf auth login`); what was sent stays there: try again"
             ) from error
     return replace(pushed, commit=done.oid)
 

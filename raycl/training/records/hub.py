@@ -24,7 +24,7 @@ from torch import Tensor
 from raycl.adapters.peft import names_in_bank
 from raycl.backbone.model_files import download
 from raycl.bank import AdapterRef, Bank, Snapshot
-from raycl.bank.branches import MAIN, Branch, check_branch, is_ancestor
+from raycl.bank.branches import MAIN, Branch, BranchName, is_ancestor
 from raycl.bank.manifest import Name, ObjectInfo, SnapshotAdapter, check_name, manifest_file, snapshot_file
 from raycl.bank.pruning import record_removal, removed_from
 from raycl.bank.states import state_file, state_objects
@@ -86,9 +86,14 @@ class HubAddress:
             return download(self.repository, self.revision, files)
         except (OSError, ValueError) as error:
             raise BankError(
-                f"cannot pull {self}: {' '.join(str(error).split()):.300}; expected a repository that `raycl push` "
+                f"cannot pull {self}: {cause_of(error)}; expected a repository that `raycl push` "
                 "wrote; of a private one, log in with `hf auth login`; what has come stays: try again"
             ) from error
+
+
+def cause_of(error: BaseException) -> str:
+    """Return what an error of `huggingface_hub` says, on one line."""
+    return " ".join(str(error).split()).partition(" For more information")[0][:300]
 
 
 def on_hub(address: str) -> bool:
@@ -108,7 +113,7 @@ class HubRecord:
 
     number: int
     sha256: str
-    branch: str = MAIN
+    branch: BranchName = MAIN
     peft: dict[Name, Name] = field(default_factory=dict)
     without: tuple[str, ...] = ()
 
@@ -183,7 +188,7 @@ def pull(address: HubAddress, target: Callable[[str], Bank]) -> tuple[Bank, Snap
     for file in files:
         if not bank.storage.exists(file):
             bank.storage.create(file, source.storage.read(file, MAX_BYTES))
-    _move(bank, snapshot, check_branch(record.branch), pinned)
+    _move(bank, snapshot, record.branch, pinned)
     log.info("pulled %s: snapshot %d, %s", pinned, snapshot.number, counted(len(snapshot.tasks), "task"))
     return bank, snapshot, record.branch
 
