@@ -180,8 +180,8 @@ class Router(ABC):
         """
         raise BankError(
             f"router '{state.kind}' cannot select '{task}' by examples, since only routers that know tasks by "
-            "statistics of their texts alone can (keys, discriminant): expected a snapshot with one of these; or import the "
-            "adapter without examples"
+            "statistics of their texts alone can (keys, discriminant): expected a snapshot with one of these, or no "
+            "examples"
         )
 
     @classmethod
