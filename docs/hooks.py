@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from dark_figures import darkened
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -40,6 +41,9 @@ from raycl.training.setup.run_config import RunConfig
 
 REPO = Path(__file__).resolve().parents[1]
 INCLUDE = re.compile(r"^::: (\S+\.md)$", re.MULTILINE)
+FIGURE = re.compile(r"(.+)(?<!-dark)\.png")
+SHOWN = re.compile(r"!\[([^\]]*)\]\(([^)#\s]+)\.png\)")
+"""A figure's file; a figure in a page. One for dark mode is made of it, where none lies beside it."""
 
 SETTINGS: dict[str, tuple[str, type[Section], str]] = {
     "run": (
@@ -69,6 +73,9 @@ SETTINGS: dict[str, tuple[str, type[Section], str]] = {
 }
 """Page -> title, config class, introduction."""
 
+SECTIONED = ("run",)
+"""Those with a page per section."""
+
 FOLDERS = {
     "jobs/configs": "Runs",
     "jobs/configs/paper": "Published rows",
@@ -78,10 +85,32 @@ FOLDERS = {
 """Folder of ready files -> heading."""
 
 
+ICON = REPO / "raycl/launch/http/icon.svg"
+"""The icon of the pages that raycl serves is that of the documentation too."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages of a config class that has several into the navigation, in the place of its first one."""
+    for name in SECTIONED:
+        _expand(config.nav, _uri(name), navigation(name, SETTINGS[name][1]))
+    return config
+
+
+def _expand(nav: Any, uri: str, pages: list[Any]) -> None:
+    for entry in nav:
+        for title, below in entry.items() if isinstance(entry, dict) else ():
+            if below == uri:
+                entry[title] = pages
+            elif isinstance(below, list):
+                _expand(below, uri, pages)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages."""
+    """Add the icon and the generated pages."""
+    files.append(File.generated(config, "icon.svg", content=ICON.read_bytes()))
     for name, (title, model, text) in SETTINGS.items():
-        files.append(File.generated(config, f"reference/{name}.md", content=settings_page(title, model, text)))
+        for uri, content in settings_pages(name, title, model, text).items():
+            files.append(File.generated(config, uri, content=content))
     files.append(File.generated(config, "reference/commands.md", content=commands_page()))
     files.append(File.generated(config, "reference/files.md", content=files_page()))
     files.append(File.generated(config, "reference/methods.md", content=methods_page()))
@@ -90,12 +119,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, str(Path(notebook.src_uri).with_suffix(".md")), content=page))
         for name, picture in pictures.items():
             files.append(File.generated(config, f"{Path(notebook.src_uri).parent}/{name}", content=picture))
+    for figure in [file for file in files if FIGURE.fullmatch(file.src_uri)]:
+        dark = FIGURE.sub(r"\1-dark.png", figure.src_uri)
+        if files.get_file_from_path(dark) is None:
+            files.append(File.generated(config, dark, content=darkened(figure.content_bytes)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put files in that lie elsewhere."""
-    return INCLUDE.sub(lambda match: included(match[1]), markdown)
+    """Put files in that lie elsewhere, and beside each figure the one for dark mode."""
+    whole = INCLUDE.sub(lambda match: included(match[1]), markdown)
+    return SHOWN.sub(r"![\1](\2.png#only-light)![\1](\2-dark.png#only-dark)", whole)
 
 
 def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
@@ -112,20 +146,74 @@ def included(path: str) -> str:
     return re.sub(r"^# .*\n", "", (REPO / path).read_text(encoding="utf-8"))
 
 
-def settings_page(title: str, model: type[Section], text: str) -> str:
-    """All settings of a config class, section by section."""
-    return f"# {title}\n\n{text}\n\n" + "\n\n".join(map(_section, groups(model))) + "\n"
+def _uri(name: str) -> str:
+    return f"reference/{name}/index.md" if name in SECTIONED else f"reference/{name}.md"
+
+
+def settings_pages(name: str, title: str, model: type[Section], text: str) -> dict[str, str]:
+    """Pages of a config class's settings by path: one, or one per section behind a list of them."""
+    found = groups(model)
+    if name not in SECTIONED:
+        return {_uri(name): f"# {title}\n\n{text}\n\n" + "\n\n".join(map(_section, found)) + "\n"}
+    sections = by_section(found)
+    listed = [f"| [`{key}`]({key}.md) | {_cell(first_sentence(inside[0]))} |" for key, inside in sections.items()]
+    index = [
+        f"# {title}",
+        text,
+        _section(found[0]),
+        "## Sections",
+        "\n".join(["| section | what for |", "|---|---|", *listed]),
+    ]
+    pages = {_uri(name): "\n\n".join(index) + "\n"}
+    for key, inside in sections.items():
+        body = "\n\n".join(map(_section, inside)).removeprefix("## ")
+        pages[f"reference/{name}/{key}.md"] = f"# {body}\n"
+    return pages
+
+
+def by_section(found: list[SettingsGroup]) -> dict[str, list[SettingsGroup]]:
+    """The groups below the top level by page: a section with those inside it, and each method with its own."""
+    pages: dict[str, list[SettingsGroup]] = {}
+    key = ""
+    for group in found[1:]:
+        section = group.path.partition(".")[0].partition("[")[0]
+        if group.choice.startswith("method="):
+            key = group.choice.replace("=", "-")
+        elif section != "method" or not key.startswith("method-"):
+            key = section
+        pages.setdefault(key, []).append(group)
+    return pages
+
+
+def navigation(name: str, model: type[Section]) -> list[Any]:
+    """Entries of the navigation for the pages of a config class: its sections, and below `method` each method."""
+    keys = list(by_section(groups(model)))
+    page = partial("reference/{0}/{1}.md".format, name)
+    methods = [{key.removeprefix("method-"): page(key)} for key in keys if key.startswith("method-")]
+    others: list[Any] = [{key: page(key)} for key in keys if not key.startswith("method-")]
+    return [_uri(name), *others, {"method": methods}]
+
+
+def first_sentence(group: SettingsGroup) -> str:
+    """The first sentence of a section's description."""
+    return re.split(r"(?<=\.) ", group.description)[0]
 
 
 def _section(group: SettingsGroup) -> str:
     rows = [
-        f"| `{setting.path}` | {_cell(setting.type)} | {f'`{setting.default}`' if setting.default else ''} | "
+        f"| {_path(setting.path)} | {_cell(setting.type)} | {f'`{setting.default}`' if setting.default else ''} | "
         f"{_cell(setting.description)} |"
         for setting in group.settings
     ]
     head = ["| setting | type | default | description |", "|---|---|---|---|"]
     title = f"## {_code(group.choice or group.path)}\n\n" if group.path else ""
-    return f"{title}{_cell(group.description)}\n\n" + "\n".join([*head, *rows])
+    table = "\n".join([*head, *rows])
+    return f'{title}{_cell(group.description)}\n\n<div class="settings" markdown>\n\n{table}\n\n</div>'
+
+
+def _path(path: str) -> str:
+    """A dotted path, with places where a narrow column may break it."""
+    return f"<code>{html.escape(path).replace('.', '.<wbr>')}</code>"
 
 
 def _code(text: str) -> str:

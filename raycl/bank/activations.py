@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import NotRequired
 
@@ -79,6 +80,14 @@ class Activations:
                 yield self._read(number)
             except BankError as error:
                 yield error
+
+    def recent(self, count: int) -> list[Activation]:
+        """Return up to `count` decisions that can be read, the newest first."""
+        found = []
+        for number in reversed(self.records.numbers()[-count:]):
+            with suppress(BankError):
+                found.append(self._read(number))
+        return found
 
     def _read(self, number: int) -> Activation:
         file = self.records.file(number)

@@ -117,7 +117,7 @@ class UpstreamConfig(Section):
 
 OF_A_MODEL = (
     *("branch", "snapshot", "backbone", "device", "dtype", "gpus", "max_batch", "decoding"),
-    *("max_loaded_rows", "loaded_snapshots", "trust_remote_code", "follow", "gate"),
+    *("max_loaded_rows", "loaded_snapshots", "trust_remote_code", "follow", "gate", "examples"),
     *(f"limits.{name}" for name in ("prompt_tokens", "inputs", "max_tokens", "n")),
 )
 """Settings without effect where another engine answers."""
@@ -185,6 +185,13 @@ class ServeConfig(Section):
         False,
         description="accept weights of the backbone and the sentence encoder that are pickles, which can run code; "
         "only the command line may set it",
+    )
+    examples: int | None = Field(
+        None,
+        ge=0,
+        le=10,
+        description="test rows of each task that the playground offers as examples, where its data can be read here; "
+        "null: 2 without API keys, when only this machine is answered, else 0",
     )
     log_prompts: bool = Field(False, description="write inputs into the log")
     access_log: bool = Field(

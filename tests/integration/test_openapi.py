@@ -33,6 +33,7 @@ CHECKED = [
 OPERATIONS = (
     *("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/classify", "POST /v1/route"),
     *("GET /v1/models", "GET /v1/models/{name}", "GET /v1/adapters", "GET /v1/snapshots"),
+    *("GET /v1/tasks", "GET /v1/metrics"),
     *("POST /admin/activate", "GET /healthz", "GET /readyz"),
 )
 KINDS = {"llama": OPERATIONS, "bert": ("POST /v1/classify", "POST /v1/route", "POST /v1/completions")}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -18,13 +20,16 @@ from typing import Any
 import pytest
 from chromium import recorded
 from local_endpoint import Served, serving
+from page_looks import SCHEMES, WIDTHS, faults, window
 from playground_page import CARDS, answer_text, expect_state, mixture, opened, send, shown
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Browser, Page, Route, expect
 from tiny import Complete, on_main
 
 from raycl.bank import Bank, NewSnapshot
+from raycl.bank.activations import Activations
 from raycl.launch.http.page_files import TYPES, page_files
 from raycl.serve.engine.serving_engine import ServingEngine
+from raycl.serve.gate import gate_actor
 
 FILES = page_files("raycl.serve.http.playground")
 COLOUR, ANIMAL = "the sea is cold", "it purrs a sleeps"
@@ -69,7 +74,8 @@ def test_the_page_loads_without_errors_and_sends_no_other_requests(page: Page, s
     assert shown(mixture(page)) == {"colour": "0.00", "animal": "0.00"}
     alone = page.locator("#pinned-choice option").all_text_contents()
     assert alone[:2] == ["colour", "animal"] and "colour.0@1" in alone[2:]
-    assert len(asked) >= len(FILES) and [url for url in asked if not url.startswith(endpoint.url + "/")] == []
+    assert sum(f"/{name}" in url for url in asked for name in FILES) >= 9
+    assert [url for url in asked if not url.startswith(endpoint.url + "/")] == []
     assert errors == []
 
 
@@ -119,6 +125,7 @@ def test_three_answers_stream_in(page: Page, served: Get, slowly: Callable[[Serv
     endpoint = served(kind)
     slowly(endpoint)
     errors = recorded(opened(page, endpoint))
+    page.fill("#text", ANIMAL)
     page.select_option("#pinned-choice", "colour.0@1")
     seen: list[str] = []
     page.expose_function("note", lambda text: seen.append(text))
@@ -150,6 +157,7 @@ def test_an_encoder_answers_with_labels(page: Page, served: Get) -> None:
     endpoint = served("bert")
     opened(page, endpoint)
     assert not page.locator("#max_tokens").is_visible(), "nothing is generated here"
+    page.fill("#text", ANIMAL)
     page.select_option("#pinned-choice", "colour")
     send(page, ANIMAL)
     expect_state(page, "done", "auto", "pinned")
@@ -158,8 +166,16 @@ def test_an_encoder_answers_with_labels(page: Page, served: Get) -> None:
         assert page.locator(f"#{card} .label").inner_text() == result["label"]
         bars = shown(page.locator(f"#{card} .answer > .bars"))
         assert bars == {label: f"{chance:.2f}" for label, chance in result["scores"].items()}
-    expect_state(page, "", "base")
-    assert page.locator("#base .note").inner_text() == "The bare backbone has no label head."
+    assert not page.locator("#base").is_visible(), "an encoder's bare backbone has no label head: it cannot answer"
+    assert page.locator("#cards").get_attribute("data-count") == "2"
+
+
+@pytest.mark.parametrize(("kind", "path"), [("bert", "/v1/classify"), ("llama", "/v1/chat/completions")])
+def test_the_footer_names_what_this_endpoint_answers(page: Page, served: Get, kind: str, path: str) -> None:
+    opened(page, served(kind))
+    footer = page.locator("body > footer")
+    expect(footer).to_contain_text(f"POST {path}")
+    assert footer.inner_text().count("/v1/") == 2, "its own path, and that of mixtures"
 
 
 def test_settings_and_pins_travel(page: Page, served: Get) -> None:
@@ -197,6 +213,76 @@ def test_errors_show_the_servers_message(page: Page, served: Get) -> None:
     send(page, COLOUR, max_tokens=2)
     expect_state(page, "done", *CARDS)
     assert page.locator("#base .note").inner_text() == "" and answer_text(page, "base"), "the old error must go"
+
+
+def test_examples_of_the_served_tasks_stand_where_no_text_is(page: Page, served: Get) -> None:
+    opened(page, served("bert"))
+    tasks = served("bert").ask("/v1/tasks")[1]["data"]
+    assert [task["name"] for task in tasks] == ["colour", "animal"] and all(len(t["examples"]) == 2 for t in tasks)
+    expect(page.locator("#examples h3")).to_have_text(["colour", "animal"])
+    expect(page.locator("#examples .hint").first).to_have_text(" · ".join(tasks[0]["labels"]))
+    assert not page.locator("#cards").is_visible()
+    page.locator("#examples button").last.click()
+    assert page.input_value("#text") == tasks[1]["examples"][1]
+    assert not page.locator("#empty").is_visible()
+    expect(page.locator("#auto .mixture .value").last).not_to_have_text("0.00")
+    page.fill("#text", "")
+    expect(page.locator("#empty")).to_be_visible()
+
+
+def test_examples_are_data_and_not_shown_to_others(complete: Complete, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n")
+    keys = {"keys_file": str(tmp_path / "keys")}
+    uri, bearer = complete("bert", "slm", "torch").storage.sub("bank").uri, {"Authorization": "Bearer one"}
+    for settings, count in (({}, 0), ({"examples": 1}, 1)):
+        with serving(uri, auth=keys, **settings) as endpoint:
+            tasks = endpoint.ask("/v1/tasks", **bearer)[1]["data"]
+            assert [len(task["examples"]) for task in tasks] == [count, count]
+
+
+def test_hostile_examples_stay_text(page: Page, served: Get) -> None:
+    task = {"name": HOSTILE, "labels": [HOSTILE], "definition": "", "examples": [HOSTILE]}
+    page.route("**/v1/tasks", lambda route: route.fulfill(json={"data": [task]}))
+    opened(page, served("bert"))
+    expect(page.locator("#examples button")).to_have_text(HOSTILE)
+    assert page.locator("main img, main script").count() == 0 and page.title() == "raycl playground"
+
+
+def test_the_out_of_distribution_score_of_an_answer(page: Page, served: Get) -> None:
+    opened(page, served("llama"))
+    send(page, COLOUR, max_tokens=2)
+    expect_state(page, "done", *CARDS)
+    how = served("llama").ask("/v1/route", {"input": COLOUR})[1]["data"][0]["raycl"]
+    shown_score = "none" if how["ood_score"] is None else f"{how['ood_score']:.2f}"
+    expect(page.locator("#auto .ood b")).to_have_text(shown_score)
+    assert not page.locator("#pinned .ood").is_visible(), "a request that names its adapters has no score"
+    page.route("**/v1/route", lambda route: route.fulfill(json={"data": [{"raycl": {**how, "ood_score": 0.973}}]}))
+    page.fill("#text", ANIMAL)
+    expect(page.locator("#auto .ood b")).to_have_text("0.97")
+    expect(page.locator("#auto .ood")).to_have_class(re.compile("high"))
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on the path")
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_the_curl_line_sends_the_same_request(page: Page, served: Get, kind: str) -> None:
+    opened(page, served(kind))
+    text = f"{ANIMAL} 'quoted' $HOME \\ `date`"
+    page.fill("#text", text)
+    assert not page.locator("#auto .request").is_visible(), "there is no request yet"
+    send(page, text)
+    expect_state(page, "done", "auto")
+    page.locator("#auto .request summary").click()
+    line = page.locator("#auto .request pre").inner_text()
+    answered = json.loads(subprocess.run(["sh", "-c", line], capture_output=True, check=True).stdout)
+    if kind == "bert":
+        assert answered["data"][0]["label"] == page.locator("#auto .label").inner_text()
+    else:
+        assert answered["choices"][0]["message"]["content"] == answer_text(page, "auto")
+    assert json.dumps(text) in line.replace("'\\''", "'")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("#auto .request button").click()
+    expect(page.locator("#auto .request button")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == line
 
 
 # ---- stopping ------------------------------------------------------------------------------------------------------
@@ -269,6 +355,136 @@ def test_a_new_snapshot_is_shown_without_a_reload(page: Page, complete: Complete
         expect(mixture(page).locator(".name")).to_have_text(["colour"])
         expect(mixture(page).locator(".value")).to_have_text(["1.00"])
         assert page.locator("#pinned-choice option").first.inner_text() == "colour"
+
+
+def test_switching_snapshots_and_the_way_back(page: Page, complete: Complete, tmp_path: Path) -> None:
+    bank = complete("bert", "slm", "torch").copy(tmp_path).sub("bank")
+    with serving(bank.uri) as endpoint:
+        opened(page, endpoint)
+        page.locator("#switch > summary").click()
+        assert page.locator("#activate-number option").all_inner_texts() == ["1"] and page.locator("#back").is_hidden()
+        page.locator("#activate").click()
+        expect(page.locator("#activate")).to_have_text("Activate snapshot 1 for everyone?")
+        assert endpoint.ask("/v1/snapshots")[1]["active"] == 2, "one click must not switch"
+        page.locator("#activate").click()
+        expect(page.locator("#snapshot")).to_have_text("snapshot 1")
+        expect(page.locator("#switch-note")).to_contain_text("Snapshot 1 answers now")
+        expect(page.locator("#decisions li").first).to_contain_text("snapshot 1 · requested")
+        page.locator("#back").click()
+        expect(page.locator("#snapshot")).to_have_text("snapshot 2")
+        assert endpoint.ask("/v1/snapshots")[1]["active"] == 2
+        expect(page.locator("#back")).to_have_text("Back to snapshot 1")
+
+
+def test_switching_needs_an_admin_key(page: Page, complete: Complete, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("plain\nadmin:chief\n")
+    bank = complete("bert", "slm", "torch").copy(tmp_path / "run").sub("bank")
+    with serving(bank.uri, auth={"keys_file": str(tmp_path / "keys")}) as endpoint:
+        page.goto(endpoint.url + "/")
+        page.fill("#key", "plain")
+        page.press("#key", "Enter")
+        expect(page.locator("#snapshot")).to_have_text("snapshot 2")
+        page.locator("#switch > summary").click()
+        page.locator("#activate").click()
+        page.locator("#activate").click()
+        expect(page.locator("#key-why")).to_contain_text("an admin key is needed")
+        assert endpoint.service.snapshot_manager.active.snapshot.number == 2
+        page.fill("#key", "chief")
+        page.press("#key", "Enter")
+        expect(page.locator("#key-form")).to_be_hidden()
+        page.locator("#activate").click()
+        page.locator("#activate").click()
+        expect(page.locator("#snapshot")).to_have_text("snapshot 1")
+
+
+def test_the_gates_last_judgement(page: Page, complete: Complete, tmp_path: Path) -> None:
+    passed, rejected = "passed the gate: no task falls", f"snapshot 2 was rejected: {HOSTILE} falls by 9.0 points"
+    gate_source = Path(gate_actor.__file__).read_text()
+    assert passed.partition("no task")[0] in gate_source, "the page knows a passed gate by its words"
+    bank = complete("bert", "slm", "torch").copy(tmp_path).sub("bank")
+    decisions = Activations(Bank(bank))
+    decisions.add(1, passed)
+    with serving(bank.uri, follow={"enabled": False}) as endpoint:
+        opened(page, endpoint)
+        expect(page.locator("#gate")).to_contain_text(f"snapshot 1 {passed}")
+        decisions.add(1, rejected, rejected=2)
+        expect(page.locator("#gate")).to_contain_text(rejected)
+        expect(page.locator("#gate")).to_have_class("rejected")
+        assert page.locator("main img, main script").count() == 0
+
+
+# ---- how it looks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_pages_can_be_read(browser: Browser, served: Get, width: int, scheme: str) -> None:
+    page = window(browser, width, scheme)
+    opened(page, served("llama"))
+    expect(page.locator("#examples li")).to_have_count(2)
+    assert faults(page) == [], "without a text"
+    send(page, COLOUR, max_tokens=2)
+    expect_state(page, "done", *CARDS)
+    for summary in ("#auto .request > summary", "#switch > summary", "#auto .mixture summary"):
+        page.locator(summary).click()
+    assert faults(page) == [], "with answers"
+    line = page.locator("#auto .request pre")
+    assert line.evaluate("line => line.scrollWidth <= line.clientWidth"), "the curl line is cut off"
+    page.goto(served("llama").url + "/playground/metrics.html")
+    expect(page.locator("#weights .line")).to_have_count(2)
+    assert faults(page) == [], "metrics"
+    page.context.close()
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_without_prometheus(page: Page, complete: Complete) -> None:
+    with serving(complete("bert", "slm", "torch").storage.sub("bank").uri) as endpoint:
+        errors = recorded(page)
+        page.goto(f"{endpoint.url}/playground/metrics.html")
+        expect(page.locator("#times")).to_contain_text("no answer yet")
+        for text in (COLOUR, ANIMAL, ANIMAL):
+            assert endpoint.ask("/v1/classify", {"input": text})[0] == 200
+        assert endpoint.ask("/v1/route", {"input": COLOUR})[0] == 200
+        assert endpoint.ask("/v1/classify", {"input": COLOUR, "model": "nothing"})[0] == 404
+        metrics = endpoint.ask("/v1/metrics")[1]
+        assert sum(one["answers"] for one in metrics["data"]) == 3, "a mixture alone is no answer"
+        assert sum(sum(one["total_ms"]) for one in metrics["data"]) == 3
+        statuses = [one["statuses"] for one in metrics["data"]]
+        assert sum(one.get("2", 0) for one in statuses) == 3 and sum(one.get("4", 0) for one in statuses) == 1
+        page.reload()
+        totals = page.locator("#totals div")
+        expect(totals.filter(has_text="Answers").locator("dd")).to_have_text("3")
+        expect(totals.filter(has_text="Refused").locator("dd")).to_have_text("1")
+        expect(page.locator("#weights-title + .legend li")).to_have_text(["animal", "colour"])
+        page.select_option("#span", "600")
+        expect(page.locator("#requests .line").first).to_have_attribute("data-points", "60")
+        assert errors == []
+
+
+def test_metrics_of_several_replicas_are_summed(page: Page, served: Get) -> None:
+    start = int(time.time()) // 10 * 10 - 20
+    classes, scores = [0, 0, 4] + [0] * 13, [0] * 9 + [2]
+    one = {"start": start, "statuses": {"2": 4}, "answers": 4, "tokens": 8, "weights": {HOSTILE: 3.0, "colour": 1.0}}
+    one |= {"total_ms": classes, "first_ms": classes, "queue_ms": classes, "ood": scores, "ood_sum": 1.9}
+    replies = iter(["one:1", "two:2"])
+    bounds = served("bert").ask("/v1/metrics")[1]["bounds_ms"]
+
+    def answer(route: Route) -> None:
+        tree = {"replica": next(replies), "now": time.time(), "interval_s": 10, "bounds_ms": bounds, "data": [one]}
+        route.fulfill(json=tree)
+
+    page.route("**/v1/metrics", answer)
+    page.clock.install()
+    page.goto(f"{served('bert').url}/playground/metrics.html")
+    expect(page.locator("#state")).to_have_text("1 replica")
+    page.clock.run_for(5000)
+    expect(page.locator("#state")).to_have_text("2 replicas")
+    expect(page.locator("#totals dd").first).to_have_text("8")
+    assert page.locator("#totals dd").all_inner_texts()[4:] == ["5.0 ms", "5.0 ms", "0.95"]
+    expect(page.locator("#weights-title + .legend li").first).to_have_text(HOSTILE)
+    assert page.locator("main img, main script").count() == 0 and page.title() == "raycl metrics"
 
 
 # ---- what others wrote ---------------------------------------------------------------------------------------------

@@ -29,11 +29,19 @@ def test_every_file_is_of_a_known_kind_and_packaged(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PAGES)
+def test_no_text_becomes_markup(package: str) -> None:
+    scripts = {name: content.decode() for name, content in page_files(package).items() if name.endswith(".js")}
+    markup = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|srcdoc")
+    assert scripts and [name for name, text in scripts.items() if markup.search(text)] == []
+
+
+@pytest.mark.parametrize("package", PAGES)
 def test_a_page_names_files_of_its_own_alone(package: str) -> None:
     files = page_files(package)
     assert {INDEX, "base.css", "icon.svg"} <= set(files)
-    named = re.findall(r'(?:href|src)="([^"]+)"', files[INDEX].decode())
-    assert {name.rpartition("/")[2] for name in named} - {"openapi.json"} <= set(files)
+    pages = "".join(content.decode() for name, content in files.items() if name.endswith(".html"))
+    named = re.findall(r'(?:href|src)="([^"]+)"', pages)
+    assert {name.rpartition("/")[2] for name in named} - {"openapi.json", ""} <= set(files)
     script = "".join(content.decode() for name, content in files.items() if name.endswith(".js"))
     assert {name.removeprefix("./") for name in re.findall(r'from "([^"]+)"', script)} <= set(files)
 

@@ -134,7 +134,7 @@ function drawMatrix({ matrix, current }) {
     return row;
   });
   const table = element("table");
-  table.style.minWidth = `${11 + 3.5 * matrix.tasks.length}rem`;
+  table.style.setProperty("--tasks", matrix.tasks.length);
   const [thead, tbody] = [element("thead"), element("tbody")];
   thead.append(head);
   tbody.append(...rows);
@@ -145,7 +145,7 @@ function drawMatrix({ matrix, current }) {
 function cell(value) {
   if (value === null) return element("td");
   const found = element("td", value.toFixed(1));
-  found.style.backgroundColor = `color-mix(in srgb, var(--accent) ${Math.max(0, Math.min(100, value)) * 0.45}%, var(--track))`;
+  found.style.backgroundColor = `color-mix(in srgb, var(--accent) ${Math.max(0, Math.min(100, value)) * 0.4}%, var(--track))`;
   return found;
 }
 

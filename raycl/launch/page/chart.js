@@ -1,7 +1,7 @@
 // The loss curve as SVG.
 
 const MARGIN = { top: 8, right: 12, bottom: 32, left: 38 };
-const NAME_PX = 6.2;
+const NAME_PX = 6.8;
 
 function shape(name, attributes, text = "") {
   const found = document.createElementNS("http://www.w3.org/2000/svg", name);

@@ -395,7 +395,54 @@ class SnapshotsAnswer(BaseModel):
     kind: str
     data: list[int]
     decision: dict[str, Any] = Field(description="the last one: number, snapshot, why, time")
+    decisions: list[dict[str, Any]] = Field(
+        description="the last few, the newest first; with `rejected`, the snapshot that the gate did not activate"
+    )
     problem: str = Field(description="why the newest snapshot or decision cannot be used or evaluated, or empty")
+
+
+class ServedTask(BaseModel):
+    """A task that the active snapshot has learned."""
+
+    name: str
+    labels: list[str] | None
+    definition: str = Field(description="its instruction; empty: it has none")
+    examples: list[str] = Field(description="rows that it was not trained on; see the setting `examples`")
+
+
+class TasksAnswer(BaseModel):
+    """The response of GET /v1/tasks."""
+
+    object: Literal["list"]
+    snapshot: int
+    data: list[ServedTask]
+
+
+class MetricsInterval(BaseModel):
+    """What happened in one interval; times and scores as numbers of answers in each class."""
+
+    start: int
+    statuses: dict[str, int] = Field(description="responses to requests for answers, by the first digit of the status")
+    answers: int
+    tokens: int
+    total_ms: list[int]
+    first_ms: list[int]
+    queue_ms: list[int]
+    weights: dict[str, float] = Field(description="task -> sum of routing weights")
+    ood: list[int] = Field(description="answers by out-of-distribution score, in ten classes from 0 to 1")
+    ood_sum: float
+
+
+class MetricsAnswer(BaseModel):
+    """The response of GET /v1/metrics: the last hour of the replica that answers it."""
+
+    object: Literal["metrics"]
+    replica: str
+    now: float
+    interval_s: int
+    intervals: int
+    bounds_ms: list[int] = Field(description="upper bounds of the classes of times; one more is for longer ones")
+    data: list[MetricsInterval]
 
 
 class ActivateAnswer(BaseModel):

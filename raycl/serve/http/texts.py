@@ -18,6 +18,7 @@ from raycl.generation.requests import Started, TextDelta
 from raycl.serve.errors import InvalidRequestError, error_response
 from raycl.serve.http.request_selection import details_of, sampling_of, select
 from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
+from raycl.serve.service.history import History
 from raycl.serve.service.service import ServedAnswer, Service, take
 
 EVENT = {
@@ -51,21 +52,21 @@ class GenerationOptions:
         return {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.request.model}
 
 
-def add_texts(app: FastAPI, service: Service) -> None:
+def add_texts(app: FastAPI, service: Service, history: History) -> None:
     """Add both endpoints."""
 
     @app.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatAnswer, "content": STREAM}})
     async def chat(request: ChatRequest) -> Response:
         """Return the answer to the messages, with the prompt or chat template of the task that they belong to."""
         most = request.max_completion_tokens or request.max_tokens
-        return await _answered(service, _options(service, request, [request.prompt], most, chat=True))
+        return await _answered(service, history, _options(service, request, [request.prompt], most, chat=True))
 
     @app.post("/v1/completions", response_model=None, responses={200: {"model": TextAnswer, "content": STREAM}})
     async def completions(request: CompletionRequest) -> Response:
         """Return what follows each prompt, which is sent as it is."""
         prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         options = _options(service, request, prompts, request.max_tokens, echo=bool(request.echo))
-        return await _answered(service, options)
+        return await _answered(service, history, options)
 
 
 def _options(
@@ -87,16 +88,16 @@ def _options(
     return GenerationOptions(request, texts, texts if echo else [""] * len(texts), settings, chat)
 
 
-async def _answered(service: Service, options: GenerationOptions) -> Response:
+async def _answered(service: Service, history: History, options: GenerationOptions) -> Response:
     if not options.request.stream:
-        return await _complete(service, options)
-    pieces = _pieces(service, options)
+        return await _complete(service, history, options)
+    pieces = _pieces(service, history, options)
     first = await anext(pieces)  # what cannot be answered fails here, before the stream begins
     headers = {"Cache-Control": "no-cache"}
     return StreamingResponse(_events(first, pieces), media_type="text/event-stream", headers=headers)
 
 
-async def _complete(service: Service, options: GenerationOptions) -> Response:
+async def _complete(service: Service, history: History, options: GenerationOptions) -> Response:
     deadline = service.deadline
     async with (
         select(service, options.request) as (loaded, choice),
@@ -109,13 +110,16 @@ async def _complete(service: Service, options: GenerationOptions) -> Response:
         text = options.echoes[number] + answer.text
         content = {"message": {"role": "assistant", "content": text}} if options.chat else {"text": text}
         details = details_of(loaded, answer.metadata).model_dump()
+        history.add_answer(answer, details["tasks"])
         choices.append({"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": details})
     kind = "chat.completion" if options.chat else "text_completion"
     body = {**options.head(), "object": kind, "choices": choices, "usage": usage(answers, options.request.answers)}
     return JSONResponse({**body, "raycl": choices[0]["raycl"]})
 
 
-async def _pieces(service: Service, options: GenerationOptions) -> AsyncGenerator[dict[str, Any], None]:
+async def _pieces(
+    service: Service, history: History, options: GenerationOptions
+) -> AsyncGenerator[dict[str, Any], None]:
     """Yield chunks of a stream; answers to several prompts, or n > 1, follow one after another."""
     deadline, head = service.deadline, options.head()
     answers: list[ServedAnswer] = []
@@ -124,15 +128,17 @@ async def _pieces(service: Service, options: GenerationOptions) -> AsyncGenerato
         service.submit(loaded, choice, options.texts, **options.settings) as queues,
     ):
         for number, queue in enumerate(queues):
-            answer, began = ServedAnswer(), time.perf_counter()
+            answer, began, tasks = ServedAnswer(), time.perf_counter(), {}
             async for event in service.events(queue, deadline):
                 take(answer, event, began)
                 if isinstance(event, Started):
                     details = details_of(loaded, event.metadata).model_dump()
+                    tasks = details["tasks"]
                     yield _chunk(options, head, number, options.echoes[number], None, first=True) | {"raycl": details}
                 elif isinstance(event, TextDelta):
                     yield _chunk(options, head, number, event.text, event.finish)
             service.observe(answer)
+            history.add_answer(answer, tasks)
             answers.append(answer)
     if options.request.includes_usage:
         yield {**head, "object": _kind(options), "choices": [], "usage": usage(answers, options.request.answers)}

@@ -16,7 +16,9 @@ from raycl.errors import BankError, RayclError
 from raycl.launch.http.page_files import add_page
 from raycl.serve.errors import RETRYABLE, InvalidRequestError, NotFoundError, body_of, error_response
 from raycl.serve.http.access import AccessMiddleware, Keys
+from raycl.serve.http.examples import Examples
 from raycl.serve.http.request_selection import details_of, select
+from raycl.serve.http.response_counter import ResponseCounter
 from raycl.serve.http.schema import (
     ActivateAnswer,
     ActivateRequest,
@@ -26,11 +28,14 @@ from raycl.serve.http.schema import (
     HealthAnswer,
     LabelAnswer,
     ListedModel,
+    MetricsAnswer,
     ModelsAnswer,
     RouteAnswer,
     SnapshotsAnswer,
+    TasksAnswer,
 )
 from raycl.serve.http.texts import add_texts, usage
+from raycl.serve.service.history import History
 from raycl.serve.service.service import ServedAnswer, Service
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -43,14 +48,17 @@ TOO_DEEP = "the body's JSON is nested too deeply: send fewer lists and objects i
 
 def make_web(service: Service, keys: Keys) -> Any:
     """Return the ASGI application of one replica."""
+    history = History()
     app = FastAPI(title="raycl", version=__version__, responses=ERROR_RESPONSES, docs_url=None, redoc_url=None)
     add_errors(app)
-    add_texts(app, service)
-    _add_labels(app, service)
+    add_texts(app, service, history)
+    _add_labels(app, service, history)
     _add_models(app, service)
+    _add_tasks(app, service, bool(keys))
+    _add_metrics(app, history)
     _add_health(app, service)
     add_page(app, "raycl.serve.http.playground", "/playground")
-    return AccessMiddleware(app, keys, service.config.limits)
+    return ResponseCounter(AccessMiddleware(app, keys, service.config.limits), history)
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------
@@ -131,13 +139,15 @@ def _place(where: Sequence[Any], body: Any) -> str:
 # ---- labels and routes -------------------------------------------------------------------------------------------
 
 
-def _add_labels(app: FastAPI, service: Service) -> None:
+def _add_labels(app: FastAPI, service: Service, history: History) -> None:
     @app.post("/v1/classify", response_model=None, responses={200: {"model": LabelAnswer}})
     async def classify(request: ClassifyRequest) -> Response:
         """Return the label of each text, with the probability of every label that was in question."""
         if service.capabilities.answers != "label":
             raise InvalidRequestError("this endpoint's backbone answers with texts: use POST /v1/chat/completions")
         answers, details = await _each(service, request, route_only=False)
+        for answer, metadata in zip(answers, details, strict=True):
+            history.add_answer(answer, metadata["tasks"])
         data = [
             {"index": number, "label": next(iter(answer.scores)), "scores": answer.scores, "raycl": metadata}
             for number, (answer, metadata) in enumerate(zip(answers, details, strict=True))
@@ -214,6 +224,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
                 "kind": service.kind,
                 "data": snapshot_manager.bank.snapshots(),
                 "decision": snapshot_manager.decision,
+                "decisions": snapshot_manager.decisions,
                 "problem": service.problem,
             }
         )
@@ -227,6 +238,33 @@ def _add_models(app: FastAPI, service: Service) -> None:
         except BankError as error:
             raise NotFoundError(str(error)) from error
         return JSONResponse({"active": snapshot_manager.active.snapshot.number, "before": before})
+
+
+def _add_tasks(app: FastAPI, service: Service, has_keys: bool) -> None:
+    examples = Examples(service.config, has_keys)
+
+    @app.get("/v1/tasks", response_model=None, responses={200: {"model": TasksAnswer}})
+    def tasks() -> Response:
+        """Return tasks of the active snapshot, with examples of their texts."""
+        active = service.snapshot_manager.active.snapshot
+        texts = examples.of(active)
+        data = [
+            {
+                "name": task.name,
+                "labels": None if task.labels is None else list(task.labels),
+                "definition": task.definition,
+                "examples": texts.get(task.name, []),
+            }
+            for task in active.tasks
+        ]
+        return JSONResponse({"object": "list", "snapshot": active.number, "data": data})
+
+
+def _add_metrics(app: FastAPI, history: History) -> None:
+    @app.get("/v1/metrics", response_model=None, responses={200: {"model": MetricsAnswer}})
+    async def metrics() -> Response:
+        """Return requests, times, weights and out-of-distribution scores of this replica's last hour."""
+        return JSONResponse(history.tree(), headers={"Cache-Control": "no-store"})
 
 
 def _add_health(app: FastAPI, service: Service) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raycl.bank import Bank, Snapshot
-from raycl.bank.activations import Activations
+from raycl.bank.activations import Activation, Activations
 from raycl.bank.integrity import IntegrityCheck
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import BankError, RayclError
@@ -28,6 +28,9 @@ from raycl.storage.records import Stamp
 
 log = logging.getLogger(__name__)
 
+
+DECISIONS = 8
+"""Decisions that the endpoint lists."""
 
 LONGEST_S = 30.0
 """Between two looks at a snapshot that could not be used."""
@@ -83,6 +86,8 @@ class SnapshotManager:
         self._open: OrderedDict[int, LoadedSnapshot] = OrderedDict()
         self._replaced: list[LoadedSnapshot] = []  # whose number means another snapshot now, or none
         self._stamps: dict[int, Stamp] = {}
+        self._decisions: list[dict[str, object]] = []
+        self._decisions_until: Activation | None = None
         self._users: Counter[LoadedSnapshot] = Counter()
         self._lock = threading.Lock()  # of these and of what is active: held for a moment only
         self._loading_lock = threading.RLock()  # held while a snapshot is loaded, activated or unloaded
@@ -214,6 +219,16 @@ class SnapshotManager:
         """The last one: number, snapshot, and why."""
         last = self.activations.latest()
         return {} if last is None else {"number": last.number, "snapshot": last.snapshot, **last.provenance}
+
+    @property
+    def decisions(self) -> list[dict[str, object]]:
+        """The last few, the newest first, as `decision`; read again only after a new one."""
+        last = self.activations.latest()
+        if last is not None and last != self._decisions_until:
+            recent = self.activations.recent(DECISIONS)
+            self._decisions = [{"number": one.number, "snapshot": one.snapshot, **one.provenance} for one in recent]
+            self._decisions_until = last
+        return self._decisions
 
     # ---- following -------------------------------------------------------------------------------------------
 

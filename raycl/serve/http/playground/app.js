@@ -1,7 +1,10 @@
 // The page: what is typed goes to the endpoint, what comes back goes into the cards.
 
 import { Card, milliseconds } from "./card.js";
-import { Refused, ask, events, json, setKey } from "./wire.js";
+import { drawExamples } from "./examples.js";
+import { attempt, show, wantKey, waitsForKey } from "./key.js";
+import { Switch } from "./switch.js";
+import { Refused, address, events, hasKey, json } from "./wire.js";
 
 const POLL_MS = 3000;
 const TYPING_MS = 120;
@@ -11,6 +14,8 @@ const REMEMBERED = 5;
 const $ = (id) => document.getElementById(id);
 let polling = 0;
 const known = { active: 0, kind: "", tasks: [], adapters: [], snapshots: [] };
+const ANSWERS = { encoder: "v1/classify" };
+const answersPath = () => ANSWERS[known.kind] ?? "v1/chat/completions";
 
 // ---- cards -------------------------------------------------------------------------------------------------------
 
@@ -28,16 +33,21 @@ cards.base.noMixture("No adapter is active.");
 
 // ---- what the endpoint serves ------------------------------------------------------------------------------------
 
+const switching = new Switch(() => attempt(refresh));
+
 async function refresh() {
   const served = await json("v1/snapshots");
   const problem = served.problem ? `The newest decision could not be followed: ${served.problem}` : "";
   show($("problem"), problem);
+  switching.update(served);
   if (served.active === known.active && served.data.length === known.snapshots.length) return;
   const adapters = (await json("v1/adapters")).data;
   const moved = known.active && served.active !== known.active;
   Object.assign(known, { active: served.active, kind: served.kind, tasks: served.tasks, adapters, snapshots: served.data });
   describe(moved);
   route.now();
+  await drawExamples((await json("v1/tasks")).data, write);
+  showEmpty();
 }
 
 function describe(moved) {
@@ -52,11 +62,29 @@ function describe(moved) {
   const alone = known.tasks.filter((task) => known.adapters.some((one) => one.tasks.join() === task));
   const names = known.adapters.filter((one) => !alone.includes(one.name)).map((one) => `${one.name}@${one.version}`);
   fill(pinned, alone.map((task) => [task, task]), names.map((name) => [name, name]));
+  $("answers-path").textContent = `POST /${answersPath()}`;
   announcePinned();
+  showCards();
 }
 
 function announcePinned() {
-  cards.pinned.noMixture(pinned.value ? `Only ${pinned.value} is active.` : "There is no adapter to pin.");
+  cards.pinned.noMixture(`Only ${pinned.value} is active.`);
+}
+
+/** Only cards that can answer are there: an encoder's bare backbone has no label head, and there may be no adapter. */
+function showCards() {
+  cards.base.root.hidden = known.kind === "encoder";
+  cards.pinned.root.hidden = !pinned.value;
+  $("cards").dataset.count = shownCards().length;
+}
+
+const shownCards = () => Object.keys(cards).filter((name) => !cards[name].root.hidden);
+
+/** Examples stand in the place of answers until there is a text. */
+function showEmpty() {
+  const empty = !$("text").value && !sent;
+  $("empty").hidden = !empty || !known.active;
+  $("cards").hidden = empty;
 }
 
 /** Options of a select, in one group or two; what was chosen stays chosen if it is still there. */
@@ -76,52 +104,14 @@ function fill(select, first, second = []) {
 /** No request is sent while the page is hidden, or while it waits for a key. */
 async function poll() {
   try {
-    if (!document.hidden && $("key-form").hidden) await attempt(refresh);
+    if (!document.hidden && !waitsForKey()) await attempt(refresh);
   } finally {
     clearTimeout(polling);
     polling = setTimeout(poll, POLL_MS);
   }
 }
 
-/** Errors that concern the whole page are shown at its top. */
-async function attempt(work) {
-  try {
-    await work();
-  } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    if (error.status === 401) wantKey(error.message);
-    else show($("problem"), error.message);
-  }
-}
-
-/** Only what is new is written, as what is written is read out. */
-function show(element, words) {
-  if (element.textContent !== words) element.textContent = words;
-  element.hidden = !words;
-}
-
-// ---- the key -----------------------------------------------------------------------------------------------------
-
-function wantKey(words) {
-  show($("key-why"), words);
-  if (!$("key-form").hidden) return;
-  $("key-form").hidden = false;
-  $("key").focus();
-}
-
-$("key-form").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  setKey($("key").value.trim());
-  await attempt(async () => {
-    await ask("v1/snapshots");
-    $("key-form").hidden = true;
-    $("key").value = "";
-    $("text").focus();
-    await refresh();
-  });
-});
-
-// ---- the mixture, requested while typing--- ----------------------------------------------------------------------
+// ---- the mixture, requested while typing -------------------------------------------------------------------------
 
 /** One question at a time, the latest text next, however slow the endpoint is. */
 const route = {
@@ -181,6 +171,7 @@ function sampling() {
 }
 
 let current = null;
+let sent = false;
 
 async function send() {
   const text = $("text").value;
@@ -188,8 +179,10 @@ async function send() {
   stop();
   const mine = (current = new AbortController());
   $("stop").disabled = false;
+  sent = true;
+  showEmpty();
   remember(text);
-  await Promise.all(Object.keys(cards).map((name) => answer(name, text, mine.signal)));
+  await Promise.all(shownCards().map((name) => answer(name, text, mine.signal)));
   if (current === mine) stop();
 }
 
@@ -201,12 +194,8 @@ function stop() {
 
 async function answer(name, text, signal) {
   const card = cards[name];
-  if (name === "pinned" && !pinned.value) return;
   card.begin();
-  if (name === "base" && known.kind === "encoder") {
-    card.calm("The bare backbone has no label head."); // not requested: browsers show each rejected request as an error
-    return;
-  }
+  card.showRequest(commandLine(answersPath(), requestBody(name, text)));
   try {
     await (known.kind === "encoder" ? classify : generate)(name, text, signal);
   } catch (error) {
@@ -220,19 +209,32 @@ async function answer(name, text, signal) {
   }
 }
 
+/** A request's body; of a text answer, without what makes it a stream. */
+function requestBody(name, text) {
+  if (known.kind === "encoder") return { ...selections[name](), input: text };
+  return { ...selections[name](), ...sampling(), messages: [{ role: "user", content: text }] };
+}
+
+/** The request for a POSIX shell; the key itself stays out of it. */
+function commandLine(path, body) {
+  const quoted = (words) => `'${words.replaceAll("'", "'\\''")}'`;
+  const key = hasKey() ? ['-H "Authorization: Bearer $RAYCL_KEY"'] : [];
+  const parts = [`curl ${quoted(address(path))}`, "-H 'Content-Type: application/json'", ...key, `-d ${quoted(JSON.stringify(body))}`];
+  return parts.join(" \\\n  ");
+}
+
 async function classify(name, text, signal) {
-  const found = (await json("v1/classify", { ...selections[name](), input: text }, signal)).data[0];
+  const found = (await json("v1/classify", requestBody(name, text), signal)).data[0];
   showMixture(name, text, found.raycl);
   cards[name].classified(found.label, found.scores);
   cards[name].end(remarks(name, found.raycl));
 }
 
 async function generate(name, text, signal) {
-  const body = { ...selections[name](), ...sampling(), messages: [{ role: "user", content: text }] };
   const more = [];
   let how = null;
   const stream = { stream: true, stream_options: { include_usage: true } };
-  for await (const event of events("v1/chat/completions", { ...body, ...stream }, signal)) {
+  for await (const event of events("v1/chat/completions", { ...requestBody(name, text), ...stream }, signal)) {
     if (event.raycl) showMixture(name, text, (how = event.raycl));
     const choice = event.choices[0];
     cards[name].add(choice?.delta.content);
@@ -311,6 +313,7 @@ function write(text) {
 // ---- the page itself ---------------------------------------------------------------------------------------------
 
 function typed() {
+  showEmpty();
   for (const card of Object.values(cards)) card.stale(true);
   route.soon();
 }

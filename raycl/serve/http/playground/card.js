@@ -62,6 +62,9 @@ export class Card {
     this.bars = part(".mixture .bars");
     this.adapters = part(".mixture details");
     this.hint = part(".hint");
+    this.ood = part(".ood");
+    this.request = part(".request");
+    this.request.querySelector("button").addEventListener("click", () => this.copy());
     this.output = part(".output");
     this.label = part(".label");
     this.note = part(".note");
@@ -85,6 +88,37 @@ export class Card {
     const words = rest > 0 ? [`and ${rest} tasks with smaller weights`] : [];
     if (how.ood_score >= STRANGE) words.push(`unlike what was learned: ${Math.round(100 * how.ood_score)} % of known texts are nearer to a task`);
     this.setHint(words.join(" · "));
+    this.score(how.ood_score, tasks.length > 0);
+  }
+
+  /**
+   * The out-of-distribution score.
+   * @param {number | null | undefined} value undefined: nothing is routed; null: there is no score
+   * @param {boolean} routed where the router could have given one, it is said that there is none
+   */
+  score(value, routed) {
+    this.ood.hidden = value === undefined || (value === null && !routed);
+    this.ood.lastElementChild.textContent = value == null ? "none" : value.toFixed(2);
+    this.ood.title = value === null ? "The router of this snapshot has no such score." : "Near 1 for a text unlike all learned tasks.";
+    this.ood.classList.toggle("high", value >= STRANGE);
+  }
+
+  /** The request as a command line to copy. */
+  showRequest(line) {
+    this.request.hidden = false;
+    this.request.querySelector("pre").textContent = line;
+    this.request.querySelector("button").textContent = "Copy";
+  }
+
+  async copy() {
+    const [line, button] = [this.request.querySelector("pre"), this.request.querySelector("button")];
+    try {
+      await navigator.clipboard.writeText(line.textContent);
+      button.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(line); // no clipboard without https: the line is selected instead
+      button.textContent = "Selected";
+    }
   }
 
   /** Words instead of bars, or below them. */
@@ -95,6 +129,7 @@ export class Card {
   noMixture(words) {
     drawBars(this.bars, []);
     drawMore(this.adapters, [], "");
+    this.score(undefined);
     this.setHint(words);
   }
 
@@ -150,12 +185,6 @@ export class Card {
   failed(words) {
     this.remark(words);
     this.set("failed");
-  }
-
-  /** No answer, and nothing wrong with that. */
-  calm(words) {
-    this.remark(words);
-    this.set("");
   }
 
   set(state) {

@@ -1,6 +1,7 @@
 // The endpoint's requests and responses.
 
 const KEY = "raycl.key";
+const BASE = new URL("..", import.meta.url);
 const UNREACHABLE = "The endpoint cannot be reached: is it still running?";
 
 /** What the server would not do, in its own sentence; status 0 if it did not answer at all. */
@@ -17,6 +18,11 @@ try {
 } catch {
   // a browser that keeps nothing: the key lasts until the page is left
 }
+
+export const hasKey = () => Boolean(key);
+
+/** The absolute address of a path of the endpoint, whichever page asks. */
+export const address = (path) => new URL(path, BASE).href;
 
 export function setKey(given) {
   key = given;
@@ -35,7 +41,7 @@ export async function ask(path, body, signal) {
   if (body) headers["Content-Type"] = "application/json";
   let response;
   try {
-    response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
+    response = await fetch(address(path), { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
   } catch (error) {
     throw error.name === "AbortError" ? error : new Refused(UNREACHABLE, 0);
   }

@@ -1,0 +1,69 @@
+"""What a page looks like in a browser, measured: its width, its smallest letters, and the contrast of its words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from playwright.sync_api import Browser, Page
+
+WIDTHS, SCHEMES = (390, 1280, 1440), ("light", "dark")
+LEAST_PX, LEAST_CONTRAST = 12.0, 4.5
+"""Pixels of a letter's size, and WCAG's contrast of ordinary text (level AA)."""
+
+MEASURE = """root => {
+  const channel = value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const painted = layers => {
+    canvas.globalCompositeOperation = "copy";
+    canvas.fillStyle = "#fff";
+    canvas.fillRect(0, 0, 1, 1);
+    canvas.globalCompositeOperation = "source-over";
+    for (const layer of layers) { canvas.fillStyle = layer; canvas.fillRect(0, 0, 1, 1); }
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map(value => channel(value / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = element => {
+    const layers = [];
+    for (let one = element; one; one = one.parentElement) layers.unshift(getComputedStyle(one).backgroundColor);
+    return layers;
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.querySelector(root), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    const words = walker.currentNode.data.trim();
+    if (!words || !element.checkVisibility({ opacityProperty: true, visibilityProperty: true })) continue;
+    if (element.closest("option, script, style, :disabled, .headerlink, svg")) continue;
+    const style = getComputedStyle(element);
+    const layers = behind(element);
+    const [one, other] = [painted(layers), painted([...layers, style.color])].sort((a, b) => b - a);
+    found.push({ words: words.slice(0, 60), px: parseFloat(style.fontSize), contrast: (one + 0.05) / (other + 0.05) });
+  }
+  return found;
+}"""
+
+
+def faults(page: Page, root: str = "body") -> list[str]:
+    """Return what cannot be read below an element: words that are too small or too pale, and a page that is too wide.
+
+    Args:
+        page: the page, loaded. root: selector of the element.
+    """
+    wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    found: list[dict[str, Any]] = page.evaluate(MEASURE, root)
+    assert found, f"'{root}' shows no words"
+    listed = [f"the page is {wide} pixels too wide"] if wide > 0 else []
+    listed += [f"'{one['words']}' has {one['px']:g} px" for one in found if one["px"] < LEAST_PX]
+    pale = [one for one in found if one["contrast"] < LEAST_CONTRAST]
+    return listed + [f"'{one['words']}' has a contrast of {one['contrast']:.2f}" for one in pale]
+
+
+def window(browser: Browser, width: int, scheme: str) -> Page:
+    """Return a page of a new window; its context is to be closed."""
+    context = browser.new_context(
+        viewport={"width": width, "height": 900},
+        color_scheme=scheme,
+        reduced_motion="reduce",
+    )
+    context.set_default_timeout(20_000)
+    return context.new_page()
