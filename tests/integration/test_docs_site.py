@@ -126,15 +126,19 @@ def test_figures_are_dark_in_dark_mode(browser: Browser, url: str, path: str) ->
         page = window(browser, 1280, scheme)
         page.goto(url + path)
         shown = [image for image in page.locator("article img").all() if image.is_visible()]
-        assert len(shown) == 1 and check(shown[0].evaluate(BRIGHTNESS)), scheme
+        assert shown and all(check(image.evaluate(BRIGHTNESS)) for image in shown), scheme
         page.context.close()
 
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [("rank_by_task", "reference/run/method-"), ("rollback", "guides/bank/"), ("no Ray answers at", "guides/errors/")],
+    [
+        ("max_loaded_rows", "reference/serve/"),
+        ("dev_fraction", "reference/run/stream/"),
+        ("no Ray answers at", "guides/errors/"),
+    ],
 )
-def test_search_finds_settings_topics_and_messages(page: Page, url: str, words: str, found: str) -> None:
+def test_search_finds_settings_and_messages(page: Page, url: str, words: str, found: str) -> None:
     page.goto(url)
     page.keyboard.press("/")
     link = page.locator(f".md-search-result__link[href*='{found}']").first
