@@ -142,10 +142,10 @@ def test_search_finds_settings_and_messages(page: Page, url: str, words: str, fo
     page.goto(url)
     page.keyboard.press("/")
     link = page.locator(f".md-search-result__link[href*='{found}']").first
-    for _ in range(40):  # what is typed before the index has been read finds nothing until the next key
+    for _ in range(10):  # what is typed before the index has been read finds nothing until the next key
         page.locator(".md-search__input").fill("")
         page.locator(".md-search__input").fill(words)
-        page.wait_for_timeout(500)
+        page.wait_for_timeout(2000)
         if link.count():
             break
     assert link.count()
