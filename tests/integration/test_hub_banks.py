@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from raycl.bank.branches import head_of
 from raycl.cli import main
 from raycl.cli.commands import parsed
 from raycl.errors import BankError
-from raycl.operations.banks.hub import CardFields, push
+from raycl.operations.banks.hub import CardFields, bank_card, push
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.sample_listing import stored_samples
 from raycl.serve.settings import at_bank, load_serve_config
@@ -271,3 +272,35 @@ def test_commands_take_a_bank_of_the_hub(
     push(other, head_of(other), "main", "me/bank", CardFields())
     with pytest.raises(BankError, match=r"has another 'snapshots/000002\.json': pull hf://me/bank into another folder"):
         pulled(tmp_path / "bank")
+
+
+def test_a_later_pull_moves_the_branch_on_unless_something_else_is_on_it(hub: Hub, lab: Lab, tmp_path: Path) -> None:
+    """Snapshots between two pushes are in neither; what was learned after a pull is not taken off its branch."""
+    tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
+    begun(tree_of(lab, "inclora", tasks, tmp_path / "bank"), tmp_path / "runs/first")
+    bank = Bank.at(tmp_path / "bank")
+    push(bank, bank.open(1), "main", "me/bank", CardFields())
+    there, own = pulled(tmp_path / "there"), pulled(tmp_path / "own")
+    more = {"stream": {"tasks": [{**lab.tasks[0], "name": "mine"}]}}
+    begun({"bank": {"start": f"{tmp_path}/own@main"}, **more}, tmp_path / "runs/own")
+    push(bank, bank.open(3), "main", "me/bank", CardFields())
+    assert pulled(tmp_path / "there").snapshots() == [1, 3]
+    assert head_of(there).number == 3 and verify(there).problems == []
+    with pytest.raises(BankError, match=r"has another snapshot 2 than the one before snapshot 3: pull hf://me/bank"):
+        pulled(tmp_path / "own")
+    assert head_of(own).tasks[-1].name == "mine" and own.snapshots() == [1, 2]
+
+
+def test_two_pushes_at_once_do_not_mix(hub: Hub, complete: Complete, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, other = bank_of(complete, "bert", "slm"), bank_of(complete, "llama", "olora")
+    push(bank, head_of(bank), "main", "me/bank", CardFields())
+
+    def meanwhile(*given: Any) -> str:
+        monkeypatch.undo()
+        push(other, head_of(other), "main", "me/bank", CardFields())
+        return bank_card(*given)
+
+    monkeypatch.setattr("raycl.operations.banks.hub.bank_card", meanwhile)
+    with pytest.raises(BankError, match=r"cannot push to hf://me/bank: .*412.*; what was sent stays there: try again"):
+        push(bank, bank.open(1), "main", "me/bank", CardFields())
+    assert snapshot_at("hf://me/bank")[1].sha256 == head_of(other).sha256

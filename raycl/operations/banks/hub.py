@@ -19,7 +19,7 @@ from raycl.backbone.codec import capabilities_of
 from raycl.backbone.model_files import published_name
 from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import info_of
-from raycl.bank.manifest import SnapshotAdapter
+from raycl.bank.manifest import SnapshotAdapter, snapshot_file
 from raycl.bank.states import get_record
 from raycl.errors import AdapterError, BankError, RunError, StorageError, counted
 from raycl.operations.banks.exchange import CARD, CONFIG, LABELS, card_metadata, export_peft, mixed
@@ -161,9 +161,18 @@ def _stage(bank: Bank, snapshot: Snapshot, branch: str, without: Sequence[str], 
     for file in records_of(snapshot):
         ours.write(file, bank.storage.read(file))
     exact = {entry.name: folders[entry.name] for entry in snapshot.adapters if entry.tensors.file in whole}
-    record = HubRecord(snapshot.number, snapshot.sha256, branch, exact, tuple(without))
+    record = HubRecord(snapshot.number, snapshot.sha256, branch, _ancestors(bank, snapshot), exact, tuple(without))
     ours.write(RECORD, seal({"format": FORMAT, **vars(record)}))
     return Pushed("", folders, own)
+
+
+def _ancestors(bank: Bank, snapshot: Snapshot) -> dict[int, str]:
+    """Return number -> SHA-256 of the snapshots that it descends from, back to where they were pruned."""
+    hashes: dict[int, str] = {}
+    while snapshot.parent is not None and bank.storage.exists(snapshot_file(snapshot.parent)):
+        snapshot = bank.open(snapshot.parent)
+        hashes[snapshot.number] = snapshot.sha256
+    return hashes
 
 
 def _folder_name(snapshot: Snapshot, entry: SnapshotAdapter) -> str:

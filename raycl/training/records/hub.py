@@ -25,7 +25,7 @@ from raycl.adapters.peft import names_in_bank
 from raycl.backbone.model_files import download
 from raycl.bank import AdapterRef, Bank, Snapshot
 from raycl.bank.branches import MAIN, Branch, BranchName, is_ancestor
-from raycl.bank.manifest import Name, ObjectInfo, SnapshotAdapter, check_name, manifest_file, snapshot_file
+from raycl.bank.manifest import Name, ObjectInfo, Sha256, SnapshotAdapter, check_name, manifest_file, snapshot_file
 from raycl.bank.pruning import record_removal, removed_from
 from raycl.bank.states import state_file, state_objects
 from raycl.bank.tensors import HEAD_BIAS, HEAD_WEIGHT, views
@@ -107,6 +107,7 @@ class HubRecord:
 
     Attributes:
         number, sha256: of the snapshot. branch: branch that points at it.
+        ancestors: number -> SHA-256 of the snapshots that it descends from, which are not pushed.
         peft: adapter -> its folder, of adapters in PEFT's layout.
         without: files of stored samples that were left out.
     """
@@ -114,6 +115,7 @@ class HubRecord:
     number: int
     sha256: str
     branch: BranchName = MAIN
+    ancestors: dict[int, Sha256] = field(default_factory=dict)
     peft: dict[Name, Name] = field(default_factory=dict)
     without: tuple[str, ...] = ()
 
@@ -175,6 +177,7 @@ def pull(address: HubAddress, target: Callable[[str], Bank]) -> tuple[Bank, Snap
         for entry in snapshot.adapters:
             source.manifest(entry_ref(entry))
         _check_same(bank, source, files, address)
+        _check_line(bank, snapshot, record.ancestors, address)
         objects = objects_to_pull(source, snapshot, record.without)
     except (StorageError, BankError) as error:
         raise BankError(f"{pinned} cannot be pulled: {error}; push it again") from error
@@ -214,6 +217,18 @@ def _check_same(bank: Bank, source: Bank, files: Sequence[str], address: HubAddr
     for file in files:
         if bank.storage.exists(file) and bank.storage.read(file, MAX_BYTES) != source.storage.read(file, MAX_BYTES):
             raise BankError(f"the bank '{bank.storage.uri}' has another '{file}': pull {address} into another folder")
+
+
+def _check_line(bank: Bank, snapshot: Snapshot, ancestors: Mapping[int, str], address: HubAddress) -> None:
+    """Check that numbers of snapshots that it descends from mean the same snapshots in the bank."""
+    there = set(bank.snapshots())
+    unknown = {snapshot.parent: ""} if snapshot.parent is not None else {}
+    for number, sha256 in {**unknown, **ancestors}.items():
+        if number in there and bank.open(number).sha256 != sha256:
+            raise BankError(
+                f"the bank '{bank.storage.uri}' has another snapshot {number} than the one before snapshot "
+                f"{snapshot.number}: pull {address} into another folder"
+            )
 
 
 def _fetched(file: str, folders: Mapping[str, str]) -> list[str]:
