@@ -143,7 +143,8 @@ def test_search_finds_settings_and_messages(page: Page, url: str, words: str, fo
     page.keyboard.press("/")
     link = page.locator(f".md-search-result__link[href*='{found}']").first
     for _ in range(10):  # what is typed before the index has been read finds nothing until the next key
-        page.locator(".md-search__input").fill("")
+        page.locator(".md-search__input").fill(words[:-1])
+        page.wait_for_timeout(500)
         page.locator(".md-search__input").fill(words)
         page.wait_for_timeout(2000)
         if link.count():
