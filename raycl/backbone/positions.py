@@ -211,3 +211,9 @@ def _check_vocabulary(rows: int | None, codec: HFCodec) -> None:
         f"embeddings, such as '{beyond[0][1]}' ({beyond[0][0]}): save the model with as many rows "
         "(resize_token_embeddings), or take them out of tokenizer.json"
     )
+
+
+def attends_to_all(config: Any) -> bool:
+    """Return whether every layer of a model attends to all earlier positions: no window, no recurrent state."""
+    windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None
+    return not windowed and all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())

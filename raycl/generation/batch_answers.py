@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from raycl.backbone import Backbone
-from raycl.generation.dynamic_cache import attends_to_all
+from raycl.backbone.positions import attends_to_all
 from raycl.generation.requests import AllowedTokens
 from raycl.types import Batch
 

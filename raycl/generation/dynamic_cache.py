@@ -90,12 +90,6 @@ class DynamicKVCache:
         return replace(fresh, source_mask=sources[:, :last], hidden=self.hidden[index][:, :last], cross=cross)
 
 
-def attends_to_all(config: Any) -> bool:
-    """Return whether every layer of a model attends to all earlier positions: no window, no recurrent state."""
-    windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None
-    return not windowed and all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
-
-
 @torch.no_grad()
 def begin(backbone: Backbone, sources: Sequence[Sequence[int]]) -> DynamicKVCache:
     """Read prompts; their mixture must be open.

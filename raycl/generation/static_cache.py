@@ -21,7 +21,8 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from raycl.backbone.base import Backbone
-from raycl.generation.dynamic_cache import DynamicKVCache, attends_to_all
+from raycl.backbone.positions import attends_to_all
+from raycl.generation.dynamic_cache import DynamicKVCache
 
 log = logging.getLogger("raycl")
 

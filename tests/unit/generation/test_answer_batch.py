@@ -119,11 +119,11 @@ def test_evaluation_gives_the_same_cells_either_way(lab: Lab, kind: str, monkeyp
     world = DistributedContext.alone(torch.device("cpu"))
     context, _ = build(lab.config(kind, "sapt", eval={"labels": "task", "batch_size": 4}), world)
     context.backbone.eval()
-    row = evaluation._Pass(world, is_bare=True)
-    scores = evaluation._scores(context, context.stream.tasks, row)
+    bare = evaluation.StreamEvaluation(context, world, is_bare=True)
+    scores = bare.scores(context.stream.tasks)
     monkeypatch.setattr(evaluation, "AnswerBatch", None)
     monkeypatch.setattr(evaluation, "answers_continuously", lambda backbone: False)
-    assert evaluation._scores(context, context.stream.tasks, row) == scores
+    assert bare.scores(context.stream.tasks) == scores
 
 
 @pytest.mark.parametrize("rows", [1, 3])

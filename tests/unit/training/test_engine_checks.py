@@ -16,7 +16,7 @@ PROMPTS: dict[str, tuple[dict[str, Any], int]] = {
     "l2p": ({"prompt_length": 21, "top_k": 2}, 42),
     "progprompt": ({"prompt_length": 21}, 42),
     "mocl": ({"value": "prompt", "prompt_length": 41}, 41),
-    "epi": ({"value": "prompt", "length": 41}, 41),
+    "epi": ({"value": "prompt", "prompt_length": 41}, 41),
     "sapt": ({"value": "prompt", "prompt_length_by_task": {"animal": 41}}, 41),
     "slm": ({"value": "prompt", "prompt_length": 7, "keys": {"groups": 4, "slots": 3}}, 42),
 }
