@@ -167,7 +167,7 @@ class Run:
         return run_config.directory(self._config)
 
     def __str__(self) -> str:
-        return matrix_table(self.results)
+        return str(matrix_table(self.results))
 
     def __repr__(self) -> str:
         try:

@@ -60,7 +60,7 @@ def test_modifiers_resume_bit_for_bit_with_every_method(
     assert results["finished"]
     kept = OutputRows.of(results)
     assert kept.tasks == results["phases"] and all(kept.masked) and all(0 < share < 100 for share in kept.norm_kept)
-    assert "norm kept" in output_rows_table(results)
+    assert "norm kept" in str(output_rows_table(results))
     storage, steps = Storage.at(tmp_path), len(trace(whole))
     config = masked(lab, kind, method, engine)
     with pytest.raises(Stop):

@@ -62,7 +62,8 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
     assert outcome.results["lora-s3"]["metrics"]["fwt"] is not None
     later = find_results(tmp_path / "table")
     for results in (later, list(outcome.results.values())):
-        assert "82.02" in comparison_table(results) and "published: a paper, its table 2" in comparison_table(results)
+        shown = str(comparison_table(results))
+        assert "82.02" in shown and "published: a paper, its table 2" in shown
     assert {options.share for options in hostings} == {at_once}
     assert all(bool(options.label) is (at_once > 1) for options in hostings)
     with pytest.raises(ConfigError, match="no row 'lroa': expected some of separate, lora, broken, finetune"):

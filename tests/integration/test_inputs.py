@@ -213,7 +213,7 @@ def test_other_libraries_are_a_warning_that_stays_in_the_results(
     work(prepared)
     sentence = f"attempt 2 computes with other libraries than the one before it: torch {torch}, before 0.4.1"
     results = prepared_run.finish(prepared_run.reopen(folder.uri))
-    assert results["version_changes"] == [sentence] and f"warning: {sentence}" in matrix_table(results)
+    assert results["version_changes"] == [sentence] and f"warning: {sentence}" in str(matrix_table(results))
     assert any(sentence in folder.read_text(f"log/{name}") for name in folder.list("log"))
 
 

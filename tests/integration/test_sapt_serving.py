@@ -69,7 +69,8 @@ def test_each_text_is_read_with_the_template_of_its_task(
     assert other["instruction"] == "chosen"
     assert other["mean"] == sum(cell["value"] for cell in other["cells"].values()) / 2
     alone = f"{results['metrics']['ap']:.1f} with its task's instruction, {other['mean']:.1f} by the text alone"
-    assert f"AP at an endpoint: {alone}" in matrix_table(results) and "\n  by the text alone " in matrix_table(results)
+    table = str(matrix_table(results))
+    assert f"AP at an endpoint: {alone}" in table and "\n  by the text alone " in table
     storage.write(CONFIG, configs.to_yaml(config).encode())
     shown = RunReader(storage.uri).progress()["matrix"]
     assert shown["rows"] == ["after colour", "after animal", "by the text alone"]

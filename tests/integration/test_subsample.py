@@ -27,7 +27,7 @@ def test_the_same_rows_are_scored_everywhere_and_scores_have_intervals(lab: Lab,
         cells += [*results["unseen"]["cells"].values(), *results["untrained"]["cells"].values()]
         assert len(cells) == 3 + 1 + 3 and all(cell["count"] == 4 for cell in cells)
         assert all(cell["extra"]["low"] <= cell["value"] <= cell["extra"]["high"] for cell in cells)
-        shown = matrix_table(results)
+        shown = str(matrix_table(results))
         last = results["matrix"][-1][0]["extra"]
         assert shown.count("95 % interval") == 2 and f"{last['low']:.1f}–{last['high']:.1f}" in shown
         rows.append([texts(storage, folder, "colour") for folder in ("untrained", "000-colour", "001-animal")])

@@ -141,10 +141,10 @@ def test_unseen_tasks_are_in_the_tables(lab: Lab, tmp_path: Path) -> None:
         run(config, Storage.at(tmp_path / name))
         trees.append(results(Storage.at(tmp_path / name)))
     mean = f"{trees[0]['unseen']['mean']:.1f}"
-    (line,) = (line for line in matrix_table(trees[0]).splitlines() if "never trained" in line)
-    assert line.split() == ["never", "trained", mean, mean] and "never trained" not in matrix_table(trees[1])
-    both = comparison_table(trees).splitlines()
-    assert "unseen" in both[0] and [mean in both[2].split(), "unseen" in comparison_table(trees[1:])] == [True, False]
+    (line,) = (line for line in str(matrix_table(trees[0])).splitlines() if "never trained" in line)
+    assert line.split() == ["never", "trained", mean, mean] and "never trained" not in str(matrix_table(trees[1]))
+    both = str(comparison_table(trees)).splitlines()
+    assert "unseen" in both[0] and mean in both[2].split() and "unseen" not in str(comparison_table(trees[1:]))
     assert ",unseen,unseen_std," in to_csv(trees) and "unseen" not in to_csv(trees[1:]).splitlines()[0]
 
 

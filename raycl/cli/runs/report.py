@@ -1,8 +1,10 @@
-"""Print matrices, routing, attention, kept rows and a comparison of finished runs; on request as pictures and CSV.
+"""Print matrices, routing, attention, kept rows and a comparison of finished runs; also as pictures, CSV and LaTeX.
+
+Runs that differ in their seeds alone have one matrix: mean ± standard deviation.
 
 raycl report runs/sapt runs/lora
-raycl report runs --png matrices.png --csv comparison.csv
-raycl report runs --runs-csv runs.csv
+raycl report runs --png matrices.png --latex tables.tex
+raycl report runs --csv comparison.csv --matrix-csv matrices.csv --runs-csv runs.csv
 raycl report runs/slm --router-png router.png
 raycl report runs/sapt --attention-png attention.png
 """
@@ -18,14 +20,17 @@ from raycl.cli.commands import echo
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("runs", nargs="+", help="run folder, folder of runs, or results.json (path or URI)")
-    parser.add_argument("--png", type=Path, help="write the matrices as heat maps side by side")
+    parser.add_argument("--png", type=Path, help="draw the matrices as heat maps, in rows")
+    parser.add_argument("--each", action="store_true", help="the tables of each run, those of several seeds too")
     parser.add_argument(
         "--router-png", type=Path, help="draw the routers of the runs that have one: keys, t-SNE, tasks found"
     )
     parser.add_argument(
         "--attention-png", type=Path, help="draw the adapters' weights for each task's texts in runs of sapt"
     )
+    parser.add_argument("--latex", type=Path, help="write every printed table for LaTeX, with booktabs' rules")
     parser.add_argument("--csv", type=Path, help="write the comparison with full precision")
+    parser.add_argument("--matrix-csv", type=Path, help="write one line a cell of the matrices, with full precision")
     parser.add_argument("--runs-csv", type=Path, help="write one line a run, with full precision")
 
 
@@ -34,19 +39,23 @@ def run(options: argparse.Namespace) -> int:
     from raycl.metrics.run_results import find_results
 
     results = [result for root in options.runs for result in find_results(root)]
+    from raycl.operations.report.latex import to_latex
     from raycl.operations.report.phase_summaries import has_attention, has_routing
     from raycl.operations.report.plots import attention_maps, heatmaps
     from raycl.operations.report.router_plots import router_maps
     from raycl.operations.report.run_comparison import runs_to_csv, to_csv
-    from raycl.operations.report.tables import comparison_table, routing_comparison, tables_of
+    from raycl.operations.report.seed_matrix import matrices_to_csv, seed_matrices
+    from raycl.operations.report.tables import comparison_table, mean_matrix_table, routing_comparison, tables_of
 
     routed = [result for result in results if has_routing(result)]
-    for result in results:
-        for table in tables_of(result):
-            echo(table, end="\n\n")
-    if len(routed) > 1:
-        echo(routing_comparison(routed), end="\n\n")
-    echo(comparison_table(results))
+    pages = []
+    for matrix in seed_matrices(results):
+        several = len(matrix.results) > 1
+        pages += [mean_matrix_table(matrix)] if several else []
+        pages += [page for result in matrix.results if options.each or not several for page in tables_of(result)]
+    pages += [routing_comparison(routed)] if len(routed) > 1 else []
+    pages.append(comparison_table(results))
+    echo("\n\n".join(map(str, pages)))
     if options.png:
         echo(f"wrote {heatmaps(results, options.png)}")
     if options.router_png:
@@ -54,6 +63,10 @@ def run(options: argparse.Namespace) -> int:
     if options.attention_png:
         attending = [result for result in results if has_attention(result)]
         echo(f"wrote {attention_maps(attending or results, options.attention_png)}")
+    if options.latex:
+        _write(options.latex, to_latex(pages))
+    if options.matrix_csv:
+        _write(options.matrix_csv, matrices_to_csv(seed_matrices(results)))
     if options.csv:
         _write(options.csv, to_csv(results))
     if options.runs_csv:

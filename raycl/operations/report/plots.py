@@ -6,6 +6,7 @@ grey print.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,14 +18,17 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from raycl.config import Tree
 from raycl.errors import RunError
-from raycl.metrics.run_results import metric_of, short_names, tasks_of, title_of, values_of
+from raycl.metrics.run_results import short_names
 from raycl.operations.report.output_row_probe import ALL, Probes
 from raycl.operations.report.phase_summaries import AttentionWeights
 from raycl.operations.report.run_comparison import labels
+from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
+from raycl.operations.report.tables import points
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
 SCALE = Normalize(0, 100)
@@ -32,38 +36,84 @@ COLOUR_MAP = "viridis"
 PIXELS_PER_INCH = 150
 CELL_WIDTH, CELL_HEIGHT = 0.56, 0.42
 """Inches of a cell: three digits and a point fit."""
-MOST_PANELS = 12
+MOST_PANELS = 40
 MOST_RUNS, MOST_TASKS = 6, 40
-ATTENTION_ABOVE, ATTENTION_BELOW, PROBE_ABOVE, PROBE_BELOW = 0.6, 0.8, 1.0, 1.1
+ATTENTION_ABOVE, ATTENTION_BELOW, PROBE_ABOVE, PROBE_BELOW = 0.6, 0.8, 1.0, 1.3
 """Inches above the maps of a run for titles, and below them for names."""
 MARGIN = 1.3
 """Inches left of a matrix, for the names of its rows."""
+MATRIX_ABOVE, MATRIX_BELOW = 1.0, 1.2
+"""Inches above a matrix for its title, and below it for the names of its columns."""
+SHAPE, MOST_STRETCHED = 1.4, 2.0
+"""Width over height that panels are arranged for, and how many times a side may be the other, in every picture."""
 
 
 def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
-    """Draw the matrices of several runs next to each other, one colour scale from 0 to 100, as a PNG at `path`.
+    """Draw a matrix for each setting, one colour scale from 0 to 100, as a PNG at `path`.
+
+    Runs that differ in their seeds alone have one: means, with the standard deviation below them.
 
     Raises:
-        RunError: no results, or more than `MOST_PANELS`.
+        RunError: no results, or more than `MOST_PANELS` settings.
     """
-    if not 0 < len(results) <= MOST_PANELS:
-        raise RunError(f"a picture of {len(results)} runs cannot be read: give between 1 and {MOST_PANELS}")
-    heights = [CELL_HEIGHT * len(result["phases"]) for result in results]
-    widths = [CELL_WIDTH * len(tasks_of(result)) for result in results]
-    rooms = [max(width, len(title_of(result)) * 0.08) for width, result in zip(widths, results, strict=True)]
-    figure = new_figure(sum(rooms) + MARGIN * len(results) + 1.0, max(heights) + 2.0)
-    lefts = [MARGIN * (number + 1) + sum(rooms[:number]) for number in range(len(results))]
-    for result, left, width, height in zip(results, lefts, widths, heights, strict=True):
-        axes = axes_at(figure, left, width, height)
-        cells = np.array([[np.nan if v is None else v for v in row] for row in values_of(result)], dtype=float)
-        draw_cells(axes, cells, tasks_of(result), [str(phase) for phase in result["phases"]])
+    matrices = seed_matrices(results)
+    if not 0 < len(matrices) <= MOST_PANELS:
+        raise RunError(f"a picture of {len(matrices)} settings cannot be read: give between 1 and {MOST_PANELS}")
+    sizes = [(CELL_WIDTH * len(matrix.tasks), CELL_HEIGHT * len(matrix.phases)) for matrix in matrices]
+    rooms = [
+        (MARGIN + max(width, len(matrix.title) * 0.08), MATRIX_ABOVE + height + MATRIX_BELOW)
+        for matrix, (width, height) in zip(matrices, sizes, strict=True)
+    ]
+    figure, corners = arranged(rooms, 1.0)
+    for matrix, (left, top), (width, height) in zip(matrices, corners, sizes, strict=True):
+        axes = axes_at(figure, left + MARGIN, width, height, top + MATRIX_ABOVE)
+        draw_cells(axes, _means(matrix), matrix.tasks, matrix.phases, _deviations(matrix))
         axes.set_xlabel("score on", fontsize=9)
         axes.set_ylabel("after training on", fontsize=9)
-        known = {title: metric_of(result, name) for title, name in (("AP", "ap"), ("F.Ra", "f_ra"))}
-        numbers = [f"{title} {value:.1f}" for title, value in known.items() if value is not None]
-        axes.set_title(f"{title_of(result)}\n{'   '.join(numbers)}", fontsize=9, loc="left")
-    draw_scale(axes_at(figure, lefts[-1] + widths[-1] + 0.2, 0.12, max(*heights, 1.2)))
+        known = {title: matrix.numbers[name] for title, name in (("AP", "ap"), ("F.Ra", "f_ra"))}
+        numbers = [f"{title} {points(value)}" for title, value in known.items() if value is not None]
+        axes.set_title(f"{matrix.title}\n{'   '.join(numbers)}", fontsize=9, loc="left")
+    right = max(left + MARGIN + width for (left, _), (width, _) in zip(corners, sizes, strict=True))
+    draw_scale(axes_at(figure, right + 0.2, 0.12, max(sizes[0][1], 1.2), MATRIX_ABOVE))
     return save_png(figure, path)
+
+
+def _means(matrix: SeedMatrix) -> NDArray[np.float64]:
+    return np.array([[np.nan if cell is None else cell.mean for cell in row] for row in matrix.cells], dtype=float)
+
+
+def _deviations(matrix: SeedMatrix) -> NDArray[np.float64]:
+    return np.array([[getattr(cell, "std", None) for cell in row] for row in matrix.cells], dtype=float)
+
+
+def arranged(rooms: Sequence[tuple[float, float]], right: float = 0.0) -> tuple[Figure, list[tuple[float, float]]]:
+    """Return a page for panels in rows from left to right, and the left and top of each panel.
+
+    There are as many panels in a row as make the page's shape nearest to `SHAPE`.
+
+    Args:
+        rooms: width and height of each panel. right: further width of the page. All in inches.
+    """
+
+    def page(columns: int) -> tuple[float, float, list[tuple[float, float]]]:
+        bands = [rooms[start : start + columns] for start in range(0, len(rooms), columns)]
+        heights = [max(height for _, height in band) for band in bands]
+        width = max(sum(wide for wide, _ in band) for band in bands) + right
+        corners = [
+            (sum(wide for wide, _ in band[:place]), sum(heights[:row]))
+            for row, band in enumerate(bands)
+            for place in range(len(band))
+        ]
+        return width, sum(heights), corners
+
+    pages = [page(columns) for columns in range(1, len(rooms) + 1)]
+    width, height, corners = min(pages, key=lambda sized: _distance(*sized[:2]))
+    return new_figure(width, height), corners
+
+
+def _distance(width: float, height: float) -> float:
+    """Return how far a page's shape is from `SHAPE`."""
+    return abs(math.log(width / height / SHAPE))
 
 
 def axes_at(figure: Figure, left: float, width: float, height: float, top: float = 1.0) -> Axes:
@@ -79,12 +129,20 @@ def draw_scale(axes: Axes) -> None:
     axes.tick_params(labelsize=8)
 
 
-def draw_cells(axes: Axes, cells: NDArray[np.float64], columns: Sequence[str], rows: Sequence[str]) -> None:
-    """Draw numbers from 0 to 100 as a heat map with the number in each cell; NaN is left blank."""
+def draw_cells(
+    axes: Axes,
+    cells: NDArray[np.float64],
+    columns: Sequence[str],
+    rows: Sequence[str],
+    deviations: NDArray[np.float64] | None = None,
+) -> None:
+    """Draw numbers from 0 to 100 as a heat map with the number in each cell, and its deviation; NaN is left blank."""
     axes.imshow(np.ma.masked_invalid(cells), cmap=COLOUR_MAP, norm=SCALE, aspect="auto")
-    for (i, j), value in np.ndenumerate(cells):
-        if not np.isnan(value):
-            axes.text(j, i, f"{value:.1f}", ha="center", va="center", color=_ink(value), fontsize=8)
+    for place, value in np.ndenumerate(cells):
+        if np.isnan(value):
+            continue
+        spread = "" if deviations is None or np.isnan(deviations[place]) else f"\n± {deviations[place]:.1f}"
+        axes.text(place[1], place[0], f"{value:.1f}{spread}", ha="center", va="center", color=_ink(value), fontsize=8)
     below = short_names(columns)
     axes.set_xticks(range(len(below)), below, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
     axes.set_yticks(range(len(rows)), short_names(rows), fontsize=8)
@@ -109,14 +167,25 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_png(figure: Figure, path: str | Path) -> Path:
-    """Write the picture without empty margins, and its folder where there is none."""
+    """Write the picture, and its folder where there is none.
+
+    It has no empty margins, unless without them one side would be more than `MOST_STRETCHED` times the other.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # names with two dollars are no formulas
     with rc_context({"text.parse_math": False}):
-        figure.savefig(target, format="png", bbox_inches="tight")
+        figure.savefig(target, format="png", bbox_inches=_framed(figure))
     return target
+
+
+def _framed(figure: Figure) -> Bbox:
+    """Return the part of the page that is drawn on, in inches, within the limits of its shape."""
+    drawn = figure.get_tightbbox().padded(0.1)
+    wide = max(0.0, drawn.height / MOST_STRETCHED - drawn.width) / 2
+    high = max(0.0, drawn.width / MOST_STRETCHED - drawn.height) / 2
+    return drawn.padded(wide, high)
 
 
 def attention_maps(results: Sequence[Tree], path: str | Path) -> Path:
@@ -154,35 +223,42 @@ def attention_maps(results: Sequence[Tree], path: str | Path) -> Path:
 
 
 def probe_maps(probes: Sequence[Probes], path: str | Path) -> Path:
-    """Return a row of maps for each stream and backbone as a PNG at `path`; mean over layers and runs, in percent.
+    """Draw a block of maps for each stream and backbone as a PNG at `path`; mean over layers and runs, in percent.
 
     Raises:
-        RunError: a row has more maps than can be read.
+        RunError: a block has more maps than can be read.
     """
     most = max(len(probe.models) for probe in probes)
     if most > MOST_PANELS:
-        raise RunError(
-            f"a picture of {most} models in a row cannot be read: give runs of at most {MOST_PANELS - 1} settings"
-        )
+        raise RunError(f"a picture of {most} models cannot be read: give runs of at most {MOST_PANELS - 1} settings")
     counts = [len(probe.models[0].tasks) for probe in probes]
     panel = max(CELL_WIDTH * max(counts), 2.2) + MARGIN
-    heights = [CELL_HEIGHT * count for count in counts]
-    figure = new_figure(panel * most + 1.0, sum(heights) + (PROBE_ABOVE + PROBE_BELOW) * len(probes))
-    width, height = figure.get_size_inches()
+
+    def size(columns: int) -> tuple[float, float]:
+        rows = [math.ceil(len(probe.models) / columns) for probe in probes]
+        maps = sum(row * (CELL_HEIGHT * count + PROBE_BELOW) for row, count in zip(rows, counts, strict=True))
+        return panel * columns + 1.0, maps + PROBE_ABOVE * len(probes)
+
+    columns = min(range(1, most + 1), key=lambda number: _distance(*size(number)))
+    figure = new_figure(*size(columns))
+    width, height = size(columns)
     top = 0.0
-    for probe, count, tall in zip(probes, counts, heights, strict=True):
+    for probe, count in zip(probes, counts, strict=True):
         top += PROBE_ABOVE
         layers = f"{len(probe.kinds[ALL])} layers" if len(probe.kinds[ALL]) > 1 else probe.kinds[ALL][0]
         head = f"large outputs that two tasks share, in percent: {probe.title}, {layers}; {probe.chance:.0f} is chance"
         figure.text(MARGIN / width, 1 - (top - 0.6) / height, head, fontsize=10, fontweight="bold", va="bottom")
+        tall = CELL_HEIGHT * count
+        right = MARGIN + panel * (min(columns, len(probe.models)) - 1) + CELL_WIDTH * count
+        draw_scale(axes_at(figure, right + 0.2, 0.12, max(tall, 1.2), top))
         for number, model in enumerate(probe.models):
-            axes = axes_at(figure, MARGIN + panel * number, CELL_WIDTH * count, tall, top)
+            row, column = divmod(number, columns)
+            below = top + row * (tall + PROBE_BELOW)
+            axes = axes_at(figure, MARGIN + panel * column, CELL_WIDTH * count, tall, below)
             draw_cells(axes, np.array(model.overlap(probe.kinds[ALL])), model.tasks, model.tasks)
             mean = model.mean_overlap(probe.kinds[ALL])
             number_shown = "" if mean is None else f"   {mean.mean:.1f}"
             axes_title = model.title.replace(" (", "\n(", 1) + number_shown
             axes.set_title(axes_title, fontsize=9, loc="left")
-        right = MARGIN + panel * (len(probe.models) - 1) + CELL_WIDTH * count
-        draw_scale(axes_at(figure, right + 0.2, 0.12, max(tall, 1.2), top))
-        top += tall + PROBE_BELOW
+        top += math.ceil(len(probe.models) / columns) * (tall + PROBE_BELOW)
     return save_png(figure, path)

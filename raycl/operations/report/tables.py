@@ -45,6 +45,7 @@ from raycl.operations.report.phase_summaries import (
     mean_of,
 )
 from raycl.operations.report.run_comparison import Spread, compare, grouped, has_published, points_of
+from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
 
 NOTHING = "–"
 """Stands where a number is undefined."""
@@ -56,7 +57,14 @@ GAP = 4
 """Columns between matrices that stand side by side."""
 
 
-def matrix_table(result: Tree) -> str:
+class Page(Group):
+    """Tables with the lines around them; `str` gives plain text."""
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def matrix_table(result: Tree) -> Page:
     """Return the matrix with one decimal, `after <task>` by task, the headline numbers and the stream's notes below."""
     table = grid(["", *_heads(tasks_of(result))])
     bare = untrained_of(result)
@@ -76,14 +84,25 @@ def matrix_table(result: Tree) -> str:
     headline = f"{'  '.join([*plain, *signed])} (over M: {over_m})  weighted AP {weighted}"
     parts = (_other_row, _accuracies, _unseen, _revision, _routing, _notes)
     below = [content for part in parts for content in part(result)]
-    return render(Group(Text(title_of(result)), table, Text(headline), *below))
+    return Page(Text(title_of(result)), table, Text(headline), *below)
+
+
+def mean_matrix_table(matrix: SeedMatrix) -> Page:
+    """Return the matrix of several runs of a setting and its headline numbers: mean ± standard deviation."""
+    table = grid(["", *_heads(matrix.tasks)])
+    for phase, row in zip(matrix.phases, matrix.cells, strict=True):
+        table.add_row(f"after {phase}", *("" if cell is None else points(cell) for cell in row))
+    numbers = "  ".join(f"{title} {points(matrix.numbers[name])}" for name, title in METRICS.items())
+    return Page(Text(matrix.title), table, Text(numbers))
 
 
 def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
-    """Return several matrices next to each other, as many in a row as fit into `width` characters."""
+    """Return the matrices of several settings next to each other, as many in a row as fit into `width` characters."""
     bands: list[list[str]] = []
     left = 0
-    for block in map(matrix_table, results):
+    for matrix in seed_matrices(results):
+        several = len(matrix.results) > 1
+        block = str(mean_matrix_table(matrix) if several else matrix_table(matrix.results[0]))
         wide = max(map(cell_len, block.split("\n")))
         left -= wide + GAP
         if not bands or left < 0:
@@ -99,7 +118,7 @@ def _beside(blocks: Sequence[str]) -> str:
     return render(row)
 
 
-def comparison_table(results: Sequence[Tree]) -> str:
+def comparison_table(results: Sequence[Tree]) -> Page:
     """Return a table with a line per setting: AP, F.Ra, FWT, BWT, unseen, time, tokens/s; mean ± standard deviation
     over seeds.
 
@@ -121,10 +140,10 @@ def comparison_table(results: Sequence[Tree]) -> str:
         cost = [_duration(line.numbers["wall_s"]), _number(None if speed is None else speed.mean, ",.0f")]
         table.add_row(method, line.stream, line.backbone, str(line.runs), *scores, *cost)
     sources = dict.fromkeys(line.source for line in lines if line.source)
-    return render(Group(table, *(Text(f"{PUBLISHED}: {source}") for source in sources)))
+    return Page(table, *(Text(f"{PUBLISHED}: {source}") for source in sources))
 
 
-def routing_table(result: Tree) -> str:
+def routing_table(result: Tree) -> Page:
     """Return tasks by ways of finding them, in percent of dev texts; `*` marks the way in use.
 
     Raises:
@@ -141,10 +160,10 @@ def routing_table(result: Tree) -> str:
     table.add_section()
     table.add_row("mean", *(_number(mean_of(column)) for column in columns.values()))
     head = f"dev texts that find their task, in percent: {title_of(result)}"
-    return render(Group(Text(head), table, Text("; ".join(notes))))
+    return Page(Text(head), table, Text("; ".join(notes)))
 
 
-def routing_comparison(results: Sequence[Tree]) -> str:
+def routing_comparison(results: Sequence[Tree]) -> Page:
     """Return routers of several runs by task, one block per setting: mean ± standard deviation over seeds.
 
     Raises:
@@ -165,10 +184,10 @@ def routing_comparison(results: Sequence[Tree]) -> str:
             label = [""] * len(label)
         table.add_section()
     head = "routers: dev texts that find their task, in percent; used: * chose the adapters"
-    return render(Group(Text(head), table))
+    return Page(Text(head), table)
 
 
-def output_rows_table(result: Tree) -> str:
+def output_rows_table(result: Tree) -> Page:
     """Return tasks by tasks: percent of the rows that one kept most often which the other kept too; and what the mask
     left.
 
@@ -181,10 +200,10 @@ def output_rows_table(result: Tree) -> str:
         table.add_row(task if masked else f"{task} (not masked)", *map(_number, row), _number(norm))
     head = f"rows kept most often that another task kept too, in percent, mean over {len(kept.layers)} layers"
     note = f"{kept.chance:.1f} is chance; norm kept: of the gradient of these layers, in percent"
-    return render(Group(Text(f"{head}: {title_of(result)}"), table, Text(note)))
+    return Page(Text(f"{head}: {title_of(result)}"), table, Text(note))
 
 
-def attention_table(result: Tree) -> str:
+def attention_table(result: Tree) -> Page:
     """Return tasks by adapters: mean weights in percent, when each task was learned and on its test texts at the end.
 
     Raises:
@@ -203,10 +222,10 @@ def attention_table(result: Tree) -> str:
     note = f"moved: weight that is on other adapters now; {sum(attention.pseudo.values())} pseudo-samples in all"
     if fallback := sum(attention.fallback_samples.values()):
         note += f", {fallback} of them stored training inputs, since a generator produced none"
-    return render(Group(Text(title_of(result)), *parts, Text(note)))
+    return Page(Text(title_of(result)), *parts, Text(note))
 
 
-def tables_of(result: Tree) -> list[str]:
+def tables_of(result: Tree) -> list[Page]:
     """Return every table that the run has: matrix, routing, attention, kept rows."""
     tables = {routing_table: has_routing, attention_table: has_attention, output_rows_table: has_output_rows}
     return [matrix_table(result), *(table(result) for table, has in tables.items() if has(result))]

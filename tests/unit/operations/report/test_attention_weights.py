@@ -34,7 +34,7 @@ def test_maps_cover_all_adapters(make_result: Make) -> None:
 
 
 def test_both_maps_stand_below_each_other(make_result: Make) -> None:
-    shown = attention_table(attended(make_result("sapt")))
+    shown = str(attention_table(attended(make_result("sapt"))))
     assert shown.index("when it was learned") < shown.index("at the end")
     assert "87.5" in shown and "12.5" in shown and "60 pseudo-samples" in shown
 
@@ -42,7 +42,8 @@ def test_both_maps_stand_below_each_other(make_result: Make) -> None:
 def test_fallback_samples_are_noted(make_result: Make) -> None:
     result = attended(make_result("sapt"))
     result["phase_summaries"][-1]["attention"]["fallback_samples"] = {"yahoo": 20}
-    assert "60 pseudo-samples in all, 20 of them stored training inputs" in " ".join(attention_table(result).split())
+    words = " ".join(str(attention_table(result)).split())
+    assert "60 pseudo-samples in all, 20 of them stored training inputs" in words
 
 
 def test_maps_are_drawn_side_by_side(tmp_path: Path, make_result: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,4 +75,4 @@ def test_a_run_without_attention_is_an_error(make_result: Make) -> None:
     result = make_result("lora")
     assert not has_attention(result)
     with pytest.raises(RunError, match="only runs with method=sapt do"):
-        attention_table(result)
+        str(attention_table(result))

@@ -52,7 +52,7 @@ def test_a_layer_without_magnitudes_of_a_task_is_left_out(make_result: Make) -> 
 
 
 def test_the_table_has_chance_level_and_unmasked_layers(make_result: Make) -> None:
-    lines = output_rows_table(with_rows(make_result("lora"))).splitlines()
+    lines = str(output_rows_table(with_rows(make_result("lora")))).splitlines()
     assert "mean over 2 layers" in lines[0]
     assert lines[-1].startswith("30.0 is chance")
     rows = [line.split() for line in lines if line.strip().startswith(tuple(KEPT))][1:]

@@ -38,10 +38,17 @@ def test_prints_matrices_and_comparison_and_writes_files(
         (tmp_path / "runs" / name / "results.json").write_text(json.dumps(hashed(result)))
     png, csv, maps = (tmp_path / "out" / name for name in ("m.png", "c.csv", "a.png"))
     wanted = ["--png", str(png), "--csv", str(csv), "--attention-png", str(maps)]
+    wanted += ["--latex", str(tmp_path / "out" / "tables.tex"), "--matrix-csv", str(tmp_path / "out" / "cells.csv")]
     assert report([str(tmp_path / "runs"), *wanted]) == 0 and maps.is_file()
     text = capsys.readouterr().out
     assert text.count("after yahoo") == 2 and "tokens/s" in text
     assert png.is_file() and csv.read_text().startswith("method,settings,stream,backbone,runs,ap,ap_std")
+    cells = (tmp_path / "out" / "cells.csv").read_text().splitlines()
+    assert cells[0] == "method,settings,stream,backbone,runs,after,task,mean,std"
+    assert cells[1] == "lora,,long-a,mini-t5,1,agnews,agnews,90.0," and len(cells) == 13
+    latex = (tmp_path / "out" / "tables.tex").read_text()
+    assert latex.count(r"\toprule") == latex.count(r"\bottomrule") == 5, "two matrices, attention twice, the comparison"
+    assert "after dbpedia & 80.0 & 85.0 & " in latex and r"\caption{lora on long-a, mini-t5, seed 0. AP 81.7" in latex
 
 
 def test_routing_is_printed_and_drawn_for_runs_that_have_it(
@@ -60,6 +67,9 @@ def test_routing_is_printed_and_drawn_for_runs_that_have_it(
     text = capsys.readouterr().out
     assert png.is_file() and text.count("discriminant *") == 1 and "routers:" not in text
     assert report([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "slm on long-a, mini-t5, seeds 0, 1" in text and "discriminant *" not in text
+    assert report([str(tmp_path), "--each"]) == 0
     text = capsys.readouterr().out
     assert text.count("discriminant *") == 2 and text.count("routers:") == 1
     assert report([str(tmp_path / "lora"), "--router-png", str(png)]) == 1

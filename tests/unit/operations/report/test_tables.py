@@ -13,6 +13,7 @@ import pytest
 from raycl.errors import RunError
 from raycl.metrics.matrix import AccuracyMatrix, averages
 from raycl.metrics.run_results import Published, find_results
+from raycl.operations.report.latex import escaped
 from raycl.operations.report.run_comparison import Spread, compare, runs_to_csv, to_csv
 from raycl.operations.report.tables import (
     comparison_table,
@@ -34,13 +35,13 @@ def cells(line: str) -> list[str]:
 
 def test_a_table_is_text_in_a_notebook_too(make_result: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """There rich would show it instead of writing it."""
-    printed = matrix_table(make_result())
+    printed = str(matrix_table(make_result()))
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert matrix_table(make_result()) == printed != ""
+    assert str(matrix_table(make_result())) == printed != ""
 
 
 def test_matrix_table_shows_every_cell_once(make_result: Make) -> None:
-    lines = matrix_table(make_result()).splitlines()
+    lines = str(matrix_table(make_result())).splitlines()
     assert lines[0] == "sapt on long-a, mini-t5, seed 0"
     assert cells(lines[2]) == ["agnews", "dbpedia", "yahoo"]
     assert [cells(line) for line in lines[4:7]] == [
@@ -57,24 +58,24 @@ def test_matrix_table_shows_every_cell_once(make_result: Make) -> None:
 def test_names_with_brackets_are_not_markup(make_result: Make) -> None:
     result = make_result()
     result["stream"]["tasks"][0] = "[red]x"
-    assert "[red]x" in matrix_table(result)
+    assert "[red]x" in str(matrix_table(result))
 
 
 def test_joint_and_unfinished_matrices_are_shown(make_result: Make) -> None:
     result = make_result() | {"phases": ["joint"], "metrics": {"ap": None}}
     result["matrix"] = [[None, *result["matrix"][-1][1:]]]
-    assert "after joint             80.0   95.0" in matrix_table(result)
-    assert "AP –" in matrix_table(result)
+    assert "after joint             80.0   95.0" in str(matrix_table(result))
+    assert "AP –" in str(matrix_table(result))
     unfinished = make_result() | {"finished": False}
     unfinished["matrix"][2] = [None, None, None]
-    assert matrix_table(unfinished).endswith("note: unfinished, 2 of 3 phases evaluated")
+    assert str(matrix_table(unfinished)).endswith("note: unfinished, 2 of 3 phases evaluated")
 
 
 def test_seeds_become_mean_and_spread(make_result: Make) -> None:
     results = [make_result(seed=seed, ap=80.0 + seed) for seed in range(3)]
     (line,) = compare(results)
     assert (line.runs, line.settings, line.numbers["ap"], line.numbers["fwt"]) == (3, "", Spread(81.0, 1.0), None)
-    row = comparison_table(results).splitlines()[-1]
+    row = str(comparison_table(results)).splitlines()[-1]
     assert " ".join(cells(row)) == "sapt long-a mini-t5 3 81.0 ± 1.0 12.5 ± 0.0 – -12.5 ± 0.0 75.0 s 1,234"
 
 
@@ -106,7 +107,7 @@ def test_a_number_some_seed_lacks_has_no_mean(make_result: Make) -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(3.14, "3.1 s"), (3725.4, "1:02:05")])
 def test_durations(make_result: Make, seconds: float, text: str) -> None:
-    assert text in comparison_table([make_result() | {"wall_s": seconds}])
+    assert text in str(comparison_table([make_result() | {"wall_s": seconds}]))
 
 
 def test_matrices_stand_side_by_side_as_wide_as_allowed(make_result: Make) -> None:
@@ -116,7 +117,7 @@ def test_matrices_stand_side_by_side_as_wide_as_allowed(make_result: Make) -> No
     narrow = side_by_side(results, width=150)
     assert max(map(len, narrow.splitlines())) <= 150
     assert [narrow.count(f"{name} on") for name in ("sapt", "lora", "replay")] == [1, 1, 1]
-    assert side_by_side(results[:1], width=10) == matrix_table(results[0])
+    assert side_by_side(results[:1], width=10) == str(matrix_table(results[0]))
 
 
 def test_csv_keeps_full_precision(make_result: Make) -> None:
@@ -146,7 +147,7 @@ def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -
             result["config"]["output"] = {"name": f"{row}-s{seed}"}
             folder.sub(f"{row}-s{seed}").write_json("results.json", hashed(result))
     results = find_results(tmp_path)
-    head, _, sapt, lora, _, source = comparison_table(results).splitlines()
+    head, _, sapt, lora, _, source = str(comparison_table(results)).splitlines()
     assert cells(head)[4:11] == ["AP", "published", "F.Ra", "FWT", "BWT", "published", "time"]
     assert " ".join(cells(sapt)[4:]).startswith("81.7 ± 0.0 82.02 12.5 ± 0.0 – -12.5 ± 0.0 -1.25 75.0 s")
     assert " ".join(cells(lora)[4:]).startswith("81.7 ± 0.0 – 12.5 ± 0.0 – -12.5 ± 0.0 – 75.0 s")
@@ -155,7 +156,7 @@ def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -
     assert [row["ap_published"], row["bwt_published"], row["published"]] == ["82.02", "-1.25", "SAPT, table 2"]
     assert [other["ap_published"], other["published"]] == ["", ""] and "f_ra_published" not in row
     alone = find_results(tmp_path / "full-s0")
-    assert "published" not in comparison_table(alone) and "published" not in to_csv(alone)
+    assert "published" not in str(comparison_table(alone)) and "published" not in to_csv(alone)
 
 
 def accuracies(result: dict[str, Any]) -> dict[str, Any]:
@@ -168,10 +169,10 @@ def accuracies(result: dict[str, Any]) -> dict[str, Any]:
 
 def test_accuracy_stands_beside_f1_with_means_of_the_first_and_last_two_tasks(make_result: Make) -> None:
     result = accuracies(make_result())
-    lines = [cells(line) for line in matrix_table(result).splitlines()]
+    lines = [cells(line) for line in str(matrix_table(result)).splitlines()]
     assert ["score", "70.0", "80.0", "95.0", "81.7", "75.0", "87.5"] in lines
     assert ["accuracy", "80.0", "90.0", "97.0", "89.0", "85.0", "93.5"] in lines
-    assert "accuracy" not in matrix_table(make_result())
+    assert "accuracy" not in str(matrix_table(make_result()))
 
 
 def test_a_comparison_has_accuracies_where_a_run_has_them(make_result: Make) -> None:
@@ -180,7 +181,7 @@ def test_a_comparison_has_accuracies_where_a_run_has_them(make_result: Make) -> 
     names = ("accuracy", "accuracy_first_two", "accuracy_last_two")
     assert [float(with_them[name]) for name in names] == [89.0, 85.0, 93.5]
     assert [without[name] for name in names] == ["", "", ""]
-    assert "of the first two" in comparison_table(results) and "accuracy" not in comparison_table(results[1:])
+    assert "of the first two" in str(comparison_table(results)) and "accuracy" not in str(comparison_table(results[1:]))
 
 
 def test_the_other_last_row_has_a_column_where_a_run_has_it(make_result: Make) -> None:
@@ -188,28 +189,28 @@ def test_the_other_last_row_has_a_column_where_a_run_has_it(make_result: Make) -
     values = zip(result["stream"]["tasks"], (5.0, 6.0, 7.0), strict=True)
     scored = {task: {"value": value, **blank} for task, value in values}
     result["other_row"] = {"instruction": "chosen", "cells": scored, "mean": 6.0}
-    table = comparison_table([result, make_result("slm")])
+    table = str(comparison_table([result, make_result("slm")]))
     assert "AP, text alone" in table and "AP, with instruction" not in table
-    assert "AP, text alone" not in comparison_table([make_result()])
+    assert "AP, text alone" not in str(comparison_table([make_result()]))
     assert ["by", "the", "text", "alone", "5.0", "6.0", "7.0"] in [
-        cells(line) for line in matrix_table(result).splitlines()
+        cells(line) for line in str(matrix_table(result)).splitlines()
     ]
 
 
 def test_routers_stand_below_the_matrix(make_result: Make) -> None:
     result = make_result()
-    assert "routed by" not in matrix_table(result)
+    assert "routed by" not in str(matrix_table(result))
     outcome = {"keys": {"a": 80.0, "b": 90.0}, "discriminant": {"a": 95.0, "b": 97.0}, "eq13": {"a": 70.0, "b": 72.0}}
     result["phase_summaries"] = [{}, {"router": "discriminant", "found": outcome}]
     line = "routed by discriminant\ndev texts that find their task: keys 85.0, discriminant 96.0; eq. 13 71.0"
-    assert line in matrix_table(result)
+    assert line in str(matrix_table(result))
 
 
 def test_routing_by_task_marks_the_router_in_use(make_routed: Make) -> None:
     result = make_routed(["agnews", "dbpedia", "yahoo"])
     outcome = result["phase_summaries"][-1]["found"]
     del outcome["keys"]["yahoo"]
-    lines = routing_table(result).splitlines()
+    lines = str(routing_table(result)).splitlines()
     assert cells(lines[2]) == ["keys", "discriminant", "*", "eq.", "13", "novelty"]
     for line, task, novelty in zip(lines[4:7], result["phases"], ["–", "93.8", "93.8"], strict=True):
         shares = [f"{outcome[kind][task]:.1f}" if task in outcome[kind] else "–" for kind in outcome]
@@ -220,14 +221,14 @@ def test_routing_by_task_marks_the_router_in_use(make_routed: Make) -> None:
 
 
 def test_task_incremental_routing_marks_no_router(make_routed: Make) -> None:
-    lines = routing_table(make_routed(["agnews"], router="task")).splitlines()
+    lines = str(routing_table(make_routed(["agnews"], router="task"))).splitlines()
     assert cells(lines[2]) == ["keys", "discriminant", "eq.", "13"] and lines[-1] == "routed by task"
 
 
 def test_runs_without_a_router_have_no_routing_table(make_result: Make) -> None:
     for summary in ({}, {"phase_summaries": []}, {"phase_summaries": [{}, {}]}):
         with pytest.raises(RunError, match="'sapt on long-a, mini-t5, seed 0' has no router in its phase_summaries"):
-            routing_table(make_result() | summary)
+            str(routing_table(make_result() | summary))
 
 
 def test_routers_of_several_runs_stand_in_one_table(make_routed: Make) -> None:
@@ -236,9 +237,28 @@ def test_routers_of_several_runs_stand_in_one_table(make_routed: Make) -> None:
     other["config"]["method"]["router"] = "keys"
     for result, share in zip([*seeds, other], (80.0, 90.0, 70.0), strict=True):
         result["phase_summaries"][-1]["found"]["keys"] = dict.fromkeys(result["phases"], share)
-    lines = [" ".join(cells(line)) for line in routing_comparison([*seeds, other]).splitlines()]
+    lines = [" ".join(cells(line)) for line in str(routing_comparison([*seeds, other])).splitlines()]
     assert lines[2] == "method stream backbone runs router used agnews dbpedia yahoo mean"
     assert lines[4] == "slm long-a mini-t5 2 keys 1 of 2 85.0 ± 7.1 85.0 ± 7.1 – 85.0 ± 7.1"
     assert lines[5].startswith("discriminant 1 of 2 ") and lines[6].startswith("eq. 13 ")
     assert lines[8] == "slm (method.router=keys) long-a mini-t5 1 keys * 70.0 – 70.0 70.0"
     assert lines[9].startswith("discriminant ") and "*" not in lines[9]
+
+
+def test_seeds_have_one_matrix_of_means(make_result: Make) -> None:
+    other = make_result(seed=1, ap=83.667)
+    other["matrix"][0][0]["value"] = 92.0
+    shown = side_by_side([make_result(), other])
+    assert shown.startswith("sapt on long-a, mini-t5, seeds 0, 1\n") and shown.count("after agnews") == 1
+    assert "91.0 ± 1.4" in shown and "AP 82.7 ± 1.4  F.Ra 12.5 ± 0.0  FWT –  BWT -12.5 ± 0.0" in shown
+
+
+def test_runs_whose_tasks_come_in_another_order_have_matrices_of_their_own(make_result: Make) -> None:
+    other = make_result(seed=1)
+    other["phases"] = other["stream"]["tasks"] = ["dbpedia", "agnews", "yahoo"]
+    shown = side_by_side([make_result(), other], width=10)
+    assert shown.count("seed 0") == shown.count("seed 1") == 1
+
+
+def test_latex_prints_names_as_they_are() -> None:
+    assert escaped(r"50 % of a_b & {c} ± 1 \ …") == r"50 \% of a\_b \& \{c\} $\pm$ 1 \textbackslash{} \ldots{}"
