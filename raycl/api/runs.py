@@ -21,6 +21,7 @@ from raycl.launch.console import repeating
 from raycl.launch.prepared_run import Prepared
 from raycl.methods.registry import DEFAULT_METHOD
 from raycl.metrics.run_results import method_of, metric_of, read_results, tasks_of, values_of
+from raycl.operations.report.matrix_picture import draw_matrix
 from raycl.operations.report.plots import heatmaps
 from raycl.operations.report.tables import matrix_table
 from raycl.storage import Storage
@@ -183,7 +184,7 @@ def _trained(prepared: Prepared, on_phase: OnPhase | None = None, quiet: bool = 
     if not quiet:
         console.log_to_stderr()
     with _watched(prepared.storage, on_phase):
-        driver.train(prepared)
+        driver.train(prepared, driver.RunOptions(draw=draw_matrix))
     return Run(prepared.storage.address)
 
 

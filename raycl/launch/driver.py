@@ -17,7 +17,7 @@ from raycl.backbone import at_commit
 from raycl.errors import RunError, StoppedError, UnreachableError
 from raycl.launch.console import LOGS
 from raycl.launch.prepared_run import Prepared, finish, resume_line
-from raycl.training.definition.job import Resources, TrainingJob
+from raycl.training.definition.job import Draw, Resources, TrainingJob
 from raycl.training.records.journal import read_state
 from raycl.training.records.publish import open_bank, publish_again
 from raycl.training.records.run_folder import is_stopped
@@ -44,6 +44,7 @@ class RunOptions:
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: place in which the host requests that its runs stop.
         warm: workers that stay between runs; None: each run has new ones.
+        draw: see `TrainingJob`.
     """
 
     in_process: Resources | None = None
@@ -54,6 +55,7 @@ class RunOptions:
     fork_points: dict[int, str] = field(default_factory=dict)
     stop: HostStop | None = None
     warm: WarmWorkers | None = None
+    draw: Draw | None = None
 
 
 class Launcher(Protocol):
@@ -167,6 +169,7 @@ def job_of(prepared: Prepared, options: RunOptions, threads: int = 1) -> Trainin
         awaits_decision=options.awaits_decision,
         fork_points=options.fork_points,
         stop=options.stop,
+        draw=options.draw,
     )
 
 

@@ -33,9 +33,10 @@ from raycl.training.records.named_bank import snapshot_at
 from raycl.training.records.recorder import Listeners
 from raycl.training.records.run_folder import CONFIG, wait_for_decision
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
-from raycl.training.records.tracking import Tracker, open_tracker
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.tracking.tracker import Tracker
+from raycl.training.tracking.trackers import open_tracker
 from raycl.training.workers.control import Control, hang_file
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Score
@@ -88,7 +89,7 @@ def work(job: TrainingJob, worker: Worker) -> None:
             if tracker is not None:
                 stack.push(partial(_close, tracker))
             report = partial(_report, job, worker, storage)
-            listeners = Listeners(tracker, report)
+            listeners = Listeners(tracker, report, job.draw)
             try:
                 loop = StreamLoop(context, open_engine, storage, world, listeners, control, worker.shared)
             finally:

@@ -35,9 +35,9 @@ from raycl.training.records.journal import read_state
 from raycl.training.records.progress import read_trace
 from raycl.training.records.recorder import Listeners
 from raycl.training.records.tensor_objects import TensorObjects
-from raycl.training.records.tracking import Tracker
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.tracking.tracker import Tracker
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 

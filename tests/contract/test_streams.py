@@ -19,6 +19,7 @@ from tiny import ENGINES, KINDS, RUNS, RUNS_BY_KIND, TASKS, Complete, Done, Lab,
 from raycl.bank import Bank
 from raycl.errors import StorageError
 from raycl.operations.banks.maintenance import verify
+from raycl.operations.report.matrix_picture import draw_matrix
 from raycl.storage import Storage
 from raycl.testing.checks import check_files, check_frozen, check_results, check_resume, check_same
 from raycl.training import stream_loop
@@ -259,13 +260,18 @@ class Curves:
     def __init__(self) -> None:
         self.points: dict[str, list[tuple[int, float]]] = {}
         self.tables: list[tuple[int, str, list[str], list[list[Any]]]] = []
+        self.pictures: list[tuple[int, str, bytes]] = []
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, axis: str, at: int, metrics: dict[str, float]) -> None:
+        assert all(name.startswith("train/") == (axis == "step") for name in metrics)
         for name, value in metrics.items():
-            self.points.setdefault(name, []).append((step, value))
+            self.points.setdefault(name, []).append((at, value))
 
-    def table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        self.tables.append((step, name, columns, rows))
+    def table(self, task: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self.tables.append((task, name, columns, rows))
+
+    def picture(self, task: int, name: str, file: Path) -> None:
+        self.pictures.append((task, name, file.read_bytes()[:4]))
 
 
 @pytest.mark.parametrize("method", ["lora", "joint"])
@@ -273,16 +279,24 @@ def test_trackers_see_the_metrics_and_the_matrix(lab: Lab, tmp_path: Path, metho
     """After each phase, over the tasks learned so far; at the end those of results.json."""
     world, curves, storage = DistributedContext.alone(torch.device("cpu")), Curves(), Storage.at(tmp_path)
     context, open_engine = build(lab.config("bert", method), world)
-    stream_loop.StreamLoop(context, open_engine, storage, world, Listeners(curves)).run()
+    stream_loop.StreamLoop(context, open_engine, storage, world, Listeners(curves, draw=draw_matrix)).run()
     metrics, cells = storage.read_json("results.json")["metrics"], matrix(storage)
-    last = {name: points[-1][1] for name, points in curves.points.items() if name.startswith("metrics/")}
-    names = ["ap", "average_accuracy"] if method == "joint" else ["ap", "average_accuracy", "bwt", "bwt_m", "f_ra"]
-    assert last == {f"metrics/{name}": metrics[name] for name in names}
-    steps = [STEPS, 2 * STEPS] if method == "lora" else [2 * STEPS - 1]
-    assert [step for step, _ in curves.points["metrics/ap"]] == steps
+    last = {name: points[-1][1] for name, points in curves.points.items() if name.startswith("cl/")}
+    shown = {"AP": "ap", "average_accuracy": "average_accuracy"}
+    shown |= {} if method == "joint" else {"BWT": "bwt", "bwt_m": "bwt_m", "F.Ra": "f_ra"}
+    assert last == {f"cl/{name}": metrics[key] for name, key in shown.items()}
+    steps = 2 * STEPS if method == "lora" else 2 * STEPS - 1
+    for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second"):
+        assert [step for step, _ in curves.points[f"train/{name}"]] == list(range(1, steps + 1))
+    done = [1, 2] if method == "lora" else [1]
+    assert [task for task, _ in curves.points["cl/AP"]] == done
     if method == "lora":
-        assert curves.points["metrics/ap"][0] == (STEPS, cells[0][0])
-    assert [(step, name, columns) for step, name, columns, _ in curves.tables] == [
-        (step, "matrix", ["after", *TASKS]) for step in steps
+        assert curves.points["cl/AP"][0] == (1, cells[0][0])
+    for number, task in enumerate(TASKS):
+        scores = curves.points[f"eval/{task}/{context.stream.tasks[number].metric}"]
+        assert scores == [(i + 1, row[number]) for i, row in enumerate(cells) if row[number] is not None]
+    assert [(task, name, columns) for task, name, columns, _ in curves.tables] == [
+        (task, "matrix", ["after", *TASKS]) for task in done
     ]
+    assert curves.pictures == [(task, "matrix_picture", b"\x89PNG") for task in done]
     assert [row[1:] for row in curves.tables[-1][3]] == cells

@@ -106,14 +106,17 @@ def test_a_run_continues_after_an_outage(complete: Complete, store: Store, tmp_p
     class Outage:
         """A tracker that stops the store after steps 1 and 8."""
 
-        def log(self, step: int, metrics: dict[str, float]) -> None:
-            if step in (1, 8) and "loss" in metrics:
-                stopped.append(step)
+        def log(self, axis: str, at: int, metrics: dict[str, float]) -> None:
+            if at in (1, 8) and "train/loss" in metrics:
+                stopped.append(at)
                 store.stop()
                 threading.Timer(0.5, store.start).start()
 
-        def table(self, step: int, name: str, columns: object, rows: object) -> None:
+        def table(self, task: int, name: str, columns: object, rows: object) -> None:
             """Nothing happens at a table."""
+
+        def picture(self, task: int, name: str, file: object) -> None:
+            """Nothing happens at a picture."""
 
     run(done.config, storage, sink=Outage())
     assert stopped == [1, 8]

@@ -25,12 +25,15 @@ class At:
     def __init__(self, step: int, act: Callable[[], None]) -> None:
         self.step, self.act = step, act
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        if step == self.step and "loss" in metrics:
+    def log(self, axis: str, at: int, metrics: dict[str, float]) -> None:
+        if at == self.step and "train/loss" in metrics:
             self.act()
 
-    def table(self, step: int, name: str, columns: object, rows: object) -> None:
+    def table(self, task: int, name: str, columns: object, rows: object) -> None:
         """Nothing happens at a table."""
+
+    def picture(self, task: int, name: str, file: object) -> None:
+        """Nothing happens at a picture."""
 
 
 def learn(

@@ -78,7 +78,7 @@ WRITTEN = [
     [],
     ["method=sapt", "modifiers=[migu]", "engine=deepspeed", "launch.workers=2"],
     ["method=replay", "method.learner=olora", "stream.tasks=[topic,{name: mine, path: /data/mine}]", "stream.name=own"],
-    ["tracking.backend=wandb", "tracking.project='a # b: c'", "output.name='${now}'", "tracking.group=" + "x y " * 40],
+    ["tracking.tracker=wandb", "tracking.project='a # b: c'", "output.name='${now}'", "tracking.group=" + "x y " * 40],
 ]
 
 

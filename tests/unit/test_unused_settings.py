@@ -44,7 +44,7 @@ CASES = {
     ),
     "train.warmup_ratio=0.1": ("train.warmup_steps=5", ["train.lr_scheduler=linear"]),
     "checkpoint.export=each": ("method=lora", []),
-    "tracking.project=mine": ("tracking.backend=none", []),
+    "tracking.project=mine": ("tracking.tracker=none", []),
     "bank.dir=/tmp/bank": ("bank.publish=false", []),
     "bank.sample_days=3": ("method=lora", []),
     "bank.revise=topic": ("bank.start=null", []),
@@ -107,7 +107,7 @@ def test_a_file_that_needs_its_overrides_is_held_to_all_it_sets(tmp_path: Path) 
         ["method=sapt", "method.value=prompt", "method.prompt_length=5"],
         ["stream.schedule=joint", "method=sapt", "method.attention_learning_rate=1e-3"],
         ["method=replay", "method.learner=finetune", "checkpoint.export=each"],
-        ["tracking.backend=wandb", "tracking.project=mine"],
+        ["tracking.tracker=wandb", "tracking.project=mine"],
         ["method=sapt", "method.arm.files=null"],
     ],
 )
@@ -252,7 +252,7 @@ BASE = {"method": "sapt", "stream": {"name": "builtin"}}
         (
             {"tracking": {"project": "x"}},
             [],
-            r"base\.tracking\.project=x acts on nothing beside tracking\.backend=none",
+            r"base\.tracking\.project=x acts on nothing beside tracking\.tracker=none",
         ),
         ({}, ["method.ablation=arm", "method.arm.weight=2"], r"runs\.a: method\.arm\.weight=2 acts on nothing beside"),
     ],
@@ -312,7 +312,7 @@ def test_what_all_rows_of_a_comparison_share_acts_in_one_of_them(tmp_path: Path)
         (
             {"tracking": {"project": "x"}},
             {},
-            r"base\.tracking\.project=x acts on nothing beside tracking\.backend=none",
+            r"base\.tracking\.project=x acts on nothing beside tracking\.tracker=none",
         ),
         ({}, {"method.selector.steps": {"grid": [1, 2]}}, r"space 'method\.selector\.steps' acts on nothing beside"),
     ],

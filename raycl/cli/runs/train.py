@@ -106,10 +106,11 @@ def run(options: argparse.Namespace) -> int:
     stopping.exit_on_sigterm()
     prepared = requested_run.prepared(config, options.overrides, options.resume, options.add, options.revise)
     from raycl.launch import driver
+    from raycl.operations.report.matrix_picture import draw_matrix
     from raycl.operations.report.tables import matrix_table
 
     echo(f"run {prepared.storage.uri}", flush=True)
-    results = driver.train(prepared)
+    results = driver.train(prepared, driver.RunOptions(draw=draw_matrix))
     echo(matrix_table(results))
     echo(f"results {prepared.storage.uri}/results.json")
     if options.png or prepared.storage.is_local:

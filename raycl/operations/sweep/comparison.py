@@ -28,6 +28,7 @@ from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch.status import status_of
 from raycl.metrics.run_results import Published
+from raycl.operations.report.matrix_picture import draw_matrix
 from raycl.storage import Storage
 from raycl.training.records.run_folder import CONFIG
 from raycl.training.setup.checks import check_singles
@@ -227,7 +228,7 @@ def _on_ray(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], dire
             with _left_at_once():  # without waiting for the threads
                 for name, config in planned.items():
                     label = f"{name}: " if at_once > 1 else ""
-                    options = RunOptions(share=at_once, label=label, stop=stop, warm=warm)
+                    options = RunOptions(share=at_once, label=label, stop=stop, warm=warm, draw=draw_matrix)
                     first = running.get(_needed(comparison, name))
                     running[name] = pool.submit(_run_after, first, name, config, options)
                 return _outcome({name: future.result for name, future in running.items()})
@@ -269,7 +270,7 @@ def _run(name: str, config: RunConfig, options: RunOptions | None = None) -> Tre
     from raycl.launch.prepared_run import prepare
 
     log.info("== %s", name)
-    return driver.train(prepare(config), options)
+    return driver.train(prepare(config), options or driver.RunOptions(draw=draw_matrix))
 
 
 def _outcome(results: Mapping[str, Callable[[], Tree]]) -> ComparisonOutcome:

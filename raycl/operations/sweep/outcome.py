@@ -120,7 +120,7 @@ class SweepOutcome:
         tree = configs.as_tree(self.configs[self.best])
         for section in ("output", "bank"):
             del tree[section]
-        tree["tracking"].pop("group")
+        tree["tracking"].pop("group", None)
         return configs.to_yaml(configs.validate(RunConfig, tree))
 
 

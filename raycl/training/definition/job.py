@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from raycl.config import Tree
 from raycl.plugins import Used
 from raycl.storage import Storage
 from raycl.training.workers.stopping import HostStop
+
+Draw = Callable[[Tree, Path], None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class TrainingJob:
             (`raycl.training.records.run_folder`).
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: where a sweep or a comparison requests that its runs stop.
+        draw: draws the matrix of a result tree as a PNG, for trackers.
     """
 
     config: Tree
@@ -58,6 +63,7 @@ class TrainingJob:
     awaits_decision: bool = False
     fork_points: dict[int, str] = field(default_factory=dict)
     stop: HostStop | None = None
+    draw: Draw | None = None
 
     @property
     def storage(self) -> Storage:

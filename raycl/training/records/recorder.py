@@ -12,15 +12,19 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from raycl.bank.branches import explain_empty
 from raycl.bank.pruning import hold_lease, release_lease
 from raycl.errors import StorageError
 from raycl.methods.base import Learned
+from raycl.metrics.run_results import METRICS
 from raycl.storage import Storage
 from raycl.storage.records import hashed
 from raycl.training.definition.inputs import versions
+from raycl.training.definition.job import Draw
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records.checkpoint import Checkpoint, WrittenFile
@@ -29,7 +33,7 @@ from raycl.training.records.progress import Progress, StepResult, Trace, clock
 from raycl.training.records.publish import move_branch, open_bank, publish
 from raycl.training.records.results import build_results, matrix_of, metrics_so_far
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
-from raycl.training.records.tracking import Tracker
+from raycl.training.tracking.tracker import Tracker
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase
 
@@ -44,11 +48,12 @@ class Listeners:
     """What follows a run besides its own records.
 
     Attributes:
-        tracker: rank 0's, if any. on_phase: see `OnPhase`.
+        tracker: rank 0's, if any. on_phase: see `OnPhase`. draw: see `TrainingJob`.
     """
 
     tracker: Tracker | None = None
     on_phase: OnPhase | None = None
+    draw: Draw | None = None
 
 
 @dataclass(frozen=True)
@@ -114,9 +119,9 @@ class Recorder:
             self.trace.flush()
         if self.listeners.tracker is not None:
             names = ("loss", "grad_norm", "learning_rate")
-            values = {name: getattr(result, name) for name in names}
-            speed = {"tokens_per_s": result.tokens / max(seconds, 1e-9)}
-            self.listeners.tracker.log(self._steps_done(phase, step), values | speed)
+            values = {f"train/{name}": getattr(result, name) for name in names}
+            values["train/tokens_per_second"] = result.tokens / max(seconds, 1e-9)
+            self.listeners.tracker.log("step", self._steps_done(phase, step), values)
 
     def publish(self, phase: Phase, learned: Learned, done: Checkpoint) -> None:
         """Adapters go to the bank, whole models to a folder of the run. Collective where workers share weights out."""
@@ -225,20 +230,31 @@ class Recorder:
             between = f", {moved:.3g} MiB a step between workers" if moved else ""
             log.info("    trained %s, evaluated %s%s", clock(times["train_s"]), clock(times["eval_s"]), between)
         if self.listeners.tracker is not None:
-            self._track(phase, record, self.listeners.tracker)
+            self._track(record, self.listeners.tracker)
         on_phase = self.listeners.on_phase
         return on_phase is None or on_phase(record) is not False
 
-    def _track(self, phase: Phase, record: dict[str, Any], tracker: Tracker) -> None:
-        scores = {f"score/{name}": float(cell["value"]) for name, cell in record["row"].items()}
-        for kind in ("unseen", "other_row"):
-            scores |= {f"{kind}/{name}": float(cell["value"]) for name, cell in record.get(kind, {}).items()}
+    def _track(self, record: dict[str, Any], tracker: Tracker) -> None:
+        """Record scores, headline numbers and the matrix after a task."""
+        done = len(self.state.phases)
+        stream = self.context.stream
+        metric = {task.name: task.metric for task in (*stream.tasks, *stream.unseen)}
+        scores = {
+            f"eval/{prefix}{task}/{name}": float(value)
+            for prefix, kind in (("", "row"), ("", "unseen"), ("other_instruction/", "other_row"))
+            for task, cell in record.get(kind, {}).items()
+            for name, value in {metric[task]: cell["value"], **cell["extra"]}.items()
+        }
         matrix = matrix_of(*_names(self.context), self.state)
-        step = self._steps_done(phase, record["times"]["steps"])
-        metrics = metrics_so_far(matrix, len(self.state.phases), self.context.info.singles)
-        tracker.log(step, scores | {f"metrics/{name}": value for name, value in metrics.items()})
+        metrics = metrics_so_far(matrix, done, self.context.info.singles)
+        tracker.log("task", done, scores | {f"cl/{METRICS.get(name, name)}": value for name, value in metrics.items()})
         rows = [[name, *values] for name, values in zip(matrix.phases, matrix.values(), strict=True)]
-        tracker.table(step, "matrix", ["after", *matrix.tasks], rows)
+        tracker.table(done, "matrix", ["after", *matrix.tasks], rows)
+        if self.listeners.draw is not None:
+            with TemporaryDirectory() as folder:
+                picture = Path(folder) / "matrix.png"
+                self.listeners.draw(self.results(), picture)
+                tracker.picture(done, "matrix_picture", picture)
 
     def results(self) -> dict[str, Any]:
         """Return the result tree so far, from the journal."""

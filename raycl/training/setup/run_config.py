@@ -57,8 +57,8 @@ from raycl.training.definition.task_order import SCHEDULES
 from raycl.training.definition.training_context import RunInfo
 from raycl.training.optimizers.registry import OPTIMIZERS
 from raycl.training.optimizers.settings import TrainConfig
-from raycl.training.records.tracking import TrackingConfig
 from raycl.training.setup.snapshot_start import read_start, refuse_changes
+from raycl.training.tracking.trackers import TrackingConfig
 from raycl.types import Phase
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ A sweep continues from what is here, never from Ray's own records, which are pic
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -73,7 +74,8 @@ class SweepFolder:
         given = tree.get("bank", {})
         where = {} if given.get("start") else {"dir": self.storage.sub("bank").address}
         tree["bank"] = {**where, **given, **own}
-        tree["tracking"] = {"group": sweep.name, **tree.get("tracking", {})}
+        group = {} if "WANDB_RUN_GROUP" in os.environ else {"group": sweep.name}
+        tree["tracking"] = {**group, **tree.get("tracking", {})}
         return from_tree(tree)
 
     def write_settings(self, number: int, settings: Settings, repeated: bool = False) -> None:

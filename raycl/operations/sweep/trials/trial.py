@@ -27,6 +27,7 @@ from raycl.launch import driver
 from raycl.launch.driver import RunOptions
 from raycl.launch.prepared_run import Prepared, prepare
 from raycl.launch.ray_train import worker_resources
+from raycl.operations.report.matrix_picture import draw_matrix
 from raycl.operations.sweep.definition.measure import measured
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder
@@ -148,7 +149,9 @@ class Trial:
     def _options(self) -> RunOptions:
         """The options of the trial's runs: their location, and what stops them."""
         here = worker_resources(self.config) if self.sweep.in_process else None
-        return RunOptions(here, shared_readers() if self.config.bank.start else None, stop=self.work.stop)
+        return RunOptions(
+            here, shared_readers() if self.config.bank.start else None, stop=self.work.stop, draw=draw_matrix
+        )
 
     def _start_from_fork_point(self, storage: Storage, config: RunConfig, keys: Sequence[str]) -> None:
         """Begin with the longest stretch that another trial has already learned and that is whole."""

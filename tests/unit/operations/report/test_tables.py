@@ -82,7 +82,7 @@ def test_seeds_become_mean_and_spread(make_result: Make) -> None:
 def test_runs_with_other_settings_are_separate_lines(make_result: Make) -> None:
     wide = make_result("lora", seed=1)
     wide["config"]["method"]["r"] = 16
-    wide["config"] |= {"tracking": {"backend": "wandb"}, "eval": {"singles": "runs/single-1"}}
+    wide["config"] |= {"tracking": {"tracker": ["wandb"]}, "eval": {"singles": "runs/single-1"}}
     lines = compare([make_result("lora"), wide, make_result("sapt")])
     assert [(line.method, line.settings) for line in lines] == [
         ("lora", "method.r=8"),

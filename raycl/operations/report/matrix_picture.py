@@ -1,0 +1,14 @@
+"""The accuracy matrix of one run as a picture, without matplotlib until it is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raycl.config import Tree
+
+
+def draw_matrix(result: Tree, path: Path) -> None:
+    """Draw the matrix of a result tree as a PNG."""
+    from raycl.operations.report.plots import heatmaps  # brings matplotlib, which a run without tracker does without
+
+    heatmaps([result], path)
