@@ -17,6 +17,9 @@ from torch import Tensor
 IGNORE = -100
 """Target positions with this id carry no loss (the convention of torch's cross_entropy)."""
 
+MAGNITUDE = ".lora_magnitude_vector"
+"""The end of the name of an adapter's magnitudes of a linear (`AdapterState.magnitudes`)."""
+
 Activation = Literal["", "relu", "softmax"]
 """The function between A and B of an adapter: none (a weight increment, LoRA), a non-linearity (a bottleneck), or the
 softmax of attention, for which A holds keys and B values of learned positions (a prefix)."""
@@ -267,6 +270,8 @@ class AdapterState:
         labels: label texts of the head's rows; empty where there is no head.
         head_weight: `[C, D]` weights of the head. head_bias: `[C]` biases.
         activation: the activation f of its linears.
+        magnitudes: path -> `[O]` norms that the rows of the linear's weight have with the update (DoRA, Liu et al.
+            2024); empty: the update is added and nothing else.
     """
 
     linears: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -276,6 +281,7 @@ class AdapterState:
     head_weight: Tensor | None = None
     head_bias: Tensor | None = None
     activation: Activation = ""
+    magnitudes: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -283,11 +289,12 @@ class AdapterState:
         return max((int(a.shape[0]) for a, _ in self.linears.values()), default=0)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return everything that it holds by name: `<path>.lora_A`, `<path>.lora_B`, `prompt`, `head.weight`,
-        `head.bias`."""
+        """Return everything that it holds by name: `<path>.lora_A`, `<path>.lora_B`, `<path>.lora_magnitude_vector`,
+        `prompt`, `head.weight`, `head.bias`."""
         tensors: dict[str, Tensor] = {}
         for path, (low, high) in self.linears.items():
             tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"] = low, high
+        tensors |= {f"{path}{MAGNITUDE}": norms for path, norms in self.magnitudes.items()}
         if self.prompt is not None:
             tensors["prompt"] = self.prompt
         if self.head_weight is not None and self.head_bias is not None:
@@ -302,7 +309,8 @@ class AdapterState:
         paths = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
         linears = {path: (tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"]) for path in paths}
         head = tensors.get("head.weight"), tensors.get("head.bias")
-        return AdapterState(linears, scale, tensors.get("prompt"), tuple(labels), *head, activation)
+        norms = {path: tensors[path + MAGNITUDE] for path in paths if path + MAGNITUDE in tensors}
+        return AdapterState(linears, scale, tensors.get("prompt"), tuple(labels), *head, activation, norms)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,35 @@ class AttentionQueries:
         return last
 
 
+@dataclass(frozen=True)
+class TrainedUpdate:
+    """The update of one linear by the adapters in training.
+
+    Attributes:
+        ranks: rank of each adapter, in the order of their rows.
+        scale: the scale of the update. factor: the same, divided by the scale in the stack's gate.
+        columns: `[R]` column of the stack's gate of each row; None: they are the same.
+        start: A `[R, D]` and B `[O, R]` that training begins with, whose product is subtracted, so that the initial
+            update is zero; None: B begins at zero.
+    """
+
+    ranks: tuple[int, ...] = ()
+    scale: float = 1.0
+    factor: float = 1.0
+    columns: Tensor | None = None
+    start: tuple[Tensor, Tensor] | None = None
+
+    def gate(self, gate_BR: Tensor) -> Tensor:
+        """Return the gate of its rows, of the stack's gate of each example or position."""
+        own = gate_BR if self.columns is None else gate_BR[..., self.columns]
+        return own if self.factor == 1 else own * self.factor
+
+    def rows(self, number: int) -> slice:
+        """Return the rows of an adapter."""
+        first = sum(self.ranks[:number])
+        return slice(first, first + self.ranks[number])
+
+
 class StackedLora(nn.Module):
     """`base(x)` plus the active mixture, as `formula` adds it.
 
@@ -49,6 +78,8 @@ class StackedLora(nn.Module):
         base: the linear that it replaces (`nn.Linear`, or Hugging Face's `Conv1D`), unchanged.
         lora_A: `[R, D]` rows of the adapters in training; None between tasks.
         lora_B: `[O, R]` their outputs, in PEFT's layout.
+        lora_magnitude_vector: `[O]` norms of the adapted weight's rows (DoRA); None: they follow from the weight.
+        update: ranks and scale of the adapters in training.
         queries: queries of its attention layer, in a stack of prefixes.
         unit_masks: gives factors of the units `[R]` between A and B of adapters in training, and of what these add
             `[O]` (None: none); None: there are none.
@@ -63,8 +94,11 @@ class StackedLora(nn.Module):
         self.inputs, self._outputs = linear_shape(base)
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
+        self.register_parameter("lora_magnitude_vector", None)
         self.lora_A: nn.Parameter | None
         self.lora_B: nn.Parameter | None
+        self.lora_magnitude_vector: nn.Parameter | None
+        self.update = TrainedUpdate()
         self.queries: AttentionQueries | None = None
         self.unit_masks: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.low_observer: Callable[[Tensor, Tensor], None] | None = None
@@ -78,12 +112,7 @@ class StackedLora(nn.Module):
     @property
     def trainable_ranks(self) -> tuple[int, ...]:
         """Rank of each adapter in training, in the order of their rows."""
-        return tuple(self._stack.trainable.values()) if self.lora_A is not None else ()
-
-    @property
-    def trainable_scale(self) -> float:
-        """The scale of every adapter in training."""
-        return self._stack.trainable_scale
+        return self.update.ranks if self.lora_A is not None else ()
 
     @property
     def weight(self) -> Tensor:
@@ -129,7 +158,25 @@ class StackedLora(nn.Module):
             y = add_shared(y, seen, a_RD, b_RO, plan.for_rows("gate", plan.gate, rows), stack.activation)
         if plan.trainable_gate is not None and self.lora_A is not None:
             y = self._add_trainable(y, x, plan.for_rows("trainable", plan.trainable_gate, rows))
+        for name, weight_B1 in plan.rescaled.items():
+            y = self._rescale(y, self._magnitude_ratio(name), plan.for_rows(f"DoRA {name}", weight_B1, rows))
         return y
+
+    def _magnitude_ratio(self, name: str) -> Tensor | None:
+        """Return `[O]`, the adapter's magnitudes divided by the norms of the rows of the weight that it makes; no
+        gradient flows through the norms (DoRA, section 4.3)."""
+        if self.lora_magnitude_vector is None or name not in self._stack.trainable:
+            return self._stack.magnitude_ratio(name, self.path)
+        assert self.lora_A is not None and self.lora_B is not None
+        pair = self.lora_A.detach(), self.lora_B.detach()
+        return self.lora_magnitude_vector / adapted_norms(self.base, *pair, self.update.scale)
+
+    def _rescale(self, y: Tensor, ratio_O: Tensor | None, weight_B1: Tensor) -> Tensor:
+        """Scale each output without its bias, of examples with weight 1."""
+        if ratio_O is None:
+            return y
+        unbiased = y if self.bias is None else y - self.bias
+        return y + spread(weight_B1, y) * (ratio_O.to(y.dtype) - 1) * unbiased
 
     def _with_prefixes(self, x: Tensor) -> Tensor:
         """Return `base(x + attention to the active prefixes)`, with loaded and trained prefixes in one softmax."""
@@ -156,7 +203,7 @@ class StackedLora(nn.Module):
             parts.append((*plan.shared_rows(self.path), plan.for_rows("gate", plan.gate, rows)))
         if plan.trainable_gate is not None and self.lora_A is not None and self.lora_B is not None:
             trainable = plan.for_rows("trainable", plan.trainable_gate, rows)
-            parts.append((self.lora_A, self.lora_B.T, trainable))
+            parts.append((self.lora_A, self.lora_B.T, self.update.gate(trainable)))
         if len(parts) < 2:
             return parts[0] if parts else None
         keys, values, gates = zip(*parts, strict=True)
@@ -165,12 +212,17 @@ class StackedLora(nn.Module):
     def _add_trainable(self, y: Tensor, x: Tensor, gate_BR: Tensor) -> Tensor:
         """Add the adapters in training, with exact gradients to A, B, the gate and x."""
         assert self.lora_A is not None and self.lora_B is not None
+        gate_BR = self.update.gate(gate_BR)
         h = linear(dropout(x, self._stack.dropout, self.training), self.lora_A)
         if self.low_observer is not None:
             self.low_observer(h, gate_BR)
         if self._stack.activation == "relu":
             h.relu_()
-        h = h * spread(gate_BR, h)
+        gate = spread(gate_BR, h)
+        if self.update.start is not None:
+            a_RD, b_OR = self.update.start
+            y = y - linear(linear(x, a_RD) * gate, b_OR)
+        h = h * gate
         if self.unit_masks is None:
             return y + linear(h, self.lora_B)
         units_R, outputs_O = self.unit_masks()
@@ -195,6 +247,15 @@ def plain_weight(base: Any) -> Tensor:
     one_DD = torch.eye(base.in_features, dtype=base_dtype(base), device=weight.device)
     found_DO: Tensor = base(one_DD).float() - (0 if base.bias is None else base.bias.detach().float())
     return found_DO.T
+
+
+@torch.no_grad()
+def adapted_norms(base: nn.Module, a_RD: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    """Return `[O]`, the norms of the rows of `W + scale * B A`, in float32 on the device of W."""
+    weight_OD = plain_weight(base)
+    delta_OD = scale * (b_OR.to(weight_OD) @ a_RD.to(weight_OD))
+    norms_O: Tensor = torch.linalg.vector_norm(weight_OD + delta_OD, dim=1)
+    return norms_O
 
 
 def base_dtype(base: nn.Module) -> torch.dtype:

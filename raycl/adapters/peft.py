@@ -16,11 +16,14 @@ from torch import Tensor
 
 from raycl.adapters.state import check_increment
 from raycl.errors import AdapterError
-from raycl.types import AdapterState
+from raycl.types import MAGNITUDE, AdapterState
 
 PREFIX = "base_model.model."
-KEY = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
-REFUSED = ("use_dora", "modules_to_save", "layer_replication", "lora_bias", "trainable_token_indices")
+KEY = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+)\.(lora_(?P<side>[AB])(\.default)?\.weight|lora_magnitude_vector)")
+STARTS = ("gaussian", "orthogonal", True, False, None)
+"""Values of `init_lora_weights` under which the adapter is an update of the plain backbone; others change its weights,
+unless PEFT converted the adapter, which it then writes as one of these."""
+REFUSED = ("modules_to_save", "layer_replication", "lora_bias", "trainable_token_indices")
 """Settings of `adapter_config.json` under which more than `scale * B A` is added to a linear."""
 LITERAL = re.compile(r"\^?[\w.-]+")
 """Patterns of linears that contain no operators: a path or its end; with `^`, a complete path."""
@@ -55,6 +58,8 @@ def to_peft(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors by PEFT's names and the content of `adapter_config.json`.
 
+    Ranks and scales of single linears are in `rank_pattern` and `alpha_pattern`, however they were configured.
+
     Args:
         base: hub id or folder of the backbone, which `AutoPeftModel...` loads. revision: commit of the hub id.
         task_type: PEFT's task type, which selects the class that loads it.
@@ -69,6 +74,7 @@ def to_peft(
     for path, (a, b) in state.linears.items():
         tensors[f"{PREFIX}{path}.lora_A.weight"] = a.contiguous()
         tensors[f"{PREFIX}{path}.lora_B.weight"] = b.contiguous()
+    tensors |= {f"{PREFIX}{path}{MAGNITUDE}": norms.contiguous() for path, norms in state.magnitudes.items()}
     ranks = {path: int(a.shape[0]) for path, (a, _) in state.linears.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     odd = {path: other for path, other in ranks.items() if other != rank}
@@ -84,6 +90,8 @@ def to_peft(
         "revision": revision,
         "task_type": task_type,
     }
+    if state.magnitudes:
+        config["use_dora"] = True
     if odd:
         config["rank_pattern"] = odd
         config["alpha_pattern"] = {path: state.scale * other for path, other in odd.items()}
@@ -93,7 +101,11 @@ def to_peft(
 def names_in_bank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of `to_peft` by the names of `AdapterState.tensors`; those of other names are left out."""
     matches = {key: KEY.fullmatch(key) for key in tensors}
-    return {f"{match['path']}.lora_{match['side']}": tensors[key] for key, match in matches.items() if match}
+    return {
+        match["path"] + (f".lora_{match['side']}" if match["side"] else MAGNITUDE): tensors[key]
+        for key, match in matches.items()
+        if match
+    }
 
 
 def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears: Collection[str]) -> AdapterState:
@@ -106,7 +118,8 @@ def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears:
     match may never end.
 
     Raises:
-        AdapterError: not a plain LoRA, unknown or missing tensors, or a linear that the model does not have.
+        AdapterError: neither a plain LoRA nor a DoRA, unknown or missing tensors, or a linear that the model does not
+            have.
     """
     if not isinstance(config, Mapping):
         raise AdapterError(f"adapter_config.json holds a {type(config).__name__}: expected an object of settings")
@@ -117,15 +130,26 @@ def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears:
             raise AdapterError(f"adapter_config.json sets {key}={config[key]!r}: only plain LoRA can be imported")
     if config.get("bias", "none") != "none":
         raise AdapterError(f"adapter_config.json sets bias='{config['bias']}': only bias='none' can be imported")
+    if config.get("init_lora_weights") not in STARTS:
+        raise AdapterError(
+            f"adapter_config.json sets init_lora_weights={config['init_lora_weights']!r:.80}, which changed the "
+            "weights of the backbone: save it with PEFT's path_initial_model_for_weight_conversion, and import that"
+        )
     settings = _settings(config)
     sides: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = KEY.fullmatch(key)
         if match is None:
             raise AdapterError(f"tensor '{key}' is no part of a plain LoRA: expected {PREFIX}<linear>.lora_A|B.weight")
-        sides.setdefault(match["path"], {})[match["side"]] = tensor
-    pairs = {}
+        sides.setdefault(match["path"], {})[match["side"] or MAGNITUDE] = tensor
+    pairs, magnitudes = {}, {}
     for path, pair in sides.items():
+        norms = pair.pop(MAGNITUDE, None)
+        if (norms is not None) != bool(config.get("use_dora")):
+            raise AdapterError(
+                f"adapter_config.json has use_dora={bool(config.get('use_dora'))}, and '{path}' has "
+                f"{'no ' if norms is None else ''}lora_magnitude_vector: the file is not what it was saved as"
+            )
         if set(pair) != {"A", "B"}:
             raise AdapterError(f"'{path}' has lora_{next(iter(pair))} but not its counterpart: the file is incomplete")
         if any(tensor.dim() != 2 or 0 in tensor.shape for tensor in pair.values()):
@@ -133,9 +157,11 @@ def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears:
             raise AdapterError(f"'{path}' has {shapes}: expected two matrices of rank 1 or more")
         scale = settings.scale(path, len(pair["A"]))
         pairs[_known(path, linears)] = (pair["A"].float(), pair["B"].float() * scale)
+        if norms is not None:
+            magnitudes[_known(path, linears)] = norms.float()
     if not pairs:
         raise AdapterError("the adapter holds no tensors: expected lora_A and lora_B of at least one linear")
-    return AdapterState(pairs)
+    return AdapterState(pairs, magnitudes=magnitudes)
 
 
 def _known(path: str, linears: Collection[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.layer import AttentionQueries, StackedLora, base_dtype, linear_shape
+from raycl.adapters.layer import (
+    AttentionQueries,
+    StackedLora,
+    TrainedUpdate,
+    adapted_norms,
+    base_dtype,
+    linear_shape,
+    plain_weight,
+)
 from raycl.adapters.plan import MixturePlan, gate_of, neighbours, own_form
 from raycl.adapters.rows import RowPool, RowTable, StaticRows
-from raycl.adapters.state import check_fits
+from raycl.adapters.state import check_alone, check_fits
 from raycl.errors import AdapterError
 from raycl.types import Activation, AdapterState, Mixture
 
@@ -31,6 +40,12 @@ QueryOf = Callable[[nn.Module, str], str]
 
 Init = Callable[[Tensor, int], None]
 """Fills A `[r, D]` of a linear; the second argument is the linear's number of outputs."""
+
+Start = Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
+"""Returns A `[r, D]` and B `[O, r]` that training begins with, for a weight `[O, D]`, a rank and a scale."""
+
+Sizes = Mapping[str, tuple[int, float]]
+"""Path of a linear -> rank and scale of its updates, where they differ from those of others."""
 
 
 class AdapterStack:
@@ -80,6 +95,7 @@ class AdapterStack:
         self.detach_loaded = False
         self.states: dict[str, AdapterState] = {}
         self._unwritten: set[str] = set()
+        self._ratios: dict[str, dict[str, Tensor]] = {}
         self.trainable: dict[str, int] = {}
         self.trainable_scale = 1.0
         self.dropout = 0.0
@@ -174,14 +190,26 @@ class AdapterStack:
         if self.table.evicted > evicted:
             for gone in self.states.keys() - self.table.rows.keys():
                 del self.states[gone]
+                self._ratios.pop(gone, None)
                 self._unwritten.discard(gone)
 
     def drop(self, name: str) -> None:
         """Unload an adapter and free its rows."""
         del self.states[name]
+        self._ratios.pop(name, None)
         self._unwritten.discard(name)
         if name in self.table.rows:
             self.table.remove(name)
+
+    def magnitude_ratio(self, name: str, path: str) -> Tensor | None:
+        """Return `[O]`, a loaded adapter's magnitudes divided by the norms of the weight's rows; None where it adapts
+        no such linear."""
+        ratios, state = self._ratios.setdefault(name, {}), self.states[name]
+        if path not in ratios and path in state.magnitudes:
+            base = self.layers[path].base
+            norms = adapted_norms(base, *state.linears[path], state.scale)
+            ratios[path] = state.magnitudes[path].to(norms) / norms
+        return ratios.get(path)
 
     def need(self, names: Sequence[str]) -> None:
         """Load and write all of `names`; none of them evicts another."""
@@ -201,7 +229,14 @@ class AdapterStack:
     # ---- adapters in training --------------------------------------------------------------------------------
 
     def begin_training(
-        self, ranks: Mapping[str, int], scale: float, init: Init | None = None, dropout: float = 0.0
+        self,
+        ranks: Mapping[str, int],
+        scale: float,
+        init: Init | None = None,
+        dropout: float = 0.0,
+        sizes: Sizes | None = None,
+        start: Start | None = None,
+        magnitudes: bool = False,
     ) -> None:
         """Allocate trainable adapters: A drawn by `init`, B zero, so the initial update is zero.
 
@@ -209,49 +244,74 @@ class AdapterStack:
             ranks: adapter -> rank. scale: scale of every adapter.
             init: fills A, a `[r, D]` tensor on the CPU, in place; its second argument is the number of outputs. The
                 same seed gives the same A on every device. None: there are no linears.
+            sizes: ranks, of each adapter, and scales of some linears.
+            start: gives A and B of the one adapter instead; their product is subtracted from the update.
+            magnitudes: the one adapter trains the norms of the adapted weights' rows too (DoRA).
         """
         self.trainable, self.trainable_scale, self.dropout = dict(ranks), scale, dropout
-        for layer in self.layers.values():
-            dtype, device = base_dtype(layer.base), layer.weight.device
-            drawn = []
-            for rank in ranks.values():
-                low = torch.empty(rank, layer.inputs, dtype=dtype, device="cpu")  # each device draws other numbers
-                assert init is not None, "linears have values to draw"
-                init(low, layer.outputs)
-                drawn.append(low)
-            layer.lora_A = nn.Parameter(torch.cat(drawn).to(device))
-            high = torch.zeros(layer.outputs, sum(ranks.values()), dtype=dtype, device=device)
-            layer.lora_B = nn.Parameter(high)
+        if sizes and self.layers:
+            widest = max(sizes[path][0] if path in sizes else 0 for path in self.layers)
+            others = self.layers.keys() - sizes.keys()
+            self.trainable = {name: max(widest, rank if others else 0) for name, rank in ranks.items()}
+        for path, layer in self.layers.items():
+            own_rank, own_scale = (sizes or {}).get(path, (0, scale))
+            own = [own_rank or rank for rank in ranks.values()]
+            columns = _columns([*self.trainable.values()], own, layer.weight.device) if sizes else None
+            layer.update = TrainedUpdate(tuple(own), own_scale, own_scale / scale, columns)
+            self._allocate(layer, init, start)
+            if magnitudes:
+                norms = torch.linalg.vector_norm(plain_weight(layer.base), dim=1)
+                layer.lora_magnitude_vector = nn.Parameter(norms.to(base_dtype(layer.base)))
+
+    def _allocate(self, layer: StackedLora, init: Init | None, start: Start | None) -> None:
+        """Create A and B of the adapters in training."""
+        ranks, dtype, device = layer.update.ranks, base_dtype(layer.base), layer.weight.device
+        if start is not None:
+            pair = start(plain_weight(layer.base), sum(ranks), layer.update.scale)
+            low, high = (part.to(dtype).contiguous() for part in pair)
+            layer.update = replace(layer.update, start=(low.clone(), high.clone()))
+            layer.lora_A, layer.lora_B = nn.Parameter(low), nn.Parameter(high)
+            return
+        drawn = []
+        for rank in ranks:
+            low = torch.empty(rank, layer.inputs, dtype=dtype, device="cpu")  # each device draws other numbers
+            assert init is not None, "linears have values to draw"
+            init(low, layer.outputs)
+            drawn.append(low)
+        layer.lora_A = nn.Parameter(torch.cat(drawn).to(device))
+        layer.lora_B = nn.Parameter(torch.zeros(layer.outputs, sum(ranks), dtype=dtype, device=device))
 
     def fill(self, states: Mapping[str, AdapterState]) -> None:
         """Initialize the named trainable adapters with these weights, which have the same ranks."""
-        first = 0
-        for name, rank in self.trainable.items():
-            rows = slice(first, first + rank)
+        for number, name in enumerate(self.trainable):
             for path, (low, high) in states[name].linears.items() if name in states else ():
                 layer = self.layers[path]
                 assert layer.lora_A is not None and layer.lora_B is not None
+                rows = layer.update.rows(number)
                 layer.lora_A.data[rows].copy_(low)
-                layer.lora_B.data[:, rows].copy_(high)
-            first += rank
+                layer.lora_B.data[:, rows].copy_(high if layer.update.factor == 1 else high / layer.update.factor)
 
     def end_training(self) -> None:
         """Drop the trainable adapters (load their states to keep them)."""
         for layer in self.layers.values():
-            layer.lora_A = layer.lora_B = None
+            layer.lora_A = layer.lora_B = layer.lora_magnitude_vector = None
+            layer.update = TrainedUpdate()
         self.trainable = {}
 
     @contextmanager
     def training_aside(self) -> Iterator[None]:
         """Set the adapters in training aside, so that others can be trained, and restore them afterwards."""
-        held = {path: (layer.lora_A, layer.lora_B) for path, layer in self.layers.items()}
+        held = [
+            (layer, layer.lora_A, layer.lora_B, layer.lora_magnitude_vector, layer.update)
+            for layer in self.layers.values()
+        ]
         settings = self.trainable, self.trainable_scale, self.dropout
         self.end_training()
         try:
             yield
         finally:
-            for path, layer in self.layers.items():
-                layer.lora_A, layer.lora_B = held[path]
+            for layer, low, high, norms, update in held:
+                layer.lora_A, layer.lora_B, layer.lora_magnitude_vector, layer.update = low, high, norms, update
             self.trainable, self.trainable_scale, self.dropout = settings
 
     def trainable_states(self, values: Mapping[str, Tensor]) -> dict[str, AdapterState]:
@@ -261,13 +321,21 @@ class AdapterStack:
             values: complete parameters by name, as the engine gives them.
         """
         states: dict[str, AdapterState] = {}
-        first = 0
-        for name, rank in self.trainable.items():
-            rows = slice(first, first + rank)
-            pairs = {p: (values[f"model.{p}.lora_A"], values[f"model.{p}.lora_B"]) for p in self.layers}
-            linears = {path: (a[rows].clone(), b[:, rows].clone()) for path, (a, b) in pairs.items()}
-            states[name] = AdapterState(linears, self.trainable_scale, activation=self.activation)
-            first += rank
+        for number, name in enumerate(self.trainable):
+            linears, magnitudes = {}, {}
+            for path, layer in self.layers.items():
+                rows, factor = layer.update.rows(number), layer.update.factor
+                low = values[f"model.{path}.lora_A"][rows].clone()
+                high = values[f"model.{path}.lora_B"][:, rows] * factor
+                if layer.update.start is not None:
+                    start_low, start_high = (part.to(low) for part in layer.update.start)
+                    low, high = torch.cat([low, start_low]), torch.cat([high, -factor * start_high], dim=1)
+                linears[path] = low, high
+                if layer.lora_magnitude_vector is not None:
+                    magnitudes[path] = values[f"model.{path}.lora_magnitude_vector"].clone()
+            states[name] = AdapterState(
+                linears, self.trainable_scale, activation=self.activation, magnitudes=magnitudes
+            )
         return states
 
     # ---- mixtures --------------------------------------------------------------------------------------------
@@ -331,7 +399,20 @@ class AdapterStack:
         if any(name in self.trainable for name in used):
             plan.trainable_gate = gate_of(torch.cat([weights, weights.new_zeros(len(weights), 1)], dim=1), trainable)
         self._plan_loaded(plan, column, [name for name in used if name not in self.trainable])
+        scaled = [name for name in used if self._has_magnitudes(name)]
+        check_alone(plan.mixture, scaled)
+        if scaled and self.static is not None:
+            raise AdapterError(
+                f"adapter '{scaled[0]}' is a DoRA (use_dora), which preallocated rows do not hold: serve it without "
+                "compilation, or merged into the backbone"
+            )
+        plan.rescaled = {name: weights[:, column[name], None] for name in scaled}
         self.plan = plan
+
+    def _has_magnitudes(self, name: str) -> bool:
+        if name in self.trainable:
+            return any(layer.lora_magnitude_vector is not None for layer in self.layers.values())
+        return bool(self.states[name].magnitudes)
 
     def _plan_loaded(self, plan: MixturePlan, column: Mapping[str, int], names: Sequence[str]) -> None:
         self.need(names)
@@ -374,6 +455,12 @@ class AdapterStack:
         for path, layer in self.layers.items():
             parent, _, name = path.rpartition(".")
             setattr(self.model.get_submodule(parent), name, layer.base)
+
+
+def _columns(ranks: Sequence[int], own: Sequence[int], device: torch.device) -> Tensor:
+    """Return the column of a gate for adapters of `ranks`, for each row of adapters of ranks `own`."""
+    firsts = [sum(ranks[:number]) for number in range(len(ranks))]
+    return torch.tensor([first for first, rank in zip(firsts, own, strict=True) for _ in range(rank)], device=device)
 
 
 def _shape(layer: StackedLora) -> tuple[int, int, torch.dtype, torch.device]:

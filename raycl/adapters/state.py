@@ -6,16 +6,23 @@ other. (Averaging A and B, or a truncated SVD, is 50-370 % off.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from raycl.adapters.layer import adapted_norms, plain_weight
 from raycl.errors import AdapterError
-from raycl.types import AdapterState
+from raycl.types import AdapterState, Mixture
 
 Shapes = Mapping[str, tuple[int, int]]
 """Path of a linear -> inputs and outputs."""
+
+
+NO_SUM = (
+    "is a DoRA (use_dora), which scales the rows of a weight and is no sum with others: expected it alone with weight 1"
+)
+"""The end of a message about an adapter with magnitudes."""
 
 
 def check_fits(name: str, state: AdapterState, shapes: Shapes) -> None:
@@ -40,12 +47,30 @@ def check_fits(name: str, state: AdapterState, shapes: Shapes) -> None:
                 f"adapter '{name}', '{path}' maps {a.shape[1]} to {b.shape[0]} features, but the model's linear maps "
                 f"{inputs} to {outputs}: it was made for another backbone"
             )
+        norms = state.magnitudes.get(path, b[:, 0])
+        if norms.shape != (outputs,) or not bool(torch.isfinite(norms).all()):
+            raise AdapterError(
+                f"adapter '{name}', '{path}' has magnitudes {list(norms.shape)}: expected {outputs} finite numbers"
+            )
         if not (a.dtype.is_floating_point and bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
             raise AdapterError(f"adapter '{name}', '{path}' holds values that are not finite numbers")
 
 
+def check_alone(mixture: Mixture, names: Collection[str]) -> None:
+    """Check that those of `names`, which have magnitudes, are each the only adapter of an example, with weight 1.
+
+    Raises:
+        AdapterError: one is not.
+    """
+    for column, name in enumerate(mixture.names):
+        if name in names:
+            weights_B, others_B = mixture.weights[:, column], (mixture.weights != 0).sum(1)
+            if bool(((weights_B != 0) & ((weights_B != 1) | (others_B > 1))).any()):
+                raise AdapterError(f"adapter '{name}' {NO_SUM}")
+
+
 def check_increment(what: str, state: AdapterState) -> None:
-    """Check that the adapter is a weight increment `scale * B A`, which can be added, folded and written as a LoRA.
+    """Check that the adapter changes weights alone, so that it can be folded and written as a LoRA.
 
     Args:
         what: the adapter's name in the message.
@@ -71,9 +96,13 @@ def combine(
             linear head.
 
     Raises:
-        AdapterError: parts that do not add up to one adapter: several label heads, soft prompts, non-linear adapters.
+        AdapterError: parts that do not add up to one adapter: several label heads, soft prompts, non-linear adapters,
+            DoRAs.
     """
     used = {name: weight for name, weight in weights.items() if weight != 0}
+    for name in used:
+        if states[name].magnitudes:
+            raise AdapterError(f"adapter '{name}' {NO_SUM}")
     with_prompt = [name for name in used if states[name].prompt is not None]
     if with_prompt and len(used) > 1:
         raise AdapterError(f"{', '.join(with_prompt)}: soft prompts cannot be put into one LoRA with other adapters")
@@ -119,7 +148,7 @@ def _summed_heads(
 
 
 def fold(model: nn.Module, state: AdapterState) -> None:
-    """Add `scale * B A` to the model's plain weights, in float32.
+    """Add `scale * B A` to the model's plain weights, in float32, and scale the rows that have magnitudes.
 
     No other layer may share a weight that it changes (`raycl.backbone.linears`).
 
@@ -138,6 +167,11 @@ def fold(model: nn.Module, state: AdapterState) -> None:
             ) from error
         assert isinstance(weight, Tensor)
         delta = state.scale * (b.float() @ a.float())
+        if path in state.magnitudes:
+            base = model.get_submodule(path)
+            norms = adapted_norms(base, a, b, state.scale)
+            ratio = (state.magnitudes[path].to(norms) / norms)[:, None]
+            delta = ratio * delta.to(norms.device) + (ratio - 1) * plain_weight(base)
         delta = delta if isinstance(model.get_submodule(path), nn.Linear) else delta.T
         if delta.shape != weight.shape:
             raise AdapterError(

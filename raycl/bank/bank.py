@@ -129,6 +129,7 @@ class Bank:
                 "rank": state.rank,
                 "scale": state.scale,
                 "activation": state.activation,
+                "use_dora": bool(state.magnitudes),
                 "dtype": "float32" if first is None else str(first.dtype).removeprefix("torch."),
                 "prompt": None if state.prompt is None else tuple(map(int, state.prompt.shape)),
                 "labels": state.labels,

@@ -102,6 +102,7 @@ class _Adapter(Section):
     rank: int = Field(ge=0)
     scale: float
     activation: Activation = Field("", description="between A and B; manifests without it have none")
+    use_dora: bool = Field(False, description="it has magnitudes; manifests without it have none")
     dtype: str
     prompt: tuple[int, int] | None = None
     labels: tuple[str, ...] = ()

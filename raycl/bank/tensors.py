@@ -19,7 +19,7 @@ from torch import Tensor
 from raycl.bank.manifest import AdapterManifest, Layout, ObjectInfo, SnapshotAdapter
 from raycl.errors import BankError
 from raycl.storage.unfinished import Buffer
-from raycl.types import Activation, AdapterState
+from raycl.types import MAGNITUDE, Activation, AdapterState
 
 A, B, PROMPT, HEAD_WEIGHT, HEAD_BIAS = ".lora_A", ".lora_B", "prompt", "head.weight", "head.bias"
 DTYPES = {
@@ -148,6 +148,11 @@ class StoredAdapter(AdapterState):
         paths = [name.removesuffix(A) for name in self._tensors if name.endswith(A)]
         return {path: (self._tensors[path + A], self._tensors[path + B]) for path in paths}
 
+    @property
+    def magnitudes(self) -> dict[str, Tensor]:
+        """See `AdapterState`."""
+        return {name.removesuffix(MAGNITUDE): self._tensors[name] for name in self._tensors if name.endswith(MAGNITUDE)}
+
     @cached_property
     def prompt(self) -> Tensor | None:
         """See `AdapterState`; it is kept, because every forward pass reads it."""
@@ -257,7 +262,7 @@ def unpack(buffer: Buffer, entry: AdapterManifest | SnapshotAdapter, layout: Lay
     layout = entry.layout if isinstance(entry, AdapterManifest) else layout
     assert layout is not None, "an entry of a snapshot needs its layout"
     tensors = views(buffer, what)
-    linears = {}
+    linears, magnitudes = {}, {}
     prompt, labels = entry.prompt, entry.labels
     for path, (inputs, outputs) in layout.items():
         a, b = _take(tensors, path + A, what), _take(tensors, path + B, what)
@@ -269,6 +274,9 @@ def unpack(buffer: Buffer, entry: AdapterManifest | SnapshotAdapter, layout: Lay
         _check_dtype(what, path, a, entry.dtype)
         _check_dtype(what, path, b, entry.dtype)
         linears[path] = (a, b)
+        if entry.use_dora:
+            magnitudes[path] = _shaped(tensors, path + MAGNITUDE, (outputs,), what)
+            _check_dtype(what, path, magnitudes[path], entry.dtype)
     state = AdapterState(
         linears,
         entry.scale,
@@ -277,6 +285,7 @@ def unpack(buffer: Buffer, entry: AdapterManifest | SnapshotAdapter, layout: Lay
         _shaped(tensors, HEAD_WEIGHT, (len(labels), None), what) if labels else None,
         _shaped(tensors, HEAD_BIAS, (len(labels),), what) if labels else None,
         entry.activation,
+        magnitudes,
     )
     if state.rank != entry.rank:
         raise BankError(f"{what} has rank {state.rank}, its manifest has {entry.rank}")

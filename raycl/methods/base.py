@@ -181,6 +181,11 @@ class MethodConfig(Section):
         return False
 
     @property
+    def reads_weights(self) -> bool:
+        """Return whether the backbone's weights are read in each step, which engines that shard them cannot give."""
+        return False
+
+    @property
     def independent_tasks(self) -> bool:
         """Return whether nothing that a task learns depends on the tasks before it, so that two snapshots can be
         merged."""

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field
+import torch
+from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 from torch import Tensor, nn
 
+from raycl.adapters import AdapterStack
+from raycl.adapters.stack import Init, Sizes, Start
+from raycl.backbone.roles import matching
 from raycl.config import Section
+from raycl.config.sections import Size
+from raycl.errors import BackboneError
+
+ValueT = TypeVar("ValueT")
 
 
 def _as_tuple(value: Any) -> Any:
@@ -29,6 +39,12 @@ InputDropout = Annotated[
     float, Field(ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
 ]
 
+BY_LINEAR = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights=gaussian")
+"""What methods take that begin training by `LoraSettings.begin_training` and need no two linears of one rank."""
+
+OPTIONS = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "use_dora")
+"""The settings that a method must say that it takes."""
+
 
 class LoraSettings(Section):
     """The settings of every LoRA, by the names that PEFT's `LoraConfig` has for them."""
@@ -37,22 +53,136 @@ class LoraSettings(Section):
     lora_alpha: LoraAlpha = 32.0
     lora_dropout: InputDropout = 0.0
     target_modules: TargetModules = ("attention.query", "attention.value")
+    use_rslora: bool = Field(False, description="the update is scaled by lora_alpha / sqrt(r) (rsLoRA)")
+    rank_pattern: dict[str, Size] = Field(
+        default_factory=dict,
+        description="linears, as in target_modules -> r, where it differs; of several that match the first counts",
+    )
+    alpha_pattern: dict[str, PositiveFloat] = Field(
+        default_factory=dict, description="linears, as in rank_pattern -> lora_alpha, where it differs"
+    )
+    init_lora_weights: Literal[True, "gaussian", "pissa", "olora"] = Field(
+        True,
+        description="how A and B begin. true: A Kaiming-uniform, B zero; gaussian: A with deviation 1 / r, B zero; "
+        "pissa, olora: from the singular values, or the QR decomposition, of the weight, with the start subtracted "
+        "from the update, so that the adapter has rank 2 r",
+    )
+    use_dora: bool = Field(
+        False, description="train the norms of the rows of adapted weights too (DoRA); the adapter is used alone"
+    )
+
+    takes: ClassVar[tuple[str, ...]] = ("use_rslora",)
+    """Those of `OPTIONS` that the method takes; of a choice, `NAME=VALUE`."""
+
+    @model_validator(mode="after")
+    def _are_taken(self) -> LoraSettings:
+        for name in OPTIONS:
+            value = getattr(self, name)
+            if not value or value is True is type(self).model_fields[name].default:
+                continue
+            written = f"{name}={value}" if isinstance(value, str) else name
+            if written not in self.takes:
+                raise ValueError(
+                    f"{written} is not supported by this method: expected some of {', '.join(self.takes)}, or a method "
+                    "that supports it (the guide to LoRA settings lists them)"
+                )
+        if self.use_dora and self.init_lora_weights in STARTS:
+            raise ValueError(
+                f"use_dora and init_lora_weights={self.init_lora_weights} are not supported together: expected one"
+            )
+        return self
 
     @property
     def scaling(self) -> float:
         """The scale of the update."""
-        return self.lora_alpha / self.r
+        return self.scale_of(self.r)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Return whether the backbone's weights are read in each step, as the norms of DoRA's rows need them."""
+        return self.use_dora
+
+    def scale_of(self, rank: int, alpha: float | None = None) -> float:
+        """Return the scale of an update of this rank.
+
+        Args:
+            alpha: its own alpha; None: `lora_alpha`.
+        """
+        return (alpha or self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def begin_training(self, stack: AdapterStack, names: Sequence[str], rank: int | None = None) -> None:
+        """Begin to train adapters in a stack.
+
+        Args:
+            rank: rank of each, where `rank_pattern` has no other; None: `r`.
+
+        Raises:
+            BackboneError: a pattern matches no adapted linear, or a weight has fewer singular values than `r`.
+        """
+        rank = rank or self.r
+        stack.begin_training(
+            dict.fromkeys(names, rank),
+            self.scale_of(rank),
+            partial(as_peft_draws, fill=gaussian if self.init_lora_weights == "gaussian" else kaiming),
+            self.lora_dropout,
+            self._sizes(list(stack.layers), rank),
+            STARTS.get(self.init_lora_weights),
+            self.use_dora,
+        )
+
+    def _sizes(self, paths: Sequence[str], rank: int) -> Sizes:
+        """Return rank and scale of the linears that a pattern names."""
+        ranks, alphas = _matched(self.rank_pattern, paths), _matched(self.alpha_pattern, paths)
+        own = {path: (ranks.get(path, rank), alphas.get(path)) for path in (*ranks, *alphas)}
+        return {path: (size, self.scale_of(size, alpha)) for path, (size, alpha) in own.items()}
 
 
-def as_peft_draws(low: Tensor, outputs: int) -> None:
-    """Draw A Kaiming-uniform. PEFT first draws values for A and B that it throws away: so do we, to start as it
-    does."""
+def _matched(pattern: Mapping[str, ValueT], paths: Sequence[str]) -> dict[str, ValueT]:
+    """Return the path -> the value of the first key that selects it."""
+    keys = reversed(list(pattern))
+    return {path: pattern[key] for key in keys for path in matching(paths, [key])}
+
+
+def as_peft_draws(low: Tensor, outputs: int, fill: Init | None = None) -> None:
+    """Draw A by `fill`, or Kaiming-uniform. PEFT first draws values for A and B that it throws away: so do we, to start
+    as it does."""
     rank, inputs = low.shape
     nn.Linear(inputs, rank, bias=False)
     nn.Linear(rank, outputs, bias=False)
-    kaiming(low, outputs)
+    (fill or kaiming)(low, outputs)
 
 
 def kaiming(low: Tensor, outputs: int) -> None:
     """Fill A as torch draws linears."""
     nn.init.kaiming_uniform_(low, a=math.sqrt(5))
+
+
+def gaussian(low: Tensor, outputs: int) -> None:
+    """Fill A with a standard deviation of 1 / r."""
+    nn.init.normal_(low, std=1 / len(low))
+
+
+def pissa(weight_OD: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return A and B of the largest singular values, whose update is that part of the weight (Meng et al. 2024, section
+    3)."""
+    left_OK, values_K, right_KD = torch.linalg.svd(weight_OD, full_matrices=False)
+    _check_rank(rank, len(values_K), "pissa")
+    roots_r = (values_K[:rank] / scale).sqrt()
+    return roots_r[:, None] * right_KD[:rank], left_OK[:, :rank] * roots_r
+
+
+def olora(weight_OD: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return A and B of the QR decomposition of the weight, B orthonormal (Büyükakyüz 2024; unrelated to the method
+    `olora`)."""
+    q_OK, r_KD = torch.linalg.qr(weight_OD)
+    _check_rank(rank, len(r_KD), "olora")
+    return r_KD[:rank], q_OK[:, :rank]
+
+
+def _check_rank(rank: int, most: int, start: str) -> None:
+    if rank > most:
+        raise BackboneError(f"init_lora_weights={start} has r={rank} on a weight of rank {most}: expected r up to that")
+
+
+STARTS: Mapping[Any, Start] = {"pissa": pissa, "olora": olora}
+"""Values of `init_lora_weights` that begin with a part of the weight."""

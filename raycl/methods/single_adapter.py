@@ -18,7 +18,7 @@ from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.methods.base import Learned, Method, MethodConfig, phase_labels, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import LoraSettings, TargetModules, as_peft_draws, kaiming
+from raycl.methods.lora_settings import BY_LINEAR, LoraSettings, TargetModules, kaiming
 from raycl.methods.trained_adapters import is_trainable
 from raycl.types import Batch, Mixture, Phase
 
@@ -62,6 +62,7 @@ class LoraConfig(LoraSettings, MethodConfig):
     name: Literal["lora"] = "lora"
 
     task_id_in_training: ClassVar[bool] = False
+    takes: ClassVar[tuple[str, ...]] = (*BY_LINEAR, "init_lora_weights=pissa", "init_lora_weights=olora", "use_dora")
 
 
 class Lora(SingleAdapter):
@@ -79,7 +80,7 @@ class Lora(SingleAdapter):
         super().__init__(config, backbone, seed)
         self.stack = AdapterStack(backbone.model, linear_names(backbone.model, config.target_modules))
         torch.manual_seed(seed)
-        self.stack.begin_training({self.adapter: config.r}, config.scaling, as_peft_draws, config.lora_dropout)
+        config.begin_training(self.stack, [self.adapter])
 
 
 class SeqAdapterConfig(MethodConfig):

@@ -29,6 +29,7 @@ from raycl.types import Mixture, Phase
 AUTO: dict[str, Any] = {"bert": AutoModel, "t5": AutoModelForSeq2SeqLM, "llama": AutoModelForCausalLM}
 ALL_CASES = [
     *((kind, method, "torch") for kind in KINDS for method in EXPORTED),
+    *((kind, method, "torch") for kind in KINDS for method in ("lora-dora", "lora-pissa", "inclora-patterns")),
     *((kind, method, "zero3") for kind in KINDS for method in ("lora", "finetune")),
 ]
 CASES = sampled(ALL_CASES)

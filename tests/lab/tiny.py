@@ -134,11 +134,19 @@ VARIANTS: dict[str, Any] = {
     "mocl-prefix": {"name": "mocl", "value": "prefix", "prompt_length": 3},
     "mocl-task-id": {"name": "mocl", "task_id": True},
     "sapt-prompt": {"name": "sapt", "value": "prompt", "prompt_length": 3, "attention": {"standardize": False}},
+    "lora-dora": {"name": "lora", "use_dora": True, "use_rslora": True},
+    "lora-pissa": {"name": "lora", "init_lora_weights": "pissa", "alpha_pattern": {"attention.query": 8}},
+    "inclora-patterns": {
+        "name": "inclora",
+        "init_lora_weights": "gaussian",
+        "rank_pattern": {"attention.query": 3},
+        "alpha_pattern": {"attention.value": 8},
+    },
 }
 """Short name -> settings that must keep what their method promises: the ablations DTKR+Adapter, as bottlenecks and as
 prefixes, and DTKR+Prompt (SLM, section 4.4) with a residual MLP, tasks of different sizes (SLM, appendix A.9),
 SAPT-Prompt behind a gate, and with the paper's queries, which are not standardized, and MoCL with prefixes, and with
-the task ids of test texts."""
+the task ids of test texts, and LoRAs with PEFT's settings."""
 
 RUNS_BY_KIND = tuple((kind, name) for kind in KINDS for name in (*RUNS, *WRITERS, *VARIANTS) if fits(kind, name))
 """Every run on every kind of backbone that it works with."""

@@ -72,6 +72,7 @@ class GainLoraConfig(OLoraSettings, InfLoraSettings):
     )
 
     chooses_task: ClassVar[bool] = True
+    takes: ClassVar[tuple[str, ...]] = InfLoraSettings.takes
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of the other base; `threshold_tasks` is for gates too."""

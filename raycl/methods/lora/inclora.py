@@ -20,7 +20,7 @@ from torch import Tensor
 
 from raycl.backbone import Backbone
 from raycl.methods.base import MethodConfig, in_head
-from raycl.methods.lora_settings import LoraSettings, as_peft_draws
+from raycl.methods.lora_settings import BY_LINEAR, LoraSettings
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.types import Batch, Mixture, RouterState
 
@@ -41,6 +41,7 @@ class IncLoraSettings(LoraSettings, MethodConfig):
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("stop_grad_old_blocks",)
 
     label_head: ClassVar[tuple[str, ...]] = ("head",)
+    takes: ClassVar[tuple[str, ...]] = BY_LINEAR
 
 
 class IncLoraConfig(IncLoraSettings):
@@ -63,7 +64,7 @@ class IncLora(PerTaskAdapter):
         self.stack.detach_loaded = config.stop_grad_old_blocks
 
     def _create(self, task: str) -> None:
-        self.stack.begin_training({task: self._rank()}, self.scale, as_peft_draws, self.config.lora_dropout)
+        self.config.begin_training(self.stack, [task], self._rank())
 
     def _rank(self) -> int:
         """Return the rank of the task that begins."""

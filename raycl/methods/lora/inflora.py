@@ -71,6 +71,9 @@ class InfLoraSettings(IncLoraSettings):
         "threshold_tasks",
     )
 
+    takes: ClassVar[tuple[str, ...]] = ("use_rslora", "alpha_pattern")
+    """A of every linear is designed, with one rank."""
+
 
 class InfLoraConfig(InfLoraSettings):
     """InfLoRA: IncLoRA whose A is frozen, outside the subspace of earlier tasks' inputs."""

@@ -31,7 +31,7 @@ from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.methods.base import Learned, Method, MethodConfig, check_prompts, in_head, phase_labels
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import LoraSettings, as_peft_draws
+from raycl.methods.lora_settings import BY_LINEAR, LoraSettings
 from raycl.methods.queries import TextQueries
 from raycl.methods.trained_adapters import head_adapter
 from raycl.routing.pools import ExpertGate
@@ -45,6 +45,7 @@ class MoeLoraConfig(LoraSettings, MethodConfig):
     experts: int = Field(8, ge=1, description="number of LoRA experts, each of rank r; usually the number of tasks")
 
     task_id_in_training: ClassVar[bool] = False
+    takes: ClassVar[tuple[str, ...]] = BY_LINEAR
 
 
 class MoeLora(Method):
@@ -57,8 +58,7 @@ class MoeLora(Method):
         names = [f"expert{number:03d}" for number in range(config.experts)]
         self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.target_modules))
         torch.manual_seed(seed)
-        ranks = dict.fromkeys(names, config.r)
-        self.stack.begin_training(ranks, config.scaling, as_peft_draws, config.lora_dropout)
+        config.begin_training(self.stack, names)
         width = int(backbone.model.config.hidden_size)
         self.gate = self.router_module = ExpertGate(names, width, seed, backbone.device)
         backbone.add_module("expert_gate", self.gate)

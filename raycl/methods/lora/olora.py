@@ -45,6 +45,9 @@ class OLoraSettings(IncLoraSettings):
         "lambda_1_by_task",
     )
 
+    takes: ClassVar[tuple[str, ...]] = ("use_rslora", "alpha_pattern", "init_lora_weights=gaussian")
+    """Overlaps are computed for linears of one shape together, which have one rank."""
+
     by_task: ClassVar[tuple[str, ...]] = ("lambda_1_by_task", "lambda_2_by_task")
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:

@@ -68,6 +68,8 @@ class SdLoraConfig(IncLoraSettings):
         "is at most this (paper: 9e-4); null: none is",
     )
 
+    takes: ClassVar[tuple[str, ...]] = ("use_rslora", "alpha_pattern", "init_lora_weights=gaussian")
+
     unused_for_single_task: ClassVar[tuple[str, ...]] = (
         *IncLoraSettings.unused_for_single_task,
         "rank_reduction",

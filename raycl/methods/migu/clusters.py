@@ -95,7 +95,7 @@ def _merged(layer: Any, alone: bool) -> Tensor:
     base: Any = layer.base if isinstance(layer, StackedLora) else layer
     weight = plain_weight(base)
     if isinstance(layer, StackedLora) and layer.lora_A is not None and layer.lora_B is not None:
-        weight = weight + layer.trainable_scale * (layer.lora_B.detach().float() @ layer.lora_A.detach().float())
+        weight = weight + layer.update.scale * (layer.lora_B.detach().float() @ layer.lora_A.detach().float())
     return weight
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
 from raycl.adapters.head import Rule as HeadRule
 from raycl.methods.base import MethodConfig
-from raycl.methods.lora_settings import LoraSettings, as_peft_draws
+from raycl.methods.lora_settings import BY_LINEAR, LoraSettings
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 
 Module = Annotated[
@@ -29,6 +29,8 @@ class ModuleSettings(LoraSettings, MethodConfig):
 
     value: Module = "lora"
     prompt_length: PromptLength = 16
+
+    takes: ClassVar[tuple[str, ...]] = BY_LINEAR
 
     @property
     def fixed_roles(self) -> tuple[str, ...]:
@@ -62,7 +64,7 @@ class ModulePerTask(PerTaskAdapter, ABC):
     def _create(self, task: str) -> None:
         config = self.config
         if config.value == "lora":
-            self.stack.begin_training({task: config.r}, self.scale, as_peft_draws, config.lora_dropout)
+            config.begin_training(self.stack, [task])
             return
         self.stack.begin_training({task: config.prompt_length}, self.scale, self.draw_keys)
         if config.value == "prompt":

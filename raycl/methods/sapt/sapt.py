@@ -31,7 +31,6 @@ from raycl.errors import ConfigError, RunError
 from raycl.generation.task_prompts import TaskPrompts
 from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.methods.pseudo_samples.samples import (
     PseudoSamples,
@@ -135,8 +134,7 @@ class Sapt(PerTaskAdapter):
 
     def _create(self, task: str) -> None:
         config = self.config
-        rank = config.r_by_task.get(task, config.r)
-        self.stack.begin_training({task: rank}, config.lora_alpha / rank, as_peft_draws, config.lora_dropout)
+        config.begin_training(self.stack, [task], config.r_by_task.get(task))
         if config.value == "prompt":
             length = config.prompt_length_by_task.get(task, config.prompt_length)
             self._begin_prompts(1, length, PromptForm(config.prompt_form))

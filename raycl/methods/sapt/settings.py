@@ -10,7 +10,7 @@ from pydantic import Field
 
 from raycl.config import Size, Tree
 from raycl.methods.base import MethodConfig
-from raycl.methods.lora_settings import LoraSettings, Rank
+from raycl.methods.lora_settings import BY_LINEAR, LoraSettings, Rank
 from raycl.methods.per_task_adapter import PromptFormSetting
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
@@ -93,6 +93,8 @@ class SaptConfig(LoraSettings, MethodConfig):
         "stop_grad_old_blocks",
     )
     """A single adapter gets weight 1, and there is nothing to reflect on."""
+
+    takes: ClassVar[tuple[str, ...]] = BY_LINEAR
 
     by_task: ClassVar[tuple[str, ...]] = ("r_by_task", "prompt_length_by_task")
 

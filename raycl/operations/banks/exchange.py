@@ -194,7 +194,7 @@ def read_peft(where: Path, name: str, backbone: BackboneConfig) -> tuple[Adapter
     check_fits(name, state, shapes)
     if labels:
         _check_head(str(where), labels, head, int(skeleton.config.hidden_size))
-        state = AdapterState(state.linears, state.scale, None, tuple(labels), head["weight"], head["bias"])
+        state = replace(state, labels=tuple(labels), head_weight=head["weight"], head_bias=head["bias"])
     return state, ModelInfo(name=backbone.name, sha256=identity(backbone), kind=codec.kind)
 
 

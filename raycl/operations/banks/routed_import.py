@@ -12,11 +12,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from raycl.adapters.card import METADATA
+from raycl.adapters.state import NO_SUM
 from raycl.backbone import BackboneConfig
 from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.manifest import TaskInfo
 from raycl.bank.states import get_router, put_router
-from raycl.errors import BankError
+from raycl.errors import AdapterError, BankError
 from raycl.methods.registry import method_config
 from raycl.operations.banks.exchange import peft_folder, read_peft
 from raycl.routing.router import Router
@@ -77,6 +78,8 @@ def import_routed(
     state, slots = router_class(snapshot.router).with_task(get_router(bank, snapshot), name, queries_BC, selects)
     where, source = peft_folder(address)
     adapter, model = read_peft(where, name, backbone)
+    if adapter.magnitudes:
+        raise AdapterError(f"adapter '{name}' {NO_SUM}, and the router of snapshot {snapshot.number} may mix it")
     task = _task(where, name, adapter.labels, prompt)
     fresh = [bank.publish(slot, adapter, model, [name], {"imported": source}) for slot in slots]
     info, encoder = put_router(bank, state)

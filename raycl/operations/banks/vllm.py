@@ -81,6 +81,11 @@ def export_vllm(
     if served_from is not None and not served_from.startswith(REMOTE):
         raise BankError(f"--served-from is '{served_from}', and Ray loads adapters from {', '.join(REMOTE)} only")
     states = {name: of_one_rank(mixed(bank, snapshot, parts, head=False)) for name, parts in mixtures.items()}
+    for name, state in states.items():
+        if state.magnitudes:
+            raise BankError(
+                f"'{name}' is a DoRA (use_dora), which vLLM does not serve: write a merged model (--merged)"
+            )
     rank = allowed_rank({name: state.rank for name, state in states.items()})
     storage = empty_folder(folder)
     cards = {name: card_metadata(snapshot, parts) for name, parts in mixtures.items()}

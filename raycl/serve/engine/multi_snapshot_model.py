@@ -164,6 +164,7 @@ class MultiSnapshotModel:
 
     Attributes:
         stack: adapters over the backbone's linears, loaded onto the device when a mixture names them.
+        dora: adapters that are used alone.
         counts: mixtures opened, their rows and adapters, and how many of those were on the device already.
     """
 
@@ -177,6 +178,7 @@ class MultiSnapshotModel:
         self._all: list[LoadedSnapshot] = []
         self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
         self._sources: dict[str, tuple[Source, str]] = {}
+        self.dora: set[str] = set()
         self._ranks: dict[str, int] = {}
         self._prompts: dict[str, tuple[bool, PromptUse]] = {}
         self.stack = AdapterStack(backbone.model, [], max_loaded_rows, self._fetch, query_of=query_of)
@@ -217,6 +219,7 @@ class MultiSnapshotModel:
         for name, key in loaded.keys.items():
             self._sources.setdefault(key, (loaded.source, name))
         self._ranks |= {loaded.keys[entry.name]: entry.rank for entry in snapshot.adapters}
+        self.dora |= {loaded.keys[entry.name] for entry in snapshot.adapters if entry.use_dora}
         self._all.append(loaded)
 
     def _place_prompts(self, loaded: LoadedSnapshot) -> None:
@@ -266,6 +269,7 @@ class MultiSnapshotModel:
                     self._sources[key] = (owner.source, name)
                 continue
             del self._sources[key], self._ranks[key], self._prompts[key]
+            self.dora.discard(key)
             if key in self.stack.states:
                 self.stack.drop(key)
 

@@ -46,6 +46,11 @@ def check_engine(config: RunConfig) -> None:
             f"method '{config.method.name}' computes {what}, which {engine.sharding} does not support: use "
             "engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
         )
+    if engine.sharding and config.method.innermost.reads_weights:
+        raise ConfigError(
+            f"use_dora reads the backbone's weights in each step, which {engine.sharding} shares out: use "
+            "engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
+        )
     if isinstance(engine, FSDPConfig) and config.method.generates_samples:
         raise ConfigError(
             f"method '{config.method.name}' generates pseudo-samples, for which each worker runs as many passes as its "

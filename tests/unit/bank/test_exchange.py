@@ -68,8 +68,9 @@ def logits(model: Any) -> Tensor:
         {"use_rslora": True},
         {"rank_pattern": {"v_proj": 5}, "alpha_pattern": {"v_proj": 11}},
         {"target_modules": ["q_proj", "down_proj", "gate_proj"]},
+        {"use_dora": True},
     ],
-    ids=["plain", "rslora", "patterns", "ffn"],
+    ids=["plain", "rslora", "patterns", "ffn", "dora"],
 )
 def test_a_lora_made_elsewhere_comes_in_and_goes_out_with_equal_logits(
     llama: Path, tmp_path: Path, settings: dict[str, Any]
@@ -91,7 +92,7 @@ def test_a_lora_made_elsewhere_comes_in_and_goes_out_with_equal_logits(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"use_dora": True}, "use_dora=True: only plain LoRA"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which changed the weights of the backbone"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*only plain LoRA"),
         ({"bias": "all"}, "bias='all'"),
     ],
