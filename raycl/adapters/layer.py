@@ -144,7 +144,9 @@ class StackedLora(nn.Module):
         y: Tensor = self.base(x)
         if stack.static is not None:
             a_RD, b_RO = stack.static.active.layer(self.path)
-            return add_shared(y, x, a_RD, b_RO, stack.static.gate, stack.activation)
+            y = add_shared(y, x, a_RD, b_RO, stack.static.gate, stack.activation)
+            ratio_BO = stack.static.ratios.get(self.path)
+            return y if ratio_BO is None else self._rescale(y, ratio_BO)
         plan = stack.plan
         if plan is None:
             return y
@@ -159,7 +161,10 @@ class StackedLora(nn.Module):
         if plan.trainable_gate is not None and self.lora_A is not None:
             y = self._add_trainable(y, x, plan.for_rows("trainable", plan.trainable_gate, rows))
         for name, weight_B1 in plan.rescaled.items():
-            y = self._rescale(y, self._magnitude_ratio(name), plan.for_rows(f"DoRA {name}", weight_B1, rows))
+            ratio_O = self._magnitude_ratio(name)
+            if ratio_O is not None:
+                weight_B1 = plan.for_rows(f"DoRA {name}", weight_B1, rows)
+                y = self._rescale(y, 1 + weight_B1.to(ratio_O) * (ratio_O - 1))
         return y
 
     def _magnitude_ratio(self, name: str) -> Tensor | None:
@@ -171,12 +176,10 @@ class StackedLora(nn.Module):
         pair = self.lora_A.detach(), self.lora_B.detach()
         return self.lora_magnitude_vector / adapted_norms(self.base, *pair, self.update.scale)
 
-    def _rescale(self, y: Tensor, ratio_O: Tensor | None, weight_B1: Tensor) -> Tensor:
-        """Scale each output without its bias, of examples with weight 1."""
-        if ratio_O is None:
-            return y
+    def _rescale(self, y: Tensor, ratio_BO: Tensor) -> Tensor:
+        """Scale each output, without its bias, by the factors of its example or position."""
         unbiased = y if self.bias is None else y - self.bias
-        return y + spread(weight_B1, y) * (ratio_O.to(y.dtype) - 1) * unbiased
+        return y + (spread(ratio_BO, y) - 1) * unbiased
 
     def _with_prefixes(self, x: Tensor) -> Tensor:
         """Return `base(x + attention to the active prefixes)`, with loaded and trained prefixes in one softmax."""

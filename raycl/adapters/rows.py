@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -165,13 +165,21 @@ class StaticRows:
 
     Attributes:
         gate: `[sequences, rows]`, rewritten in place.
+        ratios: path of a linear -> `[sequences, O]` factors of its outputs without bias, rewritten in place.
     """
 
-    def __init__(self, pool: RowPool, rows: int, sequences: int) -> None:
+    def __init__(self, pool: RowPool, rows: int, sequences: int, scaled: Sequence[str] = ()) -> None:
+        """Allocate.
+
+        Args:
+            scaled: linears whose outputs adapters with magnitudes (DoRA) may scale.
+        """
         self.rows = rows
         self.active = pool.picked(torch.zeros(rows, dtype=torch.long))
         dtype, device = next(iter(pool.a))[2:]
         self.gate = torch.zeros(sequences, rows, dtype=dtype, device=device)
+        shapes = {path: pool.locations[path][0] for path in scaled}
+        self.ratios = {path: torch.ones(sequences, s[1], dtype=s[2], device=s[3]) for path, s in shapes.items()}
 
     def fill(self, pool: RowPool, index: Tensor, gate_BR: Tensor) -> None:
         """Copy the rows `index` and their gates in.
@@ -194,3 +202,5 @@ class StaticRows:
     def clear(self) -> None:
         """Close all gates, so that the bare backbone computes."""
         self.gate.zero_()
+        for ratio_SO in self.ratios.values():
+            ratio_SO.fill_(1)

@@ -401,12 +401,12 @@ class AdapterStack:
         self._plan_loaded(plan, column, [name for name in used if name not in self.trainable])
         scaled = [name for name in used if self._has_magnitudes(name)]
         check_alone(plan.mixture, scaled)
-        if scaled and self.static is not None:
-            raise AdapterError(
-                f"adapter '{scaled[0]}' is a DoRA (use_dora), which preallocated rows do not hold: serve it without "
-                "compilation, or merged into the backbone"
-            )
         plan.rescaled = {name: weights[:, column[name], None] for name in scaled}
+        for path, ratio_SO in ({} if self.static is None else self.static.ratios).items():
+            for name, weight_B1 in plan.rescaled.items():
+                if (ratio_O := self.magnitude_ratio(name, path)) is not None:
+                    weight_S1 = weight_B1.repeat_interleave(copies, dim=0).to(ratio_O)
+                    ratio_SO[: len(weight_S1)] += (weight_S1 * (ratio_O - 1)).to(ratio_SO)
         self.plan = plan
 
     def _has_magnitudes(self, name: str) -> bool:
@@ -446,7 +446,8 @@ class AdapterStack:
             sequences: rows of a batch, beams and samples included.
         """
         assert not self.trainable, "adapters in training change shape: preallocate for inference only"
-        return StaticRows(self.pool, rows, sequences)
+        scaled = list(self.layers) if any(state.magnitudes for state in self.states.values()) else []
+        return StaticRows(self.pool, rows, sequences, scaled)
 
     def detach(self) -> None:
         """Put the model's own linears back."""

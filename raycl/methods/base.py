@@ -182,7 +182,8 @@ class MethodConfig(Section):
 
     @property
     def reads_weights(self) -> bool:
-        """Return whether the backbone's weights are read in each step, which engines that shard them cannot give."""
+        """Return whether weights of the backbone are read beside its passes, which engines that shard them cannot
+        give."""
         return False
 
     @property

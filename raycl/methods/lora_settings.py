@@ -46,6 +46,19 @@ OPTIONS = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "
 """The settings that a method must say that it takes."""
 
 
+UNSUPPORTED = {
+    "modules_to_save": "an adapter holds updates of linears, no copies of modules; the label head of an encoder-only "
+    "backbone is trained and kept anyway, and method=finetune trains all weights",
+    "target_parameters": "adapters replace linears, and a parameter that is none (fused experts) has no place for one; "
+    "name linears in target_modules",
+    "layers_to_transform": "name the layers in target_modules, such as 'layers\\.(0|1)\\..*q_proj'",
+    "exclude_modules": "name the linears in target_modules",
+    "bias": "an adapter holds no biases",
+    "lora_bias": "an adapter holds no biases",
+}
+"""Settings of PEFT that no method takes -> why, or what to do."""
+
+
 class LoraSettings(Section):
     """The settings of every LoRA, by the names that PEFT's `LoraConfig` has for them."""
 
@@ -74,6 +87,14 @@ class LoraSettings(Section):
     takes: ClassVar[tuple[str, ...]] = ("use_rslora",)
     """Those of `OPTIONS` that the method takes; of a choice, `NAME=VALUE`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _are_supported(cls, tree: Any) -> Any:
+        for name, why in UNSUPPORTED.items():
+            if isinstance(tree, dict) and name in tree:
+                raise ValueError(f"{name} is not supported: {why}")
+        return tree
+
     @model_validator(mode="after")
     def _are_taken(self) -> LoraSettings:
         for name in OPTIONS:
@@ -84,7 +105,7 @@ class LoraSettings(Section):
             if written not in self.takes:
                 raise ValueError(
                     f"{written} is not supported by this method: expected some of {', '.join(self.takes)}, or a method "
-                    "that supports it (the guide to LoRA settings lists them)"
+                    "that supports it (docs/guides/runs.md lists them)"
                 )
         if self.use_dora and self.init_lora_weights in STARTS:
             raise ValueError(
@@ -99,8 +120,8 @@ class LoraSettings(Section):
 
     @property
     def reads_weights(self) -> bool:
-        """Return whether the backbone's weights are read in each step, as the norms of DoRA's rows need them."""
-        return self.use_dora
+        """Return whether the backbone's weights are read: for the norms of DoRA's rows, or for a start."""
+        return self.use_dora or self.init_lora_weights in STARTS
 
     def scale_of(self, rank: int, alpha: float | None = None) -> float:
         """Return the scale of an update of this rank.

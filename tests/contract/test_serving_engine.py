@@ -395,3 +395,16 @@ def test_rows_are_grouped_by_active_adapters(taught: Taught, tmp_path: Path, dec
         client.settle()
         result = {name: client.engine.counts[name] - before[name] for name in before}
     assert 2 <= result["rows"] <= 2 * result["batches"] and result["misses"] >= 1
+
+
+@pytest.mark.parametrize("decoding", ["dynamic", "static"])
+def test_a_dora_answers_alone_or_not_at_all(taught: Taught, tmp_path: Path, decoding: str) -> None:
+    bank = bank_of(taught("llama", "lora-dora"), tmp_path)
+    asked = examples(taught("llama", "lora-dora"), bank)
+    with serving(bank, max_batch=5, decoding=decoding) as client:
+        with client.paused():
+            replies = [client.ask(item.text) for item in asked]
+            half, bare = client.ask(TEXTS[0], weights={"lora": 0.5}), client.ask(TEXTS[0], weights={})
+        assert [reply.text for reply in replies] == [item.answer for item in asked]
+        assert "is a DoRA (use_dora), which scales the rows of a weight and is no sum with others" in half.error
+        assert bare.text not in {reply.text for reply in replies}

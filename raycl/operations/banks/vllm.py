@@ -21,7 +21,7 @@ from raycl.adapters.card import CardMetadata
 from raycl.adapters.peft import to_peft
 from raycl.backbone.codec import capabilities_of
 from raycl.bank import Bank, Snapshot
-from raycl.errors import BankError
+from raycl.errors import AdapterError, BankError
 from raycl.operations.banks.exchange import card_metadata, empty_folder, export_peft, mixed
 from raycl.serve.upstream.export import ExportRecord
 from raycl.storage import Storage
@@ -81,11 +81,6 @@ def export_vllm(
     if served_from is not None and not served_from.startswith(REMOTE):
         raise BankError(f"--served-from is '{served_from}', and Ray loads adapters from {', '.join(REMOTE)} only")
     states = {name: of_one_rank(mixed(bank, snapshot, parts, head=False)) for name, parts in mixtures.items()}
-    for name, state in states.items():
-        if state.magnitudes:
-            raise BankError(
-                f"'{name}' is a DoRA (use_dora), which vLLM does not serve: write a merged model (--merged)"
-            )
     rank = allowed_rank({name: state.rank for name, state in states.items()})
     storage = empty_folder(folder)
     cards = {name: card_metadata(snapshot, parts) for name, parts in mixtures.items()}
@@ -108,7 +103,16 @@ def export_vllm(
 
 def of_one_rank(state: AdapterState) -> AdapterState:
     """Return the same update with as many rows in each linear, those that are added zero: vLLM reads no
-    `rank_pattern`."""
+    `rank_pattern`.
+
+    Raises:
+        AdapterError: it has magnitudes (DoRA).
+    """
+    if state.magnitudes:
+        raise AdapterError(
+            "the adapter is a DoRA (use_dora), and vLLM and llama.cpp serve plain LoRAs: write a merged model with "
+            "--merged"
+        )
 
     def widened(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         missing = state.rank - len(pair[0])

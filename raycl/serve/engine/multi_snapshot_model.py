@@ -346,10 +346,11 @@ class MultiSnapshotModel:
         used = (mixture.weights != 0).any(0).tolist()
         self.stack.need([name for name, yes in zip(mixture.names, used, strict=True) if yes])
         rows, has_layers = self.rows(mixture.names), bool(self.stack.layers and self.stack.pool.rows)
-        wanted = (tuple(self.stack.layers), self.stack.activation, has_layers, len(weights_SN))
+        wanted = (tuple(self.stack.layers), self.stack.activation, has_layers, len(weights_SN), bool(self.dora))
         if self._room_for != wanted or (self._room is not None and self._room.rows < rows):
             most = 1 << max(4, (rows - 1).bit_length())  # a power of two, since growing costs a capture
-            fresh = StaticRows(self.stack.pool, most, len(weights_SN)) if has_layers else None
+            scaled = tuple(self.stack.layers) if self.dora else ()
+            fresh = StaticRows(self.stack.pool, most, len(weights_SN), scaled) if has_layers else None
             self._room, self._room_for, self._room_number = fresh, wanted, self._room_number + 1
         with self.stack.activate(Mixture(mixture.names, weights_SN), static=self._room):
             yield self._room_number

@@ -48,8 +48,8 @@ def check_engine(config: RunConfig) -> None:
         )
     if engine.sharding and config.method.innermost.reads_weights:
         raise ConfigError(
-            f"use_dora reads the backbone's weights in each step, which {engine.sharding} shares out: use "
-            "engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
+            f"method '{config.method.name}' reads the backbone's weights (use_dora, init_lora_weights), which "
+            f"{engine.sharding} does not support: use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
         )
     if isinstance(engine, FSDPConfig) and config.method.generates_samples:
         raise ConfigError(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
-from tiny import save_model
+from tiny import ENGINES, Lab, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +23,7 @@ from raycl.errors import AdapterError, BackboneError, ConfigError
 from raycl.methods.registry import method_config
 from raycl.methods.single_adapter import LoraConfig
 from raycl.operations.banks.exchange import export_peft, read_peft
+from raycl.training.setup.checks import check
 from raycl.types import AdapterState, Mixture
 
 IDS = torch.tensor([[4, 5, 6, 7, 8, 9], [5, 4, 9, 9, 6, 7]])
@@ -140,6 +141,8 @@ def test_a_dora_is_used_alone(llama: Path) -> None:
     torch.testing.assert_close(result[0], expected[0], atol=1e-5, rtol=1e-5)
     with stack.activate(Mixture.same({"plain": 0.5}, 2)):
         torch.testing.assert_close(result[1], logits(model)[1], atol=1e-5, rtol=1e-5)
+    with stack.activate(mixture, static=stack.preallocate(8, 2)):
+        torch.testing.assert_close(logits(model), result, atol=1e-5, rtol=1e-5)
     for weights in ({"dora": 0.5}, {"dora": 1.0, "plain": 0.5}):
         with pytest.raises(AdapterError, match=r"'dora' is a DoRA .* expected it alone with weight 1"):
             stack.activate(Mixture.same(weights, 2)).__enter__()
@@ -155,6 +158,8 @@ def test_a_dora_is_used_alone(llama: Path) -> None:
         ("inflora", {"init_lora_weights": "gaussian"}, "init_lora_weights=gaussian is not supported"),
         ("inclora", {"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not supported"),
         ("lora", {"init_lora_weights": "pissa", "use_dora": True}, "are not supported together"),
+        ("sapt", {"modules_to_save": ["lm_head"]}, "modules_to_save is not supported: an adapter holds updates of"),
+        ("lora", {"target_parameters": ["experts.down_proj"]}, "target_parameters is not supported: "),
         ("lora", {"init_lora_weights": "eva"}, "init_lora_weights"),
         ("lora", {"rank_pattern": {"query": 0}}, "rank_pattern"),
     ],
@@ -180,3 +185,12 @@ def test_settings_that_do_not_fit_the_backbone_are_one_sentence(
     stack = AdapterStack(model, linear_names(model, config.target_modules))
     with pytest.raises(BackboneError, match=said):
         config.begin_training(stack, ["lora"])
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp"])
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"init_lora_weights": "olora"}])
+def test_engines_that_shard_the_backbone_are_refused(lab: Lab, settings: dict[str, Any], engine: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"method 'lora' reads the backbone's weights \(use_dora, init_lora_weights\)"
+    ):
+        check(lab.config("llama", {"name": "lora", **settings}, ENGINES[engine]))

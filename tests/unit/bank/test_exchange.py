@@ -279,6 +279,8 @@ def test_export_for_vllm(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Ray loads adapters from s3://" in capsys.readouterr().err
     with pytest.raises(BankError, match="'big' has rank 600, and vLLM takes at most 512"):
         allowed_rank({"small": 3, "big": 600})
+    with pytest.raises(AdapterError, match=r"is a DoRA \(use_dora\), and vLLM and llama\.cpp serve plain LoRAs"):
+        of_one_rank(replace(odd, magnitudes={"a": torch.ones(3), "b": torch.ones(3)}))
     t5 = snapshot.model_copy(update={"backbone": snapshot.backbone.model_copy(update={"kind": "encoder-decoder"})})
     with pytest.raises(BankError, match="vLLM serves decoder-only models"):
         export_vllm(bank, t5, {"mixture": weights}, str(tmp_path / "t5"))
