@@ -89,7 +89,8 @@ class GeneratorConfig(LoraSettings):
     @model_validator(mode="after")
     def _settings_fit(self) -> GeneratorConfig:
         for value, names in OWN.items():
-            given = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+            defaults = {name: type(self).model_fields[name].get_default(call_default_factory=True) for name in names}
+            given = [name for name, default in defaults.items() if getattr(self, name) != default]
             if value != self.value and given:
                 raise ValueError(
                     f"method.generator.{given[0]} is of method.generator.value={value}, and value is {self.value}, "
