@@ -41,6 +41,7 @@ COMMANDS = {
     "train": Command("raycl.cli.runs.train", "train a model on tasks that arrive one after another", True),
     "sweep": Command("raycl.cli.runs.sweep", "search settings: each trial is a run"),
     "compare": Command("raycl.cli.runs.compare", "several methods and seeds, and their table", True),
+    "advise": Command("raycl.cli.runs.advise", "which method for a case, by measured figures"),
     "serve": Command("raycl.cli.banks.serve", "answer from a bank, without task ids", True),
     "bank": Command("raycl.cli.banks.bank", "look into a bank, check it, export, merge, clean up"),
     "push": Command("raycl.cli.banks.push", "send a bank's snapshot to the Hugging Face hub"),

@@ -147,11 +147,11 @@ def _config(options: argparse.Namespace) -> RunConfig:
     of_task = [word for word in options.overrides if word.partition("=")[0].partition(".")[0] in TaskSpec.model_fields]
     of_run = [word for word in options.overrides if word not in of_task]
     carves = any(word.startswith("stream.test_fraction=") for word in of_run)
-    tasks = json.dumps([_spec(path, of_task, carves)])
+    tasks = json.dumps([task_at(path, of_task, carves)])
     return load_config(None, [f"stream.tasks={tasks}", *of_run], present=True)
 
 
-def _spec(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, Any]:
+def task_at(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, Any]:
     """Return the task at a path, with its settings; one file is test too, unless test rows are taken from it."""
     from raycl import config as configs
 

@@ -271,6 +271,7 @@ class Method:
         shared_parameters: names of trained parameters that belong to no single task, where adapters do.
         replaces_parameters: it computes with other values of trained parameters, which these engines cannot either.
         trains_backbone: it trains the backbone's own weights, so they cannot be quantized.
+        not_served: one sentence that says why what it learns cannot be served; "" where it can.
         compiles: steps compute the same in each layer, whatever the batch, so that torch.compile need not start anew.
     """
 
@@ -284,6 +285,7 @@ class Method:
     replaces_parameters: ClassVar[bool] = False
     shared_parameters: ClassVar[tuple[str, ...]] = ()
     trains_backbone: bool = False
+    not_served: ClassVar[str] = ""
     compiles: ClassVar[bool] = False
 
     def __init__(self, config: Any, backbone: Backbone, seed: int) -> None:

@@ -26,6 +26,7 @@ LAYERS = (
     ("operations",),
     ("operations/report", "operations/plan", "operations/banks"),
     ("operations/sweep",),
+    ("operations/advise",),
     ("api", "testing"),
     ("cli",),
     ("benchmarks",),

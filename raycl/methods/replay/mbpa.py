@@ -147,12 +147,6 @@ class ExampleMemory:
             self.entries[name] = KeyedRows(task, {part: held[part] for part in PARTS})
 
 
-NOT_SERVED = (
-    "method 'mbpa++' adapts its weights to each text before it answers, which serving does not do; it is evaluated, "
-    "and nothing of it is published"
-)
-
-
 class AdaptConfig(Section):
     """Local adaptation to each text at test."""
 
@@ -225,6 +219,10 @@ class Mbpa(Wrapper):
 
     Config = MbpaConfig
     needs_shared = "adapters"
+    not_served = (
+        "method 'mbpa++' adapts its weights to each text before it answers, which serving does not do; it is "
+        "evaluated, and nothing of it is published"
+    )
 
     def __init__(self, config: MbpaConfig, backbone: Backbone, seed: int) -> None:
         """Wrap the learner.
@@ -286,7 +284,7 @@ class Mbpa(Wrapper):
     def end_task(self, context: TaskContext) -> Learned:
         """End the learner's task; nothing is published."""
         learned = self.learner.end_task(context) or Learned()
-        return Learned(learned.adapters, owners=learned.owners, router=learned.router, not_served=NOT_SERVED)
+        return Learned(learned.adapters, owners=learned.owners, router=learned.router, not_served=self.not_served)
 
     def state_dict(self) -> State:
         values, tensors = self.learner.state_dict()

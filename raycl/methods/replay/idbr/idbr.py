@@ -55,11 +55,6 @@ from raycl.types import IGNORE, Batch, Phase
 AT_ONCE = 32
 """Rows whose features are computed together."""
 
-NOT_SERVED = (
-    "method 'idbr' puts two learned projections between the backbone and its label rows, which serving does not have; "
-    "it is evaluated, and nothing of it is published"
-)
-
 
 class IdbrConfig(MethodConfig):
     """IDBR: all weights are trained, and features in two spaces are held to what they were before each task."""
@@ -103,6 +98,10 @@ class Idbr(Method):
 
     Config = IdbrConfig
     trains_backbone = True
+    not_served = (
+        "method 'idbr' puts two learned projections between the backbone and its label rows, which serving does not "
+        "have; it is evaluated, and nothing of it is published"
+    )
 
     def __init__(self, config: IdbrConfig, backbone: Backbone, seed: int) -> None:
         """Put the heads in place.
@@ -239,7 +238,7 @@ class Idbr(Method):
                 rows = np.sort(draw.permutation(len(table))[:count])
             self.stored[table.task.name] = rows
         self.before = {}
-        return Learned(not_served=NOT_SERVED)
+        return Learned(not_served=self.not_served)
 
     def state_dict(self) -> State:
         values, tensors = super().state_dict()

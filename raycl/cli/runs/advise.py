@@ -1,0 +1,81 @@
+"""Recommend a method for a case, with the measured figures behind it and the command to type; starts nothing.
+
+raycl advise                                              the default backbone, nothing else known
+raycl advise data/tickets data/mail --no-kept-data        how many tasks and rows is read from the data
+raycl advise --kind decoder --task-known --serve
+raycl advise --backbone google-t5/t5-large --memory 24 --rows 2000 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from raycl.cli import commands
+from raycl.cli.commands import echo
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("data", nargs="*", metavar="DATA", help="a folder or file for each task")
+    parser.add_argument("--tasks", type=int, metavar="N", help="tasks in all (default: those of DATA)")
+    parser.add_argument("--rows", type=int, metavar="N", help="training rows of a task (default: the median of DATA)")
+    parser.add_argument("--backbone", metavar="NAME", help="model folder or hub id, whose config.json is here")
+    parser.add_argument("--kind", metavar="encoder|encoder-decoder|decoder", help="of the backbone")
+    parser.add_argument("--size", type=float, metavar="PARAMETERS", help="of the backbone, such as 7e9")
+    parser.add_argument("--no-kept-data", action="store_true", help="no row of an earlier task may be stored")
+    parser.add_argument("--task-known", action="store_true", help="a text's task is known when it is answered")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of the device that trains")
+    parser.add_argument("--serve", action="store_true", help="an endpoint is to answer from what was learned")
+    parser.add_argument("--json", action="store_true", help="everything as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the recommendation."""
+    from raycl.operations.advise.advice import Case, advise
+    from raycl.operations.advise.studies import read_study
+
+    kind, size = options.kind, options.size
+    words = []
+    if options.backbone:
+        from raycl.backbone import BackboneConfig
+        from raycl.backbone.architecture import architecture
+
+        backbone = architecture(BackboneConfig(name=options.backbone), 128, 16)
+        kind, size = kind or backbone.codec.kind, size or sum(each.numel() for each in backbone.parameters())
+        words.append(f"backbone.name={options.backbone}")
+    tasks, rows = options.tasks, options.rows
+    if options.data:
+        counts = _rows(options.data)
+        tasks, rows = tasks or len(counts), rows or sorted(counts)[len(counts) // 2]
+        words.append(f"stream.tasks={_specs(options.data)}")
+    case = Case(
+        tasks,
+        rows,
+        size,
+        not options.no_kept_data,
+        options.task_known,
+        options.memory,
+        options.serve,
+        tuple(words),
+    )
+    advice = advise(read_study(commands.INSTALLED, kind), case)
+    echo(json.dumps(advice.tree, indent=2) if options.json else advice)
+    return 0
+
+
+def _specs(paths: list[str]) -> str:
+    from raycl.cli.data import task_at
+
+    return json.dumps([task_at(path, [], False) for path in paths])
+
+
+def _rows(paths: list[str]) -> list[int]:
+    """Return the number of training rows of each task."""
+    from raycl.data.stream import open_stream
+    from raycl.training.setup.run_config import load_config
+
+    config = load_config(None, [f"stream.tasks={_specs(paths)}"], present=True)
+    stream = open_stream(config.stream, config.seed)
+    sources = [stream.source(task, "train") for task in stream.tasks]
+    return [0 if source is None else source.count for source in sources]

@@ -1,0 +1,1 @@
+"""Which method fits a case, by the measured comparisons and by what methods declare."""

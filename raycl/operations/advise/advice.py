@@ -1,0 +1,199 @@
+"""A recommendation for a case, with its reasons: the rows of a study that the case allows, by their AP."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from raycl.errors import ConfigError, counted
+from raycl.methods.registry import DEFAULT_METHOD
+from raycl.operations.advise.studies import Measured, Study
+from raycl.operations.report.run_comparison import Spread
+from raycl.operations.report.tables import edgeless, points, render
+
+SHOWN = 3
+FAR = 3.0
+"""A case is another than the study's where it has this many times the rows or parameters, or one part of so many."""
+
+BYTES_FROZEN, BYTES_TRAINED = 2, 16
+"""Bytes of a parameter in training: bfloat16 weights alone; with a gradient, two moments and a float32 master too."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of the problem; None: nothing.
+
+    Attributes:
+        tasks, rows: tasks in all, and training rows of each. parameters: of the backbone.
+        may_keep_data: rows of earlier tasks may be stored. task_known: a text's task is known when it is answered.
+        memory_gib: memory of the device that trains. serves: an endpoint answers from what was learned.
+        words: overrides of the command that the recommendation shows, such as the tasks and the backbone.
+    """
+
+    tasks: int | None = None
+    rows: int | None = None
+    parameters: float | None = None
+    may_keep_data: bool = True
+    task_known: bool = False
+    memory_gib: float | None = None
+    serves: bool = False
+    words: tuple[str, ...] = ()
+
+    def obstacles(self) -> dict[str, Callable[[Measured], bool]]:
+        """Return reason -> whether it rules a row out."""
+        return {
+            "keep data of earlier tasks": lambda row: row.keeps_data and not self.may_keep_data,
+            "need the task of a text at test": lambda row: row.needs_task and not self.task_known,
+            "cannot be served": lambda row: bool(row.not_served) and self.serves,
+            f"need more than {self.memory_gib} GiB for weights and optimizer alone": self._is_too_large,
+        }
+
+    def _is_too_large(self, row: Measured) -> bool:
+        if self.memory_gib is None or self.parameters is None:
+            return False
+        each = BYTES_TRAINED if row.trains_backbone else BYTES_FROZEN
+        return each * self.parameters > self.memory_gib * 2**30
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The best rows of a study for a case.
+
+    Attributes:
+        left_out: reason -> names of the rows that it rules out. notes: sentences on what the figures cannot tell.
+    """
+
+    study: Study
+    case: Case
+    best: list[Measured]
+    left_out: dict[str, list[str]]
+    notes: list[str]
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """As JSON."""
+        rows = [
+            {
+                "row": row.name,
+                "seeds": row.seeds,
+                **{name: {"mean": spread.mean, "std": spread.std} for name, spread in row.numbers.items()},
+                "keeps": keeps(row),
+                "needs_task": row.needs_task,
+                "not_served": row.not_served,
+                "command": command(row, self.case),
+            }
+            for row in self.best
+        ]
+        study = {"name": self.study.name, "stream": self.study.stream, "backbone": self.study.backbone}
+        return {"study": study, "best": rows, "left_out": self.left_out, "notes": self.notes}
+
+    def __str__(self) -> str:
+        study, case = self.study, self.case
+        head = (
+            f"measured on {counted(study.tasks, 'task')} of {study.rows} rows, {study.backbone} "
+            f"({study.parameters / 1e6:.0f}M): {study.name}.csv"
+        )
+        table = edgeless(("method", "seeds", "AP", "F.Ra", "time", "trained", "memory", "what it keeps"), words=(0, 7))
+        for row in self.best:
+            cost = [_short(row.numbers["trained_parameters"]), f"{row.numbers['peak_memory_mb'].mean:,.0f} MiB"]
+            scores = [points(row.ap), points(row.numbers["f_ra"]), f"{row.numbers['wall_s'].mean:.0f} s"]
+            table.add_row(row.name, str(row.seeds), *scores, *cost, keeps(row))
+        lines = [f"{self.best[0].name}: {_reason(self)}", *self.notes]
+        lines += [f"left out, since they {why}: {', '.join(names)}" for why, names in self.left_out.items()]
+        commands = "\n".join(f"  {command(row, case)}" for row in self.best)
+        listed = "\n".join(f"- {line}" for line in lines)
+        return render(Group(Text(head), table, Text(listed), Text(f"\nto train it, and the others:\n{commands}")))
+
+
+def advise(study: Study, case: Case) -> Advice:
+    """Return the recommendation of a study.
+
+    Raises:
+        ConfigError: the case allows no row.
+    """
+    left_out: dict[str, list[str]] = {}
+    allowed = []
+    for row in study.measured:
+        reason = next((why for why, rules_out in case.obstacles().items() if rules_out(row)), None)
+        if reason is None:
+            allowed.append(row)
+        else:
+            left_out.setdefault(reason, []).append(row.name)
+    if not allowed:
+        given = "; ".join(f"{len(names)} {why}" for why, names in left_out.items())
+        raise ConfigError(
+            f"no measured method fits: {given}: allow data to be kept, more memory, or a smaller backbone"
+        )
+    return Advice(study, case, allowed[:SHOWN], left_out, [*_undecided(study, allowed), *_far(study, case, allowed[0])])
+
+
+def command(row: Measured, case: Case) -> str:
+    """Return the command that trains as the row was measured."""
+    return shlex.join(["raycl", "train", *row.settings, *case.words])
+
+
+def keeps(row: Measured) -> str:
+    """Return what a method keeps of earlier tasks."""
+    weights = "an adapter of each task" if row.own_adapters else "one adapter"
+    kept = ["the whole model" if row.trains_backbone else weights]
+    return ", ".join(kept + ["rows of earlier tasks"] * row.keeps_data)
+
+
+def _reason(advice: Advice) -> str:
+    best, rows = advice.best[0], advice.study.measured
+    plain = next((row for row in rows if row.name == DEFAULT_METHOD), best)
+    beside = "" if plain is best else f"; {plain.name}, the default, has {points(plain.ap)}"
+    allowed = len(rows) - sum(map(len, advice.left_out.values()))
+    return f"AP {points(best.ap)} is the highest of the {counted(allowed, 'row')} that fit{beside}"
+
+
+def _undecided(study: Study, allowed: list[Measured]) -> list[str]:
+    best, *others = allowed
+    notes = []
+    equal = [row for row in others if study.undecided(best, row)]
+    if equal:
+        names = ", ".join(f"{row.name} ({points(row.ap)})" for row in equal)
+        fastest = min([best, *equal], key=lambda row: row.numbers["wall_s"].mean)
+        notes.append(
+            f"the figures cannot tell {best.name} from {names}: AP differs by no more than both deviations; "
+            f"of these {fastest.name} took the shortest time"
+        )
+    single = [row.name for row in allowed[:SHOWN] if row.seeds == 1]
+    if single:
+        notes.append(
+            f"one seed: {', '.join(single)}; the largest deviation of other rows, {study.spread:.1f}, stands for it"
+        )
+    return notes
+
+
+def _far(study: Study, case: Case, best: Measured) -> list[str]:
+    pairs = {
+        "rows a task": (case.rows, study.rows),
+        "parameters": (case.parameters, study.parameters),
+    }
+    notes = [
+        f"not measured at your size: {_short(given)} {what}, {_short(measured)} in the study; the order may be "
+        "another, and so may the best rates"
+        for what, (given, measured) in pairs.items()
+        if given is not None and not 1 / FAR <= given / measured <= FAR
+    ]
+    if case.tasks is not None and case.tasks > FAR * study.tasks and best.own_adapters:
+        trained = _short(best.numbers["trained_parameters"])
+        notes.append(
+            f"{counted(case.tasks, 'task')}, {study.tasks} in the study: {best.name} keeps an adapter of each, at most "
+            f"{trained} parameters there"
+        )
+    return notes
+
+
+def _short(number: float | Spread) -> str:
+    value = number.mean if isinstance(number, Spread) else number
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}"
