@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import Lab
+from tiny import VARIANTS, Lab
 from torch import Tensor
 
 from raycl import config as configs
@@ -83,10 +83,13 @@ def sized(config: RunConfig) -> tuple[ModelLoad, StepLoad]:
         ("bert", "l2p"),
         ("llama", "epi"),
         ("bert", "replay"),
+        ("llama", "lora-dora"),
+        ("llama", "lora-pissa"),
+        ("t5", "inclora-patterns"),
     ],
 )
 def test_the_model_and_what_is_trained_have_the_real_sizes(lab: Lab, kind: str, method: str) -> None:
-    config = lab.config(kind, method)
+    config = lab.config(kind, VARIANTS.get(method, method))
     model, _ = sized(config)
     context, _ = begun(config)
     real = {name: p.numel() for name, p in context.backbone.named_parameters() if p.requires_grad}
