@@ -32,7 +32,11 @@ class SharedCluster:
         """Return the address info of the running cluster, or of a new one where that differs in its dashboard."""
         if self._has_dashboard != dashboard:
             self.end()
-            self._start(dashboard)
+            try:
+                self._start(dashboard)
+            except BaseException:
+                self.end()
+                raise
         return self._address_info
 
     def end(self) -> None:
