@@ -30,13 +30,13 @@ def write_down(config: RunConfig, threads: int) -> Sheet:
         ConfigError: a text or answer would be cut.
     """
     assert isinstance(config.method, LoraConfig), "the plain loop supports LoRA only"
-    codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    codec = load_codec(config.backbone, *config.stream.token_limits)
     stream = open_stream(config.stream, config.seed)
     train, values = config.train, optimizer_kind(config.train).values
     plan = phases(config, stream)
     return {
         "backbone": config.backbone.model_dump(mode="json"),
-        "limits": [config.stream.max_source_tokens, config.stream.max_target_tokens],
+        "limits": list(config.stream.token_limits),
         "kind": codec.kind,
         "lora": {"r": config.method.r, "lora_alpha": config.method.lora_alpha},
         "optimizer": {"lr": train.learning_rate, "betas": values["betas"], "eps": values["epsilon"]},

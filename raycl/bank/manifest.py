@@ -211,10 +211,9 @@ class Snapshot(Section):
         names = [task] if task in known else known
 
         def most(key: str) -> int | None:
-            by_task = stream.get(f"{key}_by_task", {})
-            return (
-                max((by_task.get(name, stream[key]) for name in names), default=stream[key]) if key in stream else None
-            )
+            every, by_task = stream.get(key), stream.get(f"{key}_by_task", {})
+            limits = [by_task.get(name, every) for name in names] or [every]
+            return max((limit for limit in limits if isinstance(limit, int)), default=None)
 
         return most("max_source_tokens"), most("max_target_tokens")
 

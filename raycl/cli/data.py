@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,13 +73,7 @@ def _is_path(word: str) -> bool:
 
 def run(options: argparse.Namespace) -> int:
     """Describe each task, or write a label set; status 1 if a run could not start with the data."""
-    logger = logging.getLogger("raycl.data.prepare")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # the table shows what is cut
-    try:
-        return _check(options) if options.action == "check" else _write_labels(options)
-    finally:
-        logger.setLevel(level)
+    return _check(options) if options.action == "check" else _write_labels(options)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -90,10 +83,16 @@ def _check(options: argparse.Namespace) -> int:
     from raycl.backbone import load_codec, load_skeleton
     from raycl.data.check import check_task
     from raycl.data.stream import open_stream
+    from raycl.errors import ConfigError, DataError
+    from raycl.training.setup.lengths import with_lengths
 
-    codec = load_codec(config.backbone, *config.stream.token_limits)
-    load_skeleton(config.backbone, codec)  # the texts must fit its positions and vocabulary
+    codec = load_codec(config.backbone, 8, 2)
+    skeleton = load_skeleton(config.backbone, codec)  # the texts must fit its positions and vocabulary
     stream = open_stream(config.stream.model_copy(update={"on_bad_row": "skip"}), config.seed)
+    try:
+        config, stream = with_lengths(config, stream, skeleton)
+    except (ConfigError, DataError):  # which the check of a task reports
+        codec.max_source_tokens, codec.max_target_tokens = config.stream.token_limits
     tasks = [*stream.tasks, *stream.unseen]
     checks = []
     for task in tasks:
@@ -194,6 +193,7 @@ def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:
         lines += [f"     -> {example.target}", *_tokens(example.target_tokens)]
         blocks.append(Padding(Text("\n".join(lines)), (0, 0, 0, 2)))
     blocks += [Text(f"read: {note}") for note in check.notes]
+    blocks += [Text(f"cut: {line}") for line in check.cut]
     if check.mistakes:
         mistakes = edgeless(("probably wrong", "count", "what mends it", "which"), words=(0, 2, 3))
         for mistake in check.mistakes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from raycl.data.lengths import lines_of_cuts
 from raycl.data.mistakes import SPLITS, Mistake, mistakes_of, seen_rows
 from raycl.data.prepare import naming_rows
 from raycl.data.selection import sample
@@ -91,7 +92,7 @@ class TaskCheck:
 
     Attributes:
         kind: `labels`, `free text`, `conversations`, or `texts` (without answers).
-        notes: unusual ways in which its files were read.
+        notes: unusual ways in which its files were read. cut: what is cut of its rows, and how to keep it.
         mistakes: probable mistakes. problem: reason why a run could not start; "": it could.
     """
 
@@ -102,6 +103,7 @@ class TaskCheck:
     splits: dict[str, SplitCheck] = field(default_factory=dict)
     examples: list[Example] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
     problem: str = ""
 
@@ -137,6 +139,7 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
         check.examples = _examples(stream, task, codec, seed, examples)
     except RayclError as error:
         check.problem = str(error)
+    check.cut = list(lines_of_cuts(stream, task))
     check.mistakes += [*_cut(check), *_few(check)]
     if test is not raws["test"]:
         rows = stream.rows(task, "test")

@@ -6,7 +6,6 @@ happened must be known.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,16 +17,14 @@ from raycl.data.prompts import Prompt
 from raycl.data.sources.cache import Indices, Info, entry, key_of
 from raycl.data.sources.ingest import RawRows
 from raycl.data.text_objectives import check_objective, whole_texts
-from raycl.data.tokens import Split, TokenTable
+from raycl.data.tokens import Cut, Split, TokenTable
 from raycl.errors import ConfigError, ConversationError, DataError
 from raycl.types import Task, TextCodec
-
-log = logging.getLogger(__name__)
 
 MIN_TEXT_TOKENS = 4
 """A prompt must leave at least this many tokens for the input text."""
 
-_VERSION = 2
+_VERSION = 3
 _BATCH = 512
 _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema(
@@ -105,11 +102,7 @@ def prepare(
     )
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
-        info = _tokenise(task, chosen, prompt, codec, lengths, writer)
-        for side, limit in (("sources", lengths.source), ("targets", lengths.target)):
-            if cut := info[f"truncated_{side}"]:
-                log.warning("%s %s: cut %d of %d %s to %d tokens", task.name, split, cut, info["count"], side, limit)
-        return info
+        return _tokenise(task, chosen, prompt, codec, lengths, writer)
 
     return TokenTable(task, split, entry(cache / "tokens", key, _SCHEMA, build))
 
@@ -123,7 +116,8 @@ def _tokenise(
     task: Task, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: TokenLimits, writer: pa.RecordBatchFileWriter
 ) -> Info:
     raw = chosen.raw.open()
-    cut_sources = cut_targets = 0
+    cut_sources: list[int] = []
+    cut_targets: list[int] = []
     codes = {label: code for code, label in enumerate(task.labels or ())}
     for start in range(0, len(chosen.rows), _BATCH):
         part = slice(start, start + _BATCH)
@@ -148,8 +142,8 @@ def _tokenise(
         writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
     return {
         "count": len(chosen.rows),
-        "truncated_sources": cut_sources,
-        "truncated_targets": cut_targets,
+        "sources": asdict(Cut(lengths.source, len(cut_sources), sum(cut_sources), max(cut_sources, default=0))),
+        "targets": asdict(Cut(lengths.target, len(cut_targets), sum(cut_targets), max(cut_targets, default=0))),
         "has_targets": not codec.needs_labels or task.objective != "answer",
     }
 
@@ -170,8 +164,10 @@ def naming_rows(raw: RawRows, numbers: Sequence[int]) -> Iterator[None]:
         raise DataError(f"{raw.where}, row {numbers[error.index]}: {error}") from error
 
 
-def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int) -> tuple[list[list[int]], int]:
-    """Return the prompt ids of `texts`, at most `limit` each, and how many texts were cut.
+def fit_sources(
+    texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int
+) -> tuple[list[list[int]], list[int]]:
+    """Return the prompt ids of `texts`, at most `limit` each, and the tokens above it of each text that was cut.
 
     Only the input text is shortened (`Prompt.shortened`). A tokenizer may split the joint of text and suffix otherwise
     than it split the parts, so a text that still does not fit is shortened again by its excess.
@@ -179,7 +175,7 @@ def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: i
     ids = prompt.encode(texts, codec)
     template = len(prompt.encode([""], codec)[0])
     room = dict.fromkeys((row for row, row_ids in enumerate(ids) if len(row_ids) > limit), limit - template)
-    cut = len(room)
+    cut = [len(ids[row]) - limit for row in room]
     while room:
         rows = list(room)
         try:
@@ -209,10 +205,11 @@ def fit_prompts(
 
 def fit_targets(
     texts: Sequence[str], answers: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int
-) -> tuple[list[list[int]], int]:
-    """Return ids of the answers to `texts`, at most `limit` each, end-of-sequence id kept, and how many were cut."""
+) -> tuple[list[list[int]], list[int]]:
+    """Return ids of the answers to `texts`, at most `limit` each, end-of-sequence id kept, and the tokens above it of
+    each answer that was cut."""
     ids = prompt.encode_answers(texts, answers, codec)
-    cut = sum(len(answer_ids) > limit for answer_ids in ids)
+    cut = [len(answer_ids) - limit for answer_ids in ids if len(answer_ids) > limit]
     return [
         answer_ids if len(answer_ids) <= limit else [*answer_ids[: limit - 1], answer_ids[-1]] for answer_ids in ids
     ], cut

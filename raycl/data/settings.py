@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -13,6 +14,14 @@ from raycl.data.sources.reading import OnBadRow, ReadLimits
 from raycl.types import Objective, PromptName
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
+SourceTokens = Annotated[int, Field(ge=8)] | Literal["auto"]
+TargetTokens = Annotated[int, Field(ge=2)] | Literal["auto"]
+
+USUAL_LENGTHS = (128, 32)
+"""Tokens of a source and of a target that `auto` allows at least, and where rows are not known."""
+
+MOST_LENGTHS = (1024, 256)
+"""Tokens of a source and of a target that `auto` allows at most."""
 
 
 class ColumnNames(Section):
@@ -209,18 +218,24 @@ class StreamConfig(Section):
         description="rows with several answers. first: train on the first, score the best of all; random: keep "
         "one, drawn by seed, as the official loaders do",
     )
-    max_source_tokens: int = Field(
-        128, ge=8, description="prompt tokens at most; a longer prompt loses the end of its input text"
+    max_source_tokens: SourceTokens = Field(
+        "auto",
+        description="prompt tokens at most; a longer prompt loses the end of its input text. auto: those of the task's "
+        "longest row, at least 128, at most 1024 and the backbone's positions",
     )
-    max_target_tokens: int = Field(
-        32, ge=2, description="answer tokens at most; a longer answer is cut before the end-of-sequence token"
+    max_target_tokens: TargetTokens = Field(
+        "auto",
+        description="answer tokens at most; a longer answer is cut before the end-of-sequence token. auto: those of "
+        "the task's longest answer, at least 32, at most 256 and the backbone's positions",
     )
-    max_source_tokens_by_task: dict[str, Annotated[int, Field(ge=8)]] = Field(
+    max_source_tokens_by_task: dict[str, SourceTokens] = Field(
         default_factory=dict,
-        description="task name -> max_source_tokens, where it differs, for example a task of chats",
+        description="task name -> max_source_tokens, where it differs, for example a task of chats; a run records "
+        "there what auto was",
     )
-    max_target_tokens_by_task: dict[str, Annotated[int, Field(ge=2)]] = Field(
-        default_factory=dict, description="task name -> max_target_tokens, where it differs"
+    max_target_tokens_by_task: dict[str, TargetTokens] = Field(
+        default_factory=dict,
+        description="task name -> max_target_tokens, where it differs; a run records there what auto was",
     )
     cache_dir: PathOrUri = Field(None, description="node-local cache; null: $RAYCL_CACHE, else ~/.cache/raycl")
 
@@ -245,16 +260,30 @@ class StreamConfig(Section):
             )
         return self
 
+    @property
+    def token_settings(self) -> tuple[tuple[int | Literal["auto"], Mapping[str, int | Literal["auto"]]], ...]:
+        """Return the setting of all tasks and those by task, for sources and for targets."""
+        return (
+            (self.max_source_tokens, self.max_source_tokens_by_task),
+            (self.max_target_tokens, self.max_target_tokens_by_task),
+        )
+
     def limits_of(self, task: str) -> tuple[int, int]:
-        """Return the most tokens of a source and of a target of this task."""
-        source = self.max_source_tokens_by_task.get(task, self.max_source_tokens)
-        return source, self.max_target_tokens_by_task.get(task, self.max_target_tokens)
+        """Return the most tokens of a source and of a target of this task; `USUAL_LENGTHS` where auto is not known."""
+        given = (by_task.get(task, every) for every, by_task in self.token_settings)
+        source, target = (
+            usual if limit == "auto" else limit for limit, usual in zip(given, USUAL_LENGTHS, strict=True)
+        )
+        return source, target
 
     @property
     def token_limits(self) -> tuple[int, int]:
         """Return the most tokens of a source and of a target of any task."""
-        source = max((self.max_source_tokens, *self.max_source_tokens_by_task.values()))
-        return source, max((self.max_target_tokens, *self.max_target_tokens_by_task.values()))
+        source, target = (
+            max((limit for limit in (every, *by_task.values()) if limit != "auto"), default=usual)
+            for (every, by_task), usual in zip(self.token_settings, USUAL_LENGTHS, strict=True)
+        )
+        return source, target
 
     def train_rows_of(self, task: str) -> int | None:
         """Return the largest number of train rows of this task; None: all."""

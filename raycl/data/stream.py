@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -68,36 +69,42 @@ class Stream:
         tasks: the tasks in the order in which they arrive.
         unseen: tasks that are never trained, evaluated once after the last of `tasks`.
         notes: differences from the configuration, and row counts, as text.
+        config: its config. cuts: what is cut of each task's rows, see `raycl.data.lengths.measure_cuts`.
     """
 
     name: str
     tasks: tuple[Task, ...]
     unseen: tuple[Task, ...]
     notes: list[str]
-    _config: StreamConfig = field(repr=False)
+    config: StreamConfig = field(repr=False)
     _seed: int = field(repr=False)
     _open: Mapping[str, OpenTask] = field(repr=False)
     _cache: Path = field(repr=False)
+    cuts: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def token_limits(self) -> tuple[int, int]:
         """Most tokens of a source and of a target of any task."""
-        return self._config.token_limits
+        return self.config.token_limits
 
     def limits(self, task: Task, codec: TextCodec) -> TokenLimits:
         """Return most tokens of a source and of a target of a task."""
-        source, target = self._config.limits_of(task.name)
+        source, target = self.config.limits_of(task.name)
         return TokenLimits(min(source, codec.max_source_tokens), min(target, codec.max_target_tokens))
 
-    def table(self, task: Task, split: Split, codec: TextCodec) -> TokenTable:
+    def table(self, task: Task, split: Split, codec: TextCodec, limits: TokenLimits | None = None) -> TokenTable:
         """Return the tokenised rows of one split, from the node's cache if they are there.
+
+        Args:
+            limits: token limits; None: the task's own.
 
         Raises:
             DataError: the split has no rows, or the codec cannot take the task.
             ConfigError: the prompt leaves no room for text.
         """
         chosen = self._chosen(task, split)
-        return prepare(task, split, chosen, self.prompt(task, codec), codec, self.limits(task, codec), self._cache)
+        limits = limits or self.limits(task, codec)
+        return prepare(task, split, chosen, self.prompt(task, codec), codec, limits, self._cache)
 
     def answer_ids(self, task: Task, answers: Sequence[str], codec: TextCodec) -> list[list[int]]:
         """Return ids of answers, written and cut as the task's rows are; empty lists for encoder-only backbones."""
@@ -125,11 +132,11 @@ class Stream:
     @property
     def learns_texts(self) -> bool:
         """Return whether texts themselves are learned, and not their answers."""
-        return self._config.objective != "answer"
+        return self.config.objective != "answer"
 
     def text_objective(self, codec: TextCodec, seed: int) -> TextObjective | None:
         """Return how texts become batches where they themselves are learned; None where their answers are."""
-        return text_objective(self._config.objective, codec, self._config.mask_share, seed)
+        return text_objective(self.config.objective, codec, self.config.mask_share, seed)
 
     def stored(self, task: Task, share: float = 1.0, limit: int | None = None) -> Indices:
         """Return rows of the task's train table that are kept for later, ascending: `max(1, floor(share * rows))` of
@@ -178,7 +185,7 @@ class Stream:
         opened = self._open[task.name]
         if opened.plan.recorded is not None:
             return Prompt.of(opened.plan.recorded)
-        name = self._config.prompt
+        name = self.config.prompt
         if name == "auto":
             name = "plain" if codec.needs_labels else "chat" if opened.is_chat else opened.plan.prompt
         definition = opened.definition if instruction is None else instruction
@@ -194,7 +201,7 @@ class Stream:
             return published[name](definition)
         if name == "olora":
             plan = opened.plan
-            return prompts.olora(definition, task.labels, plan.group, plan.dataset, self._config.prompt_names)
+            return prompts.olora(definition, task.labels, plan.group, plan.dataset, self.config.prompt_names)
         return Prompt()
 
     def scored(self, task: Task, split: Split, codec: TextCodec, subsample: int | None) -> TokenTable:
@@ -210,7 +217,7 @@ class Stream:
 
     def rows(self, task: Task, split: Split) -> Indices:
         """Return which rows of the split's source are used, ascending (0-based); the same on every machine."""
-        raws, config, seed = self._open[task.name].raws, self._config, self._seed
+        raws, config, seed = self._open[task.name].raws, self.config, self._seed
         if not raws:
             return np.arange(0)
         pool, test = self._parted(task)
@@ -237,14 +244,14 @@ class Stream:
 
     def _parted(self, task: Task) -> tuple[Indices, Indices]:
         """Return rows for train and dev, and rows for test, each in its source."""
-        raws, fraction = self._open[task.name].raws, self._config.test_fraction
+        raws, fraction = self._open[task.name].raws, self.config.test_fraction
         if "test" in raws:
             return np.arange(raws["train"].count if "train" in raws else 0), np.arange(raws["test"].count)
         assert fraction is not None, "a task without test rows of its own takes them from train"
         return carve_test(self._seed, task.name, raws["train"].count, fraction, raws["train"].groups)
 
     def _limited(self, task: Task, train: Indices) -> Indices:
-        config = self._config
+        config = self.config
         if config.per_class is not None:
             codes = self._open[task.name].raws["train"].label_codes(train)
             return per_class(self._seed, task.name, train, codes, config.per_class)
@@ -261,12 +268,12 @@ class Stream:
             )
         if not len(rows):
             raise DataError(
-                f"task '{task.name}' has no {split} rows: dev_fraction {self._config.dev_fraction} of its train rows "
+                f"task '{task.name}' has no {split} rows: dev_fraction {self.config.dev_fraction} of its train rows "
                 "is none, or it comes without train rows; raise dev_fraction or give more rows"
             )
         raw = self.source(task, split)
         assert raw is not None, "a split with rows has a source"
-        if self._config.references == "first":
+        if self.config.references == "first":
             return Chosen(raw, rows)
         counts = np.array([len(names) for names in raw.open().values("references", rows)], dtype=np.int64)
         return Chosen(raw, rows, pick_reference(self._seed, task.name, split, counts))

@@ -89,9 +89,9 @@ def check_objective(objective: Objective, codec: TextCodec) -> None:
         raise ConfigError("stream.objective is mlm, but the tokenizer has no mask token: choose another backbone")
 
 
-def whole_texts(texts: Sequence[str], codec: TextCodec, limit: int) -> tuple[list[list[int]], int]:
-    """Return ids of texts to continue from, a first token ahead and end-of-sequence behind, and how many were cut to
-    `limit`.
+def whole_texts(texts: Sequence[str], codec: TextCodec, limit: int) -> tuple[list[list[int]], list[int]]:
+    """Return ids of texts to continue from, a first token ahead and end-of-sequence behind, at most `limit` each, and
+    the tokens above it of each text that was cut.
 
     The first is what the tokenizer puts in front of a text; where that is nothing, end-of-sequence (as GPT-2 was
     trained). A text that is cut has no end.
@@ -99,4 +99,4 @@ def whole_texts(texts: Sequence[str], codec: TextCodec, limit: int) -> tuple[lis
     (end,) = codec.encode_target([""])
     (start,) = codec.encode_source([""])
     ids = [[*(start or end), *text] for text in codec.encode_target(texts)]
-    return [text_ids[:limit] for text_ids in ids], sum(len(text_ids) > limit for text_ids in ids)
+    return [text_ids[:limit] for text_ids in ids], [len(text_ids) - limit for text_ids in ids if len(text_ids) > limit]

@@ -48,6 +48,21 @@ class TokenRows(Protocol):
     def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]: ...
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What was cut of the sources or the targets of a split.
+
+    Attributes:
+        limit: most tokens of a row. rows: rows that were longer.
+        tokens: tokens above the limit of all rows. most: of the longest row.
+    """
+
+    limit: int
+    rows: int
+    tokens: int
+    most: int
+
+
 class TokenTable:
     """Tokenised rows of one split of one task; `rows` below are positions `0 .. len-1` in it.
 
@@ -83,12 +98,17 @@ class TokenTable:
     @property
     def truncated_sources(self) -> int:
         """The number of inputs that were cut to fit."""
-        return int(self._entry.info["truncated_sources"])
+        return self.cuts[0].rows
 
     @property
     def truncated_targets(self) -> int:
         """The number of answers that were cut to fit."""
-        return int(self._entry.info["truncated_targets"])
+        return self.cuts[1].rows
+
+    @property
+    def cuts(self) -> tuple[Cut, Cut]:
+        """What was cut of sources and of targets."""
+        return Cut(**self._entry.info["sources"]), Cut(**self._entry.info["targets"])
 
     @property
     def has_targets(self) -> bool:

@@ -24,7 +24,7 @@ from raycl.training.records.run_folder import CONFIG, resume_arguments, run_at
 from raycl.training.setup import checks, run_config
 from raycl.training.setup.fingerprints import inputs_of
 from raycl.training.setup.run_config import RunConfig
-from raycl.training.setup.snapshot_start import changes_beside_tasks, keep_limits, name_of
+from raycl.training.setup.snapshot_start import changes_beside_tasks, keep_limits, name_of, recall_lengths
 from raycl.types import Phase
 
 
@@ -76,6 +76,7 @@ def prepare(config: RunConfig) -> Prepared:
                 "output.name"
             )
     stream, singles = checks.check_new_run(config)
+    config = config.model_copy(update={"stream": stream.config})
     text = configs.to_yaml(config).encode()
     if name is None:
         storage, name = _new_folder(config, text)
@@ -108,8 +109,10 @@ def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, .
     """
     storage, old, state = run_in(folder)
     new = wanted or _allowed(_config_of(storage, state, overrides), overrides, storage)
-    _refuse(folder, configs.differences(configs.as_tree(old), configs.as_tree(new), without=EXEMPT))
-    return _continued(new, storage, state)
+    before, after = configs.as_tree(old), configs.as_tree(new)
+    recall_lengths(before["stream"], after["stream"])
+    _refuse(folder, configs.differences(before, after, without=EXEMPT))
+    return _continued(configs.validate(RunConfig, after), storage, state)
 
 
 def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -> Prepared:
@@ -180,7 +183,9 @@ def task_of(text: str) -> Any:
 
 def _continued(config: RunConfig, storage: Storage, state: RunState) -> Prepared:
     """Return the run with a config that may follow that of `state`; the next claim records it."""
-    stream, singles = checks.check(config), checks.read_singles(config)
+    stream = checks.check(config)
+    config = config.model_copy(update={"stream": stream.config})
+    singles = checks.read_singles(config)
     check_inputs(storage, state, inputs_of(config, stream))
     return Prepared(config, stream, storage, storage.root.rsplit("/", 1)[-1], singles, state.fingerprint)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from raycl.training.records.checkpoint import read_checkpoint
 from raycl.training.records.journal import read_state
 from raycl.training.records.run_folder import CONFIG
 from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.setup import run_config
 from raycl.training.setup.checks import check
 from raycl.training.setup.run_config import RunConfig
 
@@ -168,6 +171,33 @@ def test_an_added_task_may_have_longer_texts_and_older_ones_keep_their_limits(la
             assert whole_prompt - answer.cut_tokens == source and len(answer.text.split()) <= target
             (longer,) = model.predict(["it purrs"], task=task, max_tokens=6)
             assert len(longer.text.split()) <= 6
+
+
+def test_lengths_that_follow_the_data_are_recorded_and_an_added_task_has_its_own(lab: Lab, tmp_path: Path) -> None:
+    auto = {"max_source_tokens": "auto", "max_target_tokens": "auto"}
+    later = {**lab.tasks[1], "path": str(tmp_path / "later")}
+    shutil.copytree(lab.tasks[1]["path"], later["path"])
+    file = next((tmp_path / "later").glob("train.*"))
+    first = lab.config(
+        "t5", "lora", stream={**auto, "tasks": lab.tasks[:1]}, output={"dir": str(tmp_path), "name": "a"}
+    )
+    prepared = prepared_run.prepare(first)
+    recorded = prepared.config.stream
+    assert recorded.limits_of("colour") == (128, 32) and recorded.max_source_tokens_by_task == {"colour": 128}
+    work(prepared)
+    assert prepared_run.finish(prepared)["cut"] == {}
+    again = prepared_run.reopen(str(tmp_path / "a"), first)
+    assert again.config == prepared.config == prepared_run.reopen(str(tmp_path / "a")).config
+    bank = Bank(Storage.at(tmp_path / "a" / "bank"))
+    assert bank.open(1).token_limits("colour") == (128, 32)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps({**row, "text": f"{row['text']} sleeps" * 60}) + "\n" for row in rows))
+    text = yaml.safe_dump(later, default_flow_style=True, width=1000).strip()
+    grown = prepared_run.extend(str(tmp_path / "a"), [text]).config.stream
+    own = str(later["name"])
+    assert grown.limits_of("colour") == (128, 32) and grown.limits_of(own)[0] > 128
+    started = run_config.from_tree({"bank": {"start": f"{tmp_path / 'a' / 'bank'}@1"}, "stream": {"tasks": [later]}})
+    assert started.stream.max_source_tokens_by_task == {"colour": 128}, "measured when the run is prepared"
 
 
 @pytest.mark.parametrize(

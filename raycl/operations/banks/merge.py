@@ -172,7 +172,7 @@ def _config(ours: Snapshot, theirs: Snapshot) -> dict[str, Any]:
     config["stream"] = {**config["stream"], "tasks": [*specs[0], *new]}
     for index, key in enumerate(LIMITS):
         own = {name: theirs.token_limits(name)[index] for name in names[1] if name in learned - set(names[0])}
-        differing = {name: limit for name, limit in own.items() if limit != config["stream"].get(key)}
+        differing = {name: limit for name, limit in own.items() if limit not in (None, config["stream"].get(key))}
         config["stream"][f"{key}_by_task"] = {**config["stream"].get(f"{key}_by_task", {}), **differing}
     config["method"] = copy.deepcopy(config["method"])
     for path, given in method_config(theirs.provenance["config"]["method"]).settings_by_task().items():

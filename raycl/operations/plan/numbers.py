@@ -17,6 +17,7 @@ from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone
 from raycl.backbone.architecture import architecture
 from raycl.backbone.model_files import present_folder
+from raycl.backbone.positions import check_limits
 from raycl.backbone.roles import ROLES, is_linear, linear_shapes, matching
 from raycl.data.benchmarks.orders import find
 from raycl.data.prepare import fit_sources, fit_targets
@@ -37,6 +38,7 @@ from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.phase.data import order_of
 from raycl.training.phase.disk_space import answers_of, growth, plan_from
 from raycl.training.setup.checks import make_modifiers
+from raycl.training.setup.lengths import with_lengths
 from raycl.training.setup.method_checks import check_engine, check_quantized
 from raycl.training.setup.run_config import RunConfig, info_of
 from raycl.types import Task
@@ -86,10 +88,16 @@ def opened(config: RunConfig) -> Opened:
         BackboneError: there is no config.json. ConfigError: settings that do not fit each other.
     """
     check_engine(config)
-    backbone = architecture(config.backbone, *config.stream.token_limits)
+    backbone = architecture(config.backbone, 8, 2)
     assumed = "backbone.dtype=float32: the GPU's FLOP/s are those of bfloat16"
     notes = [assumed] if config.backbone.dtype == "float32" else []
     stream, has_rows = _stream(config, notes)
+    has_words = backbone.codec.vocabulary >= NO_WORDS
+    if has_rows and has_words:
+        config, stream = with_lengths(config, stream, backbone)
+    else:
+        backbone.codec.max_source_tokens, backbone.codec.max_target_tokens = config.stream.token_limits
+        check_limits(backbone.model, backbone.codec)
     evaluation = config.eval if has_rows else config.eval.model_copy(update={"save_predictions": False})
     settings = _with_encoder_at_hand(config.method, notes)
     method = method_class(config.method.name)(settings, backbone, config.seed)
@@ -111,7 +119,7 @@ def opened(config: RunConfig) -> Opened:
     if not has_rows:
         return Opened(config, context, notes, (), ())
     steps = tuple(order_of(context, phase).steps for phase in context.phases)
-    if backbone.codec.vocabulary < NO_WORDS:
+    if not has_words:
         notes.append("no tokenizer: every text is taken to be as long as the config allows")
         return Opened(config, context, notes, steps, ())
     return Opened(config, context, notes, steps, _lengths(context))

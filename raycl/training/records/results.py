@@ -32,6 +32,7 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
         "finished": finished,
         "config": info.tree,
         "stream": {"name": stream.name, "tasks": list(matrix.tasks), "notes": list(stream.notes)},
+        "cut": stream.cuts,
         "phases": list(matrix.phases),
         "matrix": matrix.to_json()["cells"],
         "singles": info.singles,

@@ -15,9 +15,11 @@ from raycl.backbone import load_codec, load_skeleton
 from raycl.bank import Bank
 from raycl.bank.branches import Branch
 from raycl.config import Tree
+from raycl.data.lengths import lines_of_cuts
 from raycl.data.loader import GlobalOrder, check_batch
 from raycl.data.mistakes import MOST_COMPARED, mistakes_of
 from raycl.data.prepare import MIN_TEXT_TOKENS
+from raycl.data.settings import USUAL_LENGTHS
 from raycl.data.stream import Stream, open_stream
 from raycl.errors import ConfigError, ResumeError, RunError
 from raycl.methods.base import Method
@@ -30,6 +32,7 @@ from raycl.training.definition.task_order import SCHEDULES
 from raycl.training.records.bank_start import check_snapshot_inputs
 from raycl.training.records.named_bank import snapshot_at
 from raycl.training.setup.fingerprints import inputs_of
+from raycl.training.setup.lengths import with_lengths
 from raycl.training.setup.method_checks import (
     check_adaptation,
     check_chosen,
@@ -44,6 +47,7 @@ from raycl.training.setup.method_checks import (
     check_roles,
 )
 from raycl.training.setup.run_config import RunConfig
+from raycl.training.setup.snapshot_start import LIMITS
 from raycl.types import Task, TextCodec
 
 PER_LABEL, PER_TASK = 5, 20
@@ -53,12 +57,13 @@ log = logging.getLogger(__name__)
 
 
 def check(config: RunConfig) -> Stream:
-    """Return everything that can be known before any worker starts; returns the stream, read and validated.
+    """Check everything that can be known before any worker starts; return the stream, read and validated, with its
+    token lengths.
 
     Raises:
         RayclError: the first thing that is wrong.
     """
-    codec = load_codec(config.backbone, *config.stream.token_limits)
+    codec = load_codec(config.backbone, 8, 2)  # their limits may follow from the data
     check_engine(config)
     check_optimizer(config)
     check_dropout(config)
@@ -81,8 +86,7 @@ def check(config: RunConfig) -> Stream:
     make_modifiers(config, method)
     check_packing(config, method)
     check_compiled(config, method)
-    stream = open_stream(config.stream, config.seed)
-    stream.check(codec)
+    config, stream = with_lengths(config, open_stream(config.stream, config.seed), skeleton)
     method.check(stream.tasks)
     check_prompt_positions(config, skeleton, len(stream.tasks))
     check_objective(config, stream.tasks)
@@ -153,14 +157,17 @@ def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> N
 
 
 def warn_of_mistakes(stream: Stream, newest: int | None = None) -> None:
-    """Log a line for each kind of mistake in the data of a task.
+    """Log a line for each kind of mistake in the data of a task, and for what is cut of it.
 
     Args:
         newest: so many tasks at the end of the stream alone; None: all of them, and unseen ones.
     """
     for task in (*stream.tasks, *stream.unseen) if newest is None else stream.tasks[-newest:]:
-        for mistake in mistakes_of(stream, task, MOST_COMPARED):
+        for mistake in (*mistakes_of(stream, task, MOST_COMPARED), *lines_of_cuts(stream, task)):
             log.warning("%s: %s", task.name, mistake)
+        prompt, answer = stream.config.limits_of(task.name)
+        if prompt > USUAL_LENGTHS[0] or answer > USUAL_LENGTHS[1]:
+            log.info("%s: up to %d tokens of a prompt and %d of an answer", task.name, prompt, answer)
 
 
 def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
@@ -171,6 +178,7 @@ def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
             takes no more tasks. BankError: it starts from one of other data. RayclError: see `check`.
     """
     stream = check(config)
+    config = config.model_copy(update={"stream": stream.config})
     warn_of_mistakes(stream)
     if config.bank.start:
         check_takes_more_tasks(config)
@@ -313,6 +321,11 @@ def _single_differences(expected: Tree, actual: Tree) -> list[str]:
     """Return dotted keys that matter for a task trained alone: the order of tasks does not."""
     unused = method_class(str(expected["method"]["name"])).Config.unused_for_single_task
     stream = ("stream.name", "stream.tasks", "stream.unseen", "stream.schedule")
+    for key in LIMITS:
+        if actual["stream"][key] == expected["stream"][key] == "auto":  # tasks that one lacks are no difference
+            by_task = [tree["stream"][f"{key}_by_task"] for tree in (actual, expected)]
+            for tree, own in zip((actual, expected), by_task, strict=True):
+                tree["stream"][f"{key}_by_task"] = {name: own[name] for name in own.keys() & by_task[0] & by_task[1]}
     differing = list(configs.differences(actual, expected, without=(*(f"method.{name}" for name in unused), *stream)))
     if "method.name" in differing:  # each method has settings of its own
         return [name for name in differing if name == "method.name" or not name.startswith("method.")]

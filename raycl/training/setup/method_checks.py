@@ -166,12 +166,13 @@ def check_prompt_positions(config: RunConfig, backbone: Backbone, tasks: int) ->
     """
     prompts, limit = config.method.prompt_positions(tasks), backbone.max_positions
     stream, one_sequence = config.stream, backbone.capabilities.one_sequence
-    texts = stream.max_source_tokens + (stream.max_target_tokens if one_sequence else 0)
+    source, target = stream.token_limits
+    texts = source + (target if one_sequence else 0)
     if limit is not None and prompts and texts + prompts > limit:
-        answer = f" + max_target_tokens {stream.max_target_tokens}" if one_sequence else ""
+        answer = f" + max_target_tokens {target}" if one_sequence else ""
         raise ConfigError(
             f"method '{config.method.name}' puts up to {prompts} positions of soft prompts beside a text, and with "
-            f"stream.max_source_tokens {stream.max_source_tokens}{answer} that is more than the {limit} positions of "
+            f"stream.max_source_tokens {source}{answer} that is more than the {limit} positions of "
             "this backbone: lower it, or use shorter or fewer prompts"
         )
 

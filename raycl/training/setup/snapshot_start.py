@@ -106,6 +106,9 @@ def read_start(given: Tree, runs: str) -> Start | None:
     names = [*learned, *map(name_of, added)]
     for holder, key in settings_by_task(base):
         holder[key] = {name: value for name, value in holder[key].items() if name in names}
+    for key in LIMITS:
+        if revised and base["stream"].get(key) == "auto":  # its new data has lengths of its own
+            base["stream"][f"{key}_by_task"].pop(str(revised), None)
     if list(map(name_of, stream.get("tasks") or ()))[: len(learned)] == learned:  # with data that the user gives anew
         pairs = zip(specs, stream["tasks"], strict=False)
         specs = [new if isinstance(new, dict) else old for old, new in pairs]
@@ -239,6 +242,17 @@ def keep_limits(before: Tree, after: Tree, fresh: Collection[str]) -> None:
         if after.get(key) != before.get(key):
             after[f"{key}_by_task"] = {**dict.fromkeys(fresh, after[key]), **after.get(f"{key}_by_task", {})}
             after[key] = before[key]
+
+
+def recall_lengths(before: Tree, after: Tree) -> None:
+    """Lengths that are `auto` are those that a run has recorded.
+
+    Args:
+        before, after: the section `stream`; the second is changed.
+    """
+    for key in LIMITS:
+        if after[key] == before[key] == "auto":
+            after[f"{key}_by_task"] = {**before[f"{key}_by_task"], **after[f"{key}_by_task"]}
 
 
 def refuse_changes(start: Start, before: Tree, after: Tree) -> None:

@@ -93,7 +93,10 @@ def out_of_memory(activity: str, tree: dict[str, Any], workers: int, where: str)
     if activity == "evaluating" and evaluation["batch_size"] > 1:
         advice.append(f"lower eval.batch_size (now {evaluation['batch_size']})")
     if not advice and activity in ("training", "evaluating"):
-        advice.append(f"lower stream.max_source_tokens (now {tree['stream']['max_source_tokens']})")
+        stream = tree["stream"]
+        limits = (stream["max_source_tokens"], *stream["max_source_tokens_by_task"].values())
+        longest = max(limit for limit in limits if limit != "auto")
+        advice.append(f"lower stream.max_source_tokens (now {longest})")
     if not advice:
         advice.append(f"use a smaller backbone or another backbone.dtype (now {backbone['dtype']})")
     return f"out of memory while {activity} ({where}): {' or '.join(advice)}, in a new run"

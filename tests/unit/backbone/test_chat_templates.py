@@ -114,7 +114,7 @@ def test_a_long_conversation_loses_its_oldest_turns_then_its_system_message_then
     kept = {}
     for limit in range(8, whole + 1):
         (ids,), cut = fit_sources([text], prompt, made, limit)
-        assert len(ids) <= limit and cut == (limit < whole)
+        assert len(ids) <= limit and cut == [whole - limit] * (limit < whole)
         kept[limit] = made.shown(ids).split("<|im_start|>")[1:]
     assert [len(kept[limit]) for limit in (whole, whole - 1, 30, 21, 8)] == [7, 5, 5, 3, 2]
     assert kept[whole - 1][0].split()[:4] == ["system", "the", "the", "the"], "the system message outlives old turns"

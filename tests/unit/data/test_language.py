@@ -77,9 +77,9 @@ def test_the_next_word() -> None:
     (start,) = codec.encode_source([""])
     ids, cut = whole_texts(["one two three", "one"], codec, 5)
     words = codec.encode_target(["one two three"])[0]
-    assert ids == [[*start, *words][:5], [*start, words[0], codec.eos_id]] and cut == 1
+    assert ids == [[*start, *words][:5], [*start, words[0], codec.eos_id]] and cut == [1]
     codec.encode_source = lambda texts: [[] for _ in texts]  # type: ignore[method-assign]
-    assert whole_texts(["one"], codec, 5) == ([[codec.eos_id, words[0], codec.eos_id]], 0), "as GPT-2 begins a text"
+    assert whole_texts(["one"], codec, 5) == ([[codec.eos_id, words[0], codec.eos_id]], []), "as GPT-2 begins a text"
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

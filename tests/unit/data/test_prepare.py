@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from data_samples import MiniLMCodec, WriteTask, news, open_agnews
 
 from raycl.data.prepare import TokenLimits, check_codec, fit_sources, fit_targets
 from raycl.data.prompts import Prompt, long
+from raycl.data.tokens import Cut
 from raycl.errors import ConfigError, DataError
 from raycl.types import Task
 
@@ -19,7 +18,7 @@ PROMPT = long("Say which of the topics this is about.")
 def test_only_the_input_text_is_cut(codec: MiniLMCodec, limit: int) -> None:
     texts = ["short", "one two three " * 40, "antidisestablishmentarianism " * 9, "a.b,c!" * 30, "", "ende\u0301 " * 50]
     ids, cut = fit_sources(texts, PROMPT, codec, limit)
-    assert cut == 4 and all(len(result) <= limit for result in ids)
+    assert len(cut) == 4 and all(len(result) <= limit for result in ids)
     template = codec.encode_source([PROMPT.around("")])[0]
     cue = len(codec.encode_source([PROMPT.suffix])[0]) - 1
     for text, result in zip(texts, ids, strict=True):
@@ -31,25 +30,21 @@ def test_only_the_input_text_is_cut(codec: MiniLMCodec, limit: int) -> None:
 
 def test_long_answers_keep_their_end(codec: MiniLMCodec) -> None:
     ids, cut = fit_targets(["", ""], ["yes", "a very long answer indeed with many words"], Prompt(), codec, 4)
-    assert cut == 1 and len(ids[1]) == 4 and ids[1][-1] == ids[0][-1] == codec.eos_id
+    assert cut == [5] and len(ids[1]) == 4 and ids[1][-1] == ids[0][-1] == codec.eos_id
     assert codec.text(ids[1][:-1]) == "a very long"
 
 
-def test_counts_are_stored_and_logged_once(
-    write_task: WriteTask, codec: MiniLMCodec, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_cut_is_stored(write_task: WriteTask, codec: MiniLMCodec) -> None:
     root = write_task("agnews", news(40), [*news(4), ("word " * 200, "World")])
     stream = open_agnews(root, max_source_tokens=32, max_target_tokens=3)
     task = stream.tasks[0]
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            table = stream.table(task, "test", codec)
-            assert (table.truncated_sources, table.truncated_targets) == (1, 1)
-            assert table.source_lengths.max() == 32
-    assert caplog.messages == [
-        "agnews test: cut 1 of 5 sources to 32 tokens",
-        "agnews test: cut 1 of 5 targets to 3 tokens",
-    ]
+    for _ in range(2):
+        table = stream.table(task, "test", codec)
+        assert (table.truncated_sources, table.truncated_targets) == (1, 1)
+        assert table.source_lengths.max() == 32
+    longest = len(stream.prompt(task, codec).encode(["word " * 200], codec)[0])
+    assert table.cuts[0] == Cut(32, 1, longest - 32, longest - 32)
+    assert (table.cuts[1].limit, table.cuts[1].rows) == (3, 1)
     assert table.texts([4]) == ["word " * 200]
 
 
