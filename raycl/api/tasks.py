@@ -13,6 +13,7 @@ from typing import Any
 from raycl.data.sources.conversation import BESIDE, CHAT_NAMES, conversation_of, is_chat
 from raycl.data.sources.fields import half_character
 from raycl.data.sources.hub import NO_LABEL, class_names, named
+from raycl.data.sources.slices import named_in
 from raycl.errors import DataError, counted
 from raycl.storage import Storage
 
@@ -74,14 +75,18 @@ def task(
     Args:
         train, test, dev: rows as a list of (text, label) pairs or dicts, a pandas frame or a `datasets.Dataset`; or a
             path or URI of a file, for all of them. dev: None: a part of train. train alone: a folder, a dataset's
-            folder or a name on the hub (`hf://fancyzhx/ag_news`), as `path` of `stream.tasks`. Rows with `messages`
-            are conversations.
+            folder or a name on the hub (`hf://fancyzhx/ag_news`), as `path` of `stream.tasks`; or a `DatasetDict` (any
+            mapping) of `train`, `test` and maybe `dev`, which may be called validation, val or eval. Rows with
+            `messages` are conversations.
         text, label: names of the columns. group: the column that `stream.group` names, which is kept with the rows.
         settings: settings of `stream.tasks` (metric, labels, definition, format).
 
     Raises:
         DataError: rows without text or label, or files given together with rows.
     """
+    if test is None and isinstance(train, Mapping) and {"train", "test"} <= train.keys():
+        others = {split: named_in(split, train) for split in ("train", "test", "dev")}
+        train, test, dev = (None if known is None else train[known] for known in others.values())
     given = {"train": train, "test": test, "dev": dev}
     there = {split: rows for split, rows in given.items() if rows is not None}
     files = {split for split, rows in there.items() if isinstance(rows, str | PathLike)}

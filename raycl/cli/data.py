@@ -80,6 +80,7 @@ def _check(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     config = _config(options)
+    refuses = config.stream.on_bad_row == "refuse"
     from raycl.backbone import load_codec, load_skeleton
     from raycl.data.check import check_task
     from raycl.data.stream import open_stream
@@ -97,7 +98,7 @@ def _check(options: argparse.Namespace) -> int:
     checks = []
     for task in tasks:
         check = check_task(stream, task, codec, config.seed, options.examples)
-        if check.unusable and not check.problem and config.stream.on_bad_row == "refuse":
+        if check.unusable and not check.problem and refuses:
             rows = counted(check.unusable, "row")
             check.problem = f"a run stops at {rows} that cannot be used: correct them, or set stream.on_bad_row=skip"
         _print(check, config, len(options.paths) == 1)
@@ -156,11 +157,19 @@ def task_at(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str,
 
     spec: dict[str, Any] = {"name": path.rstrip("/").rpartition("/")[2].partition(".")[0] or "data"}
     one_split = (Path(path) / "state.json").is_file() if Path(path).is_dir() else bool(Path(path).suffix)
-    if one_split and not path.startswith("hf://"):
-        spec |= {"train": path} if carves_test else {"train": path, "test": path}
-    else:
-        spec["path"] = path
-    return {**spec, **configs.load_tree(None, overrides)}
+    given = {**spec, **configs.load_tree(None, overrides)}
+    if not one_split or "://" in path or "splits" in given or _names_splits(path, given):
+        return {"path": path, **given}
+    return {**({"train": path} if carves_test else {"train": path, "test": path}), **given}
+
+
+def _names_splits(path: str, spec: dict[str, Any]) -> bool:
+    """Return whether the rows of one file name their splits."""
+    from raycl import config as configs
+    from raycl.data.resolve import names_splits
+    from raycl.data.settings import StreamConfig, TaskSpec
+
+    return names_splits(configs.validate(TaskSpec, {"path": path, **spec}), StreamConfig())
 
 
 def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:

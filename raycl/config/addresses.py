@@ -38,7 +38,7 @@ class Server(NamedTuple):
         if "://" not in address:
             return None
         try:
-            parts = urlsplit(address)
+            parts = urlsplit(address.removeprefix("sql:"))
         except ValueError:
             return Server("", address)
         query = [
@@ -46,7 +46,7 @@ class Server(NamedTuple):
             for parameter in parse_qsl(parts.query, keep_blank_values=True)
             if parameter != ("scheme", "https")
         ]
-        host = parts.netloc.rpartition("@")[2]
+        host = parts.path if parts.scheme == "sqlite" else parts.netloc.rpartition("@")[2]
         return None if parts.scheme == "file" else Server(parts.scheme, host, tuple(sorted(query)))
 
     @property

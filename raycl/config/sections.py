@@ -37,6 +37,9 @@ from raycl.errors import ConfigError, meant
 
 
 def _absolute(path: str) -> str:
+    scheme, is_database, database = path.partition("sql:sqlite:///")
+    if is_database and not scheme and database and not database.startswith("/"):
+        return f"{is_database}{Path(database).absolute()}"
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 

@@ -14,16 +14,18 @@ from typing import Any
 
 from raycl.data.benchmarks import builtin
 from raycl.data.benchmarks.knowledge import OLORA_INSTRUCTIONS, TASKS, PublishedTask, canonical, folder_names
-from raycl.data.benchmarks.layout import LABELS_FILE, SPLITS, TaskFolder, check_name, locate, task_folder
+from raycl.data.benchmarks.layout import LABELS_FILE, SPLITS, SUFFIXES, TaskFolder, check_name, locate, task_folder
 from raycl.data.benchmarks.orders import Benchmark, find, require
 from raycl.data.settings import ColumnNames, RecordedTask, SplitNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.fields import LABEL_NAMES, TEXT_NAMES, Columns
-from raycl.data.sources.formats import Source, is_list
-from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
+from raycl.data.sources.formats import Source, is_list, splits_in
+from raycl.data.sources.hub import ARROW, HUB, SAVED, SQL, HubSplit, is_dataset_folder
 from raycl.data.sources.ingest import FileReading, Labels
 from raycl.data.sources.json_values import JsonStream
+from raycl.data.sources.slices import NAMES, Slice, sliced
 from raycl.data.sources.source import SourceFile
+from raycl.data.sources.splits import COLUMN, SplitPart
 from raycl.data.text_objectives import TOKEN_ACCURACY
 from raycl.errors import ConfigError, DataError
 from raycl.storage import Storage
@@ -228,7 +230,8 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
             carved = " or stream.test_fraction to take test rows from train" if split == "test" else ""
             raise ConfigError(
                 f"task '{spec.name}' has no {split} file: expected {split}.json, .jsonl, .csv, .tsv, .parquet or .txt "
-                f"in '{spec.path}', or a dataset in the hub's layout there, or set its '{split}' to a file{carved}"
+                f"in '{spec.path}', a dataset in the hub's layout there, one file whose column '{COLUMN}' names the "
+                f"split of each row, or set its '{split}' to a file{carved}"
             )
     info = _like(spec)
     labels: Labels = spec.labels
@@ -274,17 +277,22 @@ def _task_files(
     """Split -> where its rows are below the task's path, and the folder if it is one of files."""
     if spec.path is None:
         return {}, None
-    if spec.path.startswith(HUB):
+    if spec.path.startswith((HUB, SQL)):
         return _hub_files(spec, config), None
+    if spec.path.endswith((*SUFFIXES, ARROW, f".{spec.format}")) and not Path(spec.path).is_dir():
+        return _one_file(spec, config), None
     folder = Storage.at(spec.path)
     named = spec.config is not None or spec.splits != SplitNames()
+    one_file = config.test_fraction is not None and not named
+    there = task_folder(folder, one_file, spec.format).files if spec.config is None else {}
+    if named and (parts := _parts(spec, config, there)):
+        return parts, folder
     if named and not folder.is_local:
         raise ConfigError(
             f"task '{spec.name}' names a config or splits of '{spec.path}': datasets in the hub's layout are read from "
             f"local folders and {HUB} names, copy it to one"
         )
-    folder_files = {} if named else task_folder(folder, config.test_fraction is not None, spec.format).files
-    files: dict[str, Source] = dict(_without_unused_dev(folder_files, config))
+    files: dict[str, Source] = dict(_without_unused_dev({} if named else there, config))
     absent = [split for split in needed if split not in files and getattr(spec, split) is None]
     if named or (absent and folder.is_local and is_dataset_folder(Path(spec.path))):
         return _hub_files(spec, config), None
@@ -294,18 +302,63 @@ def _task_files(
 def _hub_files(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:
     """Return splits of a dataset; one for dev only where dev comes from files."""
     assert spec.path is not None, "a dataset has a path"
-    names = {"train": spec.splits.train}
-    if spec.splits.test is not None:
-        names["test"] = spec.splits.test
-    if config.dev == "file":
-        names["dev"] = spec.splits.dev
+    names = _split_names(spec, config)
     cache = None if spec.path.startswith(HUB) else str(cache_folder(config.cache_dir) / "hub")
     return {split: HubSplit(spec.path, name, spec.config, spec.revision, cache) for split, name in names.items()}
 
 
+def _split_names(spec: TaskSpec, config: StreamConfig) -> dict[str, str]:
+    """Return split -> its name in the task's data, which may be a slice."""
+    names = {"train": spec.splits.train, "test": spec.splits.test, "dev": spec.splits.dev}
+    wanted = [split for split in SPLITS if split != "dev" or config.dev == "file"]
+    return {split: name for split in wanted if (name := names[split]) is not None}
+
+
+def _parts(spec: TaskSpec, config: StreamConfig, there: Mapping[str, Source]) -> dict[str, Source]:
+    """Return the splits that a task names of a folder's files; empty if one of them is not there."""
+    parts: dict[str, Source] = {}
+    for split, written in _split_names(spec, config).items():
+        name, part = sliced(written)
+        known = next((known for known, names in NAMES.items() if name in names), None)
+        if known not in there and split != "test":
+            return {}
+        if known is not None and known in there:
+            parts[split] = _part(there[known], part)
+    return parts
+
+
+def _part(source: Source, part: Slice | None) -> Source:
+    return source if part is None or isinstance(source, SplitPart) else SplitPart(source, part)
+
+
+def _one_file(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:
+    """Return the splits of one file: by its column `split`, else slices of its rows, which are all train."""
+    assert spec.path is not None, "the file has a path"
+    file = _source(spec.path, config)
+    assert isinstance(file, SourceFile | HubSplit), "a file without a slice"
+    names = {split: sliced(name) for split, name in _split_names(spec, config).items()}
+    if names_splits(spec, config):
+        return {split: SplitPart(file, part, name) for split, (name, part) in names.items()}
+    return {split: _part(file, part) for split, (name, part) in names.items() if name == "train"}
+
+
+def names_splits(spec: TaskSpec, config: StreamConfig) -> bool:
+    """Return whether the rows of the task's one file name their splits.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    assert spec.path is not None, "the file has a path"
+    file = _source(spec.path, config)
+    return isinstance(file, SourceFile | HubSplit) and splits_in(file, spec.format, _columns(spec.columns))
+
+
 def _source(uri: str, config: StreamConfig) -> Source:
-    """Return a file, or a folder that `save_to_disk` wrote."""
-    if (Path(uri) / SAVED[1]).is_file():
+    """Return a file, a slice of one, or a folder that `save_to_disk` wrote."""
+    path, part = sliced(uri)
+    if part is not None and not Path(uri).exists():
+        return _part(_source(path, config), part)
+    if (Path(uri) / SAVED[1]).is_file() or uri.endswith(ARROW):
         return HubSplit(uri, "", cache=str(cache_folder(config.cache_dir) / "hub"))
     return SourceFile.at(uri)
 

@@ -39,7 +39,10 @@ class ColumnNames(Section):
 
 
 class SplitNames(Section):
-    """Names of a dataset's splits, or slices of them, for example `train[:90%]`."""
+    """Names of the splits in a task's data, or slices of them, for example `train[:90%]` or `train[-500:]`.
+
+    A dev split is found by any of the names dev, validation, val and eval. Of a database (`sql:`), tables or queries.
+    """
 
     train: str = Field("train", description="split to train on")
     test: str | None = Field(
@@ -65,13 +68,14 @@ class TaskSpec(Section):
     name: str = Field(description="name of the task, unique in its stream, without slashes")
     path: PathOrUri = Field(
         None,
-        description="folder (path or URI) with train.*, test.* and maybe dev.*; a dataset of the Hugging Face hub "
-        "(hf://fancyzhx/ag_news); or a local folder in the hub's layout or written by save_to_disk",
+        description="folder (path or URI) with train.*, test.* and maybe dev.* (or validation, val, eval); one file, "
+        "whose column 'split' names the split of each row; a dataset of the Hugging Face hub (hf://fancyzhx/ag_news); "
+        "a local folder in the hub's layout or written by save_to_disk; or a database (sql:sqlite:////data/tickets.db)",
     )
     config: str | None = Field(None, description="configuration of the dataset, where it has several")
-    splits: SplitNames = Field(default_factory=SplitNames, description="splits of the dataset")
+    splits: SplitNames = Field(default_factory=SplitNames, description="names of the splits, or slices of them")
     revision: str | None = Field(None, description="commit, branch or tag of a dataset on the hub; null: its newest")
-    train: PathOrUri = Field(None, description="train file, instead of the one in path")
+    train: PathOrUri = Field(None, description="train file, or a slice of one, instead of the one in path")
     test: PathOrUri = Field(None, description="test file, instead of the one in path")
     dev: PathOrUri = Field(None, description="dev file; null: dev is carved from train")
     format: Format = Field("auto", description="file format; auto: by suffix, and for .json by how the file begins")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from raycl.config.names import REFERENCE_SIGNS, problem_of, shown
 from raycl.data.benchmarks.knowledge import OLORA_GROUPS, fold
+from raycl.data.sources.slices import NAMES
 from raycl.data.sources.source import SourceFile, SourceFiles
 from raycl.errors import DataError, MissingTasksError, counted
 from raycl.storage import Storage
@@ -21,8 +22,8 @@ log = logging.getLogger(__name__)
 
 LABELS_FILE = "labels.json"
 SPLITS = ("train", "dev", "test")
-_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
-_SPLIT_FOLDERS = {"train": ("train", "auxiliary_train"), "dev": ("val", "validation", "dev"), "test": ("test",)}
+SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
+_SPLIT_FOLDERS = {"train": ("train", "auxiliary_train"), "dev": NAMES["dev"], "test": ("test",)}
 _CONTAINERS = frozenset(fold(name) for name in ("CL_Benchmark", "SuperNI", "Long_Sequence", *OLORA_GROUPS))
 
 
@@ -49,15 +50,18 @@ def check_name(name: str) -> None:
 def task_folder(folder: Storage, one_file: bool = False, format: str = "auto") -> TaskFolder:
     """Return the split files `{train,dev,test}.*` directly in `folder`, else folders of CSV files for each split.
 
+    A split may have any of its names (`raycl.data.sources.slices.NAMES`); its usual one comes first.
+
     Args:
         one_file: a single data file is train. format: format of the files, whose suffix may also be its name.
     """
-    names, suffixes = _list(folder), (*_SUFFIXES, f".{format}")
+    names, suffixes = _list(folder), (*SUFFIXES, f".{format}")
     files: dict[str, SourceFile | SourceFiles] = {
-        split: SourceFile(folder, f"{split}{suffix}")
+        split: SourceFile(folder, f"{name}{suffix}")
         for split in SPLITS
+        for name in reversed(NAMES[split])
         for suffix in reversed(suffixes)
-        if f"{split}{suffix}" in names
+        if f"{name}{suffix}" in names
     }
     files = files or _split_folders(folder, names)
     data = [name for name in names if name.endswith(suffixes) and name != LABELS_FILE]
@@ -126,7 +130,7 @@ def _best(
     lack = "no folder"
     for folded in sorted(folders, key=lambda other: other != fold(name)):
         for folder in candidates.get(folded, []):
-            if folder.root.endswith(_SUFFIXES):
+            if folder.root.endswith(SUFFIXES):
                 file = SourceFile.at(folder.uri)
                 if one_file:
                     return TaskFolder(file.folder, {"train": file})
@@ -145,7 +149,7 @@ def _candidates(root: Storage) -> dict[str, list[Storage]]:
     """Return the folders of each folded name, nearest to the root first."""
     result: dict[str, list[Storage]] = {}
     for folder, name in _walk(root, depth=2):
-        stem = next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)), name)
+        stem = next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
         result.setdefault(fold(stem), []).append(folder.sub(name))
     return result
 

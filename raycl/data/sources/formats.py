@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from raycl.data.sources.json_values import JsonStream, json_line
 from raycl.data.sources.parquet import parquet_items
 from raycl.data.sources.reading import BadRow, Findings
 from raycl.data.sources.source import SourceFile, SourceFiles
+from raycl.data.sources.splits import COLUMN, SplitPart
 from raycl.data.sources.table_cells import table_items
 from raycl.errors import DataError, PluginError, meant
 from raycl.plugins import Names, find, load
@@ -29,7 +31,7 @@ from raycl.plugins import Names, find, load
 AUTO = "auto"
 """The setting under which the format is detected by suffix, and for `.json` by the file's beginning."""
 
-Source = SourceFile | SourceFiles | HubSplit
+Source = SourceFile | SourceFiles | HubSplit | SplitPart
 """The source of a split's rows."""
 
 Reader = Callable[[SourceFile, Columns, Findings], Iterator[SourceRow]]
@@ -52,6 +54,8 @@ def read_rows(
     """
     file.require()
     columns, findings = columns or Columns(), findings or Findings()
+    if isinstance(file, SplitPart):
+        return _part(file, format, columns, findings)
     if isinstance(file, HubSplit):
         return file.rows(columns, findings)
     if isinstance(file, SourceFiles):
@@ -61,6 +65,28 @@ def read_rows(
     if chosen != "parquet" and (encoding := file.encoding()) != "UTF-8":
         findings.note(f"{file.name}: read as {encoding}, by its byte order mark")
     return read(file, columns, findings)
+
+
+def _part(part: SplitPart, format: str, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
+    """Yield the rows of a part of a source; what is found is that of the whole source."""
+    wanted = replace(columns, others=bool(part.value))
+
+    def read() -> Iterator[SourceRow]:
+        findings.left_out = 0  # the source is read twice where a slice depends on the number of rows
+        findings.problems.clear()
+        return read_rows(part.source, format, wanted, findings)
+
+    return part.chosen(read)
+
+
+def splits_in(file: SourceFile | HubSplit, format: str, columns: Columns) -> bool:
+    """Return whether the first row of a file names its split.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    row = next(read_rows(file, format, replace(columns, others=True), Findings("skip")), None)
+    return row is not None and COLUMN in (row.others or {})
 
 
 def _joined(source: SourceFiles, format: str, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
@@ -290,11 +316,18 @@ def reader_of(name: str) -> Reader:
     return reader
 
 
+def first_file(source: Source) -> SourceFile | None:
+    """Return the first file of a source; None: it is a dataset."""
+    if isinstance(source, SplitPart):
+        return first_file(source.source)
+    return source.files[0] if isinstance(source, SourceFiles) else source if isinstance(source, SourceFile) else None
+
+
 def package_of(file: Source, format: str) -> str:
     """Return `my-package 1.0` where a package reads the file, on which caches of rows depend; else empty."""
-    if isinstance(file, HubSplit):
+    first = first_file(file)
+    if first is None:
         return ""
-    first = file.files[0] if isinstance(file, SourceFiles) else file
     suffix = PurePosixPath(first.name).suffix.lower()
     name = format if format != AUTO else "" if suffix in (*_SUFFIXES, ".json") else suffix.removeprefix(".")
     plugin = None if not name or name in FORMATS else find("format", name)

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import yaml
 
 from raycl.data.sources.fields import Columns, SourceRow, usable_rows
 from raycl.data.sources.parquet import BATCH, check_parquet
 from raycl.data.sources.reading import USUAL_LIMITS, Findings, NamedSource, ReadLimits, check_compressed
+from raycl.data.sources.slices import Slice, named_in, sliced
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError
 
@@ -28,6 +32,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 HUB = "hf://"
+SQL = "sql:"
+"""In front of the connection URI of a database, whose tables or queries are splits."""
+ARROW = ".arrow"
 CARDS = ("README.md", ".huggingface.yaml")
 """Files of a dataset that may say which files hold its splits."""
 NO_LABEL = "-1"
@@ -44,8 +51,9 @@ class HubSplit(NamedSource):
     """A split of a dataset.
 
     Attributes:
-        path: `hf://NAME`, or an absolute local folder.
-        split: its name, or a slice as `datasets` writes it (`train[:90%]`); "" for a folder that is one split.
+        path: `hf://NAME`, an absolute local folder or Arrow file, or `sql:URI` of a database.
+        split: its name, or a slice as `datasets` writes it (`train[:90%]`); "" for a folder or an Arrow file that is
+            one split. Of a database, a table or a query.
         config: name of the dataset's configuration; None: its only or default one.
         revision: commit, branch or tag on the hub.
         cache: folder for converted files; None: that of `datasets`.
@@ -98,6 +106,11 @@ class HubSplit(NamedSource):
     def content_hash(self, cache: Path) -> str:
         """Return the SHA-256 in hex of its files on this machine and its columns; remembered as those of files are."""
         parts = [SourceFile.at(file["filename"]).content_hash(cache) for file in self.dataset.cache_files]
+        if not parts:  # rows in memory
+            digest = hashlib.sha256()
+            for batch in self.dataset.with_format("arrow").iter(batch_size=_BATCH):
+                digest.update(repr(batch.to_pylist()).encode())
+            parts = [digest.hexdigest()]
         described = json.dumps([self.split, str(self.dataset.features), len(self.dataset), *parts])
         return hashlib.sha256(described.encode()).hexdigest()
 
@@ -160,6 +173,10 @@ def _open(split: HubSplit) -> Dataset:
         datasets.disable_progress_bars()
     with _explained(split):
         folder = Path(split.path)
+        if split.path.startswith(SQL):
+            return _of_database(split)
+        if split.path.endswith(ARROW):
+            return _of_arrow(split)
         if any((folder / name).is_file() for name in SAVED):
             _require_inside(split, [*folder.glob("*.json"), *folder.glob("*/state.json")])
             return _saved(split, datasets.load_from_disk(split.path))
@@ -170,15 +187,17 @@ def _open(split: HubSplit) -> Dataset:
             split.refuse(f"the dataset has {len(names)} configurations: set config to one of {', '.join(names)}")
         config = split.config or (None if "default" in names else names[0])
         batch_rows = _checked(split, name, config) if folder.is_dir() else None
-        dataset: Dataset = datasets.load_dataset(
-            name,
-            config,
-            split=split.split,
-            revision=split.revision,
-            cache_dir=split.cache,
-            **({} if batch_rows is None else {"batch_size": batch_rows}),
-        )
-        return dataset
+        more: dict[str, Any] = {} if batch_rows is None else {"batch_size": batch_rows}
+        more |= {"revision": split.revision, "cache_dir": split.cache}
+        try:
+            return datasets.load_dataset(name, config, split=split.split, **more)
+        except ValueError as error:
+            wanted, part = sliced(split.split)
+            there = re.findall(r"'([^']+)'", str(error).partition("one of ")[2]) if "nknown split" in str(error) else []
+            known = named_in(wanted, there)
+            if known is None:
+                raise
+            return datasets.load_dataset(name, config, split=f"{known}{part or ''}", **more)
 
 
 def _checked(split: HubSplit, name: str, config: str | None) -> int | None:
@@ -243,13 +262,68 @@ def _saved(split: HubSplit, loaded: Any) -> Dataset:
         if split.split:
             split.refuse("the folder is one split: expected a folder of several (DatasetDict), or name it as a file")
         return loaded
-    name, bracket, part = split.split.partition("[")
-    if bracket:
-        split.refuse(f"slices are not read from folders that save_to_disk wrote: expected '{name}' without '[{part}'")
-    if name not in loaded:
+    name, part = sliced(split.split)
+    known = named_in(name, list(loaded))
+    if known is None:
         raise ValueError(f'Unknown split "{name}". Should be one of {list(loaded)}.')
-    chosen: Dataset = loaded[name]
+    return _slice(loaded[known], part)
+
+
+def _slice(dataset: Dataset, part: Slice | None) -> Dataset:
+    if part is None:
+        return dataset
+    chosen: Dataset = dataset.select(part.of(lambda: len(dataset)))
     return chosen
+
+
+def _of_arrow(split: HubSplit) -> Dataset:
+    """Return the rows of an Arrow file, in the format of streams or of files."""
+    import datasets
+    import pyarrow as pa
+
+    if not Path(split.path).is_file():
+        split.refuse("the file does not exist: expected a data file there, check the path")
+    try:
+        return datasets.Dataset.from_file(split.path)
+    except pa.ArrowInvalid:
+        loaded: Dataset = datasets.load_dataset("arrow", data_files=split.path, split="train", cache_dir=split.cache)
+        return loaded
+
+
+def _of_database(split: HubSplit) -> Dataset:
+    """Return the rows of a table or a query, in memory, for the database may change.
+
+    Raises:
+        DataError: the library that asks databases is missing, or the database refuses.
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    uri = split.path.removeprefix(SQL)
+    try:
+        from sqlalchemy.exc import SQLAlchemyError
+    except ImportError as error:
+        raise DataError(
+            f"{split.uri}: reading a database needs SQLAlchemy and the database's driver: pip install sqlalchemy"
+        ) from error
+    if urlsplit(uri).password:
+        raise DataError(
+            "the URI of the database has a password, which a run would record: leave it out, and give it where the "
+            "database's driver looks for it (a file or variable of its own)"
+        )
+    query, part = sliced(split.split)
+    try:
+        with TemporaryDirectory() as folder:
+            dataset = datasets.Dataset.from_sql(query, uri, cache_dir=folder, keep_in_memory=True)
+    except (SQLAlchemyError, ImportError, DatasetsError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, ImportError):
+            raise DataError(f"{split.uri}: the database needs its driver ({cause}): install it with pip") from error
+        raise DataError(
+            f"{split.uri}: the database refuses ({' '.join(str(cause).split())[:300]}): expected a "
+            "table or a query for each split, for example splits.train='SELECT text, label FROM tickets ORDER BY id'"
+        ) from error
+    return _slice(dataset, part)
 
 
 @contextmanager

@@ -19,10 +19,10 @@ import pyarrow as pa
 
 from raycl.data.sources.cache import CacheEntry, ChunkedRows, Indices, Info, entry, key_of
 from raycl.data.sources.fields import Columns, Refuse, SourceRow
-from raycl.data.sources.formats import AUTO, Source, detect, package_of, read_definition, read_rows
+from raycl.data.sources.formats import AUTO, Source, detect, first_file, package_of, read_definition, read_rows
 from raycl.data.sources.hub import NO_LABEL, HubSplit
 from raycl.data.sources.reading import BadRow, Findings, OnBadRow
-from raycl.data.sources.source import SourceFiles
+from raycl.data.sources.splits import SplitPart
 from raycl.errors import counted
 
 Labels = tuple[str, ...] | Literal["auto"] | None
@@ -141,14 +141,16 @@ def ingest(file: Source, reading: FileReading, cache: Path) -> RawRows:
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
         findings = Findings(reading.on_bad_row)
-        if isinstance(file, HubSplit):
-            read, names = reading, file.labels(reading.columns)
+        base = file.source if isinstance(file, SplitPart) else file
+        if isinstance(base, HubSplit):
+            read, names = reading, base.labels(reading.columns)
             if names is not None:  # classes that the dataset declares; rows without a label have none of them
                 labels = names if reading.labels == "auto" else reading.labels
                 read = replace(reading, labels=labels, unlabelled=(*reading.unlabelled, NO_LABEL))
-            rows = file.rows(reading.columns, findings)
+            rows = read_rows(file, AUTO, reading.columns, findings)
             return {**write_rows(rows, read, writer, file.refuse, findings), "definition": ""}
-        first = file.files[0] if isinstance(file, SourceFiles) else file
+        first = first_file(file)
+        assert first is not None, "what is no dataset has files"
         format = detect(first) if reading.format == AUTO else reading.format
         rows = read_rows(file, format, reading.columns, findings)
         definition = read_definition(first) if format == "natural_instructions" else ""

@@ -325,7 +325,9 @@ def _single_differences(expected: Tree, actual: Tree) -> list[str]:
         if actual["stream"][key] == expected["stream"][key] == "auto":  # tasks that one lacks are no difference
             by_task = [tree["stream"][f"{key}_by_task"] for tree in (actual, expected)]
             for tree, own in zip((actual, expected), by_task, strict=True):
-                tree["stream"][f"{key}_by_task"] = {name: own[name] for name in own.keys() & by_task[0] & by_task[1]}
+                tree["stream"][f"{key}_by_task"] = {
+                    name: own[name] for name in own.keys() & by_task[0].keys() & by_task[1].keys()
+                }
     differing = list(configs.differences(actual, expected, without=(*(f"method.{name}" for name in unused), *stream)))
     if "method.name" in differing:  # each method has settings of its own
         return [name for name in differing if name == "method.name" or not name.startswith("method.")]
