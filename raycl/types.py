@@ -20,6 +20,9 @@ IGNORE = -100
 MAGNITUDE = ".lora_magnitude_vector"
 """The end of the name of an adapter's magnitudes of a linear (`AdapterState.magnitudes`)."""
 
+COPY = ".lora_copy"
+"""The end of the name of an adapter's copy of a module's weight (`AdapterState.copies`)."""
+
 Activation = Literal["", "relu", "softmax"]
 """The function between A and B of an adapter: none (a weight increment, LoRA), a non-linearity (a bottleneck), or the
 softmax of attention, for which A holds keys and B values of learned positions (a prefix)."""
@@ -272,6 +275,7 @@ class AdapterState:
         activation: the activation f of its linears.
         magnitudes: path -> `[O]` norms that the rows of the linear's weight have with the update (DoRA, Liu et al.
             2024); empty: the update is added and nothing else.
+        copies: path of an embedding or a linear -> the weight that takes the place of its own.
     """
 
     linears: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -282,6 +286,12 @@ class AdapterState:
     head_bias: Tensor | None = None
     activation: Activation = ""
     magnitudes: dict[str, Tensor] = field(default_factory=dict)
+    copies: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether it is no sum with other adapters."""
+        return bool(self.magnitudes or self.copies)
 
     @property
     def rank(self) -> int:
@@ -290,11 +300,12 @@ class AdapterState:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return everything that it holds by name: `<path>.lora_A`, `<path>.lora_B`, `<path>.lora_magnitude_vector`,
-        `prompt`, `head.weight`, `head.bias`."""
+        `<path>.lora_copy`, `prompt`, `head.weight`, `head.bias`."""
         tensors: dict[str, Tensor] = {}
         for path, (low, high) in self.linears.items():
             tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"] = low, high
         tensors |= {f"{path}{MAGNITUDE}": norms for path, norms in self.magnitudes.items()}
+        tensors |= {f"{path}{COPY}": weight for path, weight in self.copies.items()}
         if self.prompt is not None:
             tensors["prompt"] = self.prompt
         if self.head_weight is not None and self.head_bias is not None:
@@ -309,8 +320,9 @@ class AdapterState:
         paths = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
         linears = {path: (tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"]) for path in paths}
         head = tensors.get("head.weight"), tensors.get("head.bias")
+        copies = {name.removesuffix(COPY): tensors[name] for name in tensors if name.endswith(COPY)}
         norms = {path: tensors[path + MAGNITUDE] for path in paths if path + MAGNITUDE in tensors}
-        return AdapterState(linears, scale, tensors.get("prompt"), tuple(labels), *head, activation, norms)
+        return AdapterState(linears, scale, tensors.get("prompt"), tuple(labels), *head, activation, norms, copies)
 
 
 @dataclass(frozen=True)

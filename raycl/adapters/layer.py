@@ -160,19 +160,20 @@ class StackedLora(nn.Module):
             y = add_shared(y, seen, a_RD, b_RO, plan.for_rows("gate", plan.gate, rows), stack.activation)
         if plan.trainable_gate is not None and self.lora_A is not None:
             y = self._add_trainable(y, x, plan.for_rows("trainable", plan.trainable_gate, rows))
-        for name, weight_B1 in plan.rescaled.items():
+        for name, weight_B1 in plan.alone.items():
             ratio_O = self._magnitude_ratio(name)
             if ratio_O is not None:
-                weight_B1 = plan.for_rows(f"DoRA {name}", weight_B1, rows)
+                weight_B1 = plan.for_rows(f"alone {name}", weight_B1, rows)
                 y = self._rescale(y, 1 + weight_B1.to(ratio_O) * (ratio_O - 1))
         return y
 
     def _magnitude_ratio(self, name: str) -> Tensor | None:
         """Return `[O]`, the adapter's magnitudes divided by the norms of the rows of the weight that it makes; no
         gradient flows through the norms (DoRA, section 4.3)."""
-        if self.lora_magnitude_vector is None or name not in self._stack.trainable:
+        if name not in self._stack.trainable:
             return self._stack.magnitude_ratio(name, self.path)
-        assert self.lora_A is not None and self.lora_B is not None
+        if self.lora_magnitude_vector is None or self.lora_A is None or self.lora_B is None:
+            return None
         pair = self.lora_A.detach(), self.lora_B.detach()
         return self.lora_magnitude_vector / adapted_norms(self.base, *pair, self.update.scale)
 

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from raycl.adapters.state import check_increment
 from raycl.errors import AdapterError
-from raycl.types import MAGNITUDE, AdapterState
+from raycl.types import COPY, MAGNITUDE, AdapterState
 
 PREFIX = "base_model.model."
 KEY = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+)\.(lora_(?P<side>[AB])(\.default)?\.weight|lora_magnitude_vector)")
+COPY_KEY = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+)\.weight")
 STARTS = ("gaussian", "orthogonal", True, False, None)
 """Values of `init_lora_weights` under which the adapter is an update of the plain backbone; others change its weights,
 unless PEFT converted the adapter, which it then writes as one of these."""
-REFUSED = ("modules_to_save", "layer_replication", "lora_bias", "trainable_token_indices")
+REFUSED = ("layer_replication", "lora_bias", "trainable_token_indices")
 """Settings of `adapter_config.json` under which more than `scale * B A` is added to a linear."""
 LITERAL = re.compile(r"\^?[\w.-]+")
 """Patterns of linears that contain no operators: a path or its end; with `^`, a complete path."""
@@ -37,6 +38,7 @@ class _LoraSettings(BaseModel):
     lora_alpha: FiniteFloat | None = None
     alpha_pattern: dict[str, FiniteFloat] | None = Field(None, max_length=100_000)
     use_rslora: bool | None = None
+    modules_to_save: list[str] | None = None
 
     def scale(self, path: str, rank: int) -> float:
         """Return `alpha / r`, or `alpha / sqrt(r)` with rank-stabilised LoRA, with this linear's own alpha if it has
@@ -75,6 +77,7 @@ def to_peft(
         tensors[f"{PREFIX}{path}.lora_A.weight"] = a.contiguous()
         tensors[f"{PREFIX}{path}.lora_B.weight"] = b.contiguous()
     tensors |= {f"{PREFIX}{path}{MAGNITUDE}": norms.contiguous() for path, norms in state.magnitudes.items()}
+    tensors |= {f"{PREFIX}{path}.weight": weight.contiguous() for path, weight in state.copies.items()}
     ranks = {path: int(a.shape[0]) for path, (a, _) in state.linears.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     odd = {path: other for path, other in ranks.items() if other != rank}
@@ -92,6 +95,8 @@ def to_peft(
     }
     if state.magnitudes:
         config["use_dora"] = True
+    if state.copies:
+        config["modules_to_save"] = list(state.copies)
     if odd:
         config["rank_pattern"] = odd
         config["alpha_pattern"] = {path: state.scale * other for path, other in odd.items()}
@@ -100,19 +105,23 @@ def to_peft(
 
 def names_in_bank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of `to_peft` by the names of `AdapterState.tensors`; those of other names are left out."""
-    matches = {key: KEY.fullmatch(key) for key in tensors}
-    return {
-        match["path"] + (f".lora_{match['side']}" if match["side"] else MAGNITUDE): tensors[key]
-        for key, match in matches.items()
-        if match
-    }
+    names = {}
+    for key, tensor in tensors.items():
+        if match := KEY.fullmatch(key):
+            names[match["path"] + (f".lora_{match['side']}" if match["side"] else MAGNITUDE)] = tensor
+        elif match := COPY_KEY.fullmatch(key):
+            names[match["path"] + COPY] = tensor
+    return names
 
 
-def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears: Collection[str]) -> AdapterState:
+def from_peft(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears: Collection[str], modules: Collection[str] = ()
+) -> AdapterState:
     """Return an adapter that PEFT wrote.
 
     Args:
         linears: paths of the model's linears. A path that a task head put in front (`bert.`) is dropped.
+        modules: paths of embeddings and linears, of which it may have copies.
 
     PEFT executes the keys of `alpha_pattern` as regular expressions; here a key that is no name is an error, since its
     match may never end.
@@ -137,8 +146,13 @@ def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears:
         )
     settings = _settings(config)
     sides: dict[str, dict[str, Tensor]] = {}
+    copies = {}
     for key, tensor in tensors.items():
         match = KEY.fullmatch(key)
+        copy = COPY_KEY.fullmatch(key) if match is None else None
+        if copy and any(_ends_in(copy["path"], name) for name in settings.modules_to_save or ()):
+            copies[_known(copy["path"], modules)] = tensor.float()
+            continue
         if match is None:
             raise AdapterError(f"tensor '{key}' is no part of a plain LoRA: expected {PREFIX}<linear>.lora_A|B.weight")
         sides.setdefault(match["path"], {})[match["side"] or MAGNITUDE] = tensor
@@ -161,7 +175,7 @@ def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears:
             magnitudes[_known(path, linears)] = norms.float()
     if not pairs:
         raise AdapterError("the adapter holds no tensors: expected lora_A and lora_B of at least one linear")
-    return AdapterState(pairs, magnitudes=magnitudes)
+    return AdapterState(pairs, magnitudes=magnitudes, copies=copies)
 
 
 def _known(path: str, linears: Collection[str]) -> str:

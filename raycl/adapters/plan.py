@@ -29,7 +29,8 @@ class MixturePlan:
             batch, gates are of each position, `[P, S, R]`.
         own: `[B, K]` rows of each example and their gates, where that form is cheaper.
         trainable_gate: `[B, R_live]` for adapters in training.
-        rescaled: adapter with magnitudes (DoRA) -> `[B, 1]` its weight, 0 or 1, or `[P, S, 1]` of each position.
+        alone: adapter that is no sum with others -> `[B, 1]` its weight, 0 or 1, or `[P, S, 1]` of each position.
+        everywhere: those of them that every example uses.
     """
 
     mixture: Mixture
@@ -40,7 +41,8 @@ class MixturePlan:
     gate: Tensor | None = None
     own: tuple[Tensor, Tensor] | None = None
     trainable_gate: Tensor | None = None
-    rescaled: dict[str, Tensor] = field(default_factory=dict)
+    alone: dict[str, Tensor] = field(default_factory=dict)
+    everywhere: frozenset[str] = frozenset()
     _picked: RowPool | None = None
     _expanded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
@@ -51,7 +53,7 @@ class MixturePlan:
         examples_PS = examples_PS.to(self.mixture.weights.device)
         self.gate = None if self.gate is None else self.gate[examples_PS]
         self.trainable_gate = None if self.trainable_gate is None else self.trainable_gate[examples_PS]
-        self.rescaled = {name: weight_B1[examples_PS] for name, weight_B1 in self.rescaled.items()}
+        self.alone = {name: weight_B1[examples_PS] for name, weight_B1 in self.alone.items()}
         self.own = None  # a row of the batch has no rows of its own then
 
     def shared_rows(self, path: str) -> tuple[Tensor, Tensor]:

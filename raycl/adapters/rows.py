@@ -165,19 +165,24 @@ class StaticRows:
 
     Attributes:
         gate: `[sequences, rows]`, rewritten in place.
+        alone: adapter with copies of modules -> `[sequences, 1]` its weight, 0 or 1, rewritten in place.
         ratios: path of a linear -> `[sequences, O]` factors of its outputs without bias, rewritten in place.
     """
 
-    def __init__(self, pool: RowPool, rows: int, sequences: int, scaled: Sequence[str] = ()) -> None:
+    def __init__(
+        self, pool: RowPool, rows: int, sequences: int, scaled: Sequence[str] = (), copying: Sequence[str] = ()
+    ) -> None:
         """Allocate.
 
         Args:
             scaled: linears whose outputs adapters with magnitudes (DoRA) may scale.
+            copying: adapters with copies of modules.
         """
         self.rows = rows
         self.active = pool.picked(torch.zeros(rows, dtype=torch.long))
         dtype, device = next(iter(pool.a))[2:]
         self.gate = torch.zeros(sequences, rows, dtype=dtype, device=device)
+        self.alone = {name: torch.zeros(sequences, 1, dtype=dtype, device=device) for name in copying}
         shapes = {path: pool.locations[path][0] for path in scaled}
         self.ratios = {path: torch.ones(sequences, s[1], dtype=s[2], device=s[3]) for path, s in shapes.items()}
 
@@ -204,3 +209,5 @@ class StaticRows:
         self.gate.zero_()
         for ratio_SO in self.ratios.values():
             ratio_SO.fill_(1)
+        for weight_S1 in self.alone.values():
+            weight_S1.zero_()

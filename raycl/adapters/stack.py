@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from raycl.adapters.copied import CopiedModule
 from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.layer import (
     AttentionQueries,
@@ -28,9 +29,9 @@ from raycl.adapters.layer import (
 )
 from raycl.adapters.plan import MixturePlan, gate_of, neighbours, own_form
 from raycl.adapters.rows import RowPool, RowTable, StaticRows
-from raycl.adapters.state import check_alone, check_fits
+from raycl.adapters.state import check_alone, check_copies, check_fits
 from raycl.errors import AdapterError
-from raycl.types import Activation, AdapterState, Mixture
+from raycl.types import COPY, Activation, AdapterState, Mixture
 
 Source = Callable[[str], AdapterState]
 """Returns the state of an adapter by name; called when a mixture names an adapter that is not loaded."""
@@ -53,6 +54,7 @@ class AdapterStack:
 
     Attributes:
         layers: path of a linear in the model -> the layer that took its place.
+        copied: path of a module in the model -> what took its place, for adapters with copies of it.
         plan: the active mixture, prepared; None for the bare backbone.
         is_open: a mixture is active. heads: its heads (`Mixture.heads`).
         table: which loaded rows belong to which adapter.
@@ -85,6 +87,7 @@ class AdapterStack:
         self.model = model
         self.layers: dict[str, StackedLora] = {}
         self.activation: Activation = activation
+        self.copied: dict[str, CopiedModule] = {}
         self._query_of = query_of
         self._hooks: list[RemovableHandle] = []
         self._attach(paths)
@@ -96,6 +99,7 @@ class AdapterStack:
         self.states: dict[str, AdapterState] = {}
         self._unwritten: set[str] = set()
         self._ratios: dict[str, dict[str, Tensor]] = {}
+        self._copies: dict[str, dict[str, Tensor]] = {}
         self.trainable: dict[str, int] = {}
         self.trainable_scale = 1.0
         self.dropout = 0.0
@@ -131,10 +135,11 @@ class AdapterStack:
         """Set the activation of all adapters; loaded adapters must have it already."""
         if activation == self.activation:
             return
-        paths = list(self.layers)
+        paths, copied = list(self.layers), list(self.copied)
         self.detach()
-        self.layers, self.activation = {}, activation
+        self.layers, self.copied, self.activation = {}, {}, activation
         self._attach(paths)
+        self.copy_modules(copied)
         self._renew_pool()
 
     def extend(self, paths: Sequence[str]) -> None:
@@ -143,6 +148,14 @@ class AdapterStack:
         if fresh := [path for path in paths if path not in self.layers]:
             self._attach(fresh)
             self._renew_pool()
+
+    def copy_modules(self, paths: Sequence[str]) -> None:
+        """Let adapters have copies of these embeddings and linears."""
+        for path in paths:
+            if path not in self.copied:
+                parent, _, name = path.rpartition(".")
+                self.copied[path] = CopiedModule(self.model.get_submodule(path), self, path)
+                setattr(self.model.get_submodule(parent), name, self.copied[path])
 
     def _renew_pool(self) -> None:
         self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, self.pool.rows)
@@ -181,6 +194,7 @@ class AdapterStack:
     def _place(self, name: str, state: AdapterState, keep: Sequence[str]) -> None:
         """Give an adapter that fits its rows."""
         check_fits(name, state, {path: (layer.inputs, layer.outputs) for path, layer in self.layers.items()})
+        check_copies(name, state, {path: module.base for path, module in self.copied.items()})
         if self.grows and self.table.free < state.rank:
             more = max(2 * self.table.capacity, self.table.capacity + state.rank - self.table.free)
             self.table.grow(more)
@@ -191,15 +205,24 @@ class AdapterStack:
             for gone in self.states.keys() - self.table.rows.keys():
                 del self.states[gone]
                 self._ratios.pop(gone, None)
+                self._copies.pop(gone, None)
                 self._unwritten.discard(gone)
 
     def drop(self, name: str) -> None:
         """Unload an adapter and free its rows."""
         del self.states[name]
         self._ratios.pop(name, None)
+        self._copies.pop(name, None)
         self._unwritten.discard(name)
         if name in self.table.rows:
             self.table.remove(name)
+
+    def loaded_copy(self, name: str, path: str) -> Tensor | None:
+        """Return a loaded adapter's weight of a module, on its device; None where it has none."""
+        copies, state = self._copies.setdefault(name, {}), self.states[name]
+        if path not in copies and path in state.copies:
+            copies[path] = state.copies[path].to(self.copied[path].weight)
+        return copies.get(path)
 
     def magnitude_ratio(self, name: str, path: str) -> Tensor | None:
         """Return `[O]`, a loaded adapter's magnitudes divided by the norms of the weight's rows; None where it adapts
@@ -237,6 +260,7 @@ class AdapterStack:
         sizes: Sizes | None = None,
         start: Start | None = None,
         magnitudes: bool = False,
+        copies: Sequence[str] = (),
     ) -> None:
         """Allocate trainable adapters: A drawn by `init`, B zero, so the initial update is zero.
 
@@ -247,6 +271,7 @@ class AdapterStack:
             sizes: ranks, of each adapter, and scales of some linears.
             start: gives A and B of the one adapter instead; their product is subtracted from the update.
             magnitudes: the one adapter trains the norms of the adapted weights' rows too (DoRA).
+            copies: paths of embeddings and linears of which the one adapter trains a copy.
         """
         self.trainable, self.trainable_scale, self.dropout = dict(ranks), scale, dropout
         if sizes and self.layers:
@@ -262,6 +287,10 @@ class AdapterStack:
             if magnitudes:
                 norms = torch.linalg.vector_norm(plain_weight(layer.base), dim=1)
                 layer.lora_magnitude_vector = nn.Parameter(norms.to(base_dtype(layer.base)))
+
+        self.copy_modules(copies)
+        for path in copies:
+            self.copied[path].lora_copy = nn.Parameter(self.copied[path].weight.detach().clone())
 
     def _allocate(self, layer: StackedLora, init: Init | None, start: Start | None) -> None:
         """Create A and B of the adapters in training."""
@@ -296,6 +325,8 @@ class AdapterStack:
         for layer in self.layers.values():
             layer.lora_A = layer.lora_B = layer.lora_magnitude_vector = None
             layer.update = TrainedUpdate()
+        for module in self.copied.values():
+            module.lora_copy = None
         self.trainable = {}
 
     @contextmanager
@@ -305,6 +336,7 @@ class AdapterStack:
             (layer, layer.lora_A, layer.lora_B, layer.lora_magnitude_vector, layer.update)
             for layer in self.layers.values()
         ]
+        copies = [(module, module.lora_copy) for module in self.copied.values()]
         settings = self.trainable, self.trainable_scale, self.dropout
         self.end_training()
         try:
@@ -312,6 +344,8 @@ class AdapterStack:
         finally:
             for layer, low, high, norms, update in held:
                 layer.lora_A, layer.lora_B, layer.lora_magnitude_vector, layer.update = low, high, norms, update
+            for module, copy in copies:
+                module.lora_copy = copy
             self.trainable, self.trainable_scale, self.dropout = settings
 
     def trainable_states(self, values: Mapping[str, Tensor]) -> dict[str, AdapterState]:
@@ -333,8 +367,13 @@ class AdapterStack:
                 linears[path] = low, high
                 if layer.lora_magnitude_vector is not None:
                     magnitudes[path] = values[f"model.{path}.lora_magnitude_vector"].clone()
+            trained = [path for path, module in self.copied.items() if module.lora_copy is not None]
             states[name] = AdapterState(
-                linears, self.trainable_scale, activation=self.activation, magnitudes=magnitudes
+                linears,
+                self.trainable_scale,
+                activation=self.activation,
+                magnitudes=magnitudes,
+                copies={path: values[f"model.{path}{COPY}"].clone() for path in trained},
             )
         return states
 
@@ -399,20 +438,29 @@ class AdapterStack:
         if any(name in self.trainable for name in used):
             plan.trainable_gate = gate_of(torch.cat([weights, weights.new_zeros(len(weights), 1)], dim=1), trainable)
         self._plan_loaded(plan, column, [name for name in used if name not in self.trainable])
-        scaled = [name for name in used if self._has_magnitudes(name)]
-        check_alone(plan.mixture, scaled)
-        plan.rescaled = {name: weights[:, column[name], None] for name in scaled}
-        for path, ratio_SO in ({} if self.static is None else self.static.ratios).items():
-            for name, weight_B1 in plan.rescaled.items():
-                if (ratio_O := self.magnitude_ratio(name, path)) is not None:
-                    weight_S1 = weight_B1.repeat_interleave(copies, dim=0).to(ratio_O)
-                    ratio_SO[: len(weight_S1)] += (weight_S1 * (ratio_O - 1)).to(ratio_SO)
+        alone = [name for name in used if self._is_alone(name)]
+        check_alone(plan.mixture, alone)
+        plan.alone = {name: weights[:, column[name], None] for name in alone}
+        plan.everywhere = frozenset(name for name in alone if bool((plan.alone[name] == 1).all()))
+        if self.static is not None:
+            self._fill_static(self.static, plan)
         self.plan = plan
 
-    def _has_magnitudes(self, name: str) -> bool:
+    def _is_alone(self, name: str) -> bool:
         if name in self.trainable:
-            return any(layer.lora_magnitude_vector is not None for layer in self.layers.values())
-        return bool(self.states[name].magnitudes)
+            parts = [layer.lora_magnitude_vector for layer in self.layers.values()]
+            return any(part is not None for part in [*parts, *(module.lora_copy for module in self.copied.values())])
+        return self.states[name].is_alone
+
+    def _fill_static(self, static: StaticRows, plan: MixturePlan) -> None:
+        """Write what adapters that are alone have in addition to rows."""
+        for name, weight_B1 in plan.alone.items():
+            weight_S1 = weight_B1.repeat_interleave(plan.copies, dim=0)
+            if name in static.alone:
+                static.alone[name][: len(weight_S1)].copy_(weight_S1)
+            for path, ratio_SO in static.ratios.items():
+                if (ratio_O := self.magnitude_ratio(name, path)) is not None:
+                    ratio_SO[: len(weight_S1)] += (weight_S1.to(ratio_O) * (ratio_O - 1)).to(ratio_SO)
 
     def _plan_loaded(self, plan: MixturePlan, column: Mapping[str, int], names: Sequence[str]) -> None:
         self.need(names)
@@ -447,15 +495,17 @@ class AdapterStack:
         """
         assert not self.trainable, "adapters in training change shape: preallocate for inference only"
         scaled = list(self.layers) if any(state.magnitudes for state in self.states.values()) else []
-        return StaticRows(self.pool, rows, sequences, scaled)
+        return StaticRows(
+            self.pool, rows, sequences, scaled, [name for name in self.states if self.states[name].copies]
+        )
 
     def detach(self) -> None:
         """Put the model's own linears back."""
         while self._hooks:
             self._hooks.pop().remove()
-        for path, layer in self.layers.items():
+        for path, replaced in (*self.layers.items(), *self.copied.items()):
             parent, _, name = path.rpartition(".")
-            setattr(self.model.get_submodule(parent), name, layer.base)
+            setattr(self.model.get_submodule(parent), name, replaced.base)
 
 
 def _columns(ranks: Sequence[int], own: Sequence[int], device: torch.device) -> Tensor:

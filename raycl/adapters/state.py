@@ -20,9 +20,10 @@ Shapes = Mapping[str, tuple[int, int]]
 
 
 NO_SUM = (
-    "is a DoRA (use_dora), which scales the rows of a weight and is no sum with others: expected it alone with weight 1"
+    "is a DoRA (use_dora) or has copies of modules (modules_to_save), which is no sum with others: expected it alone "
+    "with weight 1"
 )
-"""The end of a message about an adapter with magnitudes."""
+"""The end of a message about such an adapter."""
 
 
 def check_fits(name: str, state: AdapterState, shapes: Shapes) -> None:
@@ -54,6 +55,25 @@ def check_fits(name: str, state: AdapterState, shapes: Shapes) -> None:
             )
         if not (a.dtype.is_floating_point and bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
             raise AdapterError(f"adapter '{name}', '{path}' holds values that are not finite numbers")
+
+
+def check_copies(name: str, state: AdapterState, modules: Mapping[str, nn.Module]) -> None:
+    """Check that every copied module exists in the model and has its shape.
+
+    Args:
+        modules: path -> module.
+
+    Raises:
+        AdapterError: a module is missing or has another shape.
+    """
+    for path, weight in state.copies.items():
+        own = modules[path].weight if path in modules else None
+        expected = list(own.shape) if isinstance(own, Tensor) else "no such module"
+        if expected != list(weight.shape) or not bool(torch.isfinite(weight).all()):
+            raise AdapterError(
+                f"adapter '{name}' has a copy {list(weight.shape)} of '{path}', and the model has {expected}: expected "
+                "finite numbers of the same shape"
+            )
 
 
 def check_alone(mixture: Mixture, names: Collection[str]) -> None:
@@ -101,7 +121,7 @@ def combine(
     """
     used = {name: weight for name, weight in weights.items() if weight != 0}
     for name in used:
-        if states[name].magnitudes:
+        if states[name].is_alone:
             raise AdapterError(f"adapter '{name}' {NO_SUM}")
     with_prompt = [name for name in used if states[name].prompt is not None]
     if with_prompt and len(used) > 1:
@@ -158,6 +178,11 @@ def fold(model: nn.Module, state: AdapterState) -> None:
     if state.prompt is not None:
         raise AdapterError("a soft prompt cannot be folded into weights: export the adapter itself")
     check_increment("the adapter", state)
+    check_copies("exported", state, dict(model.named_modules()))
+    for path, copy in state.copies.items():
+        weight = model.get_submodule(path).weight
+        assert isinstance(weight, Tensor)
+        weight.data.copy_(copy)
     for path, (a, b) in state.linears.items():
         try:
             weight = model.get_submodule(path).weight

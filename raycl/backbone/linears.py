@@ -184,7 +184,8 @@ def untie(model: Any, paths: Iterable[str]) -> bool:
         others = [name for name in owners[id(model.get_submodule(shared[0]).weight)] if name != f"{shared[0]}.weight"]
         raise BackboneError(
             f"the adapter changes '{shared[0]}', whose weights {type(model).__name__} shares with {', '.join(others)}: "
-            "export the adapter itself, without --merged, or leave that linear out of method.target_modules"
+            "export the adapter itself, without --merged, or leave it out of method.target_modules and "
+            "method.modules_to_save"
         )
     for path in shared:
         linear = model.get_submodule(path)

@@ -130,6 +130,7 @@ class Bank:
                 "scale": state.scale,
                 "activation": state.activation,
                 "use_dora": bool(state.magnitudes),
+                "copies": {path: tuple(map(int, weight.shape)) for path, weight in state.copies.items()},
                 "dtype": "float32" if first is None else str(first.dtype).removeprefix("torch."),
                 "prompt": None if state.prompt is None else tuple(map(int, state.prompt.shape)),
                 "labels": state.labels,

@@ -103,11 +103,19 @@ class _Adapter(Section):
     scale: float
     activation: Activation = Field("", description="between A and B; manifests without it have none")
     use_dora: bool = Field(False, description="it has magnitudes; manifests without it have none")
+    copies: dict[str, tuple[int, ...]] = Field(
+        default_factory=dict, description="shapes of copies of modules; manifests without it have none"
+    )
     dtype: str
     prompt: tuple[int, int] | None = None
     labels: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     extras: dict[str, ObjectInfo] = Field(default_factory=dict, description="pseudo samples and the like, by kind")
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether it is no sum with other adapters."""
+        return bool(self.use_dora or self.copies)
 
     @property
     def ref(self) -> AdapterRef:

@@ -19,7 +19,7 @@ from torch import Tensor
 from raycl.bank.manifest import AdapterManifest, Layout, ObjectInfo, SnapshotAdapter
 from raycl.errors import BankError
 from raycl.storage.unfinished import Buffer
-from raycl.types import MAGNITUDE, Activation, AdapterState
+from raycl.types import COPY, MAGNITUDE, Activation, AdapterState
 
 A, B, PROMPT, HEAD_WEIGHT, HEAD_BIAS = ".lora_A", ".lora_B", "prompt", "head.weight", "head.bias"
 DTYPES = {
@@ -152,6 +152,11 @@ class StoredAdapter(AdapterState):
     def magnitudes(self) -> dict[str, Tensor]:
         """See `AdapterState`."""
         return {name.removesuffix(MAGNITUDE): self._tensors[name] for name in self._tensors if name.endswith(MAGNITUDE)}
+
+    @property
+    def copies(self) -> dict[str, Tensor]:
+        """See `AdapterState`."""
+        return {name.removesuffix(COPY): self._tensors[name] for name in self._tensors if name.endswith(COPY)}
 
     @cached_property
     def prompt(self) -> Tensor | None:
@@ -286,6 +291,7 @@ def unpack(buffer: Buffer, entry: AdapterManifest | SnapshotAdapter, layout: Lay
         _shaped(tensors, HEAD_BIAS, (len(labels),), what) if labels else None,
         entry.activation,
         magnitudes,
+        {path: _shaped(tensors, path + COPY, shape, what) for path, shape in entry.copies.items()},
     )
     if state.rank != entry.rank:
         raise BankError(f"{what} has rank {state.rank}, its manifest has {entry.rank}")

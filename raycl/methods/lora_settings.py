@@ -42,13 +42,11 @@ InputDropout = Annotated[
 BY_LINEAR = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights=gaussian")
 """What methods take that begin training by `LoraSettings.begin_training` and need no two linears of one rank."""
 
-OPTIONS = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "use_dora")
+OPTIONS = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "use_dora", "modules_to_save")
 """The settings that a method must say that it takes."""
 
 
 UNSUPPORTED = {
-    "modules_to_save": "an adapter holds updates of linears, no copies of modules; the label head of an encoder-only "
-    "backbone is trained and kept anyway, and method=finetune trains all weights",
     "target_parameters": "adapters replace linears, and a parameter that is none (fused experts) has no place for one; "
     "name linears in target_modules",
     "layers_to_transform": "name the layers in target_modules, such as 'layers\\.(0|1)\\..*q_proj'",
@@ -82,6 +80,11 @@ class LoraSettings(Section):
     )
     use_dora: bool = Field(
         False, description="train the norms of the rows of adapted weights too (DoRA); the adapter is used alone"
+    )
+    modules_to_save: tuple[str, ...] = Field(
+        (),
+        description="paths, or ends of paths, of embeddings and linears of which the adapter trains a copy of its own, "
+        "such as lm_head; the adapter is used alone",
     )
 
     takes: ClassVar[tuple[str, ...]] = ("use_rslora",)
@@ -120,8 +123,8 @@ class LoraSettings(Section):
 
     @property
     def reads_weights(self) -> bool:
-        """Return whether the backbone's weights are read: for the norms of DoRA's rows, or for a start."""
-        return self.use_dora or self.init_lora_weights in STARTS
+        """Return whether the backbone's weights are read: for the norms of DoRA's rows, a start or a copy."""
+        return self.use_dora or bool(self.modules_to_save) or self.init_lora_weights in STARTS
 
     def scale_of(self, rank: int, alpha: float | None = None) -> float:
         """Return the scale of an update of this rank.
@@ -149,6 +152,7 @@ class LoraSettings(Section):
             self._sizes(list(stack.layers), rank),
             STARTS.get(self.init_lora_weights),
             self.use_dora,
+            copied_modules(stack.model, self.modules_to_save),
         )
 
     def _sizes(self, paths: Sequence[str], rank: int) -> Sizes:
@@ -156,6 +160,35 @@ class LoraSettings(Section):
         ranks, alphas = _matched(self.rank_pattern, paths), _matched(self.alpha_pattern, paths)
         own = {path: (ranks.get(path, rank), alphas.get(path)) for path in (*ranks, *alphas)}
         return {path: (size, self.scale_of(size, alpha)) for path, (size, alpha) in own.items()}
+
+
+def copied_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the paths of the embeddings and linears with these ends.
+
+    Raises:
+        BackboneError: there is none, it has a bias or an adapter, or the model uses it at several places.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen = []
+    for name in names:
+        found = [path for path, module in modules.items() if f".{path}".endswith(f".{name}")]
+        for path in found:
+            module = modules[path]
+            is_plain = isinstance(module, nn.Embedding | nn.Linear) and [n for n, _ in module.named_parameters()] == [
+                "weight"
+            ]
+            if not is_plain or sum(other is module for other in modules.values()) > 1:
+                raise BackboneError(
+                    f"modules_to_save: '{path}' is a {type(module).__name__}: expected an embedding or a linear "
+                    "without bias, without an adapter, and used at one place of the model"
+                )
+        if not found:
+            kinds = [path for path, module in modules.items() if isinstance(module, nn.Embedding)]
+            raise BackboneError(
+                f"modules_to_save: no module is called '{name}': expected lm_head, {', '.join(kinds)}, ..."
+            )
+        chosen += found
+    return list(dict.fromkeys(chosen))
 
 
 def _matched(pattern: Mapping[str, ValueT], paths: Sequence[str]) -> dict[str, ValueT]:

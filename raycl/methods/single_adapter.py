@@ -62,7 +62,13 @@ class LoraConfig(LoraSettings, MethodConfig):
     name: Literal["lora"] = "lora"
 
     task_id_in_training: ClassVar[bool] = False
-    takes: ClassVar[tuple[str, ...]] = (*BY_LINEAR, "init_lora_weights=pissa", "init_lora_weights=olora", "use_dora")
+    takes: ClassVar[tuple[str, ...]] = (
+        *BY_LINEAR,
+        "init_lora_weights=pissa",
+        "init_lora_weights=olora",
+        "use_dora",
+        "modules_to_save",
+    )
 
 
 class Lora(SingleAdapter):

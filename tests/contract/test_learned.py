@@ -30,6 +30,7 @@ AUTO: dict[str, Any] = {"bert": AutoModel, "t5": AutoModelForSeq2SeqLM, "llama":
 ALL_CASES = [
     *((kind, method, "torch") for kind in KINDS for method in EXPORTED),
     *((kind, method, "torch") for kind in KINDS for method in ("lora-dora", "lora-pissa", "inclora-patterns")),
+    ("llama", "lora-copies", "torch"),
     *((kind, method, "zero3") for kind in KINDS for method in ("lora", "finetune")),
 ]
 CASES = sampled(ALL_CASES)

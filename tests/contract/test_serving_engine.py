@@ -397,14 +397,14 @@ def test_rows_are_grouped_by_active_adapters(taught: Taught, tmp_path: Path, dec
     assert 2 <= result["rows"] <= 2 * result["batches"] and result["misses"] >= 1
 
 
-@pytest.mark.parametrize("decoding", ["dynamic", "static"])
-def test_a_dora_answers_alone_or_not_at_all(taught: Taught, tmp_path: Path, decoding: str) -> None:
-    bank = bank_of(taught("llama", "lora-dora"), tmp_path)
-    asked = examples(taught("llama", "lora-dora"), bank)
+@pytest.mark.parametrize(("method", "decoding"), product(("lora-dora", "lora-copies"), ("dynamic", "static")))
+def test_what_is_no_sum_answers_alone_or_not_at_all(taught: Taught, tmp_path: Path, method: str, decoding: str) -> None:
+    bank = bank_of(taught("llama", method), tmp_path)
+    asked = examples(taught("llama", method), bank)
     with serving(bank, max_batch=5, decoding=decoding) as client:
         with client.paused():
             replies = [client.ask(item.text) for item in asked]
             half, bare = client.ask(TEXTS[0], weights={"lora": 0.5}), client.ask(TEXTS[0], weights={})
         assert [reply.text for reply in replies] == [item.answer for item in asked]
-        assert "is a DoRA (use_dora), which scales the rows of a weight and is no sum with others" in half.error
+        assert "which is no sum with others: expected it alone with weight 1" in half.error
         assert bare.text not in {reply.text for reply in replies}

@@ -50,7 +50,7 @@ def bank_of(complete: Complete, kind: str, method: str) -> Bank:
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [("bert", "slm"), ("llama", "olora"), ("t5", "slm-prompt-mlp"), ("llama", "lora-dora")]
+    ("kind", "method"), [("bert", "slm"), ("llama", "olora"), ("t5", "slm-prompt-mlp"), ("llama", "lora-copies")]
 )
 def test_what_is_pulled_is_what_was_pushed_bit_for_bit(
     hub: Hub, complete: Complete, kind: str, method: str, tmp_path: Path

@@ -105,7 +105,7 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
                 "olora": {"name": "olora", "head": "own"},
                 "l2p": {"name": "l2p", "pull": 0.0},  # with it a tiny encoder soon gives all texts the same prompts
             }
-            settings |= {**WRITERS, **{name: VARIANTS[name] for name in ("mocl-task-id", "lora-dora")}}
+            settings |= {**WRITERS, **{name: VARIANTS[name] for name in ("mocl-task-id", "lora-dora", "lora-copies")}}
             config = lab.config(kind, settings.get(method, method), train={"epochs": 6, "learning_rate": 0.03})
             storage = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}"))
             done[kind, method] = Done(config, storage, run(config, storage).context)

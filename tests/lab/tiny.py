@@ -95,6 +95,8 @@ LABELS_ONLY = ("idbr",)
 
 def fits(kind: str, method: str) -> bool:
     """Return whether a method works with that kind of backbone."""
+    if method == "lora-copies":  # names of a LLaMA's modules
+        return kind == "llama"
     return method not in (WRITERS if kind == "bert" else LABELS_ONLY)
 
 
@@ -136,6 +138,7 @@ VARIANTS: dict[str, Any] = {
     "sapt-prompt": {"name": "sapt", "value": "prompt", "prompt_length": 3, "attention": {"standardize": False}},
     "lora-dora": {"name": "lora", "use_dora": True, "use_rslora": True},
     "lora-pissa": {"name": "lora", "init_lora_weights": "pissa", "alpha_pattern": {"attention.query": 8}},
+    "lora-copies": {"name": "lora", "modules_to_save": ["lm_head", "embed_tokens"]},
     "inclora-patterns": {
         "name": "inclora",
         "init_lora_weights": "gaussian",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raycl.adapters.card import METADATA, CardMetadata, CardTask, model_card
 from raycl.adapters.peft import from_peft, to_peft
-from raycl.adapters.state import check_fits, combine, fold
+from raycl.adapters.state import check_copies, check_fits, combine, fold
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.backbone.codec import KINDS
 from raycl.backbone.linears import untie
@@ -134,7 +134,7 @@ def export_merged(state: AdapterState, metadata: CardMetadata, backbone: Backbon
     codec = load_codec(backbone, 1, 1)
     model = load_backbone(backbone, codec, torch.device("cpu"), 0)
     check_fits("the adapter", state, linear_shapes(model.model))
-    is_untied = untie(model.model, state.linears)
+    is_untied = untie(model.model, [*state.linears, *state.copies])
     fold(model.model, state)
     for file, data in model.model_files().items():
         storage.write(file, data)
@@ -190,8 +190,10 @@ def read_peft(where: Path, name: str, backbone: BackboneConfig) -> tuple[Adapter
     codec = load_codec(backbone, 1, 1)
     skeleton = load_skeleton(backbone, codec).model
     shapes = linear_shapes(skeleton)
-    state = from_peft(tensors, config, shapes)
+    modules = {path: module for path, module in skeleton.named_modules() if hasattr(module, "weight")}
+    state = from_peft(tensors, config, shapes, modules)
     check_fits(name, state, shapes)
+    check_copies(name, state, modules)
     if labels:
         _check_head(str(where), labels, head, int(skeleton.config.hidden_size))
         state = replace(state, labels=tuple(labels), head_weight=head["weight"], head_bias=head["bias"])

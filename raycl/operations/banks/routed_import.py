@@ -78,7 +78,7 @@ def import_routed(
     state, slots = router_class(snapshot.router).with_task(get_router(bank, snapshot), name, queries_BC, selects)
     where, source = peft_folder(address)
     adapter, model = read_peft(where, name, backbone)
-    if adapter.magnitudes:
+    if adapter.is_alone:
         raise AdapterError(f"adapter '{name}' {NO_SUM}, and the router of snapshot {snapshot.number} may mix it")
     task = _task(where, name, adapter.labels, prompt)
     fresh = [bank.publish(slot, adapter, model, [name], {"imported": source}) for slot in slots]

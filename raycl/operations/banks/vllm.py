@@ -106,11 +106,12 @@ def of_one_rank(state: AdapterState) -> AdapterState:
     `rank_pattern`.
 
     Raises:
-        AdapterError: it has magnitudes (DoRA).
+        AdapterError: it is more than a plain LoRA.
     """
-    if state.magnitudes:
+    if state.is_alone:
         raise AdapterError(
-            "the adapter is a DoRA (use_dora), and vLLM and llama.cpp serve plain LoRAs: write a merged model with "
+            "the adapter is a DoRA (use_dora) or has copies of modules (modules_to_save), and vLLM and "
+            "llama.cpp serve plain LoRAs: write a merged model with "
             "--merged"
         )
 

@@ -164,7 +164,7 @@ class MultiSnapshotModel:
 
     Attributes:
         stack: adapters over the backbone's linears, loaded onto the device when a mixture names them.
-        dora: adapters that are used alone.
+        alone: adapters that are no sum with others.
         counts: mixtures opened, their rows and adapters, and how many of those were on the device already.
     """
 
@@ -178,7 +178,8 @@ class MultiSnapshotModel:
         self._all: list[LoadedSnapshot] = []
         self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
         self._sources: dict[str, tuple[Source, str]] = {}
-        self.dora: set[str] = set()
+        self.alone: set[str] = set()
+        self._copying: set[str] = set()
         self._ranks: dict[str, int] = {}
         self._prompts: dict[str, tuple[bool, PromptUse]] = {}
         self.stack = AdapterStack(backbone.model, [], max_loaded_rows, self._fetch, query_of=query_of)
@@ -203,11 +204,13 @@ class MultiSnapshotModel:
         snapshot = loaded.snapshot
         self._check_bos(snapshot)
         paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
+        copied = sorted({path for entry in snapshot.adapters for path in entry.copies})
         try:
-            for path in paths:
+            for path in (*paths, *copied):
                 self.backbone.model.get_submodule(path)  # all exist before the first is wrapped
             self.stack.use(self._activation(snapshot))
             self.stack.extend(paths)
+            self.stack.copy_modules(copied)
         except AttributeError as error:
             raise BankError(
                 f"snapshot {snapshot.number} adapts linears that this backbone lacks ({error}): it was made for "
@@ -219,7 +222,8 @@ class MultiSnapshotModel:
         for name, key in loaded.keys.items():
             self._sources.setdefault(key, (loaded.source, name))
         self._ranks |= {loaded.keys[entry.name]: entry.rank for entry in snapshot.adapters}
-        self.dora |= {loaded.keys[entry.name] for entry in snapshot.adapters if entry.use_dora}
+        self.alone |= {loaded.keys[entry.name] for entry in snapshot.adapters if entry.is_alone}
+        self._copying |= {loaded.keys[entry.name] for entry in snapshot.adapters if entry.copies}
         self._all.append(loaded)
 
     def _place_prompts(self, loaded: LoadedSnapshot) -> None:
@@ -269,7 +273,8 @@ class MultiSnapshotModel:
                     self._sources[key] = (owner.source, name)
                 continue
             del self._sources[key], self._ranks[key], self._prompts[key]
-            self.dora.discard(key)
+            self.alone.discard(key)
+            self._copying.discard(key)
             if key in self.stack.states:
                 self.stack.drop(key)
 
@@ -345,12 +350,20 @@ class MultiSnapshotModel:
         self._count(mixture)
         used = (mixture.weights != 0).any(0).tolist()
         self.stack.need([name for name, yes in zip(mixture.names, used, strict=True) if yes])
+        copying = sorted(self._copying & self.stack.states.keys())
         rows, has_layers = self.rows(mixture.names), bool(self.stack.layers and self.stack.pool.rows)
-        wanted = (tuple(self.stack.layers), self.stack.activation, has_layers, len(weights_SN), bool(self.dora))
+        wanted = (
+            tuple(self.stack.layers),
+            self.stack.activation,
+            has_layers,
+            len(weights_SN),
+            bool(self.alone),
+            tuple(copying),
+        )
         if self._room_for != wanted or (self._room is not None and self._room.rows < rows):
             most = 1 << max(4, (rows - 1).bit_length())  # a power of two, since growing costs a capture
-            scaled = tuple(self.stack.layers) if self.dora else ()
-            fresh = StaticRows(self.stack.pool, most, len(weights_SN), scaled) if has_layers else None
+            scaled = tuple(self.stack.layers) if self.alone else ()
+            fresh = StaticRows(self.stack.pool, most, len(weights_SN), scaled, copying) if has_layers else None
             self._room, self._room_for, self._room_number = fresh, wanted, self._room_number + 1
         with self.stack.activate(Mixture(mixture.names, weights_SN), static=self._room):
             yield self._room_number

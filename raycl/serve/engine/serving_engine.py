@@ -329,7 +329,7 @@ class ServingEngine:
                 f"{', '.join(mixture.names)} take {self.model.rows(mixture.names)} rows on the device together, this "
                 f"endpoint keeps {self.model.stack.table.capacity}: choose fewer adapters, or raise max_loaded_rows"
             )
-        check_alone(mixture, self.model.dora)
+        check_alone(mixture, self.model.alone)
         pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
         weights = {loaded.names[key]: weight for key, weight in pairs}
         task = template_of(loaded, request, mixture) if request.templated else ""

@@ -23,7 +23,7 @@ from raycl.training.records.bank_start import groups_of
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import RunState
 from raycl.training.records.tensor_objects import TensorObjects
-from raycl.types import MAGNITUDE
+from raycl.types import COPY, MAGNITUDE
 
 Candidates = Callable[[Checkpoint], Iterator[dict[str, Tensor]]]
 """Yields the tensors of a checkpoint that may be the object."""
@@ -118,15 +118,15 @@ def _adapter(entry: SnapshotAdapter, layout: Layout) -> Candidates:
     """Return a frozen adapter that the checkpoint carries, or the one whose training was just over."""
     parts = [f"{path}.{part}" for path in layout for part in ("lora_A", "lora_B")]
     trained = {part: f"model.{part}" for part in parts}
-    magnitudes = {path + MAGNITUDE: f"model.{path}{MAGNITUDE}" for path in layout}
+    trained |= {path + MAGNITUDE: f"model.{path}{MAGNITUDE}" for path in layout if entry.use_dora}
+    trained |= {path + COPY: f"model.{path}{COPY}" for path in entry.copies}
     if entry.labels:
         trained |= {part: part for part in ("head.weight", "head.bias")}
 
     def candidates(checkpoint: Checkpoint) -> Iterator[dict[str, Tensor]]:
         yield from _unless_empty(under(f"slot/{entry.name}/", checkpoint.frozen_state))
         if trained and checkpoint.is_phase_end and checkpoint.parameters.keys() >= set(trained.values()):
-            own = {part: name for part, name in magnitudes.items() if name in checkpoint.parameters}
-            yield {part: checkpoint.parameters[name] for part, name in (trained | own).items()}
+            yield {part: checkpoint.parameters[name] for part, name in trained.items()}
 
     return candidates
 

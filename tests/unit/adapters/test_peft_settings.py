@@ -37,6 +37,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "patterns and rslora": {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3}, "use_rslora": True},
     "dora": {"use_dora": True},
     "dora and rslora": {"use_dora": True, "use_rslora": True, "rank_pattern": {"v_proj": 2}},
+    "copies": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "copies and dora": {"modules_to_save": ["lm_head"], "use_dora": True},
     "pissa": {"init_lora_weights": "pissa", "alpha_pattern": {"v_proj": 11}},
     "olora": {"init_lora_weights": "olora", "rank_pattern": {"v_proj": 2}},
 }
@@ -101,6 +103,7 @@ def test_training_and_the_exported_adapter_are_those_of_peft(llama: Path, tmp_pa
     close = {"atol": 1e-4, "rtol": 1e-4}
     torch.testing.assert_close(in_training, expected, **close)
     stack = AdapterStack(model := loaded(llama), list(state.linears))
+    stack.copy_modules(list(state.copies))
     stack.load("lora", state)
     with stack.activate(Mixture.same({"lora": 1.0}, 2)):
         torch.testing.assert_close(logits(model), expected, **close)
@@ -129,10 +132,12 @@ def test_a_start_that_peft_converted_is_imported(llama: Path, tmp_path: Path, st
     torch.testing.assert_close(logits(merged), logits(model), atol=1e-4, rtol=1e-4)
 
 
-def test_a_dora_is_used_alone(llama: Path) -> None:
-    state, expected = trained(llama, {"use_dora": True})
+@pytest.mark.parametrize("name", ["dora", "copies", "copies and dora"])
+def test_what_is_no_sum_is_used_alone(llama: Path, name: str) -> None:
+    state, expected = trained(llama, SETTINGS[name])
     plain, _ = trained(llama, {})
     stack = AdapterStack(model := loaded(llama), list(state.linears))
+    stack.copy_modules(list(state.copies))
     stack.load("dora", state)
     stack.load("plain", plain)
     mixture = Mixture(("dora", "plain"), torch.tensor([[1.0, 0.0], [0.0, 0.5]]))
@@ -158,7 +163,7 @@ def test_a_dora_is_used_alone(llama: Path) -> None:
         ("inflora", {"init_lora_weights": "gaussian"}, "init_lora_weights=gaussian is not supported"),
         ("inclora", {"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not supported"),
         ("lora", {"init_lora_weights": "pissa", "use_dora": True}, "are not supported together"),
-        ("sapt", {"modules_to_save": ["lm_head"]}, "modules_to_save is not supported: an adapter holds updates of"),
+        ("sapt", {"modules_to_save": ["lm_head"]}, "modules_to_save is not supported by this method"),
         ("lora", {"target_parameters": ["experts.down_proj"]}, "target_parameters is not supported: "),
         ("lora", {"init_lora_weights": "eva"}, "init_lora_weights"),
         ("lora", {"rank_pattern": {"query": 0}}, "rank_pattern"),
@@ -174,6 +179,8 @@ def test_what_a_method_cannot_train_is_one_sentence(method: str, settings: dict[
     ("settings", "said"),
     [
         ({"rank_pattern": {"w_proj": 2}}, "target 'w_proj' matches no linear"),
+        ({"modules_to_save": ["head"]}, "no module is called 'head': expected lm_head, model.embed_tokens"),
+        ({"modules_to_save": ["q_proj"]}, "'model.layers.0.self_attn.q_proj' is a StackedLora: expected an embedding"),
         ({"init_lora_weights": "olora", "r": 4096}, "init_lora_weights=olora has r=4096 on a weight of rank"),
     ],
 )

@@ -46,7 +46,7 @@ def peft_folder(llama: Path, folder: Path, seed: int = 0, **settings: Any) -> Te
         base, LoraConfig(**{"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj"], **settings})
     )
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "modules_to_save" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(str(folder))
     return logits(model.eval())
@@ -68,9 +68,9 @@ def logits(model: Any) -> Tensor:
         {"use_rslora": True},
         {"rank_pattern": {"v_proj": 5}, "alpha_pattern": {"v_proj": 11}},
         {"target_modules": ["q_proj", "down_proj", "gate_proj"]},
-        {"use_dora": True},
+        {"use_dora": True, "modules_to_save": ["lm_head"]},
     ],
-    ids=["plain", "rslora", "patterns", "ffn", "dora"],
+    ids=["plain", "rslora", "patterns", "ffn", "dora and a copy"],
 )
 def test_a_lora_made_elsewhere_comes_in_and_goes_out_with_equal_logits(
     llama: Path, tmp_path: Path, settings: dict[str, Any]
@@ -81,6 +81,7 @@ def test_a_lora_made_elsewhere_comes_in_and_goes_out_with_equal_logits(
     state = bank.fetch(manifest)
     model = AutoModelForCausalLM.from_pretrained(llama).eval()
     stack = AdapterStack(model, list(state.linears))
+    stack.copy_modules(list(state.copies))
     stack.load("guest", state)
     with stack.activate(Mixture.same({"guest": 1.0}, 2)):
         torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-4)
@@ -93,7 +94,7 @@ def test_a_lora_made_elsewhere_comes_in_and_goes_out_with_equal_logits(
     ("settings", "said"),
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which changed the weights of the backbone"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*only plain LoRA"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices=.*only plain LoRA"),
         ({"bias": "all"}, "bias='all'"),
     ],
 )
@@ -210,6 +211,18 @@ def test_output_words_that_are_the_input_embeddings_become_weights_of_their_own(
     merged, facts = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(facts.values())
     torch.testing.assert_close(logits(merged.eval()), expected, atol=1e-4, rtol=1e-5)
+    words = torch.randn(head.out_features, 32, generator=torch.Generator().manual_seed(2))
+    for number, path in enumerate(("lm_head", "transformer.wte")):  # a copy of either leaves the other
+        copied = AdapterState({"transformer.h.0.mlp.c_fc": (low, torch.ones(128, 2))}, 0.3, copies={path: words})
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        stack = AdapterStack(model, list(copied.linears))
+        stack.copy_modules([path])
+        stack.load("one", copied)
+        with stack.activate(Mixture.same({"one": 1.0}, 2)):
+            expected = logits(model)
+        export_merged(copied, described(folder), BackboneConfig(name=str(folder)), str(tmp_path / str(number)))
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / str(number)).eval()
+        torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-5)
     t5 = save_model("t5", tmp_path / "t5")
     with pytest.raises(BackboneError, match="changes 'lm_head', whose weights T5ForConditionalGeneration shares with"):
         export_merged(state, described(t5), BackboneConfig(name=str(t5)), str(tmp_path / "scaled"))
@@ -279,7 +292,7 @@ def test_export_for_vllm(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Ray loads adapters from s3://" in capsys.readouterr().err
     with pytest.raises(BankError, match="'big' has rank 600, and vLLM takes at most 512"):
         allowed_rank({"small": 3, "big": 600})
-    with pytest.raises(AdapterError, match=r"is a DoRA \(use_dora\), and vLLM and llama\.cpp serve plain LoRAs"):
+    with pytest.raises(AdapterError, match=r"is a DoRA .* and vLLM and llama\.cpp serve plain LoRAs"):
         of_one_rank(replace(odd, magnitudes={"a": torch.ones(3), "b": torch.ones(3)}))
     t5 = snapshot.model_copy(update={"backbone": snapshot.backbone.model_copy(update={"kind": "encoder-decoder"})})
     with pytest.raises(BankError, match="vLLM serves decoder-only models"):

@@ -85,6 +85,7 @@ def sized(config: RunConfig) -> tuple[ModelLoad, StepLoad]:
         ("bert", "replay"),
         ("llama", "lora-dora"),
         ("llama", "lora-pissa"),
+        ("llama", "lora-copies"),
         ("t5", "inclora-patterns"),
     ],
 )
