@@ -28,7 +28,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from raycl.cli.commands import echo, log_to_stderr
+from raycl.cli.commands import echo
+from raycl.launch.console import stderr_handler
 
 BENCHMARKS = {
     "stream": "benchmarks.streams.stream",
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print; 1 if `--check` finds a figure that misses its target."""
     from benchmarks.figures import table
 
-    log_to_stderr()
+    logging.basicConfig(handlers=[stderr_handler()])
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     module = import_module(BENCHMARKS[options.name])
     text = module.without_measuring(options) if hasattr(module, "without_measuring") else None

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import raycl
 from raycl.errors import RayclError, printable
@@ -77,11 +79,17 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
         with _allowed(options):
             return int(load(name).run(options))
     except RayclError as error:
-        echo(f"error: {error}", file=sys.stderr)
+        _say_error(str(error))
         return error.exit_status
     except KeyboardInterrupt:
         echo("stopped by Ctrl-C: what is finished is kept; repeat the command to continue", file=sys.stderr)
         return INTERRUPTED
+
+
+def _say_error(message: str) -> None:
+    """Print an error; on a terminal its first word in red, unless NO_COLOR is set."""
+    red, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
+    print(f"{red}error:{plain} {printable(message)}", file=sys.stderr)
 
 
 def _allowed(options: argparse.Namespace) -> AbstractContextManager[None]:
@@ -106,7 +114,19 @@ def parser_of(name: str, prog: str | None = None) -> argparse.ArgumentParser:
         prog, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(command_parser)
+    add_output(command_parser, False)
     return command_parser
+
+
+def add_output(command_parser: argparse.ArgumentParser, default: object = argparse.SUPPRESS) -> None:
+    """Add the options of every command about what it prints.
+
+    Args:
+        default: value where an option is not given; a command below another one leaves the other's as it is.
+    """
+    printing = command_parser.add_argument_group("output")
+    printing.add_argument("--json", action="store_true", default=default, help="the result as one JSON document")
+    printing.add_argument("--quiet", action="store_true", default=default, help="the result and errors alone")
 
 
 def parsed(name: str, words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
@@ -124,15 +144,29 @@ def echo(text: object = "", **options: Any) -> None:
     print(printable(str(text)), **options)
 
 
-def log_to_stderr() -> None:
-    """Log lines, without decoration."""
+def show(options: argparse.Namespace, text: object, tree: Any) -> None:
+    """Print the result of a command: as text, or with --json as one document."""
+    echo(json.dumps(tree, indent=1, ensure_ascii=False, default=str) if options.json else text)
+
+
+def note(options: argparse.Namespace, text: object, file: TextIO | None = None) -> None:
+    """Print what accompanies a result, unless --quiet; with --json to standard error, which --json leaves for it.
+
+    Args:
+        file: None: standard output.
+    """
+    if not options.quiet:
+        echo(text, file=sys.stderr if options.json else file, flush=True)
+
+
+def log_to_stderr(options: argparse.Namespace) -> None:
+    """Log raycl's lines and warnings of libraries, without decoration; with --quiet errors alone."""
     import logging
 
-    from raycl.launch.console import PlainFormatter
+    from raycl.launch.console import stderr_handler
 
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PlainFormatter("%(message)s"))
-    logging.basicConfig(handlers=[handler])
+    logging.basicConfig(handlers=[stderr_handler(options.quiet)])
+    logging.getLogger("raycl").setLevel(logging.INFO)
 
 
 def is_override(word: str) -> bool:

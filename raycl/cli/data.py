@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycl.cli.commands import add_allow_env, echo, local_or_installed
+from raycl.cli.commands import add_allow_env, echo, local_or_installed, log_to_stderr, show
 from raycl.errors import counted
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="check the tasks of this run's config")
     add_allow_env(parser)
     parser.add_argument("--examples", type=int, default=5, metavar="N", help="examples of each task (default: 5)")
-    parser.add_argument("--json", metavar="FILE", help="also write everything here")
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -73,6 +72,7 @@ def _is_path(word: str) -> bool:
 
 def run(options: argparse.Namespace) -> int:
     """Describe each task, or write a label set; status 1 if a run could not start with the data."""
+    log_to_stderr(options)
     return _check(options) if options.action == "check" else _write_labels(options)
 
 
@@ -85,6 +85,7 @@ def _check(options: argparse.Namespace) -> int:
     from raycl.data.check import check_task
     from raycl.data.stream import open_stream
     from raycl.errors import ConfigError, DataError
+    from raycl.progress import counted_off
     from raycl.training.setup.lengths import with_lengths
 
     codec = load_codec(config.backbone, 8, 2)
@@ -96,18 +97,16 @@ def _check(options: argparse.Namespace) -> int:
         codec.max_source_tokens, codec.max_target_tokens = config.stream.token_limits
     tasks = [*stream.tasks, *stream.unseen]
     checks = []
-    for task in tasks:
+    for task in counted_off(tasks, "checking tasks"):
         check = check_task(stream, task, codec, config.seed, options.examples)
         if check.unusable and not check.problem and refuses:
             rows = counted(check.unusable, "row")
             check.problem = f"a run stops at {rows} that cannot be used: correct them, or set stream.on_bad_row=skip"
-        _print(check, config, len(options.paths) == 1)
+        if not options.json:
+            _print(check, config, len(options.paths) == 1)
         checks.append(check)
     if options.json:
-        Path(options.json).write_text(
-            json.dumps([asdict(check) for check in checks], indent=1) + "\n", encoding="utf-8"
-        )
-        echo(f"wrote {options.json}")
+        show(options, "", [asdict(check) for check in checks])
     return int(any(check.problem for check in checks))
 
 
@@ -126,12 +125,12 @@ def _write_labels(options: argparse.Namespace) -> int:
     (path,) = options.paths
     file = Path(path) / LABELS_FILE
     if not Path(path).is_dir():
-        echo(f"labels={json.dumps(labels, ensure_ascii=False)}")
+        show(options, f"labels={json.dumps(labels, ensure_ascii=False)}", labels)
         return 0
     if file.exists():
         raise DataError(f"'{file}' is there already: expected none, remove it to write the answers of train")
     file.write_text(json.dumps(labels, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    echo(f"wrote {counted(len(labels), 'label')} to {file}")
+    show(options, f"wrote {counted(len(labels), 'label')} to {file}", {"labels": labels, "file": str(file)})
     return 0
 
 

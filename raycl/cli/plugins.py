@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from raycl.cli.commands import echo
+from raycl.cli.commands import echo, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,10 +22,12 @@ def run(options: argparse.Namespace) -> int:
     from raycl.training.setup.plugins_list import plugins_list
 
     usable, problems = plugins_list()
-    for plugin in usable:
-        echo(f"{plugin.kind:9} {plugin.name:24} {plugin.source}")
+    lines = [f"{plugin.kind:9} {plugin.name:24} {plugin.source}" for plugin in usable]
     if not usable and not problems:
-        echo("no installed package adds anything: see docs/extending for how one does")
+        lines = ["no installed package adds anything: see docs/extending for how one does"]
+    if lines or options.json:
+        tree = [{"kind": plugin.kind, "name": plugin.name, "source": plugin.source} for plugin in usable]
+        show(options, "\n".join(lines), tree)
     for problem in problems:
         echo(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0

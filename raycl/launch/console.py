@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from raycl.errors import StorageError, printable
+from raycl.progress import Bar
 from raycl.storage import Storage
 
 log = logging.getLogger("raycl")
 FOLLOW_S = 1.0
+EVERY_S = 10.0
+"""Seconds between two lines about how far a piece of work is, where there is no terminal."""
+
 LOGS = "log"
 """Folder of a run with the log of each attempt."""
 
@@ -89,8 +100,74 @@ def log_to(handler: logging.Handler) -> None:
     log.propagate = False
 
 
-def log_to_stderr() -> None:
-    """Log progress lines of this process without decoration."""
-    handler = logging.StreamHandler(sys.stderr)
+class Lines(logging.StreamHandler[TextIO]):
+    """Lines on standard error; of work that takes long, how far it is every `EVERY_S` seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._shown: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, unless it says how far a piece of work is and the last one was a moment ago."""
+        bar: Bar | None = getattr(record, "bar", None)
+        if bar is not None:
+            now = time.monotonic()
+            if bar.done >= bar.total:
+                self._shown.pop(bar.what, None)
+                return
+            if now - self._shown.setdefault(bar.what, now) < EVERY_S:
+                return
+            self._shown[bar.what] = now
+        super().emit(record)
+
+
+class Bars(logging.Handler):
+    """Lines on a terminal, warnings in colour unless NO_COLOR is set, and below them a bar for each piece of work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._console = Console(stderr=True, highlight=False)
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
+        self._ids: dict[str, TaskID] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line above the bars, or move a bar."""
+        bar: Bar | None = getattr(record, "bar", None)
+        if bar is None:
+            style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else ""
+            self._console.print(Text(self.format(record), style=style), soft_wrap=True)
+            return
+        if bar.done >= bar.total:
+            if (ended := self._ids.pop(bar.what, None)) is not None:
+                self._progress.remove_task(ended)
+            if not self._ids:
+                self._progress.stop()
+            return
+        if bar.what not in self._ids:
+            self._ids[bar.what] = self._progress.add_task(printable(bar.what), total=bar.total)
+            self._progress.start()
+        self._progress.update(self._ids[bar.what], completed=bar.done, total=bar.total)
+
+    def close(self) -> None:
+        """Remove the bars."""
+        self._progress.stop()
+        super().close()
+
+
+def stderr_handler(quiet: bool = False) -> logging.Handler:
+    """Return a handler that writes lines without decoration to standard error, and progress as a terminal allows.
+
+    Args:
+        quiet: only errors are written.
+    """
+    handler = Bars() if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else Lines()
     handler.setFormatter(PlainFormatter("%(message)s"))
-    log_to(handler)
+    handler.setLevel(logging.ERROR if quiet else logging.DEBUG)
+    logging.getLogger("raycl.progress").setLevel(logging.DEBUG)
+    return handler
+
+
+def log_to_stderr(quiet: bool = False) -> None:
+    """Log progress lines of this process without decoration."""
+    log_to(stderr_handler(quiet))

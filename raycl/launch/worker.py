@@ -237,6 +237,7 @@ class RunLog(logging.Handler):
 
     def __init__(self, storage: Storage, attempt: int) -> None:
         super().__init__()
+        self.setLevel(logging.INFO)
         self.setFormatter(logging.Formatter("%(message)s"))
         self.storage = storage
         self.name_on_storage = f"{LOGS}/attempt-{attempt:04d}.txt"

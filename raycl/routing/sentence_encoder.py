@@ -26,6 +26,7 @@ from raycl.backbone.model_hashes import fingerprint_of
 from raycl.backbone.positions import positions_of
 from raycl.config import Section
 from raycl.errors import RetrievalError, StorageError
+from raycl.progress import counted_off
 from raycl.storage import Storage
 from raycl.storage.sealed import read_sealed, record_of, write_sealed
 
@@ -173,7 +174,7 @@ class SentenceEncoder:
         self.truncated += sum(len(ids) > limit for ids in lengths)
         by_length = sorted(range(len(texts)), key=lambda row: len(lengths[row]))
         queries: Tensor | None = None
-        for first in range(0, len(texts), self.config.batch_size):
+        for first in counted_off(range(0, len(texts), self.config.batch_size), "encoding texts, batches"):
             rows = by_length[first : first + self.config.batch_size]
             part = self._passed([texts[row] for row in rows])
             queries = torch.zeros(len(texts), part.shape[1]) if queries is None else queries

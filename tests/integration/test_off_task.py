@@ -25,7 +25,9 @@ def rows(labels: dict[str, str]) -> str:
     return "\n".join(map(json.dumps, lines * 7)) + "\n"
 
 
-def test_off_task_answers_score_nothing_or_are_counted(lab: Lab, tmp_path: Path) -> None:
+def test_off_task_answers_score_nothing_or_are_counted(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The second task has the texts of the first, and labels that begin with those of the first."""
     tasks = [
         {"name": "short", "metric": "first_word", "labels": ["red", "blue"]},
@@ -45,8 +47,9 @@ def test_off_task_answers_score_nothing_or_are_counted(lab: Lab, tmp_path: Path)
         cells[rule] = result.read_json("results.json")["matrix"][-1][0]
         bank = Bank(result.sub("bank"))
         given = [bank.storage.uri, str(tmp_path / "short" / "test.jsonl"), "--task", "short"]
-        assert main(["evaluate", *given, "--json", str(tmp_path / "score.json")]) == 0
-        commanded = json.loads((tmp_path / "score.json").read_text())["score"]["value"]
+        capsys.readouterr()
+        assert main(["evaluate", *given, "--json"]) == 0
+        commanded = json.loads(capsys.readouterr().out)["score"]["value"]
         newest = bank.newest()
         assert newest is not None
         assert commanded == evaluate(bank, newest)["short"].value == cells[rule]["value"], "by every command alike"

@@ -275,10 +275,10 @@ def test_scores_of_files_equal_the_matrix(
     last = matrix(complete(kind, "slm", "torch").storage)[-1]
     for task, value in zip(lab.tasks, last, strict=True):
         file = str(Path(task["path"]) / "test.jsonl")
-        given = ["evaluate", uri(complete, kind), file, "--json", str(tmp_path / "scores.json"), "--task", task["name"]]
-        status, out, err = command(capsys, *given)
-        tree = json.loads((tmp_path / "scores.json").read_text())
-        assert status == 0, err
+        given = ["evaluate", uri(complete, kind), file, "--task", task["name"]]
+        tree = json.loads(command(capsys, *given, "--json")[1])
+        status, out, err = command(capsys, *given, "--quiet")
+        assert (status, err) == (0, "")
         assert tree["score"]["value"] == pytest.approx(value) and f"{value:.1f}   (6 rows)" in out
         if kind == "bert":
             truth = [json.loads(line)["label"] for line in open_lines(Path(file))]
@@ -303,10 +303,9 @@ def test_answers_are_kept_to_a_tasks_labels_wherever_they_are_scored(
             lines = storage.read(f"predictions/001-{names[1]}/{info.name}.jsonl").decode().splitlines()
             assert answers == [json.loads(line)["answer"] for line in lines] and {*answers} <= {*(info.labels or ())}
             assert not {*answers} & {answer.text for answer in model.predict(texts, info.name)}, "it would say more"
-            file, to = str(Path(task["path"]) / "test.jsonl"), tmp_path / "scores.json"
-            given = ["evaluate", storage.sub("bank").uri, file, "--task", info.name, "--json", str(to)]
-            assert command(capsys, *given)[0] == 0
-            assert json.loads(to.read_text())["score"]["value"] == last[names.index(info.name)]
+            file = str(Path(task["path"]) / "test.jsonl")
+            given = ["evaluate", storage.sub("bank").uri, file, "--task", info.name, "--json"]
+            assert json.loads(command(capsys, *given)[1])["score"]["value"] == last[names.index(info.name)]
     assert max(last) > 0, "answers of other words would score 0"
     assert [score.value for score in unlearning.evaluate(bank, snapshot).values()] == last
     tree = {"bank": bank.storage.address, "snapshot": "1", "follow": {"enabled": False}, "gate": {"split": "test"}}
@@ -332,9 +331,10 @@ def test_labels_that_differ_by_their_sign_are_scored_alike(
     answers = [json.loads(line) for line in storage.read("predictions/000-signs/signs.jsonl").decode().splitlines()]
     share = 100 * sum(line["answer"] == line["references"][0] for line in answers) / 12
     assert {line["answer"] for line in answers} <= {"-1", "1"} and 0 < share < 100
-    file, to = str(tmp_path / "signs" / "test.jsonl"), tmp_path / "scores.json"
-    assert command(capsys, "evaluate", storage.sub("bank").uri, file, "--json", str(to))[0] == 0
-    assert matrix(storage)[0][0] == json.loads(to.read_text())["score"]["value"] == pytest.approx(share)
+    file = str(tmp_path / "signs" / "test.jsonl")
+    status, out, _ = command(capsys, "evaluate", storage.sub("bank").uri, file, "--json")
+    assert status == 0
+    assert matrix(storage)[0][0] == json.loads(out)["score"]["value"] == pytest.approx(share)
 
 
 def test_confusion_is_drawn_for_labels_alone(

@@ -119,7 +119,7 @@ def test_the_command_line(
     _, storage = started(done, tmp_path)
     job = runpy.run_path(str(REPO / "jobs" / "train_stream.py"))
     monkeypatch.setattr(stopping, "exit_on_sigterm", lambda: None)
-    monkeypatch.setattr(console, "log_to_stderr", lambda: None)
+    monkeypatch.setattr(console, "log_to_stderr", lambda quiet: None)
 
     def said(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["train_stream.py", *arguments])

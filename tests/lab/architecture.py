@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 LAYERS = (
-    ("errors", "types"),
+    ("errors", "types", "progress"),
     ("plugins", "storage"),
     ("config",),
     ("backbone", "data", "adapters", "kernels", "bank", "metrics"),

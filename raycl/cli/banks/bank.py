@@ -8,10 +8,8 @@ raycl bank export runs/mine/bank@7 --engine vllm --to s3://bucket/adapters
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 
-from raycl.cli.commands import echo, log_to_stderr
+from raycl.cli.commands import add_output, log_to_stderr, show
 
 BANK_HELP = "folder or URI of the bank, or of the run that publishes to it, or hf://ORG/NAME[@REVISION]"
 REFERENCE = "branch, tag, latest, snapshot's number or hash"
@@ -26,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         added = names.add_parser(name, help=summary)
         at = "[@REF]" if reference else ""
         added.add_argument("bank", metavar=f"BANK{at}", help=REFERENCE_HELP if reference else BANK_HELP)
-        added.add_argument("--json", action="store_true", help="for scripts")
+        add_output(added)
         added.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
         added.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run code")
         return added
@@ -107,8 +105,7 @@ def run(options: argparse.Namespace) -> int:
     """Run one command; returns 1 if it reports a problem."""
     from raycl.operations.banks.commands import answer
 
-    log_to_stderr()
-    logging.getLogger("raycl").setLevel(logging.INFO)
+    log_to_stderr(options)
     result = answer(options)
-    echo(json.dumps(result.tree, indent=1) if options.json else result.text)
+    show(options, result.text, result.tree)
     return 0 if result.ok else 1

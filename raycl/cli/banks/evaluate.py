@@ -7,10 +7,9 @@ raycl evaluate runs/mine/bank@main test.csv --text body --label category --metri
 from __future__ import annotations
 
 import argparse
-import json
 
 from raycl.cli.banks import predict
-from raycl.cli.commands import echo, log_to_stderr
+from raycl.cli.commands import log_to_stderr, note, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     predict.add_input(parser)
     parser.add_argument("--label", metavar="COLUMN", help="column of the answer (default: label or output)")
     parser.add_argument("--metric", help="default: that of the task with these labels, else exact_match")
-    parser.add_argument("--json", metavar="FILE", help="also write everything here")
     parser.add_argument("--png", metavar="FILE", help="draw the confusion of labels here")
 
 
@@ -30,11 +28,10 @@ def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 def run(options: argparse.Namespace) -> int:
     """Answer all rows, print the scores."""
     from dataclasses import asdict
-    from pathlib import Path
 
     from raycl.data.sources.fields import LABEL_NAMES
 
-    log_to_stderr()
+    log_to_stderr(options)
     given = predict.input_of(options, (options.label,) if options.label else LABEL_NAMES)
     with predict.open_model(options) as model:
         from raycl.operations.report.evaluation_report import confusion_png, evaluation_table
@@ -42,10 +39,7 @@ def run(options: argparse.Namespace) -> int:
 
         evaluation = evaluate_rows(model, given, options.metric, task=options.task, max_tokens=options.max_tokens)
     tree = asdict(evaluation)
-    echo(evaluation_table(tree))
-    if options.json:
-        Path(options.json).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-        echo(f"wrote {options.json}")
+    show(options, evaluation_table(tree), tree)
     if options.png:
-        echo(f"wrote {confusion_png(tree, options.png)}")
+        note(options, f"wrote {confusion_png(tree, options.png)}")
     return 0

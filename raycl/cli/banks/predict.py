@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from raycl.cli.commands import echo, is_override, log_to_stderr
+from raycl.cli.commands import echo, is_override, log_to_stderr, note, show
 
 if TYPE_CHECKING:
     from raycl.bank import Bank, Snapshot
@@ -86,7 +85,7 @@ def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfi
 def open_model(options: argparse.Namespace) -> OfflineModel:
     """Return the snapshot, ready to answer."""
     chosen = snapshot_of(options)
-    echo(f"loading snapshot {chosen[1].number} of {chosen[0].storage.uri}", file=sys.stderr, flush=True)
+    note(options, f"loading snapshot {chosen[1].number} of {chosen[0].storage.uri}", sys.stderr)
     from raycl.serve.offline.model import OfflineModel
 
     return OfflineModel.open(*chosen)
@@ -120,15 +119,17 @@ def run(options: argparse.Namespace) -> int:
     from raycl.serve.offline.prediction_tables import check_output, write_table
     from raycl.storage import Storage
 
-    log_to_stderr()
-    logging.getLogger("raycl").setLevel(logging.INFO)
+    log_to_stderr(options)
     given = input_of(options)
     settings = {"task": options.task, "max_tokens": options.max_tokens}
     if options.output:
         check_output(options.output, given)
     if not (options.to or options.output):
         with open_model(options) as model:
-            for record in answered(model, given, given.all_rows(), **settings):
+            records = answered(model, given, given.all_rows(), **settings)
+            if options.json:
+                show(options, "", list(records))
+            for record in records:
                 echo(json.dumps(record, ensure_ascii=False))
         return 0
     with ExitStack() as stack:
@@ -138,11 +139,12 @@ def run(options: argparse.Namespace) -> int:
             write_table(partial(records_of, to, summary["key"], summary["parts"]), options.output)
     speed = f", {summary['rows_per_s']:.0f} rows/s" if summary["rows_per_s"] else ""
     where = " and ".join(filter(None, [options.to and to.uri, options.output]))
-    echo(f"{summary['rows']:,} rows in {where}, {summary['answered_now']:,} answered now{speed}")
+    lines = [f"{summary['rows']:,} rows in {where}, {summary['answered_now']:,} answered now{speed}"]
     if summary["errors"]:
-        echo(f"{counted(summary['errors'], 'row')} could not be answered: the column 'error' says why")
+        lines.append(f"{counted(summary['errors'], 'row')} could not be answered: the column 'error' says why")
     for name in ("answers", "tasks"):
-        echo(f"{name:8}" + ", ".join(f"{key} {count:,}" for key, count in summary[name].items()))
+        lines.append(f"{name:8}" + ", ".join(f"{key} {count:,}" for key, count in summary[name].items()))
+    show(options, "\n".join(lines), summary)
     return 0
 
 

@@ -7,9 +7,8 @@ raycl pull hf://me/tickets@COMMIT s3://team/bank
 from __future__ import annotations
 
 import argparse
-import logging
 
-from raycl.cli.commands import echo, log_to_stderr
+from raycl.cli.commands import log_to_stderr, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,10 +24,11 @@ def run(options: argparse.Namespace) -> int:
     from raycl.bank import Bank
     from raycl.training.records.hub import HubAddress, pull
 
-    log_to_stderr()
-    logging.getLogger("raycl").setLevel(logging.INFO)
+    log_to_stderr(options)
     address = HubAddress.of(options.address)
     target = Bank.at(options.bank or address.repository.rpartition("/")[2])
     bank, snapshot, branch = pull(address, lambda _: target)
-    echo(f"branch '{branch}' of {bank.storage.uri} has snapshot {snapshot.number} of {address}")
+    text = f"branch '{branch}' of {bank.storage.uri} has snapshot {snapshot.number} of {address}"
+    tree = {"bank": bank.storage.uri, "branch": branch, "snapshot": snapshot.number, "address": str(address)}
+    show(options, text, tree)
     return 0

@@ -7,11 +7,10 @@ raycl push runs/mine/bank@3 me/tickets --license apache-2.0 --language en
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from typing import TYPE_CHECKING
 
-from raycl.cli.commands import echo, log_to_stderr
+from raycl.cli.commands import log_to_stderr, note, show
 
 if TYPE_CHECKING:
     from raycl.bank import Bank, Snapshot
@@ -37,8 +36,7 @@ def run(options: argparse.Namespace) -> int:
     from raycl.operations.banks.hub import CardFields, push
     from raycl.training.records.named_bank import bank_and_reference
 
-    log_to_stderr()
-    logging.getLogger("raycl").setLevel(logging.INFO)
+    log_to_stderr(options)
     bank, reference = bank_and_reference(options.bank)
     snapshot = resolve(bank, reference)
     if options.with_samples and not _agreed(bank, snapshot, options):
@@ -47,9 +45,10 @@ def run(options: argparse.Namespace) -> int:
     branch = reference if reference in branch_names(bank) else MAIN
     private = options.private or None
     pushed = push(bank, snapshot, branch, options.repository, fields, options.with_samples, private)
-    echo(f"pushed snapshot {snapshot.number} to hf://{options.repository}@{pushed.commit}")
-    for name, why in pushed.own.items():
-        echo(f"{name}: in raycl's own format, which PEFT does not load: {why}")
+    lines = [f"pushed snapshot {snapshot.number} to hf://{options.repository}@{pushed.commit}"]
+    lines += [f"{name}: in raycl's own format, which PEFT does not load: {why}" for name, why in pushed.own.items()]
+    tree = {"snapshot": snapshot.number, "repository": options.repository, "commit": pushed.commit, "own": pushed.own}
+    show(options, "\n".join(lines), tree)
     return 0
 
 
@@ -66,7 +65,7 @@ def _agreed(bank: Bank, snapshot: Snapshot, options: argparse.Namespace) -> bool
     listed = ", ".join(f"{task} {count:,}" for task, count in counts.items()) or "none"
     question = f"{counted(sum(counts.values()), 'row')} of stored samples, inputs of users, are sent: {listed}"
     if options.yes or not counts:
-        echo(question)
+        note(options, question)
         return True
     if not sys.stdin.isatty():
         raise BankError(f"{question}; add --yes to send them, or leave --with-samples out")

@@ -12,10 +12,10 @@ raycl serve runs/mine promote 4 --max-drop 1.0
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
+from dataclasses import asdict
 
-from raycl.cli.commands import add_allow_env, echo, is_override, log_to_stderr
+from raycl.cli.commands import add_allow_env, echo, is_override, log_to_stderr, note, show
 
 UNNAMED = "RUN_DIR"
 """The bank in a printed config for which none is named."""
@@ -56,8 +56,7 @@ def run(options: argparse.Namespace) -> int:
     """Run one command; returns 1 if a candidate was refused."""
     from raycl.serve.settings import at_bank, load_serve_config
 
-    log_to_stderr()
-    logging.getLogger("raycl").setLevel(logging.INFO)
+    log_to_stderr(options)
     bank = [f"bank={options.bank}"] if options.bank else []
     drop = [f"gate.max_drop={options.max_drop}"] if options.max_drop is not None else []
     given = [*bank, *drop, *options.overrides]
@@ -69,14 +68,16 @@ def run(options: argparse.Namespace) -> int:
         echo(commented_yaml(load_serve_config(options.config, given if named else [f"bank={UNNAMED}", *given])), end="")
         return 0
     config = at_bank(load_serve_config(options.config, given))
-    echo(f"reading the bank {config.bank}", file=sys.stderr, flush=True)
+    note(options, f"reading the bank {config.bank}", sys.stderr)
     from raycl.serve.deployment import endpoint
 
     if options.command == "activate":
-        endpoint.activate(config, options.snapshot)
+        decision, number = endpoint.activate(config, options.snapshot)
+        if options.json:
+            show(options, "", {"decision": decision, "snapshot": number})
     elif options.command == "promote":
         result, text = endpoint.promote(config, options.snapshot)
-        echo(text)
+        show(options, text, {**asdict(result), "passed": result.passed, "reason": result.reason})
         return 0 if result.passed else 1
     else:
         endpoint.serve_forever(config)

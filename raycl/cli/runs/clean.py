@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from raycl.cli.commands import echo
+from raycl.cli.commands import echo, show
 
 KINDS = ("checkpoints", "prefixes", "cache")
 
@@ -25,22 +25,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show sizes, then remove."""
     from raycl.operations.sweep.disk import EFFECTS, removable, remove
+    from raycl.progress import counted_off
     from raycl.storage import Storage
     from raycl.training.setup import run_config
 
     items = removable(Storage.at(options.folder or run_config.default_directory()), options.only)
-    for item in items:
-        echo(f"{item.bytes / 1e6:10,.1f} MB  {item.kind:12} {item.folder.uri}")
+    lines = [f"{item.bytes / 1e6:10,.1f} MB  {item.kind:12} {item.folder.uri}" for item in items]
     total = sum(item.bytes for item in items)
-    if not items:
-        echo("nothing to remove")
-        return 0
-    for kind in dict.fromkeys(item.kind for item in items):
-        echo(f"without {kind}: {EFFECTS[kind]}")
-    if not options.remove:
-        echo(f"{total / 1e6:,.1f} MB in all; nothing was removed: add --remove")
-        return 0
-    for item in items:
+    lines += [f"without {kind}: {EFFECTS[kind]}" for kind in dict.fromkeys(item.kind for item in items)]
+    if not options.json:
+        echo("\n".join(lines) if items else "nothing to remove")
+    removed = options.remove and bool(items)
+    for item in counted_off(items if removed else [], "removing folders"):
         remove(item)
-    echo(f"removed {total / 1e6:,.1f} MB")
+    found = [{"kind": item.kind, "folder": item.folder.uri, "bytes": item.bytes} for item in items]
+    end = (
+        f"removed {total / 1e6:,.1f} MB"
+        if removed
+        else f"{total / 1e6:,.1f} MB in all; nothing was removed: add --remove"
+    )
+    if items or options.json:
+        show(options, end, {"items": found, "bytes": total, "removed": removed})
     return 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from raycl.cli.commands import add_allow_env, echo, local_or_installed
+from raycl.cli.commands import add_allow_env, echo, local_or_installed, note, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     from raycl.operations.sweep.comparison import load_comparison, run_comparison
     from raycl.training.workers import stopping
 
-    console.log_to_stderr()
+    console.log_to_stderr(options.quiet)
     stopping.exit_on_sigterm()
     comparison = load_comparison(file, options.overrides)
     if options.status:
@@ -45,18 +45,20 @@ def run(options: argparse.Namespace) -> int:
 
         states_by_name = states(comparison, options.dir, tuple(options.only))
         width = max(map(len, states_by_name))
-        echo("\n".join(f"{name:{width}}  {state}" for name, state in states_by_name.items()))
+        show(options, "\n".join(f"{name:{width}}  {state}" for name, state in states_by_name.items()), states_by_name)
         return 0
     outcome = run_comparison(comparison, options.dir, tuple(options.only))
     from raycl.operations.report.plots import heatmaps
     from raycl.operations.report.tables import comparison_table, side_by_side
 
     results = list(outcome.results.values())
-    if results:
+    if options.json:
+        show(options, "", {"results": outcome.results, "failed": outcome.failed})
+    elif results:
         echo(side_by_side(results), end="\n\n")
         echo(comparison_table(results))
     if options.png and results:
-        echo(f"picture {heatmaps(results, options.png)}")
+        note(options, f"picture {heatmaps(results, options.png)}")
     for name, reason in outcome.failed.items():
         echo(f"failed: {name}: {reason}", file=sys.stderr)
     return 1 if outcome.failed else 0

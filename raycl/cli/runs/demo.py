@@ -21,4 +21,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run `raycl compare` with a file that is installed with raycl."""
-    return compare.run(parsed("compare", [FILE, "--dir", options.dir, "--png", options.png]))
+    flags = [f"--{name}" for name in ("json", "quiet") if vars(options)[name]]
+    return compare.run(parsed("compare", [FILE, "--dir", options.dir, "--png", options.png, *flags]))

@@ -10,9 +10,10 @@ It works with every method, with and without the modifier migu. A run's probe.js
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
-from raycl.cli.commands import echo
+from raycl.cli.commands import note, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +46,11 @@ def run(options: argparse.Namespace) -> int:
     settings = ProbeSettings(options.rows, options.threshold)
     measured = [probe(folder, settings, options.set, options.again) for folder in folders]
     probes = probes_of([read_results(folder) for folder in folders], measured, options.layer)
-    echo("\n\n".join(map(probe_table, probes)))
+    show(options, "\n\n".join(map(probe_table, probes)), [asdict(probe) for probe in probes])
     if options.png:
-        echo(f"wrote {probe_maps(probes, options.png)}")
+        note(options, f"wrote {probe_maps(probes, options.png)}")
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
         options.csv.write_text(probe_csv(probes), encoding="utf-8")
-        echo(f"wrote {options.csv}")
+        note(options, f"wrote {options.csv}")
     return 0

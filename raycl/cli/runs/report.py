@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from raycl.cli.commands import echo
+from raycl.cli.commands import note, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,26 +55,26 @@ def run(options: argparse.Namespace) -> int:
         pages += [page for result in matrix.results if options.each or not several for page in tables_of(result)]
     pages += [routing_comparison(routed)] if len(routed) > 1 else []
     pages.append(comparison_table(results))
-    echo("\n\n".join(map(str, pages)))
+    show(options, "\n\n".join(map(str, pages)), results)
     if options.png:
-        echo(f"wrote {heatmaps(results, options.png)}")
+        note(options, f"wrote {heatmaps(results, options.png)}")
     if options.router_png:
-        echo(f"wrote {router_maps(routed or results, options.router_png)}")
+        note(options, f"wrote {router_maps(routed or results, options.router_png)}")
     if options.attention_png:
         attending = [result for result in results if has_attention(result)]
-        echo(f"wrote {attention_maps(attending or results, options.attention_png)}")
+        note(options, f"wrote {attention_maps(attending or results, options.attention_png)}")
     if options.latex:
-        _write(options.latex, to_latex(pages))
+        _write(options, options.latex, to_latex(pages))
     if options.matrix_csv:
-        _write(options.matrix_csv, matrices_to_csv(seed_matrices(results)))
+        _write(options, options.matrix_csv, matrices_to_csv(seed_matrices(results)))
     if options.csv:
-        _write(options.csv, to_csv(results))
+        _write(options, options.csv, to_csv(results))
     if options.runs_csv:
-        _write(options.runs_csv, runs_to_csv(results))
+        _write(options, options.runs_csv, runs_to_csv(results))
     return 0
 
 
-def _write(path: Path, text: str) -> None:
+def _write(options: argparse.Namespace, path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    echo(f"wrote {path}")
+    note(options, f"wrote {path}")

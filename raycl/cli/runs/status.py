@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 
-from raycl.cli.commands import echo
+from raycl.cli.commands import echo, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,8 @@ def run(options: argparse.Namespace) -> int:
         return _serve(options)
     from raycl.launch.status import status_of
 
-    echo(status_of(options.run))
+    status = status_of(options.run)
+    show(options, status, asdict(status))
     return 0
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from raycl.cli.commands import add_allow_env, echo, local_or_installed
+from raycl.cli.commands import add_allow_env, echo, local_or_installed, note, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     from raycl.training.setup import run_config
     from raycl.training.workers import stopping
 
-    console.log_to_stderr()
+    console.log_to_stderr(options.quiet)
     stopping.exit_on_sigterm()
     directory = options.dir or run_config.default_directory()
     sweep = load_sweep(file, options.set)
@@ -40,9 +40,9 @@ def run(options: argparse.Namespace) -> int:
 
     outcome = run_sweep(sweep, directory, options.resume)
     text, files = write_outcome(outcome, directory)
-    echo(text)
+    show(options, text, outcome.tree())
     for file in files:
-        echo(f"wrote {file}")
+        note(options, f"wrote {file}")
     for number, reason in outcome.unscored.items():
         echo(f"no score: trial {number + 1}: {reason}", file=sys.stderr)
     for number, reason in outcome.failed.items():

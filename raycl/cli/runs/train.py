@@ -13,9 +13,9 @@ On a cluster: ray job submit --working-dir . -- python jobs/train_stream.py, wit
 from __future__ import annotations
 
 import argparse
-import json
+from dataclasses import asdict
 
-from raycl.cli.commands import add_allow_env, echo, local_or_installed
+from raycl.cli.commands import add_allow_env, echo, local_or_installed, note, show
 
 GPU_NAMES = ("a10g-24", "l4-24", "a100-40", "a100-80", "h100-80", "h200-141")
 """The names in `raycl.operations.plan.arithmetic`, repeated here so that `--help` does not import it."""
@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--methods", action="store_true", help="what each method keeps, needs and trains, and stop")
     plan.add_argument("--sizes", action="store_true", help="the table of sizes in cluster/README.md, and stop")
-    plan.add_argument("--json", action="store_true", help="the plan as JSON")
     parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
 
 
@@ -73,10 +72,12 @@ def run(options: argparse.Namespace) -> int:
     """Prepare, train, report."""
     config = options.config and local_or_installed(options.config)
     if options.print_config:
+        from raycl.config import as_tree
         from raycl.config.reference import commented_yaml
         from raycl.training.setup import run_config
 
-        echo(commented_yaml(run_config.load_config(config, options.overrides)), end="")
+        settings = run_config.load_config(config, options.overrides)
+        show(options, commented_yaml(settings).rstrip("\n"), as_tree(settings))
         return 0
     if options.methods:
         from raycl.operations.plan.tables import methods_table
@@ -97,26 +98,27 @@ def run(options: argparse.Namespace) -> int:
     if options.status:
         from raycl.launch.status import status_of
 
-        echo(status_of(options.status))
+        status = status_of(options.status)
+        show(options, status, asdict(status))
         return 0
     from raycl.launch import console, requested_run
     from raycl.training.workers import stopping
 
-    console.log_to_stderr()
+    console.log_to_stderr(options.quiet)
     stopping.exit_on_sigterm()
     prepared = requested_run.prepared(config, options.overrides, options.resume, options.add, options.revise)
     from raycl.launch import driver
     from raycl.operations.report.matrix_picture import draw_matrix
     from raycl.operations.report.tables import matrix_table
 
-    echo(f"run {prepared.storage.uri}", flush=True)
+    note(options, f"run {prepared.storage.uri}")
     results = driver.train(prepared, driver.RunOptions(draw=draw_matrix))
-    echo(matrix_table(results))
-    echo(f"results {prepared.storage.uri}/results.json")
+    show(options, matrix_table(results), results)
+    note(options, f"results {prepared.storage.uri}/results.json")
     if options.png or prepared.storage.is_local:
         from raycl.operations.report.plots import heatmaps  # brings matplotlib, which no step waits for
 
-        echo(f"picture {heatmaps([results], options.png or f'{prepared.storage.uri}/matrix.png')}")
+        note(options, f"picture {heatmaps([results], options.png or f'{prepared.storage.uri}/matrix.png')}")
     return 0
 
 
@@ -130,5 +132,5 @@ def _plan(options: argparse.Namespace, config: str | None) -> int:
     gpus = options.gpus or settings.launch.workers
     cluster = Cluster(gpu_named(options.gpu), gpus, options.gpus_per_node, options.utilisation)
     report = plan(settings, cluster)
-    echo(json.dumps(tree(report), indent=2) if options.json else text(report))
+    show(options, text(report), tree(report))
     return 0

@@ -24,6 +24,7 @@ from raycl.bank.states import get_record
 from raycl.errors import AdapterError, BankError, RunError, StorageError, counted
 from raycl.operations.banks.exchange import CARD, CONFIG, LABELS, card_metadata, export_peft, mixed
 from raycl.operations.banks.sample_listing import samples_in_state
+from raycl.progress import counted_off
 from raycl.routing.routers import router_class
 from raycl.storage import Storage
 from raycl.storage.records import seal
@@ -155,7 +156,7 @@ def _stage(bank: Bank, snapshot: Snapshot, branch: str, without: Sequence[str], 
         if info_of(tensors_in(folder.sub(name))) == entry.tensors:
             whole.add(entry.tensors.file)
     ours = folder.sub(ROOT)
-    for file, info in objects_to_pull(bank, snapshot, without).items():
+    for file, info in counted_off(objects_to_pull(bank, snapshot, without).items(), "reading what is pushed"):
         if file not in whole:
             ours.write(file, bank.read_object(info, f"snapshot {snapshot.number} ({file})"))
     for file in records_of(snapshot):

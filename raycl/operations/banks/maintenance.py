@@ -25,6 +25,7 @@ from raycl.bank.pruning import LEASES, is_lease, lease_problems, leased, record_
 from raycl.bank.states import is_state, state_file, state_objects
 from raycl.errors import BankError
 from raycl.operations.banks.sample_listing import samples_in_state
+from raycl.progress import counted_off
 from raycl.storage.folder import StoredFile
 from raycl.storage.records import number_of
 
@@ -233,7 +234,7 @@ def prune(
     if not dry_run:
         if pruned.snapshots or pruned.adapters or pruned.samples:
             record_removal(bank.storage, pruned.snapshots, pruned.adapters, pruned.samples)
-        for file in doomed:  # records go before the tensors they name
+        for file in counted_off(doomed, "removing files"):  # records go before the tensors they name
             bank.storage.delete(file)
     return pruned
 
@@ -276,7 +277,7 @@ def diff(old: Snapshot, new: Snapshot) -> dict[str, Any]:
 
 def _manifests(bank: Bank, findings: Verification | None) -> Iterator[AdapterManifest]:
     """Yield every readable manifest; others become problems, or an error where problems are not collected."""
-    for name in bank.names():
+    for name in counted_off(bank.names(), "reading adapters"):
         for version in bank.versions(name):
             try:
                 yield bank.manifest(AdapterRef(name=name, version=version))
@@ -287,7 +288,7 @@ def _manifests(bank: Bank, findings: Verification | None) -> Iterator[AdapterMan
 
 
 def _snapshots(bank: Bank, findings: Verification) -> Iterator[Snapshot]:
-    for number in bank.snapshots():
+    for number in counted_off(bank.snapshots(), "reading snapshots"):
         try:
             yield bank.open(number)
         except BankError as error:

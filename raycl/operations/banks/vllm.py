@@ -23,6 +23,7 @@ from raycl.backbone.codec import capabilities_of
 from raycl.bank import Bank, Snapshot
 from raycl.errors import AdapterError, BankError
 from raycl.operations.banks.exchange import card_metadata, empty_folder, export_peft, mixed
+from raycl.progress import counted_off
 from raycl.serve.upstream.export import ExportRecord
 from raycl.storage import Storage
 from raycl.types import AdapterState
@@ -86,7 +87,7 @@ def export_vllm(
     cards = {name: card_metadata(snapshot, parts) for name, parts in mixtures.items()}
     for state in states.values():
         to_peft(state, "", "")  # refused before anything is written
-    for name, state in states.items():
+    for name, state in counted_off(states.items(), "exporting adapters"):
         export_peft(state, cards[name], storage.sub(name).address)
     base = next(iter(cards.values()))
     model = base.base.rstrip("/").rpartition("/")[2]

@@ -29,6 +29,7 @@ from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch.status import status_of
 from raycl.metrics.run_results import Published
 from raycl.operations.report.matrix_picture import draw_matrix
+from raycl.progress import counted_off
 from raycl.storage import Storage
 from raycl.training.records.run_folder import CONFIG
 from raycl.training.setup.checks import check_singles
@@ -275,7 +276,7 @@ def _run(name: str, config: RunConfig, options: RunOptions | None = None) -> Tre
 
 def _outcome(results: Mapping[str, Callable[[], Tree]]) -> ComparisonOutcome:
     outcome = ComparisonOutcome({}, {})
-    for number, (name, result) in enumerate(results.items(), 1):
+    for number, (name, result) in enumerate(counted_off(results.items(), "runs"), 1):
         try:
             outcome.results[name] = result()
             log.info("== %s is there (%d of %d)", name, number, len(results))

@@ -100,8 +100,8 @@ class _News:
         self._decision, self._move = max(self._decision, 0), max(self._move, 0)
 
 
-def activate(config: ServeConfig, reference: str) -> None:
-    """Answer from a snapshot, on every replica that watches this bank.
+def activate(config: ServeConfig, reference: str) -> tuple[int, int]:
+    """Answer from a snapshot, on every replica that watches this bank; returns the numbers of decision and snapshot.
 
     Args:
         reference: a branch (its newest snapshot), a number, or the first digits of a hash.
@@ -119,6 +119,7 @@ def activate(config: ServeConfig, reference: str) -> None:
     check_templates(snapshot)
     decided = activations.add(snapshot, "requested")
     log.info("decision %d: snapshot %d answers", decided.number, snapshot.number)
+    return decided.number, snapshot.number
 
 
 def promote(config: ServeConfig, reference: str) -> tuple[GateResult, str]:

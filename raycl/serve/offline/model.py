@@ -21,6 +21,7 @@ from raycl.data.prepare import fit_targets
 from raycl.data.sources.conversation import Message, messages_of, text_of
 from raycl.errors import AdapterError, ConfigError, ConversationError, RetrievalError
 from raycl.generation.requests import AllowedTokens, Event, Failed, Sampling
+from raycl.progress import report
 from raycl.scoring.scored_task import ScoredTask
 from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
@@ -235,6 +236,7 @@ class OfflineModel:
                 else:
                     take(answers[number], event, began)
                 left -= is_last(event, requests[number].route_only)
+                report("answering texts", len(texts) - left, len(texts))
         finally:
             for request in requests:
                 request.cancelled = True

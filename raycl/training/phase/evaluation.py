@@ -23,6 +23,7 @@ from raycl.generation.batch_answers import answers_continuously, predict
 from raycl.generation.requests import AllowedTokens
 from raycl.methods.base import activate
 from raycl.metrics.text_scores import score_texts
+from raycl.progress import counted_off
 from raycl.scoring.scored_task import Predictions, ScoredTask, line_of, merge, predict_share
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
@@ -127,12 +128,14 @@ class StreamEvaluation:
         context.backbone.eval()
         with context.backbone.inference():
             if context.stream.text_objective(context.backbone.codec, OBJECTIVE_SEED) is not None:
-                return {task.name: self._text_score(task) for task in tasks}
+                return {task.name: self._text_score(task) for task in counted_off(tasks, "evaluating tasks")}
             adapts = context.method.local_adaptation is not None and not self.is_bare
             if context.evaluation.decoding == "auto" and answers_continuously(context.backbone) and not adapts:
                 shares = self._generated(tasks)
                 return {task.name: self._cell(task, shares[task.name]) for task in tasks}
-            return {task.name: self._cell(task, self._predicted(task)) for task in tasks}
+            return {
+                task.name: self._cell(task, self._predicted(task)) for task in counted_off(tasks, "evaluating tasks")
+            }
 
     def _generated(self, tasks: Sequence[Task]) -> dict[str, Predictions]:
         """Return this worker's answers to all tasks, decoded in one continuous batch."""
@@ -140,7 +143,7 @@ class StreamEvaluation:
         decoder = AnswerBatch(self.context.backbone, activated, size)
 
         def prompts() -> Iterator[Prompts]:
-            for task in tasks:
+            for task in counted_off(tasks, "evaluating tasks"):
                 scored = self._opened(task)
                 start = scored.table.common_start() if self.alone is None else []
                 labels = scored.allowed.values()

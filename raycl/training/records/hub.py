@@ -31,6 +31,7 @@ from raycl.bank.states import state_file, state_objects
 from raycl.bank.tensors import HEAD_BIAS, HEAD_WEIGHT, views
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import BankError, StorageError, counted
+from raycl.progress import counted_off
 from raycl.storage import Storage
 from raycl.storage.records import MAX_BYTES, read_fields
 
@@ -185,7 +186,7 @@ def pull(address: HubAddress, target: Callable[[str], Bank]) -> tuple[Bank, Snap
     wanted = {file: info for file, info in objects.items() if not bank.is_whole(info)}
     if wanted:
         pinned.fetch([glob.escape(name) for file in wanted for name in _fetched(file, folders)])
-    for file, info in wanted.items():
+    for file, info in counted_off(wanted.items(), "checking what was pulled"):
         _place(bank, source, info, Storage.at(folder / folders[file]) if file in folders else None, pinned)
     _explain_missing(bank, snapshot, record.without)
     for file in files:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raycl.errors import StorageError
+from raycl.progress import report
 from raycl.storage import Storage
 from raycl.types import Phase
 
@@ -127,6 +128,7 @@ class Progress:
         self._tokens += result.tokens
         self._seconds += seconds
         self._steps += 1
+        report(f"[{phase.index + 1}/{self.phases}] {phase.name}, steps", step, steps)
         if time.monotonic() - self._logged < self.every_s and step < steps:
             return False
         self._logged = time.monotonic()

@@ -202,11 +202,9 @@ def test_one_file_needs_a_fraction(tmp_path: Path) -> None:
 
 def test_data_check_counts_the_parts_of_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "finance.json", tweets(200))
-    report = tmp_path / "report.json"
     file = str(tmp_path / "finance.json")
-    main(["data", "check", file, "like=finance", "stream.test_fraction=0.15", "--json", str(report)])
-    capsys.readouterr()
-    (trees,) = json.loads(report.read_text())
+    main(["data", "check", file, "like=finance", "stream.test_fraction=0.15", "--json"])
+    (trees,) = json.loads(capsys.readouterr().out)
     assert [trees["splits"][split]["rows"] for split in ("train", "dev", "test")] == [153, 17, 30]
     assert [trees["splits"][split]["left_out"] for split in ("train", "dev", "test")] == [0, 0, 0]
     assert not any("train's" in item["kind"] for item in trees["mistakes"])

@@ -1,0 +1,36 @@
+"""Progress of long work, as log records: a command draws them as bars on a terminal, and as a few lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+log = logging.getLogger("raycl.progress")
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """How far a piece of work is: `done` of `total`."""
+
+    what: str
+    done: int
+    total: int
+
+
+def report(what: str, done: int, total: int) -> None:
+    """Say how far a piece of work is; it has ended where `done` is `total`."""
+    log.debug("%s: %d of %d", what, done, total, extra={"bar": Bar(what, done, total)})
+
+
+def counted_off(items: Collection[ItemT], what: str) -> Iterator[ItemT]:
+    """Yield the items, and say after each how far the work is."""
+    try:
+        for done, item in enumerate(items):
+            report(what, done, len(items))
+            yield item
+    finally:
+        report(what, len(items), len(items))
