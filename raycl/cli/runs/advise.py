@@ -12,7 +12,7 @@ import argparse
 import json
 
 from raycl.cli import commands
-from raycl.cli.commands import echo
+from raycl.cli.commands import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task-known", action="store_true", help="a text's task is known when it is answered")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of the device that trains")
     parser.add_argument("--serve", action="store_true", help="an endpoint is to answer from what was learned")
-    parser.add_argument("--json", action="store_true", help="everything as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         tuple(words),
     )
     advice = advise(read_study(commands.INSTALLED, kind), case)
-    echo(json.dumps(advice.tree, indent=2) if options.json else advice)
+    show(options, advice, advice.tree)
     return 0
 
 
