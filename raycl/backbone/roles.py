@@ -116,7 +116,7 @@ def matching(linears: Sequence[str], targets: Sequence[str]) -> list[str]:
     """
     chosen: set[str] = set()
     for target in targets:
-        patterns = GROUPS.get(target) or ROLES.get(target) or (rf"(^|\.){target}",)
+        patterns = GROUPS.get(target) or ROLES.get(target) or (rf"(^|\.)(?:{target})",)
         matched = {name for name in linears if _ends_in(name, patterns)}
         if not matched:
             kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in linears})

@@ -81,7 +81,7 @@ class LoraSettings(Section):
     use_dora: bool = Field(
         False, description="train the norms of the rows of adapted weights too (DoRA); the adapter is used alone"
     )
-    modules_to_save: tuple[str, ...] = Field(
+    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
         (),
         description="paths, or ends of paths, of embeddings and linears of which the adapter trains a copy of its own, "
         "such as lm_head; the adapter is used alone",
@@ -141,7 +141,8 @@ class LoraSettings(Section):
             rank: rank of each, where `rank_pattern` has no other; None: `r`.
 
         Raises:
-            BackboneError: a pattern matches no adapted linear, or a weight has fewer singular values than `r`.
+            BackboneError: a pattern matches no adapted linear, a weight has fewer singular values than `r`, or a module
+                cannot be copied.
         """
         rank = rank or self.r
         stack.begin_training(

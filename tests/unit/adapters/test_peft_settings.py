@@ -34,7 +34,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rank_pattern": {r"layers\.0\..*q_proj": 5, "v_proj": 2, "q_proj": 4},
         "alpha_pattern": {"k_proj": 1, r"layers\.1\.self_attn\.v_proj": 11},
     },
-    "patterns and rslora": {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3}, "use_rslora": True},
+    "patterns and rslora": {
+        "rank_pattern": {"self_attn|v_proj": 2},
+        "alpha_pattern": {"q_proj": 3},
+        "use_rslora": True,
+    },
     "dora": {"use_dora": True},
     "dora and rslora": {"use_dora": True, "use_rslora": True, "rank_pattern": {"v_proj": 2}},
     "copies": {"modules_to_save": ["lm_head", "embed_tokens"]},
