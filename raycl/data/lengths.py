@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -87,7 +88,7 @@ def _longest(tables: Iterable[TokenTable]) -> TokenLimits:
 
 def measure_cuts(stream: Stream, codec: TextCodec, positions: Positions) -> dict[str, dict[str, Any]]:
     """Return what is cut of each task's rows: task -> split -> side -> the numbers of `Cut`, the split's rows (`of`),
-    and whether the backbone has positions for the longest of them (`fits`).
+    and the most tokens for which the backbone has positions (`room`; None: no limit).
 
     Sides are `sources` and `targets`; what is whole is left out.
     """
@@ -104,9 +105,13 @@ def measure_cuts(stream: Stream, codec: TextCodec, positions: Positions) -> dict
         for table in _tables(stream, task, codec, limits):
             for side, cut in zip(room, table.cuts, strict=True):
                 if cut.rows:
-                    numbers = {"of": len(table), **asdict(cut), "fits": cut.limit + cut.most <= room[side]}
+                    numbers = {"of": len(table), **asdict(cut), "room": _finite(room[side])}
                     measured.setdefault(task.name, {}).setdefault(table.split, {})[side] = numbers
     return measured
+
+
+def _finite(positions: float) -> int | None:
+    return None if positions == math.inf else int(positions)
 
 
 def lines_of_cuts(stream: Stream, task: Task) -> Iterator[str]:
@@ -119,9 +124,12 @@ def lines_of_cuts(stream: Stream, task: Task) -> Iterator[str]:
     for split, sides in stream.cuts.get(task.name, {}).items():
         for side, cut in sides.items():
             name, lost = where[side]
-            advice = f"to keep them whole set {settings[side]}.{task.name}={cut['limit'] + cut['most']}"
-            if not cut["fits"]:
-                advice = "the backbone has no positions for all of them, choose one with more or shorten the texts"
+            longest, room = cut["limit"] + cut["most"], cut["room"]
+            advice = f"to keep them whole set {settings[side]}.{task.name}={longest}"
+            if room is not None and longest > room:
+                advice = "choose a backbone with more positions or shorten the texts"
+                if cut["limit"] < room:
+                    advice = f"to keep more of them set {settings[side]}.{task.name}={room}, or {advice}"
             yield (
                 f"{cut['rows']:,} of {counted(cut['of'], name)} of {split} are cut to {cut['limit']} tokens: {lost}, "
                 f"{cut['tokens'] / cut['rows']:.0f} tokens on average and {cut['most']:,} at most; {advice}"

@@ -95,7 +95,7 @@ def out_of_memory(activity: str, tree: dict[str, Any], workers: int, where: str)
     if not advice and activity in ("training", "evaluating"):
         stream = tree["stream"]
         limits = (stream["max_source_tokens"], *stream["max_source_tokens_by_task"].values())
-        longest = max(limit for limit in limits if limit != "auto")
+        longest = max((limit for limit in limits if limit != "auto"), default="auto")
         advice.append(f"lower stream.max_source_tokens (now {longest})")
     if not advice:
         advice.append(f"use a smaller backbone or another backbone.dtype (now {backbone['dtype']})")

@@ -45,7 +45,8 @@ def test_positions_and_ceilings_end_lengths_and_cuts_are_said(write_task: WriteT
         stream.cuts.update(measure_cuts(stream, MiniLMCodec(False, *most), positions))
         (task,) = stream.tasks
         cut = stream.cuts["agnews"]["train"]["sources"]
-        assert cut["limit"] == most[0] and cut["rows"] and cut["fits"] == (positions == ENDLESS)
+        endless = positions == ENDLESS
+        assert cut["limit"] == most[0] and cut["rows"] and cut["room"] == (None if endless else most[0])
         line = next(lines_of_cuts(stream, task))
-        advice = "max_source_tokens_by_task.agnews=" if cut["fits"] else "no positions for all of them"
+        advice = "max_source_tokens_by_task.agnews=" if endless else "choose a backbone with more positions"
         assert f"are cut to {most[0]} tokens: their inputs lose the end" in line and advice in line
