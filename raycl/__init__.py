@@ -1,7 +1,7 @@
 """raycl: continual learning of language models on Ray.
 
 One model learns tasks that arrive one after another; accuracy and forgetting are reported for every task.
-`raycl.train`, `raycl.load`, `raycl.task`, `raycl.Run` and `raycl.Model` are imported when they are first used, so that
+`raycl.train`, `raycl.load`, `raycl.task` and their classes are imported when they are first used, so that
 `import raycl` stays instant on every worker.
 """
 
@@ -11,13 +11,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raycl.api import Model, Run, load, task, train
+    from raycl.api import Model, Prediction, Run, load, task, train
 
 __version__ = "0.1.0"
-__all__ = ["Model", "Run", "__version__", "load", "task", "train"]
+__all__ = ["Model", "Prediction", "Run", "__version__", "load", "task", "train"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module("raycl.api"), name)
     raise AttributeError(f"module 'raycl' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,5 +3,6 @@
 from raycl.api.models import Model, load
 from raycl.api.runs import Run, train
 from raycl.api.tasks import task
+from raycl.serve.offline.model import Prediction
 
-__all__ = ["Model", "Run", "load", "task", "train"]
+__all__ = ["Model", "Prediction", "Run", "load", "task", "train"]

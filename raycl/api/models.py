@@ -19,13 +19,24 @@ Text = str | Sequence[Mapping[str, str]]
 
 
 class Model:
-    """Answers as an endpoint over the same snapshot would.
+    """A snapshot that answers texts in this process as an endpoint over it would; `raycl.load` opens it.
 
     Attributes:
-        bank: address of the bank. snapshot: number of the snapshot.
-        tasks: names of the learned tasks.
+        bank: Address of the bank.
+        snapshot: Number of the snapshot.
+        tasks: Names of the learned tasks.
         answers: `label` or `text`.
+
+    Examples:
+        >>> model = raycl.load("runs/first/bank")
+        >>> model
+        Model('...runs/first/bank@1', tasks=['orders'], answers='label')
     """
+
+    bank: str
+    snapshot: int
+    tasks: tuple[str, ...]
+    answers: Literal["label", "text"]
 
     def __init__(self, bank: str, **settings: Any) -> None:
         """See `load`."""
@@ -34,7 +45,7 @@ class Model:
         self._model: OfflineModel | None = OfflineModel.open(opened, snapshot, config)
         self.bank, self.snapshot = opened.storage.address, snapshot.number
         self.tasks = tuple(task.name for task in snapshot.tasks)
-        self.answers: Literal["label", "text"] = "label" if self._model.answers == "label" else "text"
+        self.answers = "label" if self._model.answers == "label" else "text"
 
     def predict(
         self, texts: Text | Sequence[Text], task: str | None = None, max_tokens: int | None = None
@@ -42,29 +53,67 @@ class Model:
         """Return the answer to each text or conversation, with the weights of the tasks that gave it.
 
         Args:
-            texts: one or several; a conversation is a list of messages, `{"role": "user", "content": ...}`.
-            task: task of all texts, where it is known. max_tokens: most tokens of generated answers; None: as in
-                training.
+            texts: One or several; a conversation is a list of messages, `{"role": "user", "content": ...}`.
+            task: Task of all texts, where it is known.
+            max_tokens: Most tokens of generated answers; None: as in training.
 
         Raises:
-            ConfigError: no such task. RayclError: a text cannot be answered.
+            ConfigError: There is no such task.
+            RayclError: A text cannot be answered.
+
+        Examples:
+            >>> (prediction,) = model.predict("a cup of tea")
+            >>> prediction.text in prediction.scores, list(prediction.tasks)
+            (True, ['orders'])
         """
         return list(self._open.predict(_several(texts), task, max_tokens))
 
     def generate(self, texts: Text | Sequence[Text], **settings: Any) -> list[str]:
-        """Return the answers of `predict` without weights."""
+        """Return the answers of `predict` without weights.
+
+        Args:
+            texts: One or several texts or conversations.
+            settings: `task` and `max_tokens` of `predict`.
+
+        Examples:
+            >>> drink, food = model.generate(["a cup of tea", "a loaf of bread"])
+        """
         return [prediction.text for prediction in self.predict(texts, **settings)]
 
     def route(self, texts: Text | Sequence[Text]) -> list[dict[str, float]]:
-        """Return task -> weight for each text, the largest first; nothing is answered."""
+        """Return task -> weight for each text, the largest first; nothing is answered.
+
+        Args:
+            texts: One or several texts or conversations.
+
+        Examples:
+            >>> [list(weights) for weights in model.route(["a cup of tea", "a loaf of bread"])]
+            [['orders'], ['orders']]
+        """
         return self._open.route(_several(texts))
 
     def stream(self, texts: Iterable[Text], **settings: Any) -> Iterable[Prediction]:
-        """Yield the results of `predict` for more texts than fit into memory: texts are read as answers are taken."""
+        """Yield the results of `predict` for more texts than fit into memory: texts are read as answers are taken.
+
+        Args:
+            texts: Texts or conversations.
+            settings: `task` and `max_tokens` of `predict`.
+
+        Examples:
+            >>> lines = (f"{number} cups of tea" for number in range(1000))
+            >>> len([prediction.text for prediction in model.stream(lines)])
+            1000
+        """
         return self._open.predict((_read(text, number) for number, text in enumerate(texts, 1)), **settings)
 
     def close(self) -> None:
-        """Free the model's memory and thread."""
+        """Free the model's memory and thread; `with raycl.load(BANK) as model` does it at its end.
+
+        Examples:
+            >>> model.close()
+            >>> model
+            Model('...bank@1', tasks=['orders'], answers='label', closed)
+        """
         if self._model is not None:
             self._model.close()
         self._model = None
@@ -122,11 +171,17 @@ def load(bank: str, **settings: Any) -> Model:
     """Return a snapshot of a bank as a model.
 
     Args:
-        bank: folder or URI of a bank, or BANK@REF: a branch, a snapshot's number or hash; default: branch `main`.
-        settings: settings of serving: device, dtype, threads, max_batch, backbone (where it is now), max_loaded_rows.
+        bank: Folder or URI of a bank, or BANK@REF: a branch, a snapshot's number or hash; default: branch `main`.
+        settings: Settings of serving: device, dtype, threads, max_batch, backbone (where it is now), max_loaded_rows.
 
     Raises:
-        BankError: no such bank or snapshot, or it is damaged. BackboneError: the backbone is another one, or cannot be
-            loaded. ConfigError: no such setting.
+        BankError: There is no such bank or snapshot, or it is damaged.
+        BackboneError: The backbone is another one, or cannot be loaded.
+        ConfigError: There is no such setting.
+
+    Examples:
+        >>> model = raycl.load("runs/first/bank@main")
+        >>> model.tasks, model.answers
+        (('orders',), 'label')
     """
     return Model(bank, **settings)

@@ -52,17 +52,27 @@ def train(
     """Train on a stream of tasks, one after another, to its end.
 
     Args:
-        stream: name of a stream (builtin, long-C, ...), a list of tasks, or settings of the section `stream`.
-        method: its name, or settings of the section `method`.
-        backbone: folder or hub id, or settings of the section `backbone`; None: the packaged one.
-        name, dir: name and parent of the run's folder (`output.name`, `output.dir`).
-        on_phase: see `OnPhase`.
-        quiet: print no progress.
-        sections: other sections of the config, for example train={"epochs": 3}, bank={"dir": "bank"};
-            launch={"mode": "local"} trains in this process, without Ray.
+        stream: Name of a stream (builtin, long-C, ...), a list of tasks, or settings of the section `stream`.
+        method: Its name, or settings of the section `method`.
+        backbone: Folder or hub id, or settings of the section `backbone`; None: the packaged one.
+        name: Name of the run's folder (`output.name`).
+        dir: Parent of the run's folder (`output.dir`).
+        on_phase: Called in a thread of its own after each phase, with its journal record: `row` (scores by task),
+            `times`, `bank`.
+        quiet: Print no progress.
+        sections: Other sections of the config, for example `train={"epochs": 3}`, `bank={"dir": "bank"}`;
+            `launch={"mode": "local"}` trains in this process, without Ray.
 
     Raises:
-        ConfigError: a setting does not exist or fit. RayclError: see `raycl train`.
+        ConfigError: A setting does not exist or fit.
+        RayclError: The run cannot start or failed.
+
+    Examples:
+        >>> rows = [("a pot of tea", "drink"), ("a bowl of rice", "food")] * 8
+        >>> orders = raycl.task("orders", rows, [("tea", "drink")])
+        >>> run = raycl.train([orders], method="slm", name="first", launch={"mode": "local"}, quiet=True)
+        >>> run.tasks
+        ['orders']
     """
     output = {**sections.pop("output", {}), **({"name": name} if name else {}), **({"dir": dir} if dir else {})}
     directory = Storage.at(output.get("dir") or run_config.default_directory())
@@ -76,14 +86,21 @@ class Run:
     """A run in its folder, finished or not.
 
     Attributes:
-        folder: address of the folder.
+        folder: Address of the folder.
+
+    Examples:
+        >>> run = raycl.Run("runs/first")
+        >>> print(run)
+        slm on custom, ...
     """
+
+    folder: str
 
     def __init__(self, folder: str) -> None:
         """Open the run in this folder.
 
         Raises:
-            ResumeError: there is none.
+            ResumeError: There is none.
         """
         self._storage, self._config, _ = prepared_run.run_in(folder)
         self.folder = self._storage.address
@@ -93,33 +110,65 @@ class Run:
         """The content of `results.json`: the matrix so far, metrics, times.
 
         Raises:
-            RunError: no task is finished yet.
+            RunError: No task is finished yet.
+
+        Examples:
+            >>> run.results["finished"]
+            True
         """
         return read_results(self.folder)
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the tasks in their order."""
+        """Names of the tasks in their order.
+
+        Examples:
+            >>> run.tasks
+            ['orders']
+        """
         return tasks_of(self.results)
 
     @property
     def matrix(self) -> NDArray[np.float64]:
-        """Scores `[phases, tasks]`: row i after phase i, 0 to 100; NaN: not evaluated."""
+        """Scores `[phases, tasks]`: row i after phase i, 0 to 100; NaN: not evaluated.
+
+        Examples:
+            >>> run.matrix.shape
+            (1, 1)
+        """
         rows = [[np.nan if value is None else value for value in row] for row in values_of(self.results)]
         return np.array(rows, dtype=np.float64)
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """ap, f_ra, bwt, fwt and others (docs/guides/metrics.md); None: undefined."""
+        """ap, f_ra, bwt, fwt and others (docs/guides/metrics.md); None: undefined.
+
+        Examples:
+            >>> print(run.metrics["f_ra"])  # a single task has no forgetting
+            None
+        """
         return dict(self.results["metrics"])
 
     @property
     def bank(self) -> str:
-        """Address of its bank and its branch, for `raycl.load`."""
+        """Address of its bank and its branch, for `raycl.load`.
+
+        Examples:
+            >>> run.bank
+            '...runs/first/bank@main'
+        """
         return f"{open_bank(self._config.bank, self._storage).storage.address}@{self._config.bank.branch}"
 
     def load(self, **settings: Any) -> Model:
-        """Return what it has learned, as a model; see `raycl.load`."""
+        """Return what it has learned, as a model.
+
+        Args:
+            settings: Settings of serving; see `raycl.load`.
+
+        Examples:
+            >>> with run.load() as model:
+            ...     answers = model.generate(["a cup of tea", "a loaf of bread"])
+        """
         return load(self.bank, **settings)
 
     def add(self, *tasks: Task, **options: Any) -> Run:
@@ -128,7 +177,14 @@ class Run:
         Where its branch of the bank was rolled back, a new run learns them from there, and this one stays as it is.
 
         Args:
-            options: on_phase, quiet: see `train`.
+            tasks: Names of the stream's tasks, entries of `stream.tasks`, or what `raycl.task` returns.
+            options: `on_phase` and `quiet` of `raycl.train`.
+
+        Examples:
+            >>> moods = raycl.task("moods", [("I love it", "good"), ("I hate it", "bad")] * 8, [("I like it", "good")])
+            >>> run = run.add(moods, quiet=True)
+            >>> run.tasks
+            ['orders', 'moods']
         """
         added = [json.dumps(spec) if isinstance(spec, dict) else spec for spec in _specs(tasks, self._directory)]
         return _trained(requested_run.prepared(None, (), self.folder, added, None), **options)
@@ -137,7 +193,15 @@ class Run:
         """Learn one task again, with new data if given; returns a new run, this one stays as it is.
 
         Args:
-            name: name of the new run's folder. options: on_phase, quiet: see `train`.
+            task: A learned task with its new data, or its name.
+            name: Name of the new run's folder.
+            options: `on_phase` and `quiet` of `raycl.train`.
+
+        Examples:
+            >>> rows = [("a pot of tea", "drink"), ("a bowl of rice", "food"), ("two scoops", "dessert")] * 8
+            >>> better = run.revise(raycl.task("orders", rows, [("tea", "drink")]), name="second", quiet=True)
+            >>> better.tasks
+            ['moods', 'orders']
         """
         (spec,) = _specs([task], self._directory)
         given = json.dumps(spec) if isinstance(spec, dict) else spec
@@ -146,11 +210,27 @@ class Run:
         return _trained(prepared, **options)
 
     def resume(self, **options: Any) -> Run:
-        """Continue a run that was stopped; the result is that of a run that was not."""
+        """Continue a run that was stopped; the result is that of a run that was not.
+
+        Args:
+            options: `on_phase` and `quiet` of `raycl.train`.
+
+        Examples:
+            >>> raycl.Run("runs/first").resume(quiet=True).results["finished"]
+            True
+        """
         return _trained(prepared_run.reopen(self.folder), **options)
 
     def plot(self, path: str | Path | None = None) -> Path:
-        """Draw the matrix as a heat map; returns the file (default: matrix.png, in the run's folder if it is local)."""
+        """Draw the matrix as a heat map, and return the file.
+
+        Args:
+            path: None: matrix.png, in the run's folder if it is local.
+
+        Examples:
+            >>> run.plot("first.png")
+            PosixPath('first.png')
+        """
         folder = f"{self._storage.path()}/" if self._storage.is_local else ""
         return heatmaps([self.results], path or f"{folder}matrix.png")
 

@@ -73,16 +73,26 @@ def task(
     """Return a task for `raycl.train`, `Run.add` and `Run.revise`.
 
     Args:
-        train, test, dev: rows as a list of (text, label) pairs or dicts, a pandas frame or a `datasets.Dataset`; or a
-            path or URI of a file, for all of them. dev: None: a part of train. train alone: a folder, a dataset's
-            folder or a name on the hub (`hf://fancyzhx/ag_news`), as `path` of `stream.tasks`; or a `DatasetDict` (any
-            mapping) of `train`, `test` and maybe `dev`, which may be called validation, val or eval. Rows with
-            `messages` are conversations.
-        text, label: names of the columns. group: the column that `stream.group` names, which is kept with the rows.
-        settings: settings of `stream.tasks` (metric, labels, definition, format).
+        name: Its name.
+        train: Rows as a list of (text, label) pairs or dicts, a pandas frame or a `datasets.Dataset`; or a path or URI
+            of a file, as for test and dev. Rows with `messages` are conversations. Alone: a folder, a dataset's folder
+            or a name on the hub (`hf://fancyzhx/ag_news`), as `path` of `stream.tasks`; or a `DatasetDict` (any
+            mapping) of `train`, `test` and maybe `dev`, which may be called validation, val or eval.
+        test: Rows to test on.
+        dev: Rows to choose settings on; None: a part of train.
+        text: Name of the column of texts.
+        label: Name of the column of labels or answers.
+        group: The column that `stream.group` names, which is kept with the rows.
+        settings: Settings of `stream.tasks` (metric, labels, definition, format).
 
     Raises:
-        DataError: rows without text or label, or files given together with rows.
+        DataError: Rows have no text or label, or files are given together with rows.
+
+    Examples:
+        >>> raycl.task("orders", [("a pot of tea", "drink"), ("a bowl of rice", "food")] * 8, [("tea", "drink")])
+        InMemoryTask('orders', train: 16 rows, test: 1 row)
+        >>> raycl.task("orders", train="train.csv", test="test.csv", text="body")["columns"]
+        {'text': 'body', 'label': 'label'}
     """
     if test is None and isinstance(train, Mapping) and {"train", "test"} <= train.keys():
         others = {split: named_in(split, train) for split in ("train", "test", "dev")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from tiny import Lab
 
 import raycl
+from raycl import api
 from raycl.api import runs
 from raycl.errors import ConfigError, ResumeError
 from raycl.launch.prepared_run import Prepared
@@ -59,10 +62,9 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
         assert set(model.tasks) == {"heat", "colour", "way"} and first.tasks == ("heat",)
 
 
-def test_the_notebook_works_as_printed(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tiny backbone and few rows, without workers and a kernel; `make docs-run` executes it as a reader does."""
-    notebook = json.loads((REPO / "docs/tutorials/from-python.ipynb").read_text())
-    blocks = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+@pytest.fixture
+def quick_runs(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`raycl.train` trains a tiny backbone on few rows, in this process and the folder of the test."""
     settings = lab.tree("bert", "slm")
     stream = {**settings["stream"], "train_rows": 16, "test_rows": 6}
     train = raycl.train
@@ -79,6 +81,12 @@ def test_the_notebook_works_as_printed(lab: Lab, tmp_path: Path, monkeypatch: py
         return trained(prepared, on_phase, True)
 
     monkeypatch.setattr(runs, "_trained", quickly)
+
+
+def test_the_notebook_works_as_printed(quick_runs: None, tmp_path: Path) -> None:
+    """Without a kernel; `make docs-run` executes it as a reader does."""
+    notebook = json.loads((REPO / "docs/tutorials/from-python.ipynb").read_text())
+    blocks = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     namespace: dict[str, Any] = {}
     for block in blocks:
         exec(block, namespace)
@@ -86,6 +94,22 @@ def test_the_notebook_works_as_printed(lab: Lab, tmp_path: Path, monkeypatch: py
     assert namespace["run"]._repr_png_()[:4] == b"\x89PNG"
     assert json.loads((tmp_path / "runs/watched/results.json").read_text())["finished"]
     assert all(cell["outputs"] for cell in notebook["cells"] if "print(" in "".join(cell["source"]))
+
+
+def test_every_public_name_has_an_example_that_works(quick_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name's example may use `run` and `model` of those before it."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)  # transformers prints a line about it when it is imported
+    names = ["task", "train", "load", "Prediction", "Model", "Run"]
+    assert sorted([*names, "__version__"]) == dir(raycl)
+    runner, variables = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS), {"raycl": raycl}
+    for value in (getattr(api, name) for name in names):
+        members = vars(value).items() if isinstance(value, type) else ()
+        public = [(key, item) for key, item in members if key[0] != "_" and (callable(item) or hasattr(item, "fget"))]
+        for name, documented in [(value.__name__, value), *public]:
+            test = doctest.DocTestParser().get_doctest(inspect.getdoc(documented) or "", variables, name, None, None)
+            assert test.examples, f"{value.__name__}, {name}: no example"
+            assert runner.run(test, clear_globs=False).failed == 0
+            variables = test.globs
 
 
 def test_errors_are_those_of_the_commands(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from mkdocs.config import load_config
 from page_looks import SCHEMES, WIDTHS, faults, window
 from playwright.sync_api import Browser, Page
 
+import raycl
 from raycl.config.reference import groups
 from raycl.launch.http.page_files import page_files
 from raycl.operations.banks.commands import COMMANDS
@@ -53,6 +54,8 @@ def url(site: Path) -> Iterator[str]:
 
 
 def test_generated_pages_list_what_there_is(site: Path) -> None:
+    python = (site / "reference/python/index.html").read_text()
+    assert [name for name in dir(raycl) if f'id="raycl.{name}"' not in python] == ["__version__"]
     settings = "".join(page.read_text() for page in site.glob("reference/run/**/index.html")).replace("<wbr>", "")
     paths = [setting.path for group in groups(RunConfig) for setting in group.settings]
     assert [

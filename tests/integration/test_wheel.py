@@ -1,4 +1,7 @@
-"""The wheel, installed outside the checkout: the command, its configs, files that code reads, and the metadata."""
+"""The source archive, the wheel built from it and installed outside the checkout: command, configs, files, metadata.
+
+`make dist` checks both by twine, and installs each with its dependencies.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(path, sources / path.name, symlinks=True)
         else:
             shutil.copy(path, sources)
-    subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, sources], check=True)
+    build = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=sources, check=True, stdout=subprocess.DEVNULL)
+    (archive,) = folder.glob("raycl-*.tar.gz")
+    subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, archive], check=True)
     (built,) = folder.glob("raycl-*.whl")
     return built
 
@@ -76,5 +82,11 @@ def test_the_wheel_has_types_and_the_package_alone(wheel: Path) -> None:
     assert "raycl/py.typed" in names, "mypy takes raycl's types from an installed package that has this file only"
     assert {name.partition("/")[0] for name in names} == {"raycl", metadata.partition("/")[0]}
     assert {f"{metadata.partition('/')[0]}/licenses/{name}" for name in ("LICENSE", "NOTICE")} <= set(names)
-    for line in ("License-Expression: Apache-2.0", "Classifier: Typing :: Typed", "Requires-Python: >=3.11"):
+    assert text.endswith((REPO / "README.md").read_text()), "what the package index shows"
+    for line in (
+        "Description-Content-Type: text/markdown",
+        "License-Expression: Apache-2.0",
+        "Classifier: Typing :: Typed",
+        "Requires-Python: >=3.11",
+    ):
         assert line in text.splitlines()

@@ -112,6 +112,27 @@ def test_the_changelog_has_this_version() -> None:
     assert re.search(rf"^## {re.escape(raycl.__version__)}\b", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
+def test_messages_and_pages_name_extras_that_exist() -> None:
+    files = [*REPO.glob("raycl/**/*.py"), *REPO.glob("docs/**/*.md"), *REPO.glob("cluster/*"), REPO / "README.md"]
+    named = {name for path in files for name in re.findall(r"(?:raycl|\.)\[([a-z,]+)\]'", path.read_text())}
+    assert len(named) > 4 and {extra for names in named for extra in names.split(",")} <= EXTRAS.keys()
+
+
+def test_the_image_is_built_for_cpus_and_gpus_or_one_sentence_says_what_is_missing() -> None:
+    def made(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", "-s", *words], cwd=REPO, check=False, capture_output=True, text=True)
+
+    missing = made("image", "BUILDER=")
+    assert missing.returncode and missing.stdout == (
+        "make: found no docker, podman or buildah: install one, or name it: make image BUILDER=/path/to/podman\n"
+    )
+    assert made("image", "BUILDER=", "DEVICE=tpu").stdout == "make: DEVICE is 'tpu': expected cpu or cuda\n"
+    for device, base in (("cpu", "-cpu"), ("cuda", "-gpu")):
+        command = made("-n", "image", "BUILDER=podman", f"DEVICE={device}").stdout
+        assert f"podman build -f cluster/Dockerfile -t raycl:{raycl.__version__}-{device} " in command
+        assert f"BASE=rayproject/ray:{PINNED['ray']}-py311{base}" in command
+
+
 def test_the_table_of_extras_has_each_once() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (REPO / "docs/index.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", (REPO / "docs/install.md").read_text(), re.MULTILINE)
     assert rows == list(EXTRAS)

@@ -52,12 +52,17 @@ class Prediction:
     """The answer to one text.
 
     Attributes:
-        text: the label with the largest probability, or the generated answer.
-        scores: label -> probability, the largest first; {} for generated answers.
-        tasks: task -> sum of its adapters' weights. adapters: adapter -> weight. The largest come first.
-        ood_score: score from 0 to 1, near 1 for a text unlike all learned tasks; None: the router has no such score.
-        cut_tokens: tokens cut from the end of the text, which was longer than in training.
-        error: why there is no answer; "": there is one.
+        text: The label with the largest probability, or the generated answer.
+        scores: Label -> probability, the largest first; {} for generated answers.
+        tasks: Task -> sum of its adapters' weights, the largest first.
+        adapters: Adapter -> weight, the largest first.
+        ood_score: Score from 0 to 1, near 1 for a text unlike all learned tasks; None: the router has no such score.
+        cut_tokens: Tokens cut from the end of the text, which was longer than in training.
+        error: Why there is no answer; "": there is one.
+
+    Examples:
+        >>> for prediction in model.predict(["a cup of tea", "a loaf of bread"]):
+        ...     assert not prediction.error, prediction.text
     """
 
     text: str

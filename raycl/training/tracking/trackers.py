@@ -109,7 +109,8 @@ def _open(name: Name, run: TrackedRun) -> Tracker:
         ConfigError: the library is not installed, cannot start, or has no local folder to write to.
     """
     if not _installed(name):
-        raise ConfigError(f"tracking.tracker '{name}' needs its library: type `pip install 'raycl[{name}]'`")
+        wanted = name if name == "wandb" else f"'raycl[{name}]'"  # wandb is no extra
+        raise ConfigError(f"tracking.tracker '{name}' needs its library: type `pip install {wanted}`")
     match name:
         case "wandb":
             from raycl.training.tracking.wandb_tracker import WandbTracker
