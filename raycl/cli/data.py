@@ -176,7 +176,7 @@ def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from raycl.operations.report.tables import edgeless, render
+    from raycl.text_tables import edgeless, render
 
     labels = f", {len(check.labels)} labels" if check.labels is not None else ""
     blocks: list[RenderableType] = [Text(f"{check.name}: {check.kind}{labels}, metric {check.metric}")]

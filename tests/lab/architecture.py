@@ -14,7 +14,7 @@ from pathlib import Path
 
 LAYERS = (
     ("errors", "types", "progress"),
-    ("plugins", "storage"),
+    ("plugins", "storage", "text_tables"),
     ("config",),
     ("backbone", "data", "adapters", "kernels", "bank", "metrics"),
     ("routing",),

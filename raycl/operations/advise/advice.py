@@ -14,7 +14,8 @@ from raycl.errors import ConfigError, counted
 from raycl.methods.registry import DEFAULT_METHOD
 from raycl.operations.advise.studies import Measured, Study
 from raycl.operations.report.run_comparison import Spread
-from raycl.operations.report.tables import edgeless, points, render
+from raycl.operations.report.tables import points
+from raycl.text_tables import edgeless, render
 
 SHOWN = 3
 FAR = 3.0

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from raycl.backbone import BackboneConfig, load_codec
 from raycl.backbone.codec import capabilities_of
@@ -34,6 +29,7 @@ from raycl.routing.routers import router_class
 from raycl.serve.offline.prediction_input import Input, files_at
 from raycl.serve.snapshots.parts import backbone_of, router_of
 from raycl.storage import Storage
+from raycl.text_tables import grid, render
 from raycl.training.records.hub import on_hub
 from raycl.training.records.journal import last_attempt, read_state
 from raycl.training.records.named_bank import bank_and_reference, bank_at, find_bank
@@ -50,14 +46,11 @@ class CommandResult:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return columns and rows as text."""
-    drawn = Table(box=box.SIMPLE_HEAD, collapse_padding=True, show_header=any(columns))
-    for column in columns:
-        drawn.add_column(column, overflow="fold")
-    for row in rows:
-        drawn.add_row(*map(str, row))
-    text = io.StringIO()
-    Console(file=text, width=160, markup=False, highlight=False, emoji=False, color_system=None).print(drawn)
-    return "\n".join(line.rstrip() for line in text.getvalue().split("\n") if line.strip())
+    drawn = grid(columns, ([str(cell) for cell in row] for row in rows), left=len(columns))
+    drawn.show_header = any(columns)
+    for column in drawn.columns:
+        column.overflow = "fold"
+    return render(drawn, 160)
 
 
 def branches(bank: Bank, options: Namespace) -> CommandResult:

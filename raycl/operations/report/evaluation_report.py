@@ -11,7 +11,8 @@ from rich.text import Text
 from raycl.config import Tree
 from raycl.errors import DataError
 from raycl.operations.report.plots import axes_at, draw_cells, new_figure, save_png
-from raycl.operations.report.tables import NOTHING, edgeless, render
+from raycl.operations.report.tables import NOTHING
+from raycl.text_tables import edgeless, render
 
 LISTED = 20
 """Labels in the table and the picture; the most frequent ones."""

@@ -22,7 +22,8 @@ from raycl.errors import RunError
 from raycl.metrics.run_results import backbone_of, method_of, stream_of
 from raycl.operations.report.phase_summaries import TaskRows, unpacked_rows
 from raycl.operations.report.run_comparison import Spread, grouped
-from raycl.operations.report.tables import grid, points, render
+from raycl.operations.report.tables import points
+from raycl.text_tables import grid, render
 
 UNTRAINED, ALL = "untrained", "all layers"
 

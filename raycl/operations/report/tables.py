@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
-from rich import box
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from raycl.config import Tree
-from raycl.errors import printable
 from raycl.metrics.run_results import (
     INSTRUCTION,
     METRICS,
@@ -46,6 +43,7 @@ from raycl.operations.report.phase_summaries import (
 )
 from raycl.operations.report.run_comparison import Spread, compare, grouped, has_published, points_of
 from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
+from raycl.text_tables import grid, render
 
 NOTHING = "–"
 """Stands where a number is undefined."""
@@ -343,33 +341,5 @@ def _duration(spread: Spread | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
-def grid(titles: Sequence[str], rows: Iterable[Sequence[str]] = (), left: int = 1, heading: str | None = None) -> Table:
-    """Return a table whose first `left` columns are of words, and the others of numbers."""
-    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="left" if number < left else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def edgeless(titles: Sequence[str], words: Collection[int] = (0,)) -> Table:
-    """Return a table that begins at the edge, with columns of words at these places, and of numbers at the others."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="left" if number in words else "right")
-    return table
-
-
 def _heads(tasks: Collection[str]) -> list[str]:
     return short_names(list(tasks), 14 if len(tasks) <= 6 else 8)
-
-
-def render(content: RenderableType) -> str:
-    """Return plain text without empty ends, on a page so wide that no table is squeezed."""
-    text = io.StringIO()
-    console = Console(  # force_jupyter: a notebook would show the table itself, and the file would stay empty
-        file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None, force_jupyter=False
-    )
-    console.print(content)
-    return "\n".join(printable(line.rstrip()) for line in text.getvalue().split("\n")).strip("\n")

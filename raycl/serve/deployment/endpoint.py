@@ -9,9 +9,6 @@ import threading
 from contextlib import nullcontext, redirect_stdout, suppress
 
 import ray
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
@@ -27,6 +24,7 @@ from raycl.serve.gate.judge import GateResult, judge
 from raycl.serve.http.server import claimed
 from raycl.serve.service.metrics import metrics_urls
 from raycl.serve.settings import ServeConfig
+from raycl.text_tables import grid, render
 
 log = logging.getLogger("raycl")
 
@@ -147,14 +145,9 @@ def promote(config: ServeConfig, reference: str) -> tuple[GateResult, str]:
 def gate_table(result: GateResult) -> str:
     """Return a table with a row per task: rows evaluated, score of the active snapshot, of the candidate, and the
     change."""
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("task")
-    for title in ("rows", f"snapshot {result.active}", f"snapshot {result.candidate}", "change"):
-        table.add_column(title, justify="right")
+    table = grid(("task", "rows", f"snapshot {result.active}", f"snapshot {result.candidate}", "change"))
     for task, after in result.after.items():
         before = result.before.get(task)
         old, change = ("", "new") if before is None else (f"{before.value:.1f}", f"{after.value - before.value:+.1f}")
         table.add_row(task, str(after.count), old, f"{after.value:.1f}", change)
-    text = io.StringIO()
-    Console(file=text, width=200, markup=False, highlight=False, color_system=None).print(table)
-    return text.getvalue().strip("\n")
+    return render(table, 200)

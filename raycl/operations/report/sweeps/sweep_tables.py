@@ -8,7 +8,7 @@ from typing import Any
 
 from raycl.config import Tree
 from raycl.data.sources.table_cells import SpreadsheetWriter
-from raycl.operations.report.tables import grid, render
+from raycl.text_tables import grid, render
 
 
 def sweep_table(summary: Tree) -> str:
