@@ -15,8 +15,8 @@ from raycl.cli.commands import echo
 from raycl.data.sources.table_cells import SpreadsheetWriter
 from raycl.errors import printable
 from raycl.launch.console import PlainFormatter
-from raycl.operations.report.tables import render
 from raycl.serve.offline.prediction_tables import _csv
+from raycl.text_tables import render
 
 TITLE, CSI, BACK, TURNED = "\x1b]0;owned\x07", "\x9b2J", "ok\rerror", "\u202efdp.exe"
 HOSTILE = (TITLE, CSI, BACK, TURNED, "\x1b[2K", "\x08" * 9, "\x7f", "a\u2028b", "\ud83d")
