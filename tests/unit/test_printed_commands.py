@@ -37,7 +37,7 @@ from raycl.training.setup.run_config import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "cluster/README.md", "docs/hooks.py")
-TUTORIALS = sorted(REPO.glob("docs/tutorials/*.md"))
+TUTORIALS = sorted([*REPO.glob("docs/tutorials/*.md"), *REPO.glob("docs/coming-from/*.md")])
 PAGES = [*(REPO / name for name in TOP), *sorted(REPO.glob("docs/**/*.md"))]
 HEADED = [path for folder in ("jobs/configs", "sweeps", "cluster") for path in sorted((REPO / folder).glob("**/*"))]
 OF_RECIPES = ("method=anchored", "modifiers=[scale]", "train.optimizer=nesterov", "format: piped")
