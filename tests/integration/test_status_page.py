@@ -32,6 +32,7 @@ from raycl.launch.page.progress import POINTS
 from raycl.launch.page.server import RunReader, make_app
 from raycl.storage import Storage
 from raycl.training.records.progress import StepResult, Trace, read_trace
+from raycl.types import Phase
 
 TASKS = ["colour", "animal"]
 
@@ -126,9 +127,9 @@ def test_a_failed_run_and_a_loss_that_json_does_not_have(lab: Lab, tmp_path: Pat
     prepared = prepared_run.prepare(config)
     with pytest.raises(RunError):
         work(prepared)
-    trace = Trace(prepared.storage, 1)
-    trace.add(0, "colour", 1, StepResult(1.5, 1.0, 0.1, 9), 0.1)
-    trace.add(0, "colour", 2, StepResult(float("nan"), 1.0, 0.1, 9), 0.1)
+    trace, colour = Trace(prepared.storage, 1), Phase(0, "colour", ())
+    trace.add(colour, 1, StepResult(1.5, 1.0, 0.1, 9), 0.1)
+    trace.add(colour, 2, StepResult(float("nan"), 1.0, 0.1, 9), 0.1)
     trace.flush()
     app = make_app(RunReader(prepared.storage.uri, fresh_s=0.0), True)
     with on_a_port(app) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/status.json") as answer:
@@ -143,7 +144,7 @@ def test_a_long_curve_is_thinned(complete: Complete, tmp_path: Path) -> None:
     trace = Trace(storage, 1)
     for phase, task in enumerate(TASKS):
         for step in range(1, 3001):
-            trace.add(phase, task, step, StepResult(1 / step, 1.0, 0.1, 9), 0.1)
+            trace.add(Phase(phase, task, ()), step, StepResult(1 / step, 1.0, 0.1, 9), 0.1)
     trace.flush()
     loss = RunReader(storage.uri).progress()["loss"]
     steps = [step for step, _ in loss["points"]]

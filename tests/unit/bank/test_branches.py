@@ -112,9 +112,10 @@ def test_references_are_branches_numbers_and_hashes(bank: Bank) -> None:
         assert resolve(bank, reference) == second
     assert resolve(bank, first.sha256[:12]) == first and resolve(bank, "1") == first
     for reference in ("nothing", "deadbeef", second.sha256[:7]):
-        with pytest.raises(
-            BankError, match=rf"has no '{reference}': expected a branch or tag \(main\), latest, a snapshot's number"
-        ):
+        expected = rf"has no '{reference}': expected a branch or tag \(main\), latest, a snapshot's number"
+        if reference.isdigit():  # as a hash's first digits may be
+            expected = "has no snapshot"
+        with pytest.raises(BankError, match=expected):
             resolve(bank, reference)
     third = child(bank, "c", first)
     assert resolve(bank, "latest") == third and resolve(bank, "main") == second

@@ -65,6 +65,7 @@ def test_progress_is_logged_at_intervals_and_at_the_end(
     monkeypatch.setattr("raycl.training.records.progress.time.monotonic", lambda: now[0])
     lines: list[str] = []
     handler = logging.Handler()
+    handler.setLevel(logging.INFO)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("raycl")
     monkeypatch.setattr(logger, "handlers", [handler])
