@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from raycl.cli.commands import add_allow_env, echo, local_or_installed, note, show
+from raycl.cli.commands import add_allow_env, local_or_installed, note, show
 
 GPU_NAMES = ("a10g-24", "l4-24", "a100-40", "a100-80", "h100-80", "h200-141")
 """The names in `raycl.operations.plan.arithmetic`, repeated here so that `--help` does not import it."""
@@ -79,15 +79,11 @@ def run(options: argparse.Namespace) -> int:
         settings = run_config.load_config(config, options.overrides)
         show(options, commented_yaml(settings).rstrip("\n"), as_tree(settings))
         return 0
-    if options.methods:
-        from raycl.operations.plan.tables import methods_table
+    if options.methods or options.sizes:
+        from raycl.operations.plan.tables import methods_table, records, sizes_table
 
-        echo(methods_table())
-        return 0
-    if options.sizes:
-        from raycl.operations.plan.tables import sizes_table
-
-        echo(sizes_table())
+        table = methods_table() if options.methods else sizes_table()
+        show(options, table, records(table))
         return 0
     if options.plan:
         return _plan(options, config)

@@ -102,6 +102,14 @@ HEAD = (
 )
 
 
+def records(table: str) -> list[dict[str, str]]:
+    """Return the rows of one of these tables, for JSON: name of a column -> cell."""
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n") if line.startswith("|")
+    )
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
 def methods_table() -> str:
     """Return the table as Markdown: a row for each method with its default settings, and a line for each of a package
     that has none."""

@@ -320,6 +320,9 @@ def test_the_table_of_sizes_is_what_the_command_prints(capsys: pytest.CaptureFix
     assert train.run(parsed("train", ["--sizes"])) == 0
     shown = readme.partition("<!-- sizes -->")[2].partition("<!-- /sizes -->")[0]
     assert shown.strip() == capsys.readouterr().out.strip()
+    assert train.run(parsed("train", ["--sizes", "--json"])) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == shown.count("\n| ") - 1 and list(rows[0])[:3] == ["backbone", "trained, engine", "GPUs"]
 
 
 @pytest.mark.parametrize(
