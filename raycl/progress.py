@@ -14,7 +14,7 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(frozen=True)
 class Bar:
-    """How far a piece of work is: `done` of `total`."""
+    """The state of a piece of work: `done` of `total` items are finished."""
 
     what: str
     done: int

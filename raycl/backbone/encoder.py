@@ -17,19 +17,16 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutput
 
 
-class LabelHead(nn.Module):
-    """Linear head with named rows.
+class NamedRows(nn.Module):
+    """The rows of a label head, which grow with the labels seen.
 
     Attributes:
-        labels: row order, by first appearance.
-        weight: `[C, D]`. bias: `[C]`. New rows start at zero, so a new label changes no old logit.
+        labels: row order, by first appearance. weight: `[C, D]`. bias: `[C]`.
     """
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.labels: list[str] = []
-        self.weight = nn.Parameter(torch.zeros(0, width))
-        self.bias = nn.Parameter(torch.zeros(0))
+    labels: list[str]
+    weight: nn.Parameter
+    bias: nn.Parameter
 
     def grow(self, labels: Sequence[str]) -> None:
         """Append a zero row for each label not yet known; old rows keep their values bit for bit."""
@@ -42,6 +39,21 @@ class LabelHead(nn.Module):
         """Forget every label (a new model begins)."""
         self.labels = []
         self.weight, self.bias = grown(self.weight, 0, kept=0), grown(self.bias, 0, kept=0)
+
+
+class LabelHead(NamedRows):
+    """Linear head with named rows.
+
+    Attributes:
+        labels: row order, by first appearance.
+        weight: `[C, D]`. bias: `[C]`. New rows start at zero, so a new label changes no old logit.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+        self.weight = nn.Parameter(torch.zeros(0, width))
+        self.bias = nn.Parameter(torch.zeros(0))
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
         """Return logits `[B, C]` over all labels seen so far."""

@@ -24,7 +24,9 @@ from raycl.types import Activation
 
 R = TypeVar("R", bound=Section)
 
-FORMAT = 3
+FORMAT = 4
+"""The number of the rules for both records: it is raised with every change of their fields, which changes hashes."""
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 HASH = re.compile(r"[0-9a-f]{64}")
 OBJECT = re.compile(r"objects/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors")
@@ -102,10 +104,8 @@ class _Adapter(Section):
     rank: int = Field(ge=0)
     scale: float
     activation: Activation = Field("", description="between A and B; manifests without it have none")
-    use_dora: bool = Field(False, description="it has magnitudes; manifests without it have none")
-    copies: dict[str, tuple[int, ...]] = Field(
-        default_factory=dict, description="shapes of copies of modules; manifests without it have none"
-    )
+    use_dora: bool = Field(False, description="it has magnitudes")
+    copies: dict[str, tuple[int, ...]] = Field(default_factory=dict, description="shapes of copies of modules")
     dtype: str
     prompt: tuple[int, int] | None = None
     labels: tuple[str, ...] = ()

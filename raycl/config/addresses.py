@@ -1,7 +1,7 @@
 """Addresses of storage in configs: printed before they are used, and refused where a record names them.
 
 A request to a store carries the user's credentials or is signed with them, and an address can name any server. So the
-user is told where requests go, and a bank cannot send them elsewhere.
+user sees where requests go, and a bank cannot send them elsewhere.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class DecodedText:
     """An answer's tokens as text that may be sent, without white space around it, as it is scored.
 
     Attributes:
-        ids: tokens so far. finish: why it ended, None while it goes on.
+        ids: tokens so far. finish: why it ended, None while it continues.
     """
 
     def __init__(self, tokenizer: Any, eos_id: int, settings: Sampling) -> None:

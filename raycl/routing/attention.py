@@ -321,7 +321,7 @@ def learn_selector(
         )
         share = torch.cat([torch.full((len(drawn_rows),), 1.0 / len(drawn_rows)) for drawn_rows in drawn])
         optimizer.zero_grad()
-        (divergence(target, log_alpha) * share).sum().backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward((divergence(target, log_alpha) * share).sum())
         optimizer.step()
     selector.keys = dict(zip(rows, keys_TD.detach(), strict=True))
     return selector.requires_grad_(False)

@@ -292,7 +292,7 @@ def test_scores_of_files_equal_the_matrix(
 def test_answers_are_kept_to_a_tasks_labels_wherever_they_are_scored(
     lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where a run has `eval.labels=task`: by its own evaluation, `raycl evaluate`, `forget` and the gate."""
+    """With `eval.labels=task`, scores by the run itself, `raycl evaluate`, `forget` and the gate are equal."""
     storage = run(lab.config("llama", "lora", eval={"labels": "task"}), Storage.at(tmp_path / "run")).storage
     bank, snapshot = snapshot_at(storage.sub("bank").uri)
     names, last = [task["name"] for task in lab.tasks], matrix(storage)[-1]

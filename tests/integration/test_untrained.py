@@ -70,11 +70,11 @@ def test_the_row_is_of_the_bare_backbone_and_training_stays_as_it_was(
     run(asked(lab, kind, method), result)
     assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
     assert answers(result) == answers(bare[kind])
-    told, expected = results(result)["untrained"], results(bare[kind])["untrained"]
-    assert told == expected and told["cells"].keys() == ALL
-    assert told["mean"] == sum(told["cells"][task]["value"] for task in TASKS) / len(TASKS)
-    never = told["cells"]["mixed"]["value"]
-    assert told["unseen"] == {"mean": never, "types": {"weather": never}}
+    tree, expected = results(result)["untrained"], results(bare[kind])["untrained"]
+    assert tree == expected and tree["cells"].keys() == ALL
+    assert tree["mean"] == sum(tree["cells"][task]["value"] for task in TASKS) / len(TASKS)
+    never = tree["cells"]["mixed"]["value"]
+    assert tree["unseen"] == {"mean": never, "types": {"weather": never}}
     assert results(plain)["untrained"] is None
     after = results(result)["unseen"]
     assert after["types"] == {"weather": after["mean"]}
@@ -87,9 +87,9 @@ def test_transfer_to_tasks_that_come_later_needs_the_row(lab: Lab, tmp_path: Pat
         storage = Storage.at(tmp_path / name)
         run(asked(lab, eval={"tasks": "all", "untrained": untrained}), storage)
         numbers[name] = results(storage)
-    told = numbers["with"]
-    start = told["untrained"]["cells"]["animal"]["value"]
-    assert told["variants"]["fwt_mammoth"] == told["matrix"][0][1]["value"] - start
+    tree = numbers["with"]
+    start = tree["untrained"]["cells"]["animal"]["value"]
+    assert tree["variants"]["fwt_mammoth"] == tree["matrix"][0][1]["value"] - start
     assert numbers["without"]["variants"]["fwt_mammoth"] is None
 
 
@@ -124,22 +124,22 @@ def test_a_label_head_has_no_answers_before_training(lab: Lab, tmp_path: Path) -
 
 
 def test_the_row_is_in_tables_and_comparisons(bare: dict[str, Storage]) -> None:
-    told = results(bare["t5"])
+    tree = results(bare["t5"])
     for task, value in (("colour", 12.5), ("animal", 25.0), ("mixed", 37.5)):
-        told["untrained"]["cells"][task]["value"] = value
-    told["untrained"] |= {"mean": 18.75, "unseen": {"mean": 37.5, "types": {"weather": 37.5}}}
-    lines = [line.split() for line in str(matrix_table(told)).splitlines()]
-    mean = f"{told['unseen']['mean']:.1f}"
+        tree["untrained"]["cells"][task]["value"] = value
+    tree["untrained"] |= {"mean": 18.75, "unseen": {"mean": 37.5, "types": {"weather": 37.5}}}
+    lines = [line.split() for line in str(matrix_table(tree)).splitlines()]
+    mean = f"{tree['unseen']['mean']:.1f}"
     assert ["untrained", "12.5", "25.0"] in lines
     assert ["untrained", "37.5", "37.5"] in lines and ["never", "trained", mean, mean] in lines
     assert ["by", "type", "weather"] in lines and ["never", "trained", mean] in lines
-    seeds = [told, {**told, "config": {**told["config"], "seed": 1}}]
+    seeds = [tree, {**tree, "config": {**tree["config"], "seed": 1}}]
     first, second = compare(seeds)
     assert (first.method, first.runs, second.method, second.runs) == ("untrained", 2, "finetune", 2)
     assert first.numbers["wall_s"] is None and "untrained" in str(comparison_table(seeds))
     (row, own) = csv.DictReader(io.StringIO(to_csv(seeds)))
     assert (row["ap"], row["unseen"], row["unseen_weather"], row["f_ra"]) == ("18.75", "37.5", "37.5", "")
-    assert float(own["unseen_weather"]) == told["unseen"]["mean"]
+    assert float(own["unseen_weather"]) == tree["unseen"]["mean"]
 
 
 def test_trials_share_a_first_task_only_with_the_same_row(lab: Lab) -> None:

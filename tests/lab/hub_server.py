@@ -49,7 +49,7 @@ class Hub:
         return self.commits[repository][-1] if revision == "main" and known else known.get(revision)
 
     def large(self, sha256: str) -> Path:
-        """Where a large file lies."""
+        """Return the path of a large file."""
         assert self.root is not None, "a hub that clients write to has a root"
         return self.root / "large" / sha256
 
@@ -217,7 +217,7 @@ def _tree(_: str, folder: Path) -> object:
 
 
 def _mode(folder: Path | None, file: dict[str, Any]) -> dict[str, Any]:
-    """How a file is to be sent, and the id of the one that is there, as git has it."""
+    """Return the way in which a file is to be sent, and git's id of the one that is there."""
     path, known = file["path"], None
     is_large = path.endswith(LARGE) or file["size"] > 10_000_000
     if folder is not None and (folder / path).is_file():

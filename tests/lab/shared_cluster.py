@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import ExitStack
 
 from filelock import FileLock
 
@@ -32,11 +33,10 @@ class SharedCluster:
         """Return the address info of the running cluster, or of a new one where that differs in its dashboard."""
         if self._has_dashboard != dashboard:
             self.end()
-            try:
+            with ExitStack() as stack:
+                stack.callback(self.end)  # of a cluster that did not start
                 self._start(dashboard)
-            except BaseException:
-                self.end()
-                raise
+                stack.pop_all()
         return self._address_info
 
     def end(self) -> None:

@@ -247,4 +247,5 @@ def _message(item: Any, refuse: RefuseRow) -> Message:
 def _joined(parts: Sequence[Any]) -> str | None:
     """Return the texts of a content in parts; None if there is anything but text in it (images, audio)."""
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]
+    whole = [text for text in texts if isinstance(text, str)]
+    return "".join(whole) if len(whole) == len(texts) else None

@@ -1,4 +1,4 @@
-"""How a source is read: its limits, its name in errors, rows that cannot be used, and what a user reads once about it.
+"""Reads sources within limits, names them in errors, and collects rows that cannot be used for one report.
 
 Limits are on the size of a row, the depth of its JSON, and the expansion of a compressed file: a file of a few
 kilobytes must not fill memory or disk; larger limits can be set for files that need them.

@@ -1,22 +1,9 @@
 // The loss curve as SVG.
 
+import { shape, ticks } from "./svg.js";
+
 const MARGIN = { top: 8, right: 12, bottom: 32, left: 38 };
 const NAME_PX = 6.8;
-
-function shape(name, attributes, text = "") {
-  const found = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
-  found.textContent = text;
-  return found;
-}
-
-/** About four round numbers from 0 to `top`. */
-function ticks(top) {
-  const rough = top / 4;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((one) => one * power).find((one) => one >= rough);
-  return Array.from({ length: Math.floor(top / step + 1e-9) + 1 }, (_, number) => number * step);
-}
 
 /** Draw `[step, loss]` points (loss null: not finite) into a box, with a line where each task begins. */
 export function draw(box, loss, names) {

@@ -77,7 +77,7 @@ class Advice:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return everything, ready for JSON."""
         rows = [
             {
                 "row": row.name,

@@ -71,7 +71,7 @@ class Observations:
 
 @dataclass(frozen=True)
 class StreamEvaluation:
-    """How a worker evaluates tasks. Its methods are collective.
+    """Evaluates tasks on the workers of a run. Its methods are collective.
 
     Attributes:
         storage: store of the answers; None: nothing is logged or written.

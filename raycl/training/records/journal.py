@@ -243,7 +243,7 @@ def last_attempt(storage: Storage) -> int:
 
 
 class JournalReader:
-    """Reads the journal of a run, again and again while it goes on: records never change, so each is read once."""
+    """Reads the journal of a run, again and again while it runs: records never change, so each is read once."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage

@@ -56,7 +56,7 @@ class Trace:
 
 
 class TraceReader:
-    """Reads the steps of a run, again and again while it goes on: each time only the lines that are new."""
+    """Reads the steps of a run, again and again while it runs: each time only the lines that are new."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage

@@ -18,7 +18,7 @@ from run_records import HASH, phase_record
 from raycl.bank import AdapterRef, Bank, NewSnapshot
 from raycl.bank.activations import Activations, activated
 from raycl.bank.branches import Branch, explain_empty, missing_branch
-from raycl.bank.manifest import ModelInfo, RouterInfo
+from raycl.bank.manifest import FORMAT, AdapterManifest, ModelInfo, RouterInfo, Snapshot
 from raycl.bank.pruning import hold_lease, leased, record_removal, removed_from
 from raycl.bank.states import get_state, put_state, state_file
 from raycl.bank.tensors import views
@@ -366,3 +366,16 @@ def test_many_empty_tensors_are_read(many: int = 20_000) -> None:
     text = json.dumps(header).encode()
     result = views(len(text).to_bytes(8, "little") + text, "the adapter")
     assert len(result) == many and all(tensor.shape == (0, 2) for tensor in result.values())
+
+
+def test_changed_fields_have_a_format_of_their_own() -> None:
+    """A snapshot's hash is that of all its fields: one more, with a default, would make each stored hash wrong."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: plain(item) for key, item in node.items() if key not in ("description", "title")}
+        return [plain(item) for item in node] if isinstance(node, list) else node
+
+    schemas = [plain(model.model_json_schema()) for model in (AdapterManifest, Snapshot)]
+    digest = hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()[:16]
+    assert (FORMAT, digest) == (4, "5352cec0722c671a"), "fields have changed: raise FORMAT, then renew both here"

@@ -82,7 +82,7 @@ def test_a_dev_split_has_any_of_its_names(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_slices_of_every_source(tmp_path: Path, written: str, expected: Any) -> None:
-    """As `datasets` reads them, which rounds shares to the nearest row."""
+    """Shares are rounded to the nearest row, as `datasets` rounds them."""
     whole = write(tmp_path / "files" / "train.jsonl", items(10))
     write(tmp_path / "files" / "test.jsonl", items(2, 10))
     splits = {"train": f"train{written}", "test": "test"}

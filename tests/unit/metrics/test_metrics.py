@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -92,9 +91,9 @@ def test_off_task_and_empty_replies_score_nothing_and_are_counted() -> None:
 @pytest.mark.parametrize("metric", ["rouge_l", "rouge_l_ascii", "edit_similarity", "bleu"])
 def test_the_off_task_rule_leaves_overlapping_text_alone(metric: str) -> None:
     replies = (["Positive. It was fine"], [["Positive. It was fine, all of the time"]])
-    told = score(metric, Answers(*replies), other_labels=["positive it was fine"])
-    assert told.extra["off_task"] == 1
-    assert told.value == score(metric, Answers(*replies)).value > 0
+    result = score(metric, Answers(*replies), other_labels=["positive it was fine"])
+    assert result.extra["off_task"] == 1
+    assert result.value == score(metric, Answers(*replies)).value > 0
 
 
 def test_the_off_task_rule_can_be_switched_off() -> None:
@@ -211,6 +210,5 @@ def test_bertscore_reports_precision_recall_and_f1(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("metric", sorted(set(METRICS) - {"bertscore", "bleu", "sari"}))
 def test_perfect_and_hopeless_answers(metric: str) -> None:
-    right: Callable[[str], float] = lambda text: score(metric, Answers([text, text], [["good"], ["good"]])).value  # noqa: E731
-    assert right("good") == pytest.approx(100)
-    assert right("") == 0
+    values = [score(metric, Answers([text, text], [["good"], ["good"]])).value for text in ("good", "")]
+    assert values == [pytest.approx(100), 0]

@@ -8,14 +8,13 @@ as torch's linear layers do, drawn by the seed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from raycl.backbone.encoder import grown
+from raycl.backbone.encoder import NamedRows, grown
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Features:
         return torch.cat([self.generic, self.specific], dim=1).float()
 
 
-class DisentangledHead(nn.Module):
+class DisentangledHead(NamedRows):
     """A label head with named rows over two projections.
 
     Attributes:
@@ -72,17 +71,9 @@ class DisentangledHead(nn.Module):
             for parameter in (layer.weight, layer.bias):
                 parameter.copy_((torch.rand(parameter.shape, generator=draw) * 2 - 1) * bound)
 
-    def grow(self, labels: Sequence[str]) -> None:
-        """Append a zero row for each label not yet known; old rows keep their values bit for bit."""
-        new = [label for label in dict.fromkeys(labels) if label not in self.labels]
-        if new:
-            self.weight, self.bias = grown(self.weight, len(new)), grown(self.bias, len(new))
-            self.labels.extend(new)
-
     def clear(self) -> None:
         """Forget every label, and draw the projections anew (a new model begins)."""
-        self.labels = []
-        self.weight, self.bias = grown(self.weight, 0, kept=0), grown(self.bias, 0, kept=0)
+        super().clear()
         self._draw()
 
     def forward(self, pooled_BD: Tensor) -> Tensor:

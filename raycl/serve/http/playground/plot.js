@@ -1,24 +1,11 @@
 // Lines over time as SVG. Names are untrusted text: they become text nodes, never markup.
 
+import { shape, ticks } from "./svg.js";
+
 const MARGIN = { top: 8, right: 8, bottom: 22, left: 46 };
 const COLOURS = ["one", "two", "three", "four", "five", "six", "seven"].map((name) => `var(--${name})`);
 
 export const MOST_LINES = COLOURS.length;
-
-function shape(name, attributes, text = "") {
-  const found = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
-  found.textContent = text;
-  return found;
-}
-
-/** About four round numbers from 0 to `top`. */
-function ticks(top) {
-  const rough = top / 4;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((one) => one * power).find((one) => one >= rough);
-  return Array.from({ length: Math.floor(top / step + 1e-9) + 1 }, (_, number) => number * step);
-}
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 

@@ -1,4 +1,4 @@
-"""Recommendations follow the measured figures and the methods' declared capabilities, and say what cannot be told."""
+"""Recommendations follow the measured figures and the declared capabilities, and say where they are undecided."""
 
 from __future__ import annotations
 
