@@ -11,8 +11,9 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -76,7 +77,7 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     gc.set_threshold(OBJECTS)
     try:
         options = parsed(name, sys.argv[1:] if words is None else words, prog)
-        with _allowed(options):
+        with _allowed(options), _output_of_commands():
             return int(load(name).run(options))
     except RayclError as error:
         _say_error(str(error))
@@ -84,6 +85,24 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     except KeyboardInterrupt:
         echo("stopped by Ctrl-C: what is finished is kept; repeat the command to continue", file=sys.stderr)
         return INTERRUPTED
+
+
+_OUTPUT: ContextVar[TextIO | None] = ContextVar("output", default=None)
+"""Standard output while a command runs; None: no command runs."""
+
+
+@contextmanager
+def _output_of_commands() -> Iterator[None]:
+    """Keep standard output for `echo`, since scripts read it: what libraries print goes to standard error.
+
+    Transformers prints a line when parts of it are imported under WANDB_MODE=offline, for example.
+    """
+    before = _OUTPUT.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _OUTPUT.reset(before)
 
 
 def _say_error(message: str) -> None:
@@ -141,7 +160,8 @@ def parsed(name: str, words: Sequence[str], prog: str | None = None) -> argparse
 
 def echo(text: object = "", **options: Any) -> None:
     """Print texts unchanged, except for characters that a terminal obeys; `options` are those of `print`."""
-    print(printable(str(text)), **options)
+    file = options.pop("file", None) or _OUTPUT.get() or sys.stdout
+    print(printable(str(text)), file=file, **options)
 
 
 def show(options: argparse.Namespace, text: object, tree: Any) -> None:

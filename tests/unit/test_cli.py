@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -161,3 +163,20 @@ def test_configs_of_the_package_are_found_by_their_names(tmp_path: Path, monkeyp
     assert local_or_installed("sweeps/seeds.yaml") == "sweeps/seeds.yaml"
     with pytest.raises(ConfigError, match=r"'sweeps/none\.yaml' does not exist"):
         local_or_installed("sweeps/none.yaml")
+
+
+def test_what_libraries_print_is_no_part_of_a_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Transformers prints a line on import, for example."""
+    plugins = load("plugins")
+    real = plugins.run
+
+    def talkative(options: argparse.Namespace) -> int:
+        print("[INFO] something")
+        return int(real(options))
+
+    monkeypatch.setattr(plugins, "run", talkative)
+    assert main.main(["plugins", "--json"]) == 0
+    said = capsys.readouterr()
+    assert isinstance(json.loads(said.out), list | dict) and "[INFO] something" in said.err
