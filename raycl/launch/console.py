@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -100,11 +99,11 @@ def log_to(handler: logging.Handler) -> None:
     log.propagate = False
 
 
-class Lines(logging.StreamHandler[TextIO]):
+class Lines(logging.Handler):
     """Lines on standard error; of work that takes long, how far it is every `EVERY_S` seconds."""
 
     def __init__(self) -> None:
-        super().__init__(sys.stderr)
+        super().__init__()
         self._shown: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -118,7 +117,11 @@ class Lines(logging.StreamHandler[TextIO]):
             if now - self._shown.setdefault(bar.what, now) < EVERY_S:
                 return
             self._shown[bar.what] = now
-        super().emit(record)
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")  # as it is now: a caller may have replaced it since
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            self.handleError(record)
 
 
 class Bars(logging.Handler):
