@@ -77,7 +77,7 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     gc.set_threshold(OBJECTS)
     try:
         options = parsed(name, sys.argv[1:] if words is None else words, prog)
-        with _allowed(options), _output_of_commands():
+        with _allowed(options), _output_alone() if options.json else nullcontext():
             return int(load(name).run(options))
     except RayclError as error:
         _say_error(str(error))
@@ -88,14 +88,15 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
 
 
 _OUTPUT: ContextVar[TextIO | None] = ContextVar("output", default=None)
-"""Standard output while a command runs; None: no command runs."""
+"""Standard output while it is kept for `echo`; None: it is not."""
 
 
 @contextmanager
-def _output_of_commands() -> Iterator[None]:
-    """Keep standard output for `echo`, since scripts read it: what libraries print goes to standard error.
+def _output_alone() -> Iterator[None]:
+    """Keep standard output for `echo`, as scripts read it: what libraries print goes to standard error.
 
-    Transformers prints a line when parts of it are imported under WANDB_MODE=offline, for example.
+    Transformers prints a line when parts of it are imported under WANDB_MODE=offline, for example. Without --json
+    standard output stays as it is, for debuggers.
     """
     before = _OUTPUT.set(sys.stdout)
     try:
