@@ -24,8 +24,23 @@ COPY_KEY = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+)\.weight")
 STARTS = ("gaussian", "orthogonal", True, False, None)
 """Values of `init_lora_weights` under which the adapter is an update of the plain backbone; others change its weights,
 unless PEFT converted the adapter, which it then writes as one of these."""
-REFUSED = ("layer_replication", "lora_bias", "trainable_token_indices")
-"""Settings of `adapter_config.json` under which more than `scale * B A` is added to a linear."""
+READ = {
+    "peft_type",
+    "bias",
+    "init_lora_weights",
+    "lora_alpha",
+    "alpha_pattern",
+    "use_rslora",
+    "modules_to_save",
+    "use_dora",
+}
+WITHOUT_EFFECT = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("r", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config", "qalora_group_size"),
+}
+"""Settings of `adapter_config.json` that change nothing about what saved tensors add to a linear. All settings outside
+these two sets are refused where they are set, also those that later versions of PEFT add."""
 LITERAL = re.compile(r"\^?[\w.-]+")
 """Patterns of linears that contain no operators: a path or its end; with `^`, a complete path."""
 
@@ -134,9 +149,9 @@ def from_peft(
         raise AdapterError(f"adapter_config.json holds a {type(config).__name__}: expected an object of settings")
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"peft_type is '{config.get('peft_type')}': only plain LoRA adapters can be imported")
-    for key in REFUSED:
-        if config.get(key):
-            raise AdapterError(f"adapter_config.json sets {key}={config[key]!r}: only plain LoRA can be imported")
+    for key in sorted(set(config) - READ - WITHOUT_EFFECT):
+        if config[key]:
+            raise AdapterError(f"adapter_config.json sets {key}={config[key]!r:.80}: only plain LoRA can be imported")
     if config.get("bias", "none") != "none":
         raise AdapterError(f"adapter_config.json sets bias='{config['bias']}': only bias='none' can be imported")
     if config.get("init_lora_weights") not in STARTS:

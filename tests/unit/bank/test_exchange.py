@@ -96,6 +96,7 @@ def test_a_lora_made_elsewhere_comes_in_and_goes_out_with_equal_logits(
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which changed the weights of the backbone"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices=.*only plain LoRA"),
         ({"bias": "all"}, "bias='all'"),
+        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\]: only plain LoRA"),
     ],
 )
 def test_more_than_a_plain_lora_is_refused(llama: Path, tmp_path: Path, settings: dict[str, Any], said: str) -> None:
@@ -114,6 +115,7 @@ def test_more_than_a_plain_lora_is_refused(llama: Path, tmp_path: Path, settings
         ({"alpha_pattern": {"[": 3}}, r"the pattern '\[' in alpha_pattern"),
         ({"alpha_pattern": {"v_proj": "7"}}, "alpha_pattern.v_proj='7'"),
         ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
+        ({"a_setting_of_a_later_version": True}, "a_setting_of_a_later_version=True: only plain LoRA"),
     ],
 )
 def test_settings_that_are_none_of_peft_are_one_sentence(
