@@ -101,7 +101,7 @@ image:  ## build the image of cluster/Dockerfile with docker, podman or buildah 
 docs: venv  ## build the documentation into site/, strictly
 	@$(OFFLINE) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-docs-excerpts: venv  ## write the excerpts of the source in docs/extending/ anew
+docs-excerpts: venv  ## write the excerpts of the source and the tables of measured runs in the pages anew
 	@$(BIN)/python docs/excerpts.py
 
 docs-run: venv  ## do every tutorial as printed, and renew the notebook's outputs (about nine minutes; not part of make test)

@@ -1,6 +1,7 @@
 """Excerpts of the source in the pages: `make docs-excerpts` writes them anew, and a test keeps them true.
 
-A page names a definition of a file, or a file, in a comment; the code up to the closing comment is generated:
+A page names a definition of a file, or a file, in a comment; the code up to the closing comment is generated. Tables of
+measured runs are generated too (`docs/run_tables.py`).
 
     <!-- excerpt: raycl/routing/routers.py SumRouter -->
     <!-- /excerpt -->
@@ -13,18 +14,20 @@ import re
 import sys
 from pathlib import Path
 
+from run_tables import with_tables
+
 REPO = Path(__file__).resolve().parents[1]
-PAGES = REPO / "docs" / "extending"
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 EXCERPT = re.compile(r"^<!-- excerpt: (\S+)(?: (\w+))? -->\n.*?^<!-- /excerpt -->$", re.MULTILINE | re.DOTALL)
 
 
 def filled(page: str) -> str:
-    """The page with all its excerpts as the source has them now.
+    """The page with all its excerpts and tables as the source and the measured runs have them now.
 
     Raises:
-        ValueError: it names a file or a definition that does not exist.
+        ValueError: it names a file, a definition or a table that does not exist.
     """
-    return EXCERPT.sub(lambda match: _block(match[1], match[2]), page)
+    return with_tables(EXCERPT.sub(lambda match: _block(match[1], match[2]), page))
 
 
 def _block(path: str, name: str | None) -> str:
@@ -55,7 +58,7 @@ def definition(path: str, text: str, name: str) -> str:
 
 def main() -> int:
     """Write the pages anew; names those that changed."""
-    for page in sorted(PAGES.glob("*.md")):
+    for page in PAGES:
         before = page.read_text(encoding="utf-8")
         if (after := filled(before)) != before:
             page.write_text(after, encoding="utf-8")

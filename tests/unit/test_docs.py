@@ -1,12 +1,18 @@
-"""The documentation's excerpts are what the source says, and the files that its pages name exist."""
+"""The documentation's excerpts are what the source says, its tables are what was measured, and the files that its pages
+name exist.
+"""
 
 from __future__ import annotations
 
+import csv
 import re
+import shutil
 from pathlib import Path
 
 import excerpts
 import pytest
+import run_tables
+import yaml
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDERS = {"raycl", "jobs", "sweeps", "tests", "cluster", "docs"}
@@ -14,9 +20,9 @@ FOLDERS |= {path.parent.name for path in REPO.glob("raycl/*/__init__.py")} - {"b
 
 
 def test_excerpts_in_the_pages_are_what_the_source_says() -> None:
-    pages = sorted(excerpts.PAGES.glob("*.md"))
-    stale = [page.name for page in pages if excerpts.filled(page.read_text()) != page.read_text()]
+    stale = [page.name for page in excerpts.PAGES if excerpts.filled(page.read_text()) != page.read_text()]
     assert stale == [], "run `make docs-excerpts`"
+    pages = REPO.glob("docs/extending/*.md")
     marks = [line for page in pages for line in page.read_text().splitlines() if "excerpt:" in line]
     assert len(marks) > 15 and all(re.fullmatch(r"<!-- excerpt: \S+( \w+)? -->", mark) for mark in marks)
 
@@ -31,6 +37,38 @@ def test_excerpts_in_the_pages_are_what_the_source_says() -> None:
 def test_a_missing_excerpt_fails(path: str, name: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         excerpts.excerpt(path, name)
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "run", "column"),
+    [
+        ("README.md", "readme", "slm-s1", "ap"),
+        ("docs/results/methods.md", "long8", "separate-slm-s2", "ap"),
+        ("docs/results/methods.md", "long8-others", "sapt-third-s0", "peak_memory_mb"),
+    ],
+)
+def test_one_changed_figure_makes_a_page_stale(tmp_path: Path, page: str, name: str, run: str, column: str) -> None:
+    shutil.copytree(run_tables.RESULTS, tmp_path / "results")
+    written = (REPO / page).read_text()
+    assert f"<!-- table: {name} -->" in written and run_tables.with_tables(written, tmp_path / "results") == written
+    file = tmp_path / "results/methods-long8.csv"
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    next(row for row in rows if row["run"] == run)[column] = "12.5"
+    with file.open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert run_tables.with_tables(written, tmp_path / "results") != written
+
+
+def test_every_table_of_runs_stands_in_a_page_and_a_wrong_name_fails() -> None:
+    named = [name for page in excerpts.PAGES for name in re.findall(r"^<!-- table: (\S+) -->$", page.read_text(), re.M)]
+    assert sorted(named) == sorted(yaml.safe_load((run_tables.RESULTS / "tables.yaml").read_text()))
+    with pytest.raises(ValueError, match="no table 'nothing'"):
+        run_tables.with_tables("<!-- table: nothing -->\n<!-- /table -->")
+    with pytest.raises(ValueError, match="no run of 'nothing'"):
+        run_tables.table({"runs": "methods-long8", "rows": {"nothing": ["x"]}})
 
 
 @pytest.mark.parametrize(

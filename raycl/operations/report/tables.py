@@ -77,8 +77,8 @@ def matrix_table(result: Tree) -> Page:
         table.add_section()
         table.add_row(INSTRUCTION[other[0]], *("" if value is None else f"{value:.1f}" for value in other[1]))
     plain = [f"{METRICS[name]} {_number(metric_of(result, name))}" for name in ("ap", "f_ra")]
-    signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+.1f')}" for name in ("fwt", "bwt")]
-    over_m, weighted = _number(metric_of(result, "bwt_m"), "+.1f"), _number(metric_of(result, "average_accuracy"))
+    signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+z.1f')}" for name in ("fwt", "bwt")]
+    over_m, weighted = _number(metric_of(result, "bwt_m"), "+z.1f"), _number(metric_of(result, "average_accuracy"))
     headline = f"{'  '.join([*plain, *signed])} (over M: {over_m})  weighted AP {weighted}"
     parts = (_other_row, _accuracies, _unseen, _revision, _routing, _notes)
     below = [content for part in parts for content in part(result)]
@@ -324,10 +324,10 @@ def points(spread: Spread | None) -> str:
     """Return a mean ± its standard deviation."""
     if spread is None:
         return NOTHING
-    return f"{spread.mean:.1f}" if spread.std is None else f"{spread.mean:.1f} ± {spread.std:.1f}"
+    return f"{spread.mean:z.1f}" if spread.std is None else f"{spread.mean:z.1f} ± {spread.std:.1f}"
 
 
-def _number(value: float | None, form: str = ".1f") -> str:
+def _number(value: float | None, form: str = "z.1f") -> str:
     return NOTHING if value is None else format(value, form)
 
 

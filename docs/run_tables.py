@@ -1,0 +1,140 @@
+"""Tables of measured runs in the pages: `make docs-excerpts` writes them anew, and a test keeps them true.
+
+A page names a table of `docs/results/tables.yaml` in a comment; what stands up to the closing comment is generated from
+the CSV files beside it, which have one line a run:
+
+    <!-- table: readme -->
+    <!-- /table -->
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from raycl.config import load
+from raycl.operations.report.run_comparison import Spread
+from raycl.operations.report.tables import points
+from raycl.operations.sweep.comparison import ComparisonConfig
+
+REPO = Path(__file__).resolve().parents[1]
+RESULTS = REPO / "docs" / "results"
+TABLE = re.compile(r"^<!-- table: (\S+) -->\n.*?^<!-- /table -->$", re.MULTILINE | re.DOTALL)
+
+
+class Study:
+    """The runs of a comparison: its CSV file, and the file that says what each row sets."""
+
+    def __init__(self, results: Path, name: str) -> None:
+        self.name = name
+        self.entries = load(ComparisonConfig, str(REPO / f"jobs/configs/compare/{name}.yaml")).runs
+        self._runs: dict[str, dict[str, dict[str, str]]] = {}
+        with (results / f"{name}.csv").open(encoding="utf-8", newline="") as lines:
+            for run in csv.DictReader(lines):
+                self._runs.setdefault(run["run"].rpartition("-s")[0], {})[run["seed"]] = run
+
+    def streams(self, compared: bool | None = None) -> list[str]:
+        """Names of the rows that learn the tasks one after another, the highest AP first.
+
+        Args:
+            compared: those with a run of each task alone, or those without; None: both.
+        """
+        names = [
+            row
+            for row, entry in self.entries.items()
+            if row in self._runs
+            and "stream.schedule=separate" not in entry.set
+            and compared in (None, entry.singles is not None)
+        ]
+        return sorted(names, key=lambda row: fmean(self.numbers(row, "ap")), reverse=True)
+
+    def numbers(self, row: str, column: str, seeds: Sequence[str] | None = None) -> list[float]:
+        """A column of the CSV file for the seeds of a row, or for those named.
+
+        Raises:
+            ValueError: no run has the name.
+        """
+        if row not in self._runs:
+            raise ValueError(f"{self.name}.csv has no run of '{row}': correct tables.yaml")
+        runs = self._runs[row]
+        return [float(runs[seed][column]) for seed in (runs if seeds is None else seeds) if runs[seed][column]]
+
+    def alone(self, row: str) -> list[float]:
+        """AP of the tasks learned alone, for the seeds of a row."""
+        singles = self.entries[row].singles
+        return [] if singles is None else self.numbers(singles, "ap", list(self._runs[row]))
+
+
+def _points(column: str) -> Callable[[Study, str], str]:
+    return lambda study, row: points(Spread.over(study.numbers(row, column)))
+
+
+def _count(number: float) -> str:
+    size, unit = next((pair for pair in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= pair[0]), (1, ""))
+    return f"{number / size:.3g}{unit}"
+
+
+COLUMNS: dict[str, Callable[[Study, str], str]] = {
+    "seeds": lambda study, row: str(len(study.numbers(row, "ap"))),
+    "AP": _points("ap"),
+    "F.Ra": _points("f_ra"),
+    "FWT": _points("fwt"),
+    "BWT": _points("bwt"),
+    "alone": lambda study, row: points(Spread.over(study.alone(row))),
+    "time": lambda study, row: f"{study.numbers(row, 'wall_s')[0]:.0f} s",
+    "trained": lambda study, row: _count(max(study.numbers(row, "trained_parameters"))),
+    "memory": lambda study, row: f"{fmean(study.numbers(row, 'peak_memory_mb')):,.0f} MiB",
+}
+"""Head -> cell of a row. The time is that of the first seed."""
+
+
+def table(definition: dict[str, Any], results: Path = RESULTS) -> str:
+    """A table of Markdown: a line for each row of runs, a column for each number of each study.
+
+    Args:
+        definition: `runs`: a CSV file, or several with the head that stands for each one's AP. `columns`: of `COLUMNS`.
+            `rows`: `all`, `compared` (those with a run of each task alone) or `others`, or names of rows with further
+            cells, under `heads`.
+        results: folder of the CSV files.
+    """
+    runs, rows = definition["runs"], definition["rows"]
+    columns = definition.get("columns", ["AP"])
+    studies = [Study(results, name) for name in ([runs] if isinstance(runs, str) else runs)]
+    heads = columns if isinstance(runs, str) else list(runs.values())
+    if isinstance(rows, str):
+        chosen = studies[0].streams({"all": None, "compared": True, "others": False}[rows])
+        rows = {row: [f"`{row}`"] for row in chosen}
+    lines = [
+        [*map(str, cells), *(COLUMNS[column](study, row) for study in studies for column in columns)]
+        for row, cells in rows.items()
+    ]
+    heads = [*definition.get("heads", ["method"]), *heads]
+    return "\n".join(
+        [
+            "| {} |".format(" | ".join(heads)),
+            "|---" * len(heads) + "|",
+            *("| {} |".format(" | ".join(cells)) for cells in lines),
+        ]
+    )
+
+
+def with_tables(page: str, results: Path = RESULTS) -> str:
+    """The page with all its tables as the CSV files have the figures now.
+
+    Raises:
+        ValueError: it names a table or a row that does not exist.
+    """
+    defined = yaml.safe_load((RESULTS / "tables.yaml").read_text(encoding="utf-8"))
+
+    def block(match: re.Match[str]) -> str:
+        if match[1] not in defined:
+            raise ValueError(f"tables.yaml has no table '{match[1]}': expected one of {', '.join(defined)}")
+        return f"<!-- table: {match[1]} -->\n\n{table(defined[match[1]], results)}\n\n<!-- /table -->"
+
+    return TABLE.sub(block, page)
