@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +22,7 @@ import yaml
 from raycl.config import load
 from raycl.operations.report.run_comparison import Spread
 from raycl.operations.report.tables import points
-from raycl.operations.sweep.comparison import ComparisonConfig
+from raycl.operations.sweep.comparison import ComparisonConfig, ComparisonEntry
 
 REPO = Path(__file__).resolve().parents[1]
 RESULTS = REPO / "docs" / "results"
@@ -33,7 +34,7 @@ class Study:
 
     def __init__(self, results: Path, name: str) -> None:
         self.name = name
-        self.entries = load(ComparisonConfig, str(REPO / f"jobs/configs/compare/{name}.yaml")).runs
+        self.entries = _entries(name)
         self._runs: dict[str, dict[str, dict[str, str]]] = {}
         with (results / f"{name}.csv").open(encoding="utf-8", newline="") as lines:
             for run in csv.DictReader(lines):
@@ -69,6 +70,11 @@ class Study:
         """AP of the tasks learned alone, for the seeds of a row."""
         singles = self.entries[row].singles
         return [] if singles is None else self.numbers(singles, "ap", list(self._runs[row]))
+
+
+@cache
+def _entries(name: str) -> dict[str, ComparisonEntry]:
+    return load(ComparisonConfig, str(REPO / f"jobs/configs/compare/{name}.yaml")).runs
 
 
 def _points(column: str) -> Callable[[Study, str], str]:
@@ -115,13 +121,36 @@ def table(definition: dict[str, Any], results: Path = RESULTS) -> str:
         for row, cells in rows.items()
     ]
     heads = [*definition.get("heads", ["method"]), *heads]
-    return "\n".join(
-        [
-            "| {} |".format(" | ".join(heads)),
-            "|---" * len(heads) + "|",
-            *("| {} |".format(" | ".join(cells)) for cells in lines),
-        ]
-    )
+    return markdown(heads, lines)
+
+
+def claims(definition: dict[str, Any], results: Path = RESULTS) -> str:
+    """A table of Markdown: what papers claim, with a line for each row of runs that a claim is about.
+
+    Args:
+        definition: `runs`: a CSV file. `claims`: each with its `rows` and what was published of them, the `columns` of
+            `COLUMNS` that it is about, where they are not AP alone, and whether it `holds`.
+        results: folder of the CSV file.
+    """
+    study = Study(results, definition["runs"])
+    lines = []
+    for claim in definition["claims"]:
+        text, holds = claim["claim"], claim["holds"]
+        for row, published in claim["rows"].items():
+            here = ", ".join(
+                f"{'' if column == 'AP' else f'{column} '}{COLUMNS[column](study, row)}"
+                for column in claim.get("columns", ["AP"])
+            )
+            lines.append([text, f"`{row}`", "" if published is None else str(published), here, holds])
+            text = holds = ""
+    return markdown(["claim", "row", "published", "here", "does it hold?"], lines)
+
+
+def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    rows = [heads, *lines]
+    written = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in rows]
+    return "\n".join([written[0], "|" + "---|" * len(heads), *written[1:]])
 
 
 def with_tables(page: str, results: Path = RESULTS) -> str:
@@ -135,6 +164,7 @@ def with_tables(page: str, results: Path = RESULTS) -> str:
     def block(match: re.Match[str]) -> str:
         if match[1] not in defined:
             raise ValueError(f"tables.yaml has no table '{match[1]}': expected one of {', '.join(defined)}")
-        return f"<!-- table: {match[1]} -->\n\n{table(defined[match[1]], results)}\n\n<!-- /table -->"
+        made = (claims if "claims" in defined[match[1]] else table)(defined[match[1]], results)
+        return f"<!-- table: {match[1]} -->\n\n{made}\n\n<!-- /table -->"
 
     return TABLE.sub(block, page)
