@@ -1,5 +1,6 @@
-"""Costs of routing per request: encoder, search and weights; and how well the large index finds the true slots.
+"""Costs of routing per request: the encoder; search, weights and out-of-distribution score together.
 
+Also how well the large index finds the true slots.
 Keys and texts of the large banks are drawn: every task a centre, its keys and texts around it.
 """
 
@@ -84,7 +85,7 @@ def _learning(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def _share(options: argparse.Namespace) -> Iterator[Figure]:
-    """Encoder, search and weights of one request as part of a whole generation."""
+    """Encoder, search, weights and score of one request as part of a whole generation."""
     folder = (options.models or default_models()) / "mini-llama"
     if not folder.is_dir():
         return
@@ -103,7 +104,7 @@ def _share(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def _routed(router: SlotRouter, encoder: SentenceEncoder, text: str) -> None:
-    router.route(encoder.embed([text]))
+    router.route_scored(encoder.embed([text]))
 
 
 def _router(tasks: int, options: argparse.Namespace) -> tuple[SlotRouter, Tensor, Tensor]:
@@ -116,11 +117,11 @@ def _bank(tasks: int, options: argparse.Namespace) -> Iterator[Figure]:
     largest = tasks == max(options.tasks)
     for kind in KINDS:
         router.kind = kind
-        building = _ms(lambda: router.route(texts[:2]))
+        building = _ms(lambda: router.route_scored(texts[:2]))
         for batch, limit in LIMITS_MS.items():
             starts = range(0, min(len(texts) - batch, options.rounds * batch), batch)
-            times = [_ms(partial(router.route, texts[at : at + batch])) for at in starts]
-            title = f"{name}: search and weights by {kind}, batch {batch}, per request"
+            times = [_ms(partial(router.route_scored, texts[at : at + batch])) for at in starts]
+            title = f"{name}: search, weights and score by {kind}, batch {batch}, per request"
             yield Figure(title, median(times) / batch, "ms", limit if largest else None)
         if largest:
             yield Figure(f"{name}: building what {kind} needs", building / 1000, "s")

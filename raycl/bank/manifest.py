@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
@@ -214,16 +215,22 @@ class Snapshot(Section):
         Args:
             task: name of a task; for any other name the largest limits of any task.
         """
+        return self._token_limits.get(task) or self._token_limits[""]
+
+    @cached_property
+    def _token_limits(self) -> dict[str, tuple[int | None, int | None]]:
+        """The limits of each task, and as "" the largest of any; made once, since every request asks."""
         stream = self.provenance.get("config", {}).get("stream", {})
-        known = [info.name for info in self.tasks]
-        names = [task] if task in known else known
 
-        def most(key: str) -> int | None:
-            every, by_task = stream.get(key), stream.get(f"{key}_by_task", {})
-            limits = [by_task.get(name, every) for name in names] or [every]
-            return max((limit for limit in limits if isinstance(limit, int)), default=None)
+        def of(task: str, key: str) -> int | None:
+            limit = stream.get(f"{key}_by_task", {}).get(task, stream.get(key))
+            return limit if isinstance(limit, int) else None
 
-        return most("max_source_tokens"), most("max_target_tokens")
+        names = [task.name for task in self.tasks]
+        sources = {name: of(name, "max_source_tokens") for name in names or [""]}
+        targets = {name: of(name, "max_target_tokens") for name in names or [""]}
+        largest = [max((limit for limit in limits.values() if limit), default=None) for limits in (sources, targets)]
+        return {name: (sources[name], targets[name]) for name in names} | {"": (largest[0], largest[1])}
 
     @property
     def sha256(self) -> str:

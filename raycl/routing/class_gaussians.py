@@ -78,7 +78,7 @@ class ClassGaussians:
         self.covariances: dict[str, Tensor] = {}
         self.samples: dict[str, Tensor] = {}
         self.ridge = ridge
-        self._scores: tuple[Tensor, Tensor, Tensor] | None = None
+        self._scores: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._calibrator: OodCalibrator | None = None
 
     @property
@@ -101,15 +101,12 @@ class ClassGaussians:
 
     def nearest(self, queries_BD: Tensor) -> Tensor:
         """Return `[B]`, the number of the adapter with the nearest class; of equals the first."""
-        directions_KD, offsets_K, _ = self._prepared(queries_BD.device)
-        nearest_B = (queries_BD.double() @ directions_KD.T - offsets_K).argmax(1)
-        owners = [number for number, means in enumerate(self.means.values()) for _ in range(len(means))]
-        adapter_B: Tensor = torch.tensor(owners, device=nearest_B.device)[nearest_B]
-        return adapter_B
+        directions_KD, offsets_K, _, owners_K = self._prepared(queries_BD.device)
+        return owners_K[(queries_BD.double() @ directions_KD.T - offsets_K).argmax(1)]
 
     def distances(self, queries_BD: Tensor) -> Tensor:
         """Return `[B]`, the squared distance to the nearest class."""
-        directions_KD, offsets_K, precision_DD = self._prepared(queries_BD.device)
+        directions_KD, offsets_K, precision_DD, _ = self._prepared(queries_BD.device)
         queries = queries_BD.double()
         highest_B = (queries @ directions_KD.T - offsets_K).max(1).values
         return ((queries @ precision_DD) * queries).sum(1) - 2 * highest_B
@@ -119,17 +116,19 @@ class ClassGaussians:
         if self._calibrator is None and self.samples:
             samples = [sample_ND.to(queries_BD.device) for sample_ND in self.samples.values()]
             self._calibrator = OodCalibrator(self.distances, samples)
-        return None if self._calibrator is None else self._calibrator.scores(queries_BD)
+        return None if self._calibrator is None else self._calibrator.scores(self.distances(queries_BD))
 
-    def _prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return S^+ mu `[K, D]` and mu^T S^+ mu / 2 `[K]` of all K classes, and S^+; a distance is -2 (q S^+ mu -
-        that), but for a term that all classes share."""
+    def _prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return S^+ mu `[K, D]` and mu^T S^+ mu / 2 `[K]` of all K classes, S^+, and the number of each class's
+        adapter `[K]`; a distance is -2 (q S^+ mu - that), but for a term that all classes share."""
         if self._scores is None or self._scores[0].device != device:
             means_KD = torch.cat(list(self.means.values())).to(device, torch.float64)
             shared_DD = torch.stack(list(self.covariances.values())).double().mean(0).to(device)
             precision_DD = inverse(shared_DD, self.ridge)
             directions_KD = means_KD @ precision_DD
-            self._scores = directions_KD, (directions_KD * means_KD).sum(1) / 2, precision_DD
+            counts = torch.tensor([len(means_CD) for means_CD in self.means.values()], device=device)
+            owners_K = torch.arange(len(counts), device=device).repeat_interleave(counts)
+            self._scores = directions_KD, (directions_KD * means_KD).sum(1) / 2, precision_DD, owners_K
         return self._scores
 
     def selected(self, queries_BD: Tensor) -> Mixture:

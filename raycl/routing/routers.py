@@ -137,8 +137,7 @@ class TextRouter(Router):
         queries_BC, only = self.encoder.embed(texts), None
         if tasks is not None and self.router.config.task_id:
             only = [self._phases.get(task, task) for task in tasks]
-        mixture = self.router.route(queries_BC, only)
-        return replace(mixture, ood_scores=self.router.ood_score(queries_BC)) if self.router.samples else mixture
+        return self.router.route_scored(queries_BC, only)
 
     @property
     def reads_task(self) -> bool:

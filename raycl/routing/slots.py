@@ -7,6 +7,7 @@ Slots of task t are called `t.0`, `t.1`, ... With one value per group (`value_la
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from raycl.routing import slot_index
 from raycl.routing.slot_index import KeyIndex
 from raycl.routing.slot_keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
 from raycl.routing.slot_weights import RetrievalConfig, slot_weights, sparse_weights
-from raycl.routing.statistics import Discriminant, OodCalibrator, Statistics, sample_rows
+from raycl.routing.statistics import Discriminant, OodCalibrator, Statistics, likeliest, sample_rows
 from raycl.types import Mixture, RouterState
 
 Kind = Literal["keys", "discriminant"]
@@ -46,7 +47,9 @@ class SlotRouter:
         self._index: KeyIndex | None = None
         self._placed: Tensor | None = None
         self._bounds: Tensor | None = None
+        self._owner: Tensor | None = None
         self._slot_names: list[str] = []
+        self._names: tuple[str, ...] = ()
 
     # ---- learning --------------------------------------------------------------------------------------------
 
@@ -64,8 +67,9 @@ class SlotRouter:
         """Add a task whose keys and statistics are known."""
         self.tasks.append(task)
         self._keys[task], self._statistics[task] = keys_MgH, statistics
-        self._discriminant = self._calibrator = self._index = self._placed = self._bounds = None
+        self._discriminant = self._calibrator = self._index = self._placed = self._bounds = self._owner = None
         self._slot_names += self.slots(task)
+        self._names = ()
 
     def add_by_examples(self, task: str, queries_BC: Tensor) -> None:
         """Add a task whose adapter was trained elsewhere, known by queries of a few of its texts.
@@ -125,17 +129,29 @@ class SlotRouter:
 
     def owner(self) -> Tensor:
         """Return `[N]` number of the task that owns each slot, on the CPU."""
-        return torch.cat([torch.full((len(self._keys[task]),), number) for number, task in enumerate(self.tasks)])
+        counts = torch.tensor([len(self._keys[task]) for task in self.tasks])
+        return torch.arange(len(counts)).repeat_interleave(counts)
 
     def _compared(self, queries_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Return `similar` and `owner` on the device of the queries."""
-        return self.similar(queries_BC), self.owner().to(queries_BC.device)
+        if self._owner is None or self._owner.device != queries_BC.device:
+            self._owner = self.owner().to(queries_BC.device)
+        return self.similar(queries_BC), self._owner
 
-    def route(self, queries_BC: Tensor, only: Sequence[str] | None = None) -> Mixture:
+    @property
+    def _adapter_names(self) -> tuple[str, ...]:
+        """The names of all adapters, in the order of a mixture's columns."""
+        if not self._names:
+            slots, groups = self._slot_names, range(self.groups)
+            self._names = tuple([f"{slot}-{group}" for group in groups for slot in slots] if self.per_group else slots)
+        return self._names
+
+    def route(self, queries_BC: Tensor, only: Sequence[str] | None = None, scores_BT: Tensor | None = None) -> Mixture:
         """Return the mixture of each query.
 
         Args:
             only: the task of each query, whose slots alone may be chosen (SLM-TI, training within a task); None: all.
+            scores_BT: the discriminant's scores of these queries, where they are known.
 
         Raises:
             RetrievalError: nothing was learned yet, or a query does not fit the keys.
@@ -143,21 +159,29 @@ class SlotRouter:
         if not self.tasks:
             raise RetrievalError("no task has been learned yet: there are no keys to choose from")
         if only is None and self._is_large:
-            return self._searched(queries_BC)
+            return self._searched(queries_BC, scores_BT)
         if only is not None and len(set(only)) == 1 and only[0] in self._keys:  # training: no other slot is compared
             task_cosines = cosines(split_groups(queries_BC, self.groups), self._keys[only[0]].to(queries_BC.device))
             return Mixture(tuple(self.adapters(only[0])), slot_weights(task_cosines, self.config, None, self.per_group))
         similar, owner = self._compared(queries_BC)
         if only is not None:
-            unknown = sorted(set(only) - set(self.tasks))
+            unknown = sorted(set(only) - self._keys.keys())
             if unknown:
                 raise RetrievalError(f"no keys of {', '.join(unknown)}: expected some of {', '.join(self.tasks)}")
-            mine = owner == torch.tensor([self.tasks.index(task) for task in only], device=owner.device)[:, None]
+            numbers = {task: self.tasks.index(task) for task in dict.fromkeys(only)}
+            mine = owner == torch.tensor([numbers[task] for task in only], device=owner.device)[:, None]
             weights = slot_weights(similar, self.config, mine, self.per_group)
         else:
-            weights = self._weights(self.kind, queries_BC, similar, owner)
-        slots, groups = self._slot_names, range(self.groups)
-        return Mixture(tuple([f"{slot}-{g}" for g in groups for slot in slots] if self.per_group else slots), weights)
+            weights = self._weights(self.kind, queries_BC, similar, owner, scores_BT)
+        return Mixture(self._adapter_names, weights)
+
+    def route_scored(self, queries_BC: Tensor, only: Sequence[str] | None = None) -> Mixture:
+        """Return the mixture of each query as `route`, with its out-of-distribution score where dev texts were kept."""
+        if not self.samples:
+            return self.route(queries_BC, only)
+        scores_BT = self.discriminant.scores(queries_BC)
+        mixture = self.route(queries_BC, only, scores_BT)
+        return replace(mixture, ood_scores=self.ood_score(queries_BC, scores_BT))
 
     # ---- judging ---------------------------------------------------------------------------------------------
 
@@ -190,14 +214,17 @@ class SlotRouter:
             means = {kind: sum(dev_accuracy[kind].values()) / len(dev_accuracy[kind]) for kind in KINDS}
             self.kind = max(KINDS, key=lambda kind: means[kind])
 
-    def ood_score(self, queries_BC: Tensor) -> Tensor:
+    def ood_score(self, queries_BC: Tensor, scores_BT: Tensor | None = None) -> Tensor:
         """Return `[B]` from 0 to 1: the share of known texts that are nearer to a task; near 1 for texts of no task.
+
+        Args:
+            scores_BT: the discriminant's scores of these queries, where they are known.
 
         Raises:
             RetrievalError: no dev text of any task was kept, or a query does not fit or is not finite.
         """
         split_groups(queries_BC, self.groups)
-        return self.calibrated().scores(queries_BC)
+        return self.calibrated().scores(self.discriminant.relative_distances(queries_BC, scores_BT))
 
     def calibrated(self) -> OodCalibrator:
         """Return the calibrator of `ood_score`; the first call takes up to half a second at a hundred tasks.
@@ -226,7 +253,8 @@ class SlotRouter:
         if not samples or queries is None or not len(queries):
             return {}
         before = Discriminant({task: self._statistics[task] for task in earlier})
-        return {newest: 100 * float(OodCalibrator(before.relative_distances, samples).scores(queries).mean())}
+        scores = OodCalibrator(before.relative_distances, samples).scores(before.relative_distances(queries))
+        return {newest: 100 * float(scores.mean())}
 
     @property
     def _is_large(self) -> bool:
@@ -235,20 +263,22 @@ class SlotRouter:
         plain = rules == ("group_union", "cosine", "instance") and not self.per_group
         return plain and len(self._slot_names) > slot_index.EXACT_UP_TO
 
-    def _searched(self, queries_BC: Tensor) -> Mixture:
+    def _searched(self, queries_BC: Tensor, scores_BT: Tensor | None) -> Mixture:
         """Return a mixture from the index, or from the slots of the chosen tasks, with columns of chosen slots only."""
         queries_BgH = split_groups(queries_BC, self.groups)
         if self.kind == "keys":
             index = self.index_on(queries_BC.device)
             ids, weights = sparse_weights(*index.search(queries_BgH, self.config.top_k), self.config)
         else:
-            ids, weights = self._searched_by_task(queries_BC, queries_BgH)
+            ids, weights = self._searched_by_task(queries_BC, queries_BgH, scores_BT)
         return Mixture(tuple(self._slot_names[number] for number in ids.tolist()), weights)
 
-    def _searched_by_task(self, queries_BC: Tensor, queries_BgH: Tensor) -> tuple[Tensor, Tensor]:
+    def _searched_by_task(
+        self, queries_BC: Tensor, queries_BgH: Tensor, scores_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the weights under a discriminant, looking at the slots of the chosen tasks alone."""
-        scores = self.discriminant.scores(queries_BC)
-        best = scores.topk(min(self.config.top_k, len(self.tasks)), dim=1)
+        scores_BT = self.discriminant.scores(queries_BC) if scores_BT is None else scores_BT
+        best = scores_BT.topk(min(self.config.top_k, len(self.tasks)), dim=1)
         joined = self._joined_on(queries_BC.device)
         chances = best.values.softmax(1)
         first_BT, own_BT = self._bounds_on(joined.device)[:, best.indices]
@@ -271,11 +301,19 @@ class SlotRouter:
             self._index = KeyIndex(joined, self.config.top_k)
         return self._index
 
-    def _weights(self, kind: Kind, queries_BC: Tensor, similar_BgN: Tensor, owner_N: Tensor) -> Tensor:
+    def _weights(
+        self,
+        kind: Kind,
+        queries_BC: Tensor,
+        similar_BgN: Tensor,
+        owner_N: Tensor,
+        scores_BT: Tensor | None = None,
+    ) -> Tensor:
         """Return the weights of slots by their cosines; under a discriminant within each task, times its softmax."""
         if kind == "keys":
             return slot_weights(similar_BgN, self.config, None, self.per_group)
-        chances_BT = self.discriminant.weights(queries_BC, self.config.top_k)
+        scores_BT = self.discriminant.scores(queries_BC) if scores_BT is None else scores_BT
+        chances_BT = likeliest(scores_BT, self.config.top_k)
         total = chances_BT.new_zeros(len(similar_BgN), similar_BgN.shape[2] * (self.groups if self.per_group else 1))
         for number in chances_BT.any(0).nonzero().flatten().tolist():
             mine = (owner_N == number).expand(len(similar_BgN), -1)

@@ -33,8 +33,16 @@ KEPT = 64
 """The number of texts kept of each task, 98 KB at 384 dimensions; the share of one task alone is then known in steps of
 1.6 %."""
 
+COMPARED = 16_384
+"""The number of kept texts that a text is compared with at most, the same number of each task: those of 256 tasks. A
+share is then known in steps of 0.006 %, and what is computed once grows with the number of tasks, not with its
+square."""
+
 ROWS = 1024
 """The number of kept texts whose distances are computed together, to bound memory at many tasks."""
+
+NEAREST = 4
+"""The number of tasks whose distances are computed in double precision: the nearest of all in single precision."""
 
 
 def sample_rows(count: int) -> Tensor:
@@ -50,21 +58,20 @@ class OodCalibrator:
 
         Args:
             distances: returns the distances `[B]` of queries `[B, c]` to the nearest task, on the queries' device.
-            samples: `[n, c]` queries of each task, not all empty; their order does not matter.
+            samples: `[n, c]` queries of each task in an order drawn at random, not all empty.
         """
-        parts = torch.split(torch.cat(list(samples)), ROWS)
-        self._measure = distances
+        of_each = max(1, COMPARED // len(samples))
+        parts = torch.split(torch.cat([sample[:of_each] for sample in samples]), ROWS)
         self._known = torch.cat([distances(part) for part in parts]).sort().values
 
-    def scores(self, queries_BC: Tensor) -> Tensor:
-        """Return `[B]` from 0 to 1: the share of known texts that are nearer to their nearest task than the query is to
-        its.
+    def scores(self, distances_B: Tensor) -> Tensor:
+        """Return `[B]` from 0 to 1: the share of known texts that are nearer to their nearest task than a text of this
+        distance is to its.
 
         Texts of all known tasks together spread evenly over 0 to 1; one minus the share is the p-value of a text being
         known. (Texts of one task may lie lower or higher: tasks differ in how far their texts spread.) The mean share
         of a new task's texts is the area under the ROC curve (AUROC) of telling them from known ones.
         """
-        distances_B = self._measure(queries_BC)
         self._known = self._known.to(distances_B.device)
         return torch.searchsorted(self._known, distances_B) / len(self._known)
 
@@ -145,9 +152,13 @@ class Discriminant:
         scores: Tensor = unit @ self._directions.T - self._offsets
         return scores
 
-    def distances(self, queries_BC: Tensor) -> Tensor:
-        """Return `[B]` smallest squared Mahalanobis distance to any task's mean: large for texts unlike all tasks'."""
-        return self._distances(queries_BC).float()
+    def distances(self, queries_BC: Tensor, scores_BT: Tensor | None = None) -> Tensor:
+        """Return `[B]` smallest squared Mahalanobis distance to any task's mean: large for texts unlike all tasks'.
+
+        Args:
+            scores_BT: `scores` of these queries, where they are known.
+        """
+        return self._distances(queries_BC, scores_BT).float()
 
     def _follow(self, device: torch.device) -> None:
         if self._directions.device == device:
@@ -156,22 +167,27 @@ class Discriminant:
             setattr(self, name, getattr(self, name).to(device))
         self.__dict__.pop("_background", None)
 
-    def _distances(self, queries_BC: Tensor) -> Tensor:
+    def _distances(self, queries_BC: Tensor, scores_BT: Tensor | None) -> Tensor:
+        scores_BT = self.scores(queries_BC) if scores_BT is None else scores_BT
+        near_BK = scores_BT.topk(min(NEAREST, len(self.tasks)), dim=1).indices
         unit = nn.functional.normalize(queries_BC.double(), dim=1)
-        self._follow(unit.device)
         own_B = ((unit @ self._precision) * unit).sum(1)
-        squared: Tensor = own_B[:, None] - 2 * unit @ self._pulled.T + self._around
+        along_BK = torch.einsum("bc,bkc->bk", unit, self._pulled[near_BK])
+        squared: Tensor = own_B[:, None] - 2 * along_BK + self._around[near_BK]
         return squared.min(1).values
 
-    def relative_distances(self, queries_BC: Tensor) -> Tensor:
+    def relative_distances(self, queries_BC: Tensor, scores_BT: Tensor | None = None) -> Tensor:
         """Return `[B]` `distances` less `BACKGROUND` of the distance to the middle of all tasks.
 
         A text that is unusual for the nearest task alone gets a larger value than one that is unusual for all of them.
+
+        Args:
+            scores_BT: `scores` of these queries, where they are known.
         """
         self._follow(queries_BC.device)
         middle, precision = self._background
         apart = nn.functional.normalize(queries_BC.double(), dim=1) - middle
-        relative = self._distances(queries_BC) - BACKGROUND * ((apart @ precision) * apart).sum(1)
+        relative = self._distances(queries_BC, scores_BT) - BACKGROUND * ((apart @ precision) * apart).sum(1)
         return relative.float()
 
     @cached_property
@@ -181,11 +197,11 @@ class Discriminant:
         apart = self._means - middle
         return middle, _inverse(self._shared + (self._shares[:, None] * apart).T @ apart, self.ridge)
 
-    def weights(self, queries_BC: Tensor, top_k: int) -> Tensor:
-        """Return `[B, T]` softmax of the scores over the best `top_k` tasks."""
-        scores = self.scores(queries_BC)
-        best = scores.topk(min(top_k, scores.shape[1]), dim=1)
-        return torch.zeros_like(scores).scatter(1, best.indices, best.values.softmax(1))
+
+def likeliest(scores_BT: Tensor, top_k: int) -> Tensor:
+    """Return `[B, T]` softmax of tasks' scores over the best `top_k`."""
+    best = scores_BT.topk(min(top_k, scores_BT.shape[1]), dim=1)
+    return torch.zeros_like(scores_BT).scatter(1, best.indices, best.values.softmax(1))
 
 
 def _inverse(covariance: Tensor, share: float) -> Tensor:
@@ -250,7 +266,7 @@ class BareTexts:
         """Return how probable each of these adapters is for each text, on the CPU; None: one lacks an outline."""
         if not names or any(name not in self._outlines for name in names):
             return None
-        weights_BN = self._over(tuple(names)).weights(queries_BD[:, :WIDEST], len(names))
+        weights_BN = likeliest(self._over(tuple(names)).scores(queries_BD[:, :WIDEST]), len(names))
         return Mixture(tuple(names), weights_BN.cpu())
 
     def _over(self, names: tuple[str, ...]) -> Discriminant:

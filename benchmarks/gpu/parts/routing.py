@@ -22,6 +22,7 @@ from raycl.routing.attention import Attention, AttentionConfig, AttentionRouter,
 from raycl.routing.slot_keys import cosines, split_groups
 from raycl.routing.slot_weights import slot_weights
 from raycl.routing.slots import KINDS, Kind, SlotRouter
+from raycl.routing.statistics import likeliest
 from raycl.types import Mixture
 
 TASKS, TINY_TASKS = 10_000, 1_500
@@ -53,9 +54,9 @@ def _slots(setup: Setup, kind: Kind, seconds: float) -> Iterator[Figure]:
     expect = _expected_by_keys if kind == "keys" else _expected_by_discriminant
     for batch, limit in LIMITS_MS.items():
         queries = texts[:batch]
-        run = partial(router.route, queries.to(setup.device))
+        run = partial(router.route_scored, queries.to(setup.device))
         check_same(f"{kind}, batch {batch}", run(), expect(beside, keys, queries))
-        on_cpu = partial(beside.route, queries)
+        on_cpu = partial(beside.route_scored, queries)
         yield _figure(setup, f"{_tasks(setup):,} tasks by {kind}, batch {batch}", run, on_cpu, batch, limit, seconds)
 
 
@@ -111,7 +112,7 @@ def _expected_by_keys(router: SlotRouter, keys_TMC: Tensor, queries_BC: Tensor) 
 def _expected_by_discriminant(router: SlotRouter, keys_TMC: Tensor, queries_BC: Tensor) -> list[Weights]:
     """Task by task of each text."""
     expected = []
-    for query, chances_T in zip(queries_BC, router.discriminant.weights(queries_BC, TOP_K), strict=True):
+    for query, chances_T in zip(queries_BC, likeliest(router.discriminant.scores(queries_BC), TOP_K), strict=True):
         weights: Weights = {}
         for number in chances_T.nonzero().flatten().tolist():
             own_MgH = keys_TMC[number].view(SLOTS, GROUPS, -1)

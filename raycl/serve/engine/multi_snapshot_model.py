@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -117,11 +117,18 @@ class LoadedSnapshot(TaskPrompts):
         Args:
             names: adapters that are active for it; None: not known yet, so as many as its router activates at most.
         """
-        entries = [entry for entry in self.snapshot.adapters if entry.prompt and (names is None or entry.name in names)]
-        lengths = sorted((entry.prompt[0] for entry in entries if entry.prompt), reverse=True)
+        known = self._prompt_lengths
+        if not known:
+            return 0
+        lengths = sorted(known.values() if names is None else [known.get(name, 0) for name in names], reverse=True)
         if not self.concatenates_prompts:
             return max(lengths, default=0)
         return sum(lengths[: self.snapshot.router.settings.get("top_k") if names is None else None])
+
+    @cached_property
+    def _prompt_lengths(self) -> dict[str, int]:
+        """Adapter -> positions of its soft prompt, of adapters that have one."""
+        return {entry.name: entry.prompt[0] for entry in self.snapshot.adapters if entry.prompt}
 
     def mixture(self, texts: Sequence[str], tasks: Sequence[str] | None = None) -> Mixture:
         """Return the mixture of each text, by names on the device; adapters without weight are left out.

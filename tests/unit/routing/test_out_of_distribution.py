@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NoReturn
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from raycl.errors import RetrievalError
-from raycl.routing import statistics
+from raycl.routing import slot_index, statistics
 from raycl.routing.key_maps import newest_rows, similarity
 from raycl.routing.routers import without
 from raycl.routing.slot_keys import KeyConfig
 from raycl.routing.slot_weights import RetrievalConfig
-from raycl.routing.slots import SlotRouter
+from raycl.routing.slots import Kind, SlotRouter
 from raycl.routing.statistics import KEPT, Discriminant, OodCalibrator, Statistics, sample_rows
 from raycl.types import RouterState
 
@@ -94,7 +98,63 @@ def test_many_kept_texts_are_measured_in_parts(monkeypatch: pytest.MonkeyPatch) 
     samples = [router.samples["two"], router.samples["one"]]
     monkeypatch.setattr(statistics, "ROWS", 7)
     calibrator = OodCalibrator(router.discriminant.relative_distances, samples)
-    torch.testing.assert_close(calibrator.scores(queries), whole)
+    torch.testing.assert_close(calibrator.scores(router.discriminant.relative_distances(queries)), whole)
+
+
+class Unread(dict[str, Tensor]):
+    """A dict whose values must not be read one after another."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("a loop over all tasks")
+
+    def values(self) -> NoReturn:
+        raise AssertionError("a loop over all tasks")
+
+    items = values
+
+
+@pytest.mark.parametrize("exact_up_to", [0, 1000])
+@pytest.mark.parametrize("per_group", [False, True])
+@pytest.mark.parametrize("kind", ["keys", "discriminant"])
+def test_no_request_loops_over_tasks(
+    kind: Kind, per_group: bool, exact_up_to: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_index, "EXACT_UP_TO", exact_up_to)
+    monkeypatch.setattr(slot_index, "find_spec", lambda name: None)  # its codes need more keys
+    router, queries = studied(*TASKS), texts_of("two", 3, seed=6)
+    router.kind, router.per_group = kind, per_group
+    expected = router.route_scored(queries)
+    router._keys, router._statistics = Unread(router._keys), Unread(router._statistics)
+    router.samples = Unread(router.samples)
+    monkeypatch.setattr(router, "tasks", Unread(dict.fromkeys(router.tasks, torch.zeros(1))))
+    again = router.route_scored(queries)
+    assert again.names == expected.names and torch.equal(again.weights, expected.weights)
+    assert torch.equal(again.ood_scores, expected.ood_scores)
+
+
+def test_a_text_is_compared_with_each_task_once() -> None:
+    """The score goes by the nearest tasks of those products that choose the task."""
+    draw = torch.Generator().manual_seed(0)
+    router = SlotRouter("discriminant", 2, RetrievalConfig(top_k=1))
+    for number in range(200):
+        queries = torch.randn(4, 16, generator=draw)
+        router.add(f"t{number}", queries.view(4, 2, 8), Statistics.of(queries))
+        router.hold_out(f"t{number}", queries[:1])
+    router.route_scored(queries)
+    with FlopCounterMode(display=False) as counted:
+        router.route_scored(queries[:1])
+    cosines = 2 * 16 * 800
+    assert counted.get_total_flops() - cosines < 1.5 * 2 * 16 * 200
+
+
+def test_texts_are_compared_with_as_many_of_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, queries = studied(*TASKS), texts_of("two", 50, seed=6)
+    whole = router.ood_score(queries)
+    monkeypatch.setattr(statistics, "COMPARED", 4 * 16)
+    smaller = OodCalibrator(router.discriminant.relative_distances, list(router.samples.values()))
+    shares = smaller.scores(router.discriminant.relative_distances(queries))
+    assert torch.equal((shares * 64).round(), shares * 64), "16 of each"
+    assert 0 < float((shares - whole).abs().max()) < 0.2
 
 
 def test_a_sample_is_small_and_depends_on_nothing_but_the_task() -> None:
@@ -126,7 +186,8 @@ def test_distances_are_measured_anew_when_a_task_comes() -> None:
     grown.ood_score(queries)
     grown.fit("three", texts_of("three", 200, seed=1), KEYS, seed=2)
     between = OodCalibrator(grown.discriminant.relative_distances, list(grown.samples.values()))
-    assert torch.equal(grown.ood_score(queries), between.scores(queries)) and len(grown.samples) == 2
+    distances = grown.discriminant.relative_distances(queries)
+    assert torch.equal(grown.ood_score(queries), between.scores(distances)) and len(grown.samples) == 2
     grown.hold_out("three", texts_of("three", 200, seed=2))
     assert torch.equal(grown.ood_score(queries), studied("one", "two", "three").ood_score(queries))
 
