@@ -17,8 +17,9 @@ from torch import Tensor
 from raycl.backbone import Backbone
 from raycl.generation import dynamic_cache
 from raycl.generation.dynamic_cache import DynamicKVCache
+from raycl.generation.logits import adjusted
 from raycl.generation.requests import Sampling
-from raycl.generation.sampling import pick, within_allowed
+from raycl.generation.sampling import pick
 from raycl.generation.static_cache import StaticKVCache
 from raycl.types import Mixture
 
@@ -35,10 +36,11 @@ class BatchRow(ABC):
     Attributes:
         mixture: None: the bare backbone, for all rows of a batch or for none.
         sampling: how its tokens are drawn. ids: tokens so far.
+        prompt_ids: tokens before these in one sequence with them.
     """
 
-    def __init__(self, mixture: Mixture | None, sampling: Sampling) -> None:
-        self.mixture, self.sampling = mixture, sampling
+    def __init__(self, mixture: Mixture | None, sampling: Sampling, prompt_ids: Sequence[int] = ()) -> None:
+        self.mixture, self.sampling, self.prompt_ids = mixture, sampling, prompt_ids
         self.ids: list[int] = []
         self.draws = torch.Generator().manual_seed(sampling.seed)
 
@@ -92,7 +94,8 @@ class ContinuousBatch(Generic[RowT]):
         if self._state is None:
             return []
         settings = [row.sampling for row in self.rows]
-        logits_BV = within_allowed(self._state.logits, settings, [row.ids for row in self.rows])
+        prompts, answers = [row.prompt_ids for row in self.rows], [row.ids for row in self.rows]
+        logits_BV = adjusted(self._state.logits, settings, prompts, answers)
         tokens = pick(logits_BV, settings, [row.draws for row in self.rows])
         self.tokens += len(tokens)
         pairs = enumerate(zip(self.rows, tokens, strict=True))

@@ -40,6 +40,12 @@ class Sampling:
         seed: seed of this answer's draws, which depend on nothing else.
         stop: the answer ends before any of these.
         allowed: the tokens of the only answers; None: all.
+        top_k: only this many of the most likely tokens are drawn; 0: all.
+        min_p: only tokens are drawn that have at least this share of the most likely one's probability.
+        repetition_penalty: divides positive logits of tokens in prompt or answer, and multiplies negative ones.
+        frequency_penalty: subtracted from the logit of a token for each time that the answer has it.
+        presence_penalty: subtracted once from the logit of a token that the answer has.
+        logit_bias: tokens with what is added to their logits.
     """
 
     max_tokens: int
@@ -49,6 +55,23 @@ class Sampling:
     stop: tuple[str, ...] = ()
     as_trained: bool = False
     allowed: AllowedTokens | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def adjusts(self) -> bool:
+        """Return whether logits are changed before a token is chosen."""
+        penalties = (self.repetition_penalty - 1, self.frequency_penalty, self.presence_penalty)
+        return any(penalties) or bool(self.logit_bias)
+
+    @property
+    def truncates(self) -> bool:
+        """Return whether only some of the tokens are drawn."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True)

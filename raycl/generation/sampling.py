@@ -17,23 +17,6 @@ COLDEST = 1e-4
 """Lower temperatures are raised to this one, at which only the most likely token is left."""
 
 
-def within_allowed(logits_BV: Tensor, settings: Sequence[Sampling], ids: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits with minus infinity for tokens that no allowed answer of a row has next.
-
-    Args:
-        ids: tokens of each row so far.
-    """
-    trees = {row: allowed for row, setting in enumerate(settings) if (allowed := setting.allowed) is not None}
-    if not trees:
-        return logits_BV
-    barred_MV = torch.ones(len(trees), logits_BV.shape[1], dtype=torch.bool)
-    for index, (row, allowed) in enumerate(trees.items()):
-        barred_MV[index, allowed.after(ids[row])] = False
-    limited, logits_BV = list(trees), logits_BV.clone()
-    logits_BV[limited] = logits_BV[limited].masked_fill(barred_MV.to(logits_BV.device), -torch.inf)
-    return logits_BV
-
-
 def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.Generator]) -> list[int]:
     """Return the next token of each row: from the row's own settings and random generator, independent of other rows.
 
@@ -50,21 +33,37 @@ def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.
     heat_D1 = torch.tensor(heats, dtype=torch.float64, device=device)
     chances_DV = ((logits_BV[drawn] - best_B[drawn, None]).double() / heat_D1).softmax(-1)
     points_D1 = torch.stack([torch.rand(1, generator=draws[row], dtype=torch.float64) for row in drawn]).to(device)
-    full = [index for index, row in enumerate(drawn) if settings[row].top_p >= 1]
-    part = [index for index, row in enumerate(drawn) if settings[row].top_p < 1]
+    full = [index for index, row in enumerate(drawn) if not settings[row].truncates]
+    part = [index for index, row in enumerate(drawn) if settings[row].truncates]
     if full:
         for index, token in zip(full, _placed(chances_DV[full], points_D1[full]).tolist(), strict=True):
             tokens[drawn[index]] = token
     if part:
-        nuclei = [[settings[drawn[index]].top_p] for index in part]  # in float32 the smallest chances would be 0
-        nucleus_D1 = torch.tensor(nuclei, dtype=torch.float64, device=device)
         sorted_DV, order_DV = chances_DV[part].sort(dim=-1, descending=True, stable=True)
-        before_DV = sorted_DV.cumsum(-1) - sorted_DV
-        kept_DV = sorted_DV.masked_fill(before_DV >= nucleus_D1, 0.0)
+        kept_DV = _truncated(sorted_DV, [settings[drawn[index]] for index in part])
         found_D = order_DV.gather(-1, _placed(kept_DV, points_D1[part])[:, None])[:, 0]
         for index, token in zip(part, found_D.tolist(), strict=True):
             tokens[drawn[index]] = token
     return tokens
+
+
+def _truncated(sorted_DV: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """Return falling chances with 0 for tokens that are not drawn: by `min_p`, then `top_k`, then `top_p` of the rest.
+
+    That is vLLM's order; its order of the last two is that of Transformers too.
+    """
+
+    def column(values: Sequence[float]) -> Tensor:  # in float32 the smallest chances would be 0
+        return torch.tensor(values, dtype=torch.float64, device=sorted_DV.device)[:, None]
+
+    width = sorted_DV.shape[-1]
+    places_1V = torch.arange(width, device=sorted_DV.device)[None]
+    few_D1 = column([setting.top_k or width for setting in settings])
+    least_D1 = sorted_DV[:, :1] * column([setting.min_p for setting in settings])
+    sorted_DV = sorted_DV.masked_fill((places_1V >= few_D1) | (sorted_DV < least_D1), 0.0)
+    before_DV = sorted_DV.cumsum(-1) - sorted_DV
+    nucleus_D1 = column([setting.top_p for setting in settings]) * sorted_DV.sum(-1, keepdim=True)
+    return sorted_DV.masked_fill((before_DV >= nucleus_D1) & (places_1V > 0), 0.0)
 
 
 def _placed(chances_DV: Tensor, points_D1: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from raycl import config as configs
 from raycl.backbone.model_files import resolve_path
@@ -36,6 +36,10 @@ class LimitsConfig(Section):
     timeout_s: float = Field(60.0, gt=0, description="seconds for a request at most; longer: 504, for its body: 408")
 
 
+Origin = Annotated[str, StringConstraints(pattern=r"^(\*|https?://[^/\s*]+)$")]
+"""Scheme, host and port of a web page."""
+
+
 class AuthConfig(Section):
     """API keys: one a line in a file, or separated by commas in RAYCL_API_KEYS; none: open, on loopback only.
 
@@ -44,6 +48,11 @@ class AuthConfig(Section):
     """
 
     keys_file: PathOrUri = Field(None, description="file with one API key per line; null: none")
+    allowed_origins: tuple[Origin, ...] = Field(
+        (),
+        description="origins of other web pages whose scripts may send requests (CORS): [https://app.example.org]; "
+        "'*': all, only with API keys",
+    )
 
 
 class FollowConfig(Section):

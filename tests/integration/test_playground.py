@@ -60,6 +60,8 @@ def test_files_come_with_type_policy_and_tag(served: Get) -> None:
             assert answer.headers["Content-Type"] == TYPES[Path(name).suffix]
             assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
             assert "unsafe" not in answer.headers["Content-Security-Policy"]
+        with urllib.request.urlopen(urllib.request.Request(endpoint.url + path, method="HEAD")) as head:
+            assert head.status == 200 and head.headers["ETag"] == answer.headers["ETag"] and head.read() == b""
         again = urllib.request.Request(endpoint.url + path, headers={"If-None-Match": answer.headers["ETag"]})
         with pytest.raises(urllib.error.HTTPError, match="304"):
             urllib.request.urlopen(again)

@@ -13,9 +13,14 @@ from typing import Any
 
 import httpx
 import pytest
+import schemathesis
 from http_client import problem
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
 from local_endpoint import on_a_port
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+from pydantic import TypeAdapter
 from service_client import bank_of
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -36,6 +41,37 @@ from raycl.serve.snapshots.parts import router_of
 from raycl.serve.upstream.client import UpstreamClient
 from raycl.serve.upstream.export import open_choice
 from raycl.serve.upstream.web import make_front_web
+
+RECORDED = (
+    b'{"id":"chatcmpl-9f","object":"chat.completion","created":1764288000,"model":"llama:c","choices":[{"index":0,'
+    b'"message":{"role":"assistant","content":null,"refusal":null,"reasoning_content":null,"tool_calls":[{"id":'
+    b'"chatcmpl-tool-4e","type":"function","function":{"name":"weather","arguments":"{\\"city\\": \\"Bern\\"}"}}]},'
+    b'"logprobs":null,"finish_reason":"tool_calls","stop_reason":null}],"usage":{"prompt_tokens":198,"total_tokens":216,'
+    b'"completion_tokens":18,"prompt_tokens_details":null},"prompt_logprobs":null,"kv_transfer_params":null}',
+    b'data: {"id":"chatcmpl-9f","object":"chat.completion.chunk","created":1764288000,"model":"llama:c","choices":'
+    b'[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+    b'data: {"id":"chatcmpl-9f","object":"chat.completion.chunk","created":1764288000,"model":"llama:c","choices":'
+    b'[{"index":0,"delta":{"tool_calls":[{"id":"chatcmpl-tool-4e","type":"function","index":0,"function":{"name":'
+    b'"weather","arguments":"{\\"city\\": \\"Bern\\"}"}}]},"logprobs":null,"finish_reason":"tool_calls"}]}\n\n'
+    b"data: [DONE]\n\n",
+)
+"""Answers with a tool call in the form of vLLM's published schema: whole, and as a stream."""
+
+EVENTS, JSON = "text/event-stream", "application/json"
+
+TOOL_TURNS: list[dict[str, Any]] = [
+    {"role": "developer", "content": [{"type": "text", "text": "Use tools."}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "fire is warm very"}, {"type": "image_url", "image_url": {}}],
+    },
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "w"}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "it purrs a sleeps"},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "refusal": "no", "reasoning_content": "r"},
+    {"role": "ipython", "content": {"of": "another engine"}},
+    {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]},
+]
+"""Turns of OpenAI's schema and of engines beyond it, of which the router reads one text of a user."""
 
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")
 HEAD = "x-raycl-model"
@@ -61,6 +97,8 @@ class StandIn:
     async def answer(self, request: Request) -> Response:
         body = await request.json()
         self.asked.append((body, dict(request.headers)))
+        if body.get("user") == "recorded":
+            return Response(RECORDED[bool(body.get("stream"))], media_type=EVENTS if body.get("stream") else None)
         if body["model"] == "unknown":
             return JSONResponse(
                 {"error": {"message": "no such model"}}, 404, {"retry-after": "7", "server-timing": "x"}
@@ -176,7 +214,8 @@ def test_each_text_goes_to_its_adapter(
             ("/v1/completions", {"prompt": "x" * 40_000}, "a text has 40000 characters"),
             ("/v1/completions", {"prompt": 3}, "prompt"),
             ("/v1/chat/completions", chat("a", raycl={"adapters": {"a": 0.5}}), "raycl.adapters: Input is not support"),
-            ("/v1/chat/completions", {"messages": []}, "messages: "),
+            ("/v1/chat/completions", {"messages": []}, "messages: no text of system, user or assistant to route by"),
+            ("/v1/chat/completions", {"messages": TOOL_TURNS[2:]}, "messages: no text of system, user or assistant"),
             ("/v1/chat/completions", [], "the body: Input should be a valid dictionary"),
         ):
             status, message = problem(client.post(path, json=wrong))
@@ -191,6 +230,58 @@ def test_each_text_goes_to_its_adapter(
             status, message = problem(sent)
             assert status == 400 and message.startswith(words), message
         assert len(stand_in.asked) == count, "nothing of these reaches the engine"
+
+
+def test_whatever_the_engine_may_read_reaches_it_unchanged(
+    bank: Bank, export: str, engine: tuple[StandIn, str]
+) -> None:
+    """Conversations of OpenAI's published schema, and turns that only engines know; the router reads the texts."""
+    stand_in, url = engine
+    schema = TypeAdapter(list[ChatCompletionMessageParam]).json_schema(ref_template="#/components/schemas/{model}")
+    request = {"required": True, "content": {JSON: {"schema": {name: schema[name] for name in ("type", "items")}}}}
+    described = {
+        "openapi": "3.1.0",
+        "info": {"title": "chats", "version": "1"},
+        "paths": {"/": {"post": {"requestBody": request, "responses": {}}}},
+        "components": {"schemas": schema["$defs"]},
+    }
+    conversations = schemathesis.openapi.from_dict(described)["/"]["POST"].as_strategy()
+    tools = [{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]
+    beside = {
+        "tools": tools,
+        "tool_choice": {"type": "function", "function": {"name": "w"}},
+        "top_k": 3,
+        "guided_json": {},
+    }
+    adapter = f"llama:{open_choice(settings(bank, export, url)).adapters([TEXTS[0]])[0]}"
+    with in_front(bank, export, url) as client:
+
+        def passed(body: dict[str, Any]) -> httpx.Response:
+            answered = client.post("/v1/chat/completions", content=json.dumps(body), headers={"content-type": JSON})
+            assert answered.status_code == 200, answered.text
+            expected = {name: value for name, value in body.items() if name != "raycl"}
+            assert stand_in.asked[-1][0] == {**expected, "model": stand_in.asked[-1][0]["model"]}
+            return answered
+
+        @hypothesis_settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(conversations)
+        def any_conversation(case: schemathesis.Case) -> None:
+            passed({"messages": case.body, **beside, "raycl": {"input": TEXTS[0]}})
+            passed({"messages": [*case.body, {"role": "user", "content": TEXTS[0]}], **beside})
+            roles.update(message["role"] for message in case.body)
+
+        roles: set[str] = set()
+        any_conversation()
+        assert {"user", "assistant", "tool"} <= roles
+        assert passed({"messages": TOOL_TURNS, **beside}).headers[HEAD] == adapter
+        body = {"messages": TOOL_TURNS, "model": "auto", "user": "recorded"}
+        assert client.post("/v1/chat/completions", json=body).content == RECORDED[0]
+        inner = httpx.Client(timeout=20, trust_env=False)
+        official = OpenAI(base_url=str(client.base_url.join("/v1")), api_key="none", http_client=inner)
+        (choice,) = official.chat.completions.create(**body).choices
+        assert choice.message.tool_calls[0].function.arguments == '{"city": "Bern"}'
+        streamed = client.post("/v1/chat/completions", json={**body, "stream": True})
+        assert streamed.content == RECORDED[1] and streamed.headers["content-type"].startswith(EVENTS)
 
 
 def test_each_event_loop_has_connections_of_its_own(bank: Bank, export: str, engine: tuple[StandIn, str]) -> None:

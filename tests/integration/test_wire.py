@@ -122,6 +122,9 @@ def test_a_stream_gives_the_same_answer(wire: Wire) -> None:
     assert [chunk.choices[0].finish_reason for chunk in middle] == [None] * len(middle)
     assert last.choices[0].finish_reason == whole.choices[0].finish_reason
     assert usage.choices == [] and usage.usage == whole.usage
+    assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in (first, *middle, last))
+    unasked = wire.chat(LONG, model="base", max_tokens=3, stream=True)
+    assert not any("usage" in chunk.model_fields_set for chunk in unasked)
     completion = wire.openai.completions.create(model="base", prompt=LONG, max_tokens=20, stream=True, echo=True)
     assert "".join(chunk.choices[0].text for chunk in completion) == LONG + text
 
@@ -168,10 +171,29 @@ def test_stop_sequences(wire: Wire) -> None:
 def test_null_equals_an_absent_field(wire: Wire) -> None:
     settings = ("temperature", "top_p", "n", "seed", "stop", "stream", "stream_options", "max_tokens", "raycl")
     body = {"messages": [{"role": "user", "content": "fire is"}]}
+    settings += ("model", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "logit_bias", "tool_choice")
     neutral = {"logit_bias": {}, "presence_penalty": 0.0, "logprobs": False, "response_format": {"type": "text"}}
+    neutral |= {"top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "tool_choice": "none", "length_penalty": 1.0}
     bodies = [body, {**body, **dict.fromkeys(settings)}, {**body, **neutral, "tools": [], "user": "somebody"}]
-    messages = [wire.post("/v1/chat/completions", item).json()["choices"][0]["message"] for item in bodies]
-    assert messages[0] == messages[1] == messages[2]
+    bodies += [{**body, "raycl": {"mix": None}}]
+    answers = [wire.post("/v1/chat/completions", item).json() for item in bodies]
+    assert all(answer["choices"][0]["message"] == answers[0]["choices"][0]["message"] for answer in answers)
+    assert all(answer["model"] == "auto" for answer in answers)
+
+
+def test_penalties_and_truncation_change_the_answer(wire: Wire) -> None:
+    """At temperature 0 a token that is penalized, or biased against, gives way to the next one."""
+    plain = wire.chat(LONG, model="base", max_tokens=12).choices[0].message.content.split()
+    assert len(set(plain)) < len(plain), "it repeats itself"
+    for penalty in ({"presence_penalty": 2.0, "frequency_penalty": 2.0}, {"extra_body": {"repetition_penalty": 2.0}}):
+        words = wire.chat(LONG, model="base", max_tokens=12, **penalty).choices[0].message.content.split()
+        assert words != plain and len(set(words)) > len(set(plain))
+    first = wire.engine.model.backbone.codec.encode_target([plain[0]])[0][0]
+    other = wire.chat(LONG, model="base", max_tokens=1, logit_bias={str(first): -100})
+    assert other.choices[0].message.content != plain[0]
+    for few in ({"top_k": 1}, {"min_p": 1.0}):
+        hot = wire.chat(LONG, model="base", max_tokens=12, temperature=2.0, seed=1, extra_body=few)
+        assert hot.choices[0].message.content.split() == plain
 
 
 # ---- mixtures --------------------------------------------------------------------------------------------------------
@@ -179,7 +201,9 @@ def test_null_equals_an_absent_field(wire: Wire) -> None:
 
 def test_listed_models_can_be_requested(wire: Wire, model: SnapshotModel) -> None:
     names = [item.id for item in wire.openai.models.list()]
-    assert names[:4] == ["auto", "base", "snapshot:1", "snapshot:2"] and set(names[4:]) == set(model.loaded.keys)
+    assert names[:6] == ["auto", "base", "snapshot:1", "snapshot:2", "colour", "animal"]
+    assert set(names[6:]) == set(model.loaded.keys)
+    assert wire.openai.models.retrieve("colour").id == "colour"
     assert wire.openai.models.retrieve("base").owned_by == "raycl"
     for name, adapters, snapshot in (
         ("base", {}, 2),

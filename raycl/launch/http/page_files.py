@@ -58,7 +58,7 @@ def add_page(app: FastAPI, package: str, below: str) -> None:
 def _add_file(app: FastAPI, path: str, content: bytes, kind: str) -> None:
     headers: Mapping[str, str] = {**HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:20]}"'}
 
-    @app.get(path, include_in_schema=False)
+    @app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)
     async def file(request: Request) -> Response:
         if request.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)

@@ -47,7 +47,8 @@ class RequestRow(BatchRow):
 
     def __init__(self, prepared: PreparedRequest, backbone: Backbone, send: Send) -> None:
         assert prepared.sampling is not None, "only texts are decoded"
-        super().__init__(prepared.mixture, prepared.sampling)
+        prompt_ids = prepared.ids if backbone.capabilities.one_sequence else ()
+        super().__init__(prepared.mixture, prepared.sampling, prompt_ids)
         self.request, self._send = prepared.request, send
         self._decoded = DecodedText(backbone.codec.tokenizer, backbone.codec.eos_id, prepared.sampling)
         self.ids = self._decoded.ids

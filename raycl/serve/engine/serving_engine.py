@@ -133,6 +133,11 @@ class ServingEngine:
         return self.model.backbone.capabilities
 
     @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the tokenizer knows."""
+        return self.model.backbone.codec.vocabulary
+
+    @property
     def counts(self) -> dict[str, float]:
         """Counts of events so far, by name, for metrics."""
         return {**self.model.counts, "tokens": self._texts.tokens, "retrieval_s": self._retrieval_s}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from uvicorn.config import HTTP_PROTOCOLS
 
 from raycl.errors import ConfigError
@@ -117,12 +118,27 @@ def check_access(config: ServeConfig) -> Keys:
         ConfigError: it would be open to the network.
     """
     keys = Keys(config.auth)
+    if not keys and "*" in config.auth.allowed_origins:
+        raise ConfigError(
+            "auth.allowed_origins has '*', which lets every web page that a browser here opens use the endpoint, and "
+            f"there are no API keys: name the pages' origins, or set auth.keys_file or {KEYS_ENV}"
+        )
     if not keys and not is_loopback(config.host):
         raise ConfigError(
             f"host={config.host} lets others on the network in, and there are no API keys: set auth.keys_file, or "
             f"{KEYS_ENV}, or host=127.0.0.1"
         )
     return keys
+
+
+def guarded(app: Any, keys: Keys, config: ServeConfig) -> Any:
+    """Return an ASGI application behind access control, and behind CORS where pages of other origins may ask."""
+    inner = AccessMiddleware(app, keys, config.limits)
+    origins = config.auth.allowed_origins
+    if not origins:
+        return inner
+    methods, exposed = ("GET", "HEAD", "POST"), ("retry-after", "x-raycl-model", "x-request-id")
+    return CORSMiddleware(inner, origins, methods, ("*",), expose_headers=exposed)
 
 
 class AccessMiddleware:

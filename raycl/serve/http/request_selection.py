@@ -10,10 +10,9 @@ from typing import Any
 from raycl.generation.requests import ResponseMetadata, Sampling
 from raycl.serve.engine.engine_requests import AdapterSelection
 from raycl.serve.engine.multi_snapshot_model import MARK, LoadedSnapshot
-from raycl.serve.errors import LimitExceededError, NotFoundError
-from raycl.serve.http.schema import MAX_NUMBER, Generation, Request, ResponseDetails
+from raycl.serve.errors import InvalidRequestError, LimitExceededError, NotFoundError
+from raycl.serve.http.schema import AUTO, MAX_NUMBER, Generation, Request, ResponseDetails
 from raycl.serve.service.service import Service
-from raycl.serve.settings import LimitsConfig
 
 
 @asynccontextmanager
@@ -33,19 +32,36 @@ async def select(service: Service, request: Request) -> AsyncIterator[tuple[Load
         yield loaded, _choice(loaded, request)
 
 
-def sampling_of(limits: LimitsConfig, request: Generation, max_tokens: int | None) -> Sampling:
+def sampling_of(service: Service, request: Generation, max_tokens: int | None) -> Sampling:
     """Return the settings of a request's answers.
 
     Raises:
-        LimitExceededError: more than the limits.
+        LimitExceededError: more than the limits. InvalidRequestError: a token that the model does not have.
     """
+    limits = service.config.limits
     for name, given, most in (("max_tokens", max_tokens or 0, limits.max_tokens), ("n", request.answers, limits.n)):
         if given > most:
             raise LimitExceededError(f"{name} is {given}: this endpoint allows at most {most}")
-    seed = request.seed if request.seed is not None else secrets.randbits(62)
-    tokens = max_tokens or limits.max_tokens
-    top_p = 1.0 if request.top_p is None else request.top_p
-    return Sampling(tokens, request.temperature or 0.0, top_p, seed, request.stops, max_tokens is None)
+    bias = tuple((int(token), added) for token, added in (request.logit_bias or {}).items())
+    unknown = next((token for token, _ in bias if token >= service.engine.vocabulary), None)
+    if unknown is not None:
+        raise InvalidRequestError(
+            f"logit_bias has token {unknown}: expected ids from 0 to {service.engine.vocabulary - 1}"
+        )
+    return Sampling(
+        max_tokens or limits.max_tokens,
+        request.temperature or 0.0,
+        1.0 if request.top_p is None else request.top_p,
+        request.seed if request.seed is not None else secrets.randbits(62),
+        request.stops,
+        as_trained=max_tokens is None,
+        top_k=max(0, request.top_k or 0),
+        min_p=request.min_p or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        logit_bias=bias,
+    )
 
 
 def details_of(loaded: LoadedSnapshot, metadata: ResponseMetadata) -> ResponseDetails:
@@ -80,7 +96,7 @@ def _choice(loaded: LoadedSnapshot, request: Request) -> AdapterSelection:
                 f"snapshot {number} has no adapter {_some(unknown)}: expected some of {_some(loaded.keys)}"
             )
         return AdapterSelection({name: weight for name, weight in pins.adapters.items() if weight != 0}, pins.task)
-    if model == "auto" or model.startswith("snapshot:"):
+    if model == AUTO or model.startswith("snapshot:"):
         return AdapterSelection(None, pins.task, not pins.mix)
     if model == "base":
         return AdapterSelection({}, pins.task)
@@ -88,16 +104,24 @@ def _choice(loaded: LoadedSnapshot, request: Request) -> AdapterSelection:
     held = loaded.keys.get(name, "").partition(MARK)[0]
     if name in loaded.keys and held == f"{name}@{version or held.rpartition('@')[2]}":
         return AdapterSelection({name: 1.0}, pins.task)
-    if model in loaded.prompts:
-        mine = [adapter for adapter, key in loaded.keys.items() if loaded.owners[key] == (model,)]
-        if mine:
-            return AdapterSelection(dict.fromkeys(mine, 1.0 / len(mine)), model)
-        if not loaded.router.chooses:  # no adapter is this task's alone: the mixture that all texts get
-            return AdapterSelection(None, model)
+    if model in served_tasks(loaded):
+        mine = _own_adapters(loaded, model)
+        return AdapterSelection(dict.fromkeys(mine, 1.0 / len(mine)) if mine else None, model)
     raise NotFoundError(
         f"model '{model}' does not exist: expected auto, base, snapshot:NUMBER, or an adapter of snapshot {number} "
         f"({_some(loaded.keys)})"
     )
+
+
+def served_tasks(loaded: LoadedSnapshot) -> list[str]:
+    """Return the tasks that a request may name as its model: they have adapters of their own, or all texts get the same
+    mixture."""
+    return [task for task in loaded.prompts if not loaded.router.chooses or _own_adapters(loaded, task)]
+
+
+def _own_adapters(loaded: LoadedSnapshot, task: str) -> list[str]:
+    """Return the adapters that belong to no other task."""
+    return [adapter for adapter, key in loaded.keys.items() if loaded.owners[key] == (task,)]
 
 
 def _some(names: Any) -> str:

@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     StringConstraints,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from raycl.data.sources.conversation import ROLES, text_of
 from raycl.data.sources.conversation import Message as Turn
-from raycl.data.sources.conversation import text_of
 from raycl.errors import meant
 
 MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER, MAX_PINNED = 16, 256, 200, 1000.0, 10**9, 1000
@@ -39,33 +39,65 @@ Texts = Annotated[list[Text], Field(fail_fast=True)]
 """Several; the first that is wrong ends the check, since messages for tens of thousands take seconds."""
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP)]
 Weight = Annotated[FiniteFloat, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
+TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
 
 
-def _check_unsupported(value: Any) -> None:
-    if value:
-        raise PydanticCustomError("unsupported", "Input is not supported by this endpoint: leave it out")
+class Neutral:
+    """Annotation of a field that would change the answer and is not supported: only these values and null are taken.
+
+    Clients send them as defaults.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self.values = (None, *values)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Check the value."""
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """List the values."""
+        return {"enum": list(self.values), "description": "not supported: left out, or one of these"}
+
+    def _check(self, value: Any) -> Any:
+        if not any(type(value) is type(known) and value == known for known in self.values):
+            raise PydanticCustomError("unsupported", "Input is not supported by this endpoint: leave it out")
+        return value
 
 
-Unsupported = Annotated[
-    Any,
-    AfterValidator(_check_unsupported),
-    WithJsonSchema({"enum": [None, False, 0, [], {}], "description": "not supported: empty, or left out"}),
-]
-"""A field of OpenAI's that would change the answer; clients that send what it is by default are understood."""
+class NullIs:
+    """Annotation of a field whose default is not null: null is its default too."""
 
-UnsupportedLogprobs = Annotated[
-    Any,
-    AfterValidator(lambda value: _check_unsupported(value is not None and value is not False)),
-    WithJsonSchema({"enum": [None, False], "description": "not supported: left out"}),
-]
-"""The same for a count of tokens' chances, of which 0 is one: that of the token taken."""
+    def __init__(self, default: Any) -> None:
+        self.default = default
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Replace null."""
+        inner = handler(source)
+        return core_schema.no_info_before_validator_function(lambda v: self.default if v is None else v, inner)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Allow null."""
+        return {"anyOf": [handler(schema), {"type": "null"}]}
+
+
+Unsupported = Annotated[Any, Neutral(False, 0, 0.0, [], {})]
+NullOrFalse = Annotated[Any, Neutral(False)]
+"""The same for what 0 or nothing asks for too: a count of tokens' chances, of which 0 is that of the token taken."""
+NoneOrAuto = Annotated[Any, Neutral("none", "auto")]
+
+AUTO = "auto"
+"""The model of requests that name none: the router chooses."""
+
+ModelName = Annotated[Name, NullIs(AUTO)]
 
 
 def _check_few(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_PINNED:
         raise PydanticCustomError(
             "too_many",
-            "Input names {count} adapters: at most {most} are read",
+            "Input has {count} entries: at most {most} are read",
             {"count": len(value), "most": MAX_PINNED},
         )
     return value
@@ -96,7 +128,7 @@ class Pins(Wire):
         None,
         description="the text's task: its prompt, and its adapters where the router goes by task ids, not by texts",
     )
-    mix: bool = Field(True, description="false: only the best task's adapters")
+    mix: Annotated[bool, NullIs(True)] = Field(True, description="false: only the best task's adapters; null: true")
     template: bool | None = Field(None, description="prompt of the task around the text; null: not in completions")
 
     @model_validator(mode="before")
@@ -112,7 +144,7 @@ class Pins(Wire):
 class Request(Wire):
     """The fields of every request."""
 
-    model: Name = Field("auto", description="auto, base, an adapter, or snapshot:NUMBER")
+    model: ModelName = Field(AUTO, description="auto, base, a task, an adapter, or snapshot:NUMBER; null: auto")
     raycl: Pins | None = None
 
     @property
@@ -144,10 +176,31 @@ class Generation(Request):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    frequency_penalty: Unsupported = None
-    presence_penalty: Unsupported = None
-    logit_bias: Unsupported = None
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="vLLM's; 0 and -1: all tokens")
+    min_p: FiniteFloat | None = Field(None, ge=0, le=1, description="vLLM's")
+    repetition_penalty: FiniteFloat | None = Field(None, gt=0, le=2, description="vLLM's, over prompt and answer")
+    frequency_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
+    presence_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[TokenId, Bias] | None, BeforeValidator(_check_few)] = Field(
+        None, description="token id -> what is added to its logit"
+    )
     logprobs: Unsupported = None
+    top_logprobs: Unsupported = None
+    prompt_logprobs: NullOrFalse = None
+    use_beam_search: Unsupported = None
+    length_penalty: Annotated[Any, Neutral(1, 1.0)] = None
+    min_tokens: Unsupported = None
+    ignore_eos: Unsupported = None
+    stop_token_ids: Unsupported = None
+    include_stop_str_in_output: Unsupported = None
+    allowed_token_ids: Unsupported = None
+    bad_words: Unsupported = None
+    truncate_prompt_tokens: NullOrFalse = None
+    guided_json: NullOrFalse = None
+    guided_choice: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_grammar: Unsupported = None
+    structured_outputs: Unsupported = None
 
     @property
     def answers(self) -> int:
@@ -181,7 +234,7 @@ class ChatMessage(Wire):
     @property
     def turn(self) -> Turn:
         """It, as tasks of conversations have it."""
-        return Turn("system" if self.role == "developer" else self.role, self.text)
+        return Turn(ROLES[self.role], self.text)
 
     @property
     def text(self) -> str:
@@ -202,7 +255,17 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1)
     response_format: ResponseFormat | None = None
     tools: Unsupported = None
+    tool_choice: NoneOrAuto = None
     functions: Unsupported = None
+    function_call: NoneOrAuto = None
+    audio: Unsupported = None
+    modalities: Annotated[Any, Neutral([], ["text"])] = None
+    chat_template: Unsupported = None
+    chat_template_kwargs: Unsupported = None
+    add_generation_prompt: Annotated[Any, Neutral(True)] = None
+    continue_final_message: Unsupported = None
+    documents: Unsupported = None
+    echo: Unsupported = None
 
     @property
     def prompt(self) -> str:
@@ -216,7 +279,7 @@ class CompletionRequest(Generation):
     prompt: Text | Texts
     echo: bool | None = Field(None, description="the prompt before the answer")
     suffix: Unsupported = None
-    logprobs: UnsupportedLogprobs = None
+    logprobs: NullOrFalse = None
     best_of: int | None = Field(None, ge=1, le=1)
 
 

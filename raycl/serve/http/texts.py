@@ -79,7 +79,7 @@ def _options(
 ) -> GenerationOptions:
     if service.capabilities.answers == "label":
         raise InvalidRequestError("this endpoint's backbone gives labels, not texts: use POST /v1/classify")
-    sampling = sampling_of(service.config.limits, request, max_tokens)
+    sampling = sampling_of(service, request, max_tokens)
     service.check(prompts, request.answers)
     seeds = [(sampling.seed + number) % 2**63 for number in range(request.answers)]
     samplings = [replace(sampling, seed=seed) for _ in prompts for seed in seeds]
@@ -122,6 +122,8 @@ async def _pieces(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield chunks of a stream; answers to several prompts, or n > 1, follow one after another."""
     deadline, head = service.deadline, options.head()
+    if options.request.includes_usage:
+        head["usage"] = None  # until the last chunk, as OpenAI sends it
     answers: list[ServedAnswer] = []
     async with (
         select(service, options.request) as (loaded, choice),

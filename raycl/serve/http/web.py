@@ -15,11 +15,12 @@ from raycl import __version__
 from raycl.errors import BankError, RayclError
 from raycl.launch.http.page_files import add_page
 from raycl.serve.errors import RETRYABLE, InvalidRequestError, NotFoundError, body_of, error_response
-from raycl.serve.http.access import AccessMiddleware, Keys
+from raycl.serve.http.access import Keys, guarded
 from raycl.serve.http.examples import Examples
-from raycl.serve.http.request_selection import details_of, select
+from raycl.serve.http.request_selection import details_of, select, served_tasks
 from raycl.serve.http.response_counter import ResponseCounter
 from raycl.serve.http.schema import (
+    AUTO,
     ActivateAnswer,
     ActivateRequest,
     AdaptersAnswer,
@@ -58,7 +59,7 @@ def make_web(service: Service, keys: Keys) -> Any:
     _add_metrics(app, history)
     _add_health(app, service)
     add_page(app, "raycl.serve.http.playground", "/playground")
-    return ResponseCounter(AccessMiddleware(app, keys, service.config.limits), history)
+    return ResponseCounter(guarded(app, keys, service.config), history)
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------
@@ -185,11 +186,12 @@ def _add_models(app: FastAPI, service: Service) -> None:
     snapshot_manager = service.snapshot_manager
 
     def names() -> list[dict[str, Any]]:
-        active = snapshot_manager.active.snapshot
-        listed = ["auto", "base", *(f"snapshot:{number}" for number in snapshot_manager.bank.snapshots())]
-        listed += [entry.name for entry in active.adapters]
+        loaded = snapshot_manager.active
+        listed = [AUTO, "base", *(f"snapshot:{number}" for number in snapshot_manager.bank.snapshots())]
+        listed += [*served_tasks(loaded), *(entry.name for entry in loaded.snapshot.adapters)]
         created = int(snapshot_manager.active_since)
-        return [{"id": name, "object": "model", "created": created, "owned_by": "raycl"} for name in listed]
+        models = {"object": "model", "created": created, "owned_by": "raycl"}
+        return [{"id": name, **models} for name in dict.fromkeys(listed)]
 
     @app.get("/v1/models", response_model=None, responses={200: {"model": ModelsAnswer}})
     def models() -> Response:

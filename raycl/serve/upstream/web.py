@@ -17,18 +17,19 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, ValidationError
 
 from raycl import __version__
+from raycl.data.sources.conversation import ROLES, Message, text_of
 from raycl.serve.errors import InvalidRequestError, UnavailableError
-from raycl.serve.http.access import AccessMiddleware, Keys
+from raycl.serve.http.access import Keys, guarded
 from raycl.serve.http.schema import (
-    ChatMessage,
+    AUTO,
     HealthAnswer,
+    ModelName,
     ModelsAnswer,
     Name,
     Text,
     Texts,
     Unsupported,
     Wire,
-    conversation,
 )
 from raycl.serve.http.web import ERROR_RESPONSES, TOO_DEEP, add_errors
 from raycl.serve.service.service import check_lengths, log_prompts
@@ -36,8 +37,8 @@ from raycl.serve.settings import ServeConfig
 from raycl.serve.upstream.client import CONNECT_S, UpstreamClient
 from raycl.serve.upstream.export import AdapterChoice
 
-AUTO, CHOSEN = "auto", "x-raycl-model"
-"""The model whose adapter is chosen here; header of an answer with what the engine was given for."""
+CHOSEN = "x-raycl-model"
+"""Header of an answer: the model that the engine was asked for."""
 
 T = TypeVar("T", bound=Wire)
 Body = Annotated[dict[str, Any], JsonBody()]
@@ -57,14 +58,8 @@ class UpstreamFields(Wire):
 class RoutedRequest(Wire):
     """The fields of a request that are read; all others are the engine's."""
 
-    model: Name = AUTO
+    model: ModelName = AUTO
     raycl: UpstreamFields | None = None
-
-
-class ChatTexts(Wire):
-    """The texts of a chat for the router."""
-
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
 
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -148,15 +143,35 @@ def _texts(body: dict[str, Any], is_chat: bool) -> list[str]:
     """Return what the router reads: the conversation as one text, or each prompt.
 
     Raises:
-        InvalidRequestError: token ids.
+        InvalidRequestError: no text, or token ids.
     """
     if is_chat:
-        return [conversation(_read(ChatTexts, body).messages)]
+        turns = _turns(body.get("messages"))
+        if not any(turn.content.strip() for turn in turns):
+            raise InvalidRequestError(
+                "messages: no text of system, user or assistant to route by: give one in raycl.input, or name the model"
+            )
+        return [text_of(turns)]
     prompt = _read(PromptTexts, body).prompt
     texts = [prompt] if isinstance(prompt, str) else [text for text in prompt if isinstance(text, str)]
     if not texts:
         raise InvalidRequestError("token ids cannot be routed: give the text in raycl.input, or name the model")
     return texts
+
+
+def _turns(messages: Any) -> list[Message]:
+    """Return the texts of a chat. The engine decides what else a request may have: tool calls and their results,
+    contents that are null, images, roles of its own. None of that is read here, or checked."""
+    turns = []
+    for message in messages if isinstance(messages, list) else ():
+        role = ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
+        content = message.get("content") if role else None
+        parts = content if isinstance(content, list) else [content]
+        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        whole = "".join(text for text in texts if isinstance(text, str))
+        if role and whole:
+            turns.append(Message(role, whole.encode(errors="replace").decode()))  # tokenizers take no lone surrogates
+    return turns
 
 
 def make_front_web(choice: AdapterChoice, config: ServeConfig, keys: Keys) -> Any:
@@ -174,7 +189,7 @@ def make_front_web(choice: AdapterChoice, config: ServeConfig, keys: Keys) -> An
     add_errors(app)
     _add_texts(app, front)
     _add_health(app, front)
-    return AccessMiddleware(app, keys, config.limits)
+    return guarded(app, keys, config)
 
 
 def _add_texts(app: FastAPI, front: Front) -> None:

@@ -9,8 +9,10 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from raycl.serve.http.access import AccessMiddleware, Keys
-from raycl.serve.settings import AuthConfig, LimitsConfig
+from raycl import config as configs
+from raycl.errors import ConfigError
+from raycl.serve.http.access import AccessMiddleware, Keys, check_access, guarded
+from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "/models/mine", "/models/mine/"])
@@ -57,3 +59,34 @@ def test_without_keys_others_on_the_network_are_refused(path: str, peer: str | N
     gate = AccessMiddleware(PlainTextResponse("in"), Keys(AuthConfig()), LimitsConfig())
     response = TestClient(app, base_url="http://localhost").post(path)
     assert response.status_code == status and (status == 200 or "only requests from this machine" in response.text)
+
+
+PAGE = "https://app.example.org"
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, x-stainless-os"}
+
+
+@pytest.mark.parametrize(("origins", "allowed"), [([], False), ([PAGE], True), (["https://other.example.org"], False)])
+def test_pages_of_other_origins_may_ask_where_the_setting_names_them(origins: list[str], allowed: bool) -> None:
+    config = configs.validate(ServeConfig, {"bank": "b", "auth": {"allowed_origins": origins}})
+    client = TestClient(
+        guarded(PlainTextResponse("in"), check_access(config), config),
+        base_url="http://localhost",
+        client=("127.0.0.1", 50_000),
+    )
+    answered = client.post("/v1/completions", headers={"Origin": PAGE})
+    assert answered.status_code == 200 and answered.headers.get("access-control-allow-origin", "") == PAGE * allowed
+    asked = client.options("/v1/completions", headers={"Origin": PAGE, **PREFLIGHT})
+    assert asked.headers.get("access-control-allow-origin", "") == PAGE * allowed
+    if allowed:
+        assert asked.status_code == 200 and "x-stainless-os" in asked.headers["access-control-allow-headers"]
+
+
+def test_every_origin_is_allowed_with_keys_only(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("plain\n")
+    open_to_all: dict[str, Any] = {"allowed_origins": ["*"]}
+    with pytest.raises(ConfigError, match=r"auth\.allowed_origins has '\*'.*no API keys: name the pages' origins"):
+        check_access(configs.validate(ServeConfig, {"bank": "b", "auth": open_to_all}))
+    with_keys = open_to_all | {"keys_file": str(tmp_path / "keys")}
+    assert check_access(configs.validate(ServeConfig, {"bank": "b", "auth": with_keys}))
+    with pytest.raises(ConfigError, match="allowed_origins"):
+        configs.validate(ServeConfig, {"bank": "b", "auth": {"allowed_origins": ["https://a.example/page"]}})
