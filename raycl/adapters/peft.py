@@ -46,8 +46,6 @@ LITERAL = re.compile(r"\^?[\w.-]+")
 
 
 class _LoraSettings(BaseModel):
-    """The fields of `adapter_config.json` that are read."""
-
     model_config = ConfigDict(strict=True)
 
     lora_alpha: FiniteFloat | None = None

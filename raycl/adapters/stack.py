@@ -192,7 +192,6 @@ class AdapterStack:
         self._unwritten.add(name)
 
     def _place(self, name: str, state: AdapterState, keep: Sequence[str]) -> None:
-        """Give an adapter that fits its rows."""
         check_fits(name, state, {path: (layer.inputs, layer.outputs) for path, layer in self.layers.items()})
         check_copies(name, state, {path: module.base for path, module in self.copied.items()})
         if self.grows and self.table.free < state.rank:
@@ -293,7 +292,6 @@ class AdapterStack:
             self.copied[path].lora_copy = nn.Parameter(self.copied[path].weight.detach().clone())
 
     def _allocate(self, layer: StackedLora, init: Init | None, start: Start | None) -> None:
-        """Create A and B of the adapters in training."""
         ranks, dtype, device = layer.update.ranks, base_dtype(layer.base), layer.weight.device
         if start is not None:
             pair = start(plain_weight(layer.base), sum(ranks), layer.update.scale)

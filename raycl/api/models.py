@@ -39,7 +39,6 @@ class Model:
     answers: Literal["label", "text"]
 
     def __init__(self, bank: str, **settings: Any) -> None:
-        """See `load`."""
         opened, snapshot = snapshot_at(bank)
         config = configs.validate(ServeConfig, {**settings_here(opened), **settings})
         self._model: OfflineModel | None = OfflineModel.open(opened, snapshot, config)

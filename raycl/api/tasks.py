@@ -167,7 +167,6 @@ def _whole(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _class_names(rows: Rows, label: str) -> list[str] | None:
-    """Return names of the classes of a `datasets.Dataset`."""
     feature = (getattr(rows, "features", None) or {}).get(label)
     return None if feature is None else class_names(feature)
 

@@ -89,7 +89,6 @@ def architecture(config: BackboneConfig, source_tokens: int, target_tokens: int)
 
 
 def _no_words() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of special tokens alone."""
     special = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
     ids = {token: number for number, token in enumerate(special.values())}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(ids, unk_token="<unk>")), **special)

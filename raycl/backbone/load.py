@@ -315,13 +315,11 @@ def at_commit(config: BackboneConfig) -> BackboneConfig:
 
 
 def _folder(config: BackboneConfig, weights: bool = True) -> str:
-    """Return the model's files, of one commit whatever is read."""
     files = FetchedFiles(weights, config.allow_pickle, config.trust_remote_code)
     return str(folder_of(config.name, config.revision, files))
 
 
 def _settings(folder: str, trusts: bool) -> PretrainedConfig:
-    """Return the config of a model of one part, which reads texts."""
     from transformers import AutoConfig
 
     settings: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trusts)
@@ -335,7 +333,6 @@ def _settings(folder: str, trusts: bool) -> PretrainedConfig:
 
 
 def _loader(kind: str) -> Any:
-    """Return the Hugging Face class that loads this kind."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     return {"encoder": AutoModel, "encoder-decoder": AutoModelForSeq2SeqLM, "decoder": AutoModelForCausalLM}[kind]

@@ -33,8 +33,6 @@ LARGE = 16 * 2**20
 
 @dataclass(frozen=True)
 class _HashRecord:
-    """The content of a record."""
-
     files: dict[str, dict[str, int | str]]
 
 
@@ -111,7 +109,6 @@ def _known(file: Path, *records: Path) -> str | None:
 
 
 def _entries(record: Path) -> dict[str, dict[str, int | str]]:
-    """Return the name of a file -> its version and hash."""
     folder = Storage.at(record.parent)
     return read_fields(folder, record.name, FORMAT, _HashRecord).files if folder.exists(record.name) else {}
 

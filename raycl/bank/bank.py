@@ -376,7 +376,6 @@ def _object_info(parts: Sequence[Buffer]) -> ObjectInfo:
 
 
 def _next(taken: Sequence[int]) -> range:
-    """Return the numbers to try behind those that are taken."""
     first = max(taken, default=0) + 1
     return range(first, first + RACES)
 

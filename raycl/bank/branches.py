@@ -69,8 +69,6 @@ class Move:
 
 @dataclass(frozen=True)
 class _Reason:
-    """The reason why a bank stays empty."""
-
     reason: str
 
 

@@ -120,7 +120,6 @@ class _Adapter(Section):
 
     @property
     def ref(self) -> AdapterRef:
-        """Name and version."""
         return AdapterRef(name=self.name, version=self.version)
 
     def __str__(self) -> str:

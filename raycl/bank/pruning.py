@@ -29,8 +29,6 @@ _LEASE_FILE = re.compile(r"leases/[0-9a-f]{16}\.json")
 
 @dataclass(frozen=True)
 class _Lease:
-    """The record of a lease."""
-
     run: str
     snapshots: list[int]
 
@@ -108,8 +106,6 @@ class Removed:
 
 @dataclass(frozen=True)
 class _Removal:
-    """The record of a pruning."""
-
     number: int
     snapshots: list[int]
     adapters: list[str]

@@ -107,7 +107,6 @@ def _position(name: str) -> tuple[str, str]:
 
 
 def _name(group: str, inner: str) -> str:
-    """Invert `_position`."""
     kind, is_router, _ = group.partition("//")
     if is_router:
         return f"{kind}/{inner}"

@@ -185,8 +185,6 @@ class StoredAdapter(AdapterState):
 
 @dataclass(frozen=True)
 class _Header:
-    """The header of a file: its tensors in blocks, and by name."""
-
     blocks: tuple[_Block, ...]
     places: Mapping[str, TensorInfo]
 

@@ -135,7 +135,6 @@ def _write_labels(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> RunConfig:
-    """Return the run that would read the data."""
     from raycl.data.settings import TaskSpec
     from raycl.training.setup.run_config import load_config
 
@@ -163,7 +162,6 @@ def task_at(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str,
 
 
 def _names_splits(path: str, spec: dict[str, Any]) -> bool:
-    """Return whether the rows of one file name their splits."""
     from raycl import config as configs
     from raycl.data.resolve import names_splits
     from raycl.data.settings import StreamConfig, TaskSpec

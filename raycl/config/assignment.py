@@ -84,7 +84,6 @@ def overlay(tree: Tree, changes: Tree) -> None:
 
 
 def _renames(old: Any, new: Tree) -> bool:
-    """Return whether a named node gets another name."""
     return "name" in new and name_of(old) not in (None, new["name"])
 
 

@@ -109,7 +109,6 @@ def described(model: type[BaseModel], name: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return the first sentence, on one line."""
     return re.split(r"\. (?=[A-Z])", " ".join(text.split()))[0]
 
 
@@ -121,14 +120,12 @@ def _default(info: FieldInfo) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as YAML on one line."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """Return a node of JSON Schema in words."""
     if "$ref" in node:
         properties = definitions[node["$ref"].rpartition("/")[2]]["properties"]
         return str(properties.get("name", {}).get("const", "section"))

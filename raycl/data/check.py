@@ -148,7 +148,6 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
 
 
 def _split(raw: RawRows, rows: Indices, task: Task, unused: int) -> SplitCheck:
-    """Return counts of a split."""
     texts, answers, repeated = set[int](), Counter[str](), 0
     for row in seen_rows(raw, rows):
         repeated += row.text in texts
@@ -159,7 +158,6 @@ def _split(raw: RawRows, rows: Indices, task: Task, unused: int) -> SplitCheck:
 
 
 def _batches(raw: RawRows, rows: Indices) -> Iterator[tuple[list[str], list[list[str]], list[int]]]:
-    """Yield texts, references and row numbers, some rows at a time."""
     columns = raw.open()
     for start in range(0, len(rows), _BATCH):
         part = rows[start : start + _BATCH]
@@ -207,7 +205,6 @@ def _examples(stream: Stream, task: Task, codec: TextCodec, seed: int, count: in
 
 
 def _cut(check: TaskCheck) -> Iterator[Mistake]:
-    """Yield texts and answers that are longer than the limits."""
     for side, setting in (("sources", "stream.max_source_tokens"), ("targets", "stream.max_target_tokens")):
         for name, split in check.splits.items():
             lengths: LengthSummary | None = getattr(split, side)

@@ -229,7 +229,6 @@ class Collate:
         return {"texts": (*texts, *[""] * blanks), "tasks": (*tasks, *[""] * blanks)}
 
     def _positions(self, rows: Indices) -> list[tuple[int, int]]:
-        """Return each row with the number of its table."""
         return [(row, self._table_of(row)) for row in rows.tolist()]
 
     def named(self, rows: Sequence[int]) -> list[str]:

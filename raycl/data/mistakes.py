@@ -145,7 +145,6 @@ def _key(text: str) -> int:
 
 
 def _of_reading(sources: Mapping[Split, RawRows]) -> Iterator[Mistake]:
-    """Find rows that are not read."""
     for split, raw in sources.items():
         if raw is sources.get("train") and split != "train":
             continue

@@ -112,7 +112,6 @@ def missing_files(config: StreamConfig) -> str:
 def _plans(
     config: StreamConfig, wanted: Sequence[str | TaskSpec], needed: Sequence[str], known: Mapping[str, PublishedTask]
 ) -> tuple[tuple[TaskPlan, ...], list[str]]:
-    """Return the tasks in their order, and the names of those that `allow_missing` leaves out."""
     names = [task for task in wanted if isinstance(task, str)]
     if config.root is None:
         named = {name: _builtin(name, config) for name in names}
@@ -162,7 +161,6 @@ def _unseen(config: StreamConfig) -> list[str | TaskSpec]:
 
 
 def _check_names(wanted: Sequence[str | TaskSpec], unseen: Sequence[str | TaskSpec]) -> None:
-    """Refuse a task that is named twice, and one that is both trained and unseen."""
     named = {
         key: [task if isinstance(task, str) else task.name for task in tasks]
         for key, tasks in (("stream.tasks", wanted), ("stream.unseen", unseen))
@@ -200,7 +198,6 @@ def _builtin(name: str, config: StreamConfig) -> TaskPlan:
 
 
 def _known(name: str, known: PublishedTask | None, located: TaskFolder, config: StreamConfig) -> TaskPlan:
-    """Return a task found by name below the root."""
     info = known or _UNKNOWN
     files = _without_unused_dev(located.files, config)
     labels, prompt, definition = info.labels, info.prompt, info.instruction
@@ -247,7 +244,6 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
 
 
 def _like(spec: TaskSpec) -> PublishedTask:
-    """Return what is known of the task that `like` names."""
     if spec.like is None:
         return _UNKNOWN
     info = TASKS.get(canonical(spec.like))
@@ -308,7 +304,6 @@ def _hub_files(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:
 
 
 def _split_names(spec: TaskSpec, config: StreamConfig) -> dict[str, str]:
-    """Return split -> its name in the task's data, which may be a slice."""
     names = {"train": spec.splits.train, "test": spec.splits.test, "dev": spec.splits.dev}
     wanted = [split for split in SPLITS if split != "dev" or config.dev == "file"]
     return {split: name for split in wanted if (name := names[split]) is not None}

@@ -91,7 +91,6 @@ class TokenTable:
         return TokenTable(self.task, self.split, self._entry, self._positions(rows))
 
     def _positions(self, rows: RowIndices) -> NDArray[np.int64]:
-        """Return the positions of the table's rows in the entry."""
         positions = np.asarray(rows, dtype=np.int64)
         return positions if self._part is None else self._part[positions]
 

@@ -139,7 +139,6 @@ def _late_start(kind: type[BaseException] | None, error: BaseException | None, t
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Set the environment of a Ray that starts now, and of its processes."""
     port = free_port()
     values = {
         "RAY_GCS_SERVER_PORT": str(port),
@@ -157,7 +156,6 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

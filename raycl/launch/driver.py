@@ -174,7 +174,6 @@ def job_of(prepared: Prepared, options: RunOptions, threads: int = 1) -> Trainin
 
 
 def _resume_point(prepared: Prepared) -> str:
-    """Return the progress of a stopped run, for its message."""
     newest = read_state(prepared.storage).checkpoints[-1:]
     at = f"checkpoint '{newest[0]}' is the last one" if newest else "before its first checkpoint"
     return f"{prepared.done} of {len(prepared.phases)} tasks are done, {at}"

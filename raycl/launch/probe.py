@@ -120,7 +120,6 @@ def _measured(config: RunConfig, storage: Storage, state: RunState, settings: Pr
 
 
 def _last(config: RunConfig, storage: Storage, state: RunState, world: DistributedContext) -> Checkpoint:
-    """Return the end of the last phase: its checkpoint, or what the bank keeps of it."""
     bank = open_bank(config.bank, storage)
     objects = TensorObjects(storage, bank.storage)
     published = state.phases[-1].get("bank")
@@ -169,7 +168,6 @@ def _large_outputs(
 def _large_outputs_of(
     context: TrainingContext, task: Task, rows: int, observed: OutputProbe, router: PublishedRouter | None
 ) -> dict[str, dict[str, Any]]:
-    """Return the large outputs of each layer for the texts of a task."""
     backbone, method, codec = context.backbone, context.method, context.backbone.codec
     table = context.stream.table(task, "test", codec)
     if not len(table):

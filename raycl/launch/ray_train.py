@@ -150,7 +150,6 @@ def work_as(world: DistributedContext, job: TrainingJob, report: Callable[[Tree]
 
 
 def _report(record: Tree) -> None:
-    """Report a finished phase to Ray Train."""
     scores = {f"score/{task}": cell["value"] for task, cell in record["row"].items()}
     ray.train.report({"phase": record["phase"], **scores, **record["times"]})
 

@@ -121,7 +121,6 @@ def _json(storage: Storage, name: str) -> dict[str, Any]:
 
 
 def _stop(storage: Storage, drivers: set[str]) -> StopRequest | None:
-    """Return the newest request to these drivers' workers."""
     requests: list[StopRequest] = []
     for driver in drivers - {""}:
         try:

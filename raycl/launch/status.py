@@ -73,7 +73,6 @@ def status_from(files: RunFiles, trace: TraceReader) -> Status:
 
 
 def _state(files: RunFiles) -> tuple[State, str]:
-    """Return the state in one word, and as a sentence."""
     if files.is_alive:
         activity = f"{_activity(files.heartbeat)}, last progress {_ago(files.age + files.heartbeat['idle_s'])}"
         return (
@@ -105,7 +104,6 @@ def _crash(files: RunFiles) -> str:
 
 
 def _activity(heartbeat: dict[str, Any]) -> str:
-    """Return the activity of the workers, as text."""
     activity = heartbeat["activity"]
     if "phase" not in heartbeat:
         return f"{activity}"
@@ -137,7 +135,6 @@ def _last_step(files: RunFiles, trace: TraceReader) -> str:
 
 
 def _resume_point(files: RunFiles) -> str:
-    """Return the point at which the run continues."""
     newest = files.state.checkpoints[-1:]
     match = _CHECKPOINT.match(newest[0]) if newest else None
     return f"it continues after step {int(match[2])} of task {int(match[1]) + 1} ({newest[0]})" if match else ""

@@ -228,7 +228,6 @@ class WarmRun:
 
 
 def _cause(error: RayError) -> BaseException:
-    """Return what was raised in the worker, or what became of it."""
     cause: BaseException = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RayActorError) and not cause.actor_init_failed:
         return RunError("the worker's process died, perhaps killed, perhaps for want of memory")

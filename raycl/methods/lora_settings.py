@@ -157,7 +157,6 @@ class LoraSettings(Section):
         )
 
     def _sizes(self, paths: Sequence[str], rank: int) -> Sizes:
-        """Return rank and scale of the linears that a pattern names."""
         ranks, alphas = _matched(self.rank_pattern, paths), _matched(self.alpha_pattern, paths)
         own = {path: (ranks.get(path, rank), alphas.get(path)) for path in (*ranks, *alphas)}
         return {path: (size, self.scale_of(size, alpha)) for path, (size, alpha) in own.items()}

@@ -176,8 +176,6 @@ def _words(text: str) -> list[str]:
 
 
 class _Foreign:
-    """The labels of other tasks, which are no answers to this task."""
-
     def __init__(self, labels: Labels, other_labels: Collection[str]) -> None:
         own_labels = {normalize(label) for label in labels or ()}
         self._normalized = frozenset(normalize(label) for label in other_labels) - own_labels - {""}

@@ -71,7 +71,6 @@ def _limit() -> None:
 def _answers(
     request: Mapping[str, Any], render: Callable[..., Any], refusal: type[Exception]
 ) -> Iterator[dict[str, str]]:
-    """Yield the text or problem of each conversation."""
     for messages, generates in request["wanted"]:
         signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
         answer = _answer(request, messages, generates, render, refusal)

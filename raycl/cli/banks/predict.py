@@ -149,7 +149,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_parts(options: argparse.Namespace, given: Input, to: Storage, settings: dict[str, Any]) -> dict[str, Any]:
-    """Answer in this process or on workers, and return the summary."""
     from raycl.serve.offline.prediction_files import write_predictions
 
     if options.workers:

@@ -70,7 +70,6 @@ def _specs(paths: list[str]) -> str:
 
 
 def _rows(paths: list[str]) -> list[int]:
-    """Return the number of training rows of each task."""
     from raycl.data.stream import open_stream
     from raycl.training.setup.run_config import load_config
 

@@ -47,7 +47,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Serve the page until Ctrl-C."""
     import threading
     import webbrowser
 

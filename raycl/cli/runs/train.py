@@ -119,7 +119,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace, config: str | None) -> int:
-    """Print what the run would need."""
     from raycl.operations.plan.arithmetic import Cluster, gpu_named
     from raycl.operations.plan.report import plan, text, tree
     from raycl.training.setup import run_config

@@ -67,7 +67,6 @@ def require(name: str) -> Benchmark:
 
 
 def _superni(*numbers: int) -> tuple[str, ...]:
-    """Return the tasks of these numbers."""
     return tuple(canonical(f"task{number:03d}") for number in numbers)
 
 

@@ -96,7 +96,6 @@ def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordB
 
 
 def _whole(storage: Storage, name: str, key: str) -> CacheEntry:
-    """Return the entry after checking its hash."""
     seal, path = read_seal(storage, name, key), Path(storage.path(name))
     check_sealed(path, seal.sha256)
     return CacheEntry(path, seal.info, seal.sha256)

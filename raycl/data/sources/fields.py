@@ -289,7 +289,6 @@ def _string(value: Any, name: str, refuse: RefuseRow) -> str:
 
 
 def _field(item: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the first of the named fields that the item has."""
     for name in names:
         if name in item:
             return item[name]

@@ -90,7 +90,6 @@ def splits_in(file: SourceFile | HubSplit, format: str, columns: Columns) -> boo
 
 
 def _joined(source: SourceFiles, format: str, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
-    """Yield the rows of all files, numbered through."""
     number = before = 0
     for file in source.files:
         for row in read_rows(file, format, columns, findings):
@@ -131,7 +130,6 @@ def _head(file: SourceFile) -> bytes:
 
 
 def _is_phrasebank(file: SourceFile) -> bool:
-    """Return whether the first line ends like one of the Financial PhraseBank."""
     with file.open() as stream:
         first = stream.read(_PEEK).partition(b"\n")[0].decode("latin-1").strip()
     return first.rpartition("@")[2] in _SENTIMENTS and "@" in first
@@ -205,7 +203,6 @@ def _natural_instructions(file: SourceFile, columns: Columns, findings: Findings
 
 
 def _object(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
-    """Yield the rows, which are a list in a field of one object."""
     _, names, _ = _fields(file)
     if len(names) != 1:
         deque(_items_of(file, ""), maxlen=0)  # where the file is cut or damaged, that is what is wrong
@@ -240,7 +237,6 @@ def _json_lines(file: SourceFile, findings: Findings) -> Iterator[tuple[int, Any
 
 
 def _reader(items_of: Callable[[SourceFile, Columns, Findings], Iterator[tuple[int, Any]]]) -> Reader:
-    """Return what reads the rows of numbered items."""
     return lambda file, columns, findings: usable_rows(
         items_of(file, columns, findings), columns, file.refuse, findings
     )

@@ -214,7 +214,6 @@ def _checked(split: HubSplit, name: str, config: str | None) -> int | None:
 
 
 def _cards(name: str, revision: str | None) -> list[Path]:
-    """Return the files that describe a dataset of the hub."""
     from huggingface_hub import hf_hub_download
 
     cards = []
@@ -233,7 +232,6 @@ def _require_inside(split: HubSplit, files: Sequence[Path]) -> None:
 
 
 def _described(file: Path) -> Any:
-    """Return what a file says about where data is."""
     from huggingface_hub import DatasetCard
 
     if file.suffix == ".md":
@@ -257,7 +255,6 @@ def _outside(tree: Any) -> Iterator[str]:
 
 
 def _saved(split: HubSplit, loaded: Any) -> Dataset:
-    """Return the split of a dataset that `save_to_disk` wrote."""
     if not hasattr(loaded, "keys"):
         if split.split:
             split.refuse("the folder is one split: expected a folder of several (DatasetDict), or name it as a file")
@@ -328,7 +325,6 @@ def _of_database(split: HubSplit) -> Dataset:
 
 @contextmanager
 def _explained(split: HubSplit) -> Iterator[None]:
-    """Turn the library's errors into one sentence."""
     from datasets.exceptions import DatasetsError
 
     try:

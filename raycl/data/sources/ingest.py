@@ -220,7 +220,6 @@ def write_rows(
 
 
 def _kept(rows: Iterator[SourceRow], check: _Check, findings: Findings) -> Iterator[SourceRow]:
-    """Yield the rows that can be used and have a label."""
     for row in rows:
         try:
             checked = check(row)
@@ -271,7 +270,6 @@ class _Check:
             self._refuse(f"found {kinds[0]}: expected {kinds[1]} as in the first row, split the file", row.number)
 
     def _named(self, row: SourceRow) -> SourceRow:
-        """Replace class numbers by their labels."""
         labels, first = self._reading.labels, self._reading.first_label
         if first is None or not isinstance(labels, tuple):
             return row

@@ -199,7 +199,6 @@ class JsonStream:
         return True
 
     def _fail(self, error: json.JSONDecodeError) -> NoReturn:
-        """Refuse the file at the position of an error in the text."""
         line, column = self._lines + error.lineno, error.colno + (self._column if error.lineno == 1 else 0)
         self._refuse(
             f"malformed JSON at line {line}, column {column} ({error.msg}): expected one complete JSON value, repair "

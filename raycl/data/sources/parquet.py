@@ -128,7 +128,6 @@ def _expansion(parquet: pq.ParquetFile, columns: Sequence[str], stream: IO[bytes
 
 
 def _add_chunk(expansion: _Expansion, chunk: Any, stream: IO[bytes], every_page: bool) -> None:
-    """Add a column's pages of one row group."""
     start = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
         start = chunk.dictionary_page_offset

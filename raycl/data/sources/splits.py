@@ -80,7 +80,6 @@ class SplitPart(NamedSource):
                 yield row._replace(others=None)
 
     def _of_split(self, rows: Iterator[SourceRow]) -> Iterator[SourceRow]:
-        """Yield the rows whose column names the split."""
         if not self.value:
             yield from rows
             return

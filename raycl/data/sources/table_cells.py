@@ -64,7 +64,6 @@ def _header(cells: Sequence[str], columns: Columns, file: SourceFile, findings: 
 
 
 def _rows(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[list[str]]:
-    """Yield the cells of each row that has any."""
     first = next((line for _, line in file.lines() if line.strip()), "")
     usual = "\t" if file.name.lower().endswith(".tsv") else ","
     try:

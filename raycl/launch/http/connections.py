@@ -141,7 +141,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop(431, _LARGE)
 
     def _stop(self, status: int, message: str) -> None:
-        """End the parser's work, see `send_400_response`."""
         self._refusal = status, message
         raise HttpParserError(message)
 
@@ -234,7 +233,6 @@ def url_of(host: str, port: int) -> str:
 
 
 def _written(host: str) -> str:
-    """Return the host as it is written before a port."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -140,7 +140,6 @@ def _loss(tasks: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> dict[str
 
 
 def _finite(value: float) -> float | None:
-    """Return a number that JSON has."""
     return value if math.isfinite(value) else None
 
 
@@ -192,7 +191,6 @@ def _left(files: RunFiles, tasks: Sequence[Mapping[str, Any]], steps: Sequence[S
 
 
 def _cells(files: RunFiles, phase: int, phases: int) -> int:
-    """Return how many tasks are evaluated after a phase."""
     if files.config["stream"].get("schedule") == "separate":
         return 1
     tasks = len(files.attempt.get("tasks") or range(phases))

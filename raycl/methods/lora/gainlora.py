@@ -133,7 +133,6 @@ class GainLora(OLora, InfLora):
             key.data.copy_(first_D * (key.norm() / first_D.norm()))
 
     def _covariances(self, context: TaskContext) -> dict[str, Tensor]:
-        """Return the covariances of linears' inputs, with InfLoRA alone."""
         return {} if self.config.base == "olora" else super()._covariances(context)
 
     @torch.no_grad()

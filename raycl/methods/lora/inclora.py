@@ -67,7 +67,6 @@ class IncLora(PerTaskAdapter):
         self.config.begin_training(self.stack, [task], self._rank())
 
     def _rank(self) -> int:
-        """Return the rank of the task that begins."""
         return int(self.config.r)
 
     def _head_labels(self, labels: list[str]) -> list[str]:

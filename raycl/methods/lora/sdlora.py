@@ -167,7 +167,6 @@ class SdLora(IncLora):
 
     @classmethod
     def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:
-        """Remove the task's magnitude."""
         return values, left.select(lambda name: name != f"magnitude/{task}")
 
 

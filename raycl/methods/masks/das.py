@@ -135,7 +135,6 @@ class Das(Finetune):
         return torch.cat([standardized(gradient) for gradient in importance]).cpu()
 
     def _gates(self, values: Mapping[GatePoint, Tensor]) -> dict[GatePoint, Gate]:
-        """Return the same factors for all examples."""
         return {unit.gate_point: _constant(unit, values[unit.gate_point]) for unit in self.units}
 
     def _disagreement(self, batch: Batch) -> Tensor:

@@ -144,7 +144,6 @@ class Migu(GradientModifier):
         self._reset()
 
     def _reset(self) -> None:
-        """Hold nothing of any task."""
         self.parameter_names, self.names = (), ()
         self._layout = Layout({}, {}, 0)
         self._sparse = SparseLayers({}, self.method.backbone.device)

@@ -93,7 +93,6 @@ class Sapt(PerTaskAdapter):
 
     @property
     def _is_alone(self) -> bool:
-        """Return whether adapters are trained without attention."""
         return self.task_id_given or not self.ablation.shares
 
     def check(self, tasks: Sequence[Task]) -> None:

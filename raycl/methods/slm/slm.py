@@ -184,7 +184,6 @@ class Slm(PerTaskAdapter):
 
     @property
     def _knows_task(self) -> bool:
-        """Return whether evaluation gives the task id."""
         return self.task_id_given or bool(self.config.retrieval.task_id)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
@@ -258,7 +257,6 @@ class Slm(PerTaskAdapter):
         return self._published(context, states)
 
     def _router(self) -> RouterState:
-        """Return keys, statistics, rules and encoder."""
         settings = self.router.settings()
         settings["retrieval"]["task_id"] = self._knows_task
         settings["head_rule"] = self.config.head_rule
@@ -296,7 +294,6 @@ class Slm(PerTaskAdapter):
 
     @classmethod
     def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:
-        """Remove the task's keys, statistics and queries."""
         router = values["router"]
         rest = without(RouterState(router["kind"], router["settings"], dict(under("router/", left))), task)
         others = left.select(lambda name: not name.startswith("router/") and name != f"dev/{task}")

@@ -134,7 +134,6 @@ def push(
 
 
 def _sample_files(bank: Bank, snapshot: Snapshot) -> set[str]:
-    """Return files of stored samples, with adapters and in the training state."""
     beside = {info.file for entry in snapshot.adapters for info in entry.extras.values()}
     return beside | {info.file for info, _ in samples_in_state(bank, snapshot).values()}
 
@@ -282,7 +281,6 @@ def _is_local(base: str) -> bool:
 
 
 def _shown(base: str) -> str:
-    """Return the backbone's name without the folders of this machine."""
     return Path(base).name if _is_local(base) else base
 
 

@@ -315,7 +315,6 @@ def _files_of(bank: Bank, snapshot: Snapshot, findings: Verification | None = No
 
 
 def _is_written(file: str) -> bool:
-    """Return whether a bank may have written it."""
     folder, _, rest = file.partition("/")
     if folder in ("snapshots", "pruned"):
         return number_of(rest) is not None

@@ -143,7 +143,6 @@ def _dev_queries(bank: Bank, snapshot: Snapshot) -> dict[str, Tensor]:
 
 
 def _copied(bank: Bank, other: Bank, entry: SnapshotAdapter, with_samples: bool) -> AdapterManifest:
-    """Return the adapter of another bank, published here."""
     manifest = other.manifest(AdapterRef(name=entry.name, version=entry.version))
     removed = removed_from(other.storage).samples
     kept = {kind: info for kind, info in entry.extras.items() if with_samples and info.file not in removed}

@@ -123,7 +123,6 @@ def _task(where: Path, name: str, labels: tuple[str, ...], prompt: str | None) -
 
 
 def _found(router: Router, owners: Any, name: str, texts: Sequence[str]) -> int:
-    """Return how many texts get most of their weight from the task's adapter."""
     mixture = router.route(texts, None)
     tasks = [owners[adapter][0] for adapter in mixture.names]
     rows = [dict.fromkeys(tasks, 0.0) for _ in texts]

@@ -62,7 +62,6 @@ def sample_texts(bank: Bank, snapshot: Snapshot, adapters: Iterable[SnapshotAdap
 
 
 def _inner(ids: Sequence[int], before: Sequence[int], behind: Sequence[int]) -> Sequence[int]:
-    """Return ids between those of a prompt's two parts."""
     first = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, before, strict=False))))
     left = ids[first:]
     last = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(reversed(left), reversed(behind), strict=False))))

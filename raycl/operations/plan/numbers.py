@@ -150,7 +150,6 @@ def _stream(config: RunConfig, notes: list[str]) -> tuple[Stream, bool]:
 
 
 def _lengths(context: TrainingContext) -> tuple[SampledLengths, ...]:
-    """Return the lengths of a sample of each task's training rows."""
     stream, codec = context.stream, context.backbone.codec
     lengths = []
     for task in stream.tasks:
@@ -373,7 +372,6 @@ def _step(opened: Opened) -> StepLoad:
 
 
 def _mean(opened: Opened, of_task: Sequence[float]) -> float:
-    """Return the mean over tasks weighted by their rows."""
     rows = [lengths.rows for lengths in opened.lengths]
     return sum(count * value for count, value in zip(rows, of_task, strict=True)) / sum(rows)
 

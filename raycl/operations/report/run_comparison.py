@@ -231,7 +231,6 @@ def _title(result: Tree) -> tuple[str, str, str]:
 
 
 def _differing(result: Tree, others: Sequence[Tree]) -> str:
-    """Return the keys, with this result's values, in which results of the same title differ."""
     own = _compared(result)
     alike = [_compared(other) for other in others if _title(other) == _title(result)]
     keys = sorted({key for other in alike for key in own if key not in other or own[key] != other[key]})

@@ -255,7 +255,6 @@ def _accuracies(result: Tree) -> list[RenderableType]:
 
 
 def _revision(result: Tree) -> list[RenderableType]:
-    """Return what learning a task again did to it and to the others."""
     revision = revision_of(result)
     if revision is None:
         return []

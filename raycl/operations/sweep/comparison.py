@@ -197,7 +197,6 @@ def _state(run: Storage) -> str:
 
 
 def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]) -> dict[str, RunConfig]:
-    """Return the `plan` of the rows in `only`, or of all."""
     unknown = [name for name in only if name not in comparison.runs]
     if unknown:
         raise ConfigError(
@@ -250,7 +249,6 @@ def _left_at_once() -> Iterator[None]:
 
 
 def _needed(comparison: ComparisonConfig, name: str) -> str:
-    """Return the run that this one is compared with."""
     entry, _, seed = name.rpartition("-s")
     return f"{comparison.runs[entry].singles}-s{seed}"
 

@@ -147,7 +147,6 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
 
 
 def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPlan) -> None:
-    """Run the remaining trials, through Tune."""
     states = {number: folder.state(number, plan.tasks) for number in plan.trials}
     over = [number for number, (state, _) in states.items() if state in ("done", "stopped")]
     left = {number: settings for number, settings in plan.trials.items() if number not in over}
@@ -244,7 +243,6 @@ def _held(sweep: SweepConfig) -> dict[str, float]:
 
 
 def _base(sweep: SweepConfig) -> RunConfig:
-    """Return a run with the launch settings of the sweep's base."""
     return configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]})
 
 

@@ -36,7 +36,6 @@ class _Bucket:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all gradients."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
     def launch(self, group: dist.ProcessGroup | None) -> None:
@@ -46,7 +45,6 @@ class _Bucket:
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
     def finish(self) -> None:
-        """Wait for the sum, and put it into the parameters' gradients."""
         assert self.flat is not None, "the sum was not begun"
         self.work.wait()
         parts = torch.split(self.flat, [parameter.numel() for parameter in self.parameters])

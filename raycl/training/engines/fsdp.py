@@ -110,7 +110,6 @@ class FSDPEngine(TorchEngine):
         return isinstance(self.trained[name], DTensor)
 
     def _part_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a shared parameter's own part, which is the same memory."""
         if not isinstance(parameter, DTensor):
             return super()._part_of(parameter)
         return nn.Parameter(parameter.to_local().detach())
@@ -133,7 +132,6 @@ class FSDPEngine(TorchEngine):
         return own_part(shared, value) if isinstance(shared, DTensor) else super()._own(name, value)
 
     def _norm(self) -> Tensor:
-        """Return the norm over the parts of all workers."""
         shared, copied = torch.zeros((), device=self.world.device), torch.zeros((), device=self.world.device)
         for name, part in self.parts.items():
             if part.grad is not None:

@@ -109,7 +109,6 @@ class PhaseData:
         return [self.world.sum(total) for total in sums]
 
     def _own_rows(self) -> Loader:
-        """Return rows of the phase's tasks alone."""
         return self.loader(TaskContext(self.phase, 0, self.context.stream, self.context.backbone.codec))
 
     def visit(self, read: Callable[[Batch], None]) -> None:
@@ -179,7 +178,6 @@ class PhaseData:
             yield row, {name: torch.zeros_like(p).float() if g is None else g.float() for (name, p), g in pairs}
 
     def _tables(self) -> list[TokenRows]:
-        """Return the training rows of the phase's tasks."""
         return [self.context.stream.table(task, "train", self.context.backbone.codec) for task in self.phase.tasks]
 
     def _collate(self, rows: Sequence[tuple[Task, Indices]]) -> Collate:
@@ -202,7 +200,6 @@ class PhaseData:
             yield collate(mine[start : start + size], size).to(self.world.device)
 
     def _trained(self) -> dict[str, Parameter]:
-        """Return parameters that are trained and hold anything."""
         own = self.context.backbone.named_parameters()
         return {name: parameter for name, parameter in own if parameter.requires_grad and parameter.numel()}
 

@@ -138,7 +138,6 @@ class StreamEvaluation:
             }
 
     def _generated(self, tasks: Sequence[Task]) -> dict[str, Predictions]:
-        """Return this worker's answers to all tasks, decoded in one continuous batch."""
         size, activated = self.context.evaluation.batch_size, partial(activate, self.context.method)
         decoder = AnswerBatch(self.context.backbone, activated, size)
 
@@ -160,7 +159,6 @@ class StreamEvaluation:
         return shares
 
     def _predicted(self, task: Task) -> Predictions:
-        """Return this worker's answers, batch by batch."""
         scored, backbone, method = self._opened(task), self.context.backbone, self.context.method
         adaptation = None if self.is_bare else method.local_adaptation
 
@@ -205,7 +203,6 @@ class StreamEvaluation:
         return (replace(batch, tasks=("",) * len(batch.tasks)) for batch in batches)
 
     def _cell(self, task: Task, share: Predictions) -> Score:
-        """Return a cell from all workers' answers."""
         scored = self._scored(task)
         answers = merge(self.world.gather(share), len(scored.table))
         cell = scored.score(answers)
@@ -221,7 +218,6 @@ class StreamEvaluation:
         return cell
 
     def _text_score(self, task: Task) -> Score:
-        """Return the score where texts themselves are learned."""
         scored = self._opened(task)
 
         def read(batch: Batch) -> Tensor:

@@ -142,7 +142,6 @@ class TaskTrainer:
         return kept, scattered(kept, own, self.world)
 
     def _restore(self, engine: Engine, resume: Checkpoint | None) -> tuple[int, dict[str, float]]:
-        """Return steps that are done, and what they took."""
         if resume is None:
             return 0, {"train_s": 0.0, "tokens": 0.0}
         with activate_trainable(self.context.method, 1):
@@ -178,7 +177,6 @@ class TaskTrainer:
             raise StopRequested
 
     def _checkpoint(self, phase: Phase, share: Share, step: int, steps: int, spent: dict[str, float]) -> Checkpoint:
-        """Return a checkpoint of now with this worker's share."""
         method, modifiers = self.context.method, self.context.modifiers
         values, tensors = method.state_dict()
         return Checkpoint(

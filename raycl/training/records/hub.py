@@ -233,7 +233,6 @@ def _check_line(bank: Bank, snapshot: Snapshot, ancestors: Mapping[int, str], ad
 
 
 def _fetched(file: str, folders: Mapping[str, str]) -> list[str]:
-    """Return the files of a repository that hold an object."""
     if file not in folders:
         return [f"{ROOT}/{file}"]
     return [f"{check_name(folders[file])}/{name}" for name in (TENSORS, HEAD)]

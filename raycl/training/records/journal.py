@@ -67,8 +67,6 @@ class RunState:
 
 @dataclass(frozen=True)
 class _Record:
-    """One record."""
-
     attempt: int
     number: int
     change: dict[str, Any]

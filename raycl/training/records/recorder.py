@@ -235,7 +235,6 @@ class Recorder:
         return on_phase is None or on_phase(record) is not False
 
     def _track(self, record: dict[str, Any], tracker: Tracker) -> None:
-        """Record scores, headline numbers and the matrix after a task."""
         done = len(self.state.phases)
         stream = self.context.stream
         metric = {task.name: task.metric for task in (*stream.tasks, *stream.unseen)}
@@ -262,10 +261,8 @@ class Recorder:
         return build_results(context.info, context.stream, context.phases, state)
 
     def _steps_done(self, phase: Phase, step: int) -> int:
-        """Return optimizer steps of the whole run."""
         return step + sum(int(record["times"]["steps"]) for record in self.state.phases[: phase.index])
 
 
 def _names(context: TrainingContext) -> tuple[list[str], list[str]]:
-    """Return the names of tasks and phases."""
     return [task.name for task in context.stream.tasks], [phase.name for phase in context.phases]

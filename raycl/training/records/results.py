@@ -119,7 +119,6 @@ def _untrained(
 
 
 def _means(cells: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
-    """Return the means over all tasks, and over those of each type."""
     by_type: dict[str, list[float]] = {}
     for task, cell in cells.items():
         if task in types:

@@ -51,8 +51,6 @@ def resume_arguments(storage: Storage, tree: Tree) -> str:
 
 @dataclass(frozen=True)
 class _Decision:
-    """The record of a decision."""
-
     done: int
     continues: bool
 

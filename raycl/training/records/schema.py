@@ -37,8 +37,6 @@ class _Router(TypedDict, total=False):
 
 
 class _Times(TypedDict):
-    """Times of a phase, and its name."""
-
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     phase: FolderName
@@ -46,8 +44,6 @@ class _Times(TypedDict):
 
 
 class _Phase(TypedDict):
-    """A phase that is trained and evaluated."""
-
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     phase: Natural
@@ -59,8 +55,6 @@ class _Phase(TypedDict):
 
 
 class _Attempt(TypedDict):
-    """One attempt to run the stream."""
-
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     attempt: Natural

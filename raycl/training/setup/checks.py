@@ -343,7 +343,6 @@ def make_modifiers(config: RunConfig, method: Method) -> Modifiers:
 
 
 def _warmup(config: RunConfig, stream: Stream) -> Iterator[str]:
-    """Yield tasks that end before the learning rate has its value."""
     train = config.train
     short = []
     for phase in SCHEDULES[config.stream.schedule]().phases(stream):
@@ -384,5 +383,4 @@ def _rows(stream: Stream, task: Task) -> int:
 
 
 def _few(named: Sequence[str]) -> str:
-    """Return the first three, and how many there are beside."""
     return ", ".join(named[:3]) + (f" and {len(named) - 3} others" if len(named) > 3 else "")

@@ -77,7 +77,6 @@ def _files(config: RunConfig) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _sections(path: str, section: Section) -> Iterator[tuple[str, Section]]:
-    """Yield a section of the config and those in it, by dotted path."""
     yield path, section
     for name in type(section).model_fields:
         if isinstance(value := getattr(section, name), Section):

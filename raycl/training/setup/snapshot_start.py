@@ -124,7 +124,6 @@ def read_start(given: Tree, runs: str) -> Start | None:
 
 
 def _pulled(written: str, folder: Any, runs: str) -> tuple[Bank, Snapshot]:
-    """Return a bank of the hub and its snapshot, pulled to where the run publishes."""
     address = HubAddress.of(written)
     return pull(address, lambda _: Bank.at(folder or f"{runs}/hub/{address.repository}"))[:2]
 
@@ -211,7 +210,6 @@ def settings_by_task(tree: Tree) -> Iterator[tuple[Tree, str]]:
 
 
 def _method_of(snapshot: Snapshot) -> str:
-    """Return the name of the method of the snapshot's run."""
     return str(snapshot.provenance["config"]["method"]["name"])
 
 

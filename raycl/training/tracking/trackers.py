@@ -82,22 +82,18 @@ class _Several:
         self.trackers: list[Tracker] = []
 
     def log(self, axis: Axis, at: int, metrics: dict[str, float]) -> None:
-        """Record numbers."""
         for tracker in self.trackers:
             tracker.log(axis, at, metrics)
 
     def table(self, task: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Record a table."""
         for tracker in self.trackers:
             tracker.table(task, name, columns, rows)
 
     def picture(self, task: int, name: str, file: Path) -> None:
-        """Record a picture."""
         for tracker in self.trackers:
             tracker.picture(task, name, file)
 
     def close(self, failed: bool = False) -> None:
-        """Close each."""
         for tracker in self.trackers:
             tracker.close(failed)
 

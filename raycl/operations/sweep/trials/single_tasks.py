@@ -31,8 +31,6 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class _Pointer:
-    """The run for the settings of a key."""
-
     key: str
     run: FolderName
 

@@ -147,7 +147,6 @@ class Trial:
 
     @property
     def _options(self) -> RunOptions:
-        """The options of the trial's runs: their location, and what stops them."""
         here = worker_resources(self.config) if self.sweep.in_process else None
         return RunOptions(
             here, shared_readers() if self.config.bank.start else None, stop=self.work.stop, draw=draw_matrix
