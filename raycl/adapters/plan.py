@@ -47,8 +47,7 @@ class MixturePlan:
     _expanded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def share_rows(self, examples_PS: Tensor) -> None:
-        """Let examples share rows of the batch; `examples_PS` gives the example of each position. Call it before any
-        layer."""
+        """Let examples share rows of the batch, before any layer; `examples_PS` gives the example of each position."""
         assert self.copies == 1, "examples share rows in training only"
         examples_PS = examples_PS.to(self.mixture.weights.device)
         self.gate = None if self.gate is None else self.gate[examples_PS]

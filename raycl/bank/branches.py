@@ -212,8 +212,7 @@ class Branch:
         return number if number not in line else None
 
     def steps_back(self) -> list[tuple[int, Move]]:
-        """Return each move that left a snapshot behind, oldest first, with that snapshot; damaged moves are passed
-        over."""
+        """Return each readable move that left a snapshot behind, oldest first, with that snapshot."""
         steps: list[tuple[int, Move]] = []
         before: int | None = None
         for number in self.numbers():

@@ -361,8 +361,7 @@ class ObjectStoreCache:
         return int(count), int(size)
 
     def close(self) -> None:
-        """End the cache actor; other readers start another one. The bank is unchanged, and mapped objects stay
-        valid."""
+        """End the cache actor; other readers start another one. Mapped objects stay valid."""
         self._closed = True
         ray.kill(self._actor)
 

@@ -58,8 +58,7 @@ class SettingsGroup:
 
 
 def groups(model: type[BaseModel]) -> list[SettingsGroup]:
-    """Return all sections of a config class, each before those inside it; a section that occurs twice is described
-    once."""
+    """Return all sections of a config class once, each before those inside it."""
     return list(_groups(model, "", "", set()))
 
 
@@ -97,8 +96,7 @@ def tag_of(model: type[BaseModel]) -> str:
 
 
 def described(model: type[BaseModel], name: str) -> str:
-    """Return the description of a field; without one, that of the section in it, or of the section that a name
-    chooses."""
+    """Return the description of a field, else of the section in it, or of the one that a name chooses."""
     info = model.model_fields[name]
     inner = sections_in(info.annotation)
     if info.description:

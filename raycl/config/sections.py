@@ -64,8 +64,7 @@ class Section(BaseModel):
     """Settings of the section that name folders of samples, which a run reads."""
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Yield settings in here that act on nothing, and `key=value` that makes it so; both as dotted paths from
-        here."""
+        """Yield settings in here that act on nothing, and the `key=value` why; both are dotted paths from here."""
         return iter(())
 
 
@@ -337,8 +336,7 @@ def to_yaml(config: BaseModel) -> str:
 
 
 def tree_to_yaml(tree: Tree) -> str:
-    """Return the same from a resolved tree, as `OmegaConf.to_yaml` writes it, without the nodes that it would make
-    first."""
+    """Return what `OmegaConf.to_yaml` writes of a resolved tree, without the nodes that it would make first."""
     style: dict[str, Any] = {"default_flow_style": False, "allow_unicode": True, "sort_keys": False}
     return MARK + str(yaml.dump(_escape(tree), Dumper=_Dumper, **style))
 

@@ -16,8 +16,7 @@ from raycl.errors import ConfigError, RayclError
 
 
 def unused_in(config: Section, prefix: str = "") -> dict[str, str]:
-    """Return the dotted path of each setting, or section, of a config that acts on nothing -> the setting that makes it
-    so."""
+    """Return dotted path of each setting or section that acts on nothing -> the setting that makes it so."""
     reasons = {f"{prefix}{path}": f"{prefix}{reason}" for path, reason in config.unused_settings()}
     for name in type(config).model_fields:
         value = getattr(config, name)
@@ -29,8 +28,7 @@ def unused_in(config: Section, prefix: str = "") -> dict[str, str]:
 
 
 def written(path: str | None, overrides: Sequence[str] = ()) -> Tree:
-    """Return dotted path -> value of all that a person gave one: in the file, unless raycl wrote it, and in
-    overrides."""
+    """Return dotted path -> value of all that a person wrote: in the file, unless raycl wrote it, and in overrides."""
     by_hand = path is not None and not Path(path).read_text(encoding="utf-8").startswith(configs.MARK)
     tree = configs.read_tree(path) if path is not None and by_hand else {}
     for override in overrides:

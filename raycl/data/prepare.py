@@ -206,8 +206,7 @@ def fit_prompts(
 def fit_targets(
     texts: Sequence[str], answers: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Return ids of the answers to `texts`, at most `limit` each, end-of-sequence id kept, and the tokens above it of
-    each answer that was cut."""
+    """Return ids of the answers to `texts`, cut to `limit` with end-of-sequence id, and how many tokens each lost."""
     ids = prompt.encode_answers(texts, answers, codec)
     cut = [len(answer_ids) - limit for answer_ids in ids if len(answer_ids) > limit]
     return [

@@ -118,8 +118,7 @@ def superni(definition: str) -> Prompt:
 
 
 def long(definition: str) -> Prompt:
-    """Format prompts of SAPT's Long Sequence tasks; nothing stands before the text where the definition is empty
-    (copa)."""
+    """Format prompts of SAPT's Long Sequence tasks; an empty definition (copa) leaves nothing before the text."""
     return Prompt(f"{definition}\n" if definition else "", "\nOutput: ", definition=definition)
 
 

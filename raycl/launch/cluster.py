@@ -124,7 +124,7 @@ def _importing_as_here() -> Iterator[None]:
         return
     given = os.environ.get("PYTHONPATH")
     absolute = {} if given is None else {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, given.split(os.pathsep)))}
-    with chdir(folder.anchor), _environment(absolute):
+    with chdir(folder.anchor), environment(absolute):
         yield
 
 
@@ -148,14 +148,15 @@ def _alone() -> Iterator[None]:
     enabled = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        with _environment(values):
+        with environment(values):
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = enabled
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 import traceback
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 from raycl.config import Tree
@@ -30,29 +30,26 @@ def leave_error(storage: Storage, driver: str, error: Exception) -> None:
     storage.write_json(error_file(driver), record)
 
 
+@dataclass(frozen=True)
 class Crashes:
-    """A context in which exceptions that end this worker become errors of ours where a restart cannot help.
+    """Makes exceptions that end this worker errors of ours where a restart cannot help.
 
     Memory that does not suffice is an error with what to lower. Where workers are started again, from the last
     checkpoint, an exception that came back at the same step would come back each time; one of the set-up is not tried
     again at all.
+
+    Attributes:
+        config: tree of the run's config. restarts: a worker that fails is started again.
     """
 
-    def __init__(
-        self, storage: Storage, world: DistributedContext, control: Control, config: Tree, restarts: bool
-    ) -> None:
-        """Args:
-        config: tree of the run's config. restarts: a worker that fails is started again.
-        """
-        self.storage, self.world, self.control = storage, world, control
-        self.config, self.restarts = config, restarts
+    storage: Storage
+    world: DistributedContext
+    control: Control
+    config: Tree
+    restarts: bool
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def at_exit(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise the error of ours that an exception is, if it is one, as the `__exit__` of a context would."""
         if not isinstance(error, Exception) or isinstance(error, RayclError):
             return
         if isinstance(error, MemoryError | RuntimeError) and is_out_of_memory(error):

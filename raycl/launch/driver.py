@@ -19,7 +19,8 @@ from raycl.launch.console import LOGS
 from raycl.launch.prepared_run import Prepared, finish, resume_line
 from raycl.training.definition.job import Draw, Resources, TrainingJob
 from raycl.training.records.journal import read_state
-from raycl.training.records.publish import open_bank, publish_again
+from raycl.training.records.publish import open_bank
+from raycl.training.records.restoration import publish_again
 from raycl.training.records.run_folder import is_stopped
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by

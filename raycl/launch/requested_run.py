@@ -55,8 +55,7 @@ def prepared(
 
 
 def _extended(folder: str, added: Sequence[str], overrides: Sequence[str]) -> Prepared:
-    """Return the run with more tasks; where its branch was rolled back, a new run that learns them from where that is
-    now."""
+    """Return the run with more tasks; a new one, where its branch was rolled back, that starts at the branch."""
     from raycl.launch import prepared_run
 
     storage, config, state = prepared_run.run_in(folder)

@@ -13,7 +13,7 @@ import torch
 
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.errors import BankError, RayclError, RunError, StorageError, UnreachableError
+from raycl.errors import RayclError, UnreachableError
 from raycl.launch.console import LOGS
 from raycl.launch.crashes import Crashes, error_file, leave_error
 from raycl.plugins import require
@@ -36,7 +36,7 @@ from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.tracking.tracker import Tracker
-from raycl.training.tracking.trackers import open_tracker
+from raycl.training.tracking.trackers import open_trackers
 from raycl.training.workers.control import Control, hang_file
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Score
@@ -83,13 +83,13 @@ def work(job: TrainingJob, worker: Worker) -> None:
         config = configs.validate(RunConfig, job.config)
         hang_s = config.launch.hang_s if worker.hangs else None
         control = Control(storage, world, job.driver, hang_s, host=job.stop)
-        with control, Crashes(storage, world, control, job.config, worker.restarts), ExitStack() as stack:
+        with control, ExitStack() as stack:
+            stack.push(Crashes(storage, world, control, job.config, worker.restarts).at_exit)
             context, open_engine = _begun(job, worker, config, storage, control)
-            tracker = open_tracker(config.tracking, job.name, job.config, job.folder) if world.is_first else None
-            if tracker is not None:
+            trackers = open_trackers(config.tracking, job.name, job.config, job.folder) if world.is_first else ()
+            for tracker in trackers:
                 stack.push(partial(_close, tracker))
-            report = partial(_report, job, worker, storage)
-            listeners = Listeners(tracker, report, job.draw)
+            listeners = Listeners(trackers, partial(_report, job, worker, storage), job.draw)
             try:
                 loop = StreamLoop(context, open_engine, storage, world, listeners, control, worker.shared)
             finally:
@@ -140,15 +140,11 @@ def scores_of(
     Raises:
         BankError: the snapshot is of another backbone, or its training state is missing or damaged.
     """
-    error = None
-    try:
+    with world.shared_errors():
         bank, snapshot = snapshot_at(start)
         if world.is_first:
             check_backbone(snapshot, context)
         done, phases = read_training_state(bank, snapshot, TensorObjects(storage, bank.storage, shared))
-    except (BankError, StorageError) as raised:
-        error = raised
-    world.raise_any(error)
     context.method.load_state_dict(done.method, done.frozen_state)
     context.load_learned(done.parameters)
     if world.is_first:
@@ -187,15 +183,11 @@ def start_from_bank(
     Raises:
         BankError: the snapshot is of another backbone, or its training state is missing or damaged.
     """
-    error = None
-    try:
+    with world.shared_errors():
         if world.is_first:
             bank, snapshot = snapshot_at(str(config.start))
             revision = Revision(config.revise, config.revise_from == "previous", before) if config.revise else None
             start_from_snapshot(bank, snapshot, context, TensorObjects(storage, bank.storage, shared), revision)
-    except (BankError, RunError, StorageError) as raised:
-        error = raised
-    world.raise_any(error)
 
 
 def _close(tracker: Tracker, kind: type[BaseException] | None, error: object, trace: object) -> None:

@@ -171,8 +171,7 @@ class MethodConfig(Section):
 
     @property
     def chooses_task(self) -> bool:
-        """Return whether the published router chooses a task's adapters by a text alone, and so the prompt of the
-        text too."""
+        """Return whether the published router chooses a task's adapters, and its prompt, by a text alone."""
         return False
 
     @property
@@ -182,14 +181,12 @@ class MethodConfig(Section):
 
     @property
     def reads_weights(self) -> bool:
-        """Return whether weights of the backbone are read beside its passes, which engines that shard them cannot
-        give."""
+        """Return whether the backbone's weights are read beside its passes, as engines that shard them do not allow."""
         return False
 
     @property
     def independent_tasks(self) -> bool:
-        """Return whether nothing that a task learns depends on the tasks before it, so that two snapshots can be
-        merged."""
+        """Return whether no task depends on the tasks before it, so that two snapshots can be merged."""
         return False
 
     @property
@@ -199,8 +196,7 @@ class MethodConfig(Section):
 
     @property
     def keeps_data(self) -> bool:
-        """Return whether rows, samples or features of earlier tasks' texts are kept for training (SLM's table 1,
-        DR)."""
+        """Return whether rows, samples or features of earlier tasks are kept for training (SLM's table 1, DR)."""
         return self.rereads_rows
 
     @property
@@ -340,8 +336,7 @@ class Method:
         return None
 
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Change gradients once a step, after backward and before the optimizer: complete ones, summed over all
-        workers, by name."""
+        """Change complete gradients by name, summed over all workers, once a step before the optimizer."""
         return gradients
 
     def end_task(self, context: TaskContext) -> Learned | None:
@@ -429,8 +424,7 @@ def check_prompts(method: str, tasks: Sequence[Task]) -> None:
 
 
 def in_head(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter of the backbone is the label head's and holds anything (it does not without
-    labels)."""
+    """Return whether a parameter is of the label head and holds anything, which it does not without labels."""
     return name.startswith("head.") and parameter.numel() > 0
 
 

@@ -30,8 +30,7 @@ class TextQueries:
 
 
 def mean_by_positions(values_B: Tensor, batch: Batch) -> Tensor:
-    """Return the mean of a value of each text, which counts by its loss positions, as micro-batches do
-    (`Method.penalty`)."""
+    """Return the mean of a value of each text, weighted by loss positions as micro-batches are (`Method.penalty`)."""
     labels = batch.target_ids if batch.target_ids.shape[1] else batch.label_ids.unsqueeze(1)
     count_B = (labels != IGNORE).sum(1).to(values_B.dtype)
     mean: Tensor = (values_B * count_B).sum() / count_B.sum().clamp(min=1)

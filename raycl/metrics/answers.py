@@ -59,8 +59,7 @@ class Metric:
 
 
 def mean_best(match: Callable[[str, str], float]) -> Compute:
-    """Return a metric out of a rule for one prediction and one reference: best reference, mean over examples, times
-    100."""
+    """Return a metric from a rule for a prediction and a reference: mean over examples of the best, times 100."""
 
     def metric(answers: Answers) -> tuple[float, dict[str, float]]:
         best = (

@@ -172,8 +172,7 @@ def drops(values: Values) -> list[float | None]:
 
 
 def _best(values: Values, start: int, j: int) -> float | None:
-    """Return the best measured score of task `j` in rows `start` to last but one; None unless it was measured at phase
-    j."""
+    """Return the best score of task `j` in rows `start` to last but one; None unless it was measured at phase j."""
     if values[j][j] is None:
         return None
     return max(score for row in values[start:-1] if (score := row[j]) is not None)
@@ -202,8 +201,7 @@ class Averages(TypedDict):
 
 
 def averages(matrix: AccuracyMatrix) -> dict[str, Averages]:
-    """Return the means of the tasks' own metrics (`score`) and of their accuracies (`accuracy`, where scores have
-    them)."""
+    """Return means of the tasks' metrics (`score`) and, where scores have them, of their accuracies (`accuracy`)."""
     last = matrix.cells[-1]
     means = {"score": _averages([cell.value if cell else None for cell in last])}
     if any(cell and ACCURACY in cell.extra for cell in last):

@@ -75,8 +75,7 @@ rouge_ascii = mean_best(partial(_rouge_l, ascii_only=True))
 
 
 def tokenizer_for(references: Sequence[Sequence[str]]) -> str:
-    """Return the name of sacrebleu's tokenizer: `zh` where a reference has Chinese characters, else its standard
-    `13a`."""
+    """Return sacrebleu's tokenizer: `zh` where a reference has Chinese characters, else its standard `13a`."""
     return "zh" if any(_HAN.search(text) for accepted in references for text in accepted) else "13a"
 
 

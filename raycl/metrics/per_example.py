@@ -149,8 +149,7 @@ def check_labels(metric: str, task: str, labels: Labels) -> None:
 
 @lru_cache(maxsize=64)
 def taken_for_same(labels: tuple[str, ...]) -> tuple[str, str] | None:
-    """Return two of a task's labels that are equal after normalisation, or one and the empty answer; None: there are
-    none."""
+    """Return two labels, or one and the empty answer, that are equal after normalisation; None: there are none."""
     return _same(("", *labels), normalize)
 
 

@@ -54,8 +54,7 @@ class Published(Section):
         return rows
 
     def beside(self, result: Tree) -> Tree:
-        """Return the result tree with the published numbers of its row, `<row>-s<seed>`, as `published`, if there are
-        any."""
+        """Return the result tree with its row's published numbers (`<row>-s<seed>`), if any, as `published`."""
         name = str((result["config"].get("output") or {}).get("name") or "")
         numbers = self.rows.get(name.rpartition("-s")[0])
         return result if numbers is None else {**result, "published": {"source": self.source, "numbers": dict(numbers)}}
@@ -225,8 +224,7 @@ INSTRUCTION = {"given": "with its task's instruction", "chosen": "by the text al
 
 
 def other_row_of(result: Tree) -> tuple[str, list[float | None], float] | None:
-    """Return the last row under the other `eval.instruction`: which one, scores by task, their mean; None: not
-    scored."""
+    """Return the last row under the other `eval.instruction`: which one, scores by task, mean; None: not scored."""
     other_row = result.get("other_row")
     if not other_row:
         return None

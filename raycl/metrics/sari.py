@@ -53,8 +53,7 @@ def _example(source: list[str], prediction: list[str], references: Sequence[list
 
 
 def _order(n: int, source: list[str], prediction: list[str], references: Sequence[list[str]]) -> _Scores:
-    """Score sequences of `n` words. Counts of source and prediction are multiplied by the number of
-    references."""
+    """Score sequences of `n` words; counts of source and prediction are times the number of references."""
     times = len(references)
     wanted = sum((_grams(reference, n) for reference in references), _Grams())
     had = _Grams({gram: count * times for gram, count in _grams(source, n).items()})

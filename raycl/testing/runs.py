@@ -176,7 +176,7 @@ def run(
     if takes_over:
         context.info = replace(context.info, replaces=read_state(storage).fingerprint)
     opened = open_engine if after is None else models.stopping(open_engine, after)
-    loop = StreamLoop(context, opened, storage, world, Listeners(sink, on_phase))
+    loop = StreamLoop(context, opened, storage, world, Listeners([sink] if sink is not None else [], on_phase))
     try:
         loop.run()
     finally:

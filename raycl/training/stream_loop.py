@@ -18,8 +18,8 @@ from raycl.training.phase.evaluation import StreamEvaluation, score_phase
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
-from raycl.training.records.publish import complete_bank, restore_objects
 from raycl.training.records.recorder import Listeners, Recorder
+from raycl.training.records.restoration import complete_bank, restore_objects
 from raycl.training.records.results import untrained_cells
 from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.tensor_objects import SharedReader

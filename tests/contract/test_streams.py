@@ -279,7 +279,7 @@ def test_trackers_see_the_metrics_and_the_matrix(lab: Lab, tmp_path: Path, metho
     """After each phase, over the tasks learned so far; at the end those of results.json."""
     world, curves, storage = DistributedContext.alone(torch.device("cpu")), Curves(), Storage.at(tmp_path)
     context, open_engine = build(lab.config("bert", method), world)
-    stream_loop.StreamLoop(context, open_engine, storage, world, Listeners(curves, draw=draw_matrix)).run()
+    stream_loop.StreamLoop(context, open_engine, storage, world, Listeners([curves], draw=draw_matrix)).run()
     metrics, cells = storage.read_json("results.json")["metrics"], matrix(storage)
     last = {name: points[-1][1] for name, points in curves.points.items() if name.startswith("cl/")}
     shown = {"AP": "ap", "average_accuracy": "average_accuracy"}

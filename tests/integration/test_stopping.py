@@ -29,7 +29,7 @@ def stopped(config: object, storage: Storage, step: int) -> None:
     context, open_engine = build(config, ALONE)  # type: ignore[arg-type]
     sink = At(step, lambda: request_stop(storage, "driver", "SIGTERM"))
     control = Control(storage, ALONE, "driver", poll_s=0.0)
-    StreamLoop(context, open_engine, storage, ALONE, Listeners(sink), control).run()
+    StreamLoop(context, open_engine, storage, ALONE, Listeners([sink]), control).run()
 
 
 PLACES = {3: "phase000-step0000003", 7: "phase001-step0000003"}
@@ -95,7 +95,7 @@ def test_a_stop_request_of_the_tuner_stops_the_run(complete: Complete, tmp_path:
     context, open_engine = build(done.config, ALONE)
     sink = At(3, lambda: request_stop(sweep, "sweep", "SIGTERM"))
     control = Control(storage, ALONE, "driver", poll_s=0.0, host=HostStop(sweep.address, "sweep"))
-    StreamLoop(context, open_engine, storage, ALONE, Listeners(sink), control).run()
+    StreamLoop(context, open_engine, storage, ALONE, Listeners([sink]), control).run()
     assert read_state(storage).checkpoints[-1].startswith("phase000-step0000003")
     request = stop_of(storage, "driver")
     assert request is not None and request.reason == "SIGTERM"

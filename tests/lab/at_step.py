@@ -43,7 +43,7 @@ def learn(
     alone = DistributedContext.alone(torch.device("cpu"))
     context, open_engine = assembly.build(config, alone)
     with Control(storage, alone, "mine", poll_s=0.0, host=host, beat_s=0.02) as control:
-        StreamLoop(context, open_engine, storage, alone, Listeners(At(step, act)), control).run()
+        StreamLoop(context, open_engine, storage, alone, Listeners([At(step, act)]), control).run()
 
 
 def started(done: Done, folder: Path | str) -> tuple[RunConfig, Storage]:

@@ -136,8 +136,7 @@ def _is_phrasebank(file: SourceFile) -> bool:
 
 
 def _format_of_object(file: SourceFile) -> str:
-    """Detect the format of a JSON file that begins with an object: NaturalInstructions, rows in a field, or JSON
-    lines."""
+    """Return the format of a JSON file that begins with an object."""
     head = _head(file)
     first, _, more = head.partition(b"\n")
     if more.strip() and _is_json(first):
@@ -160,8 +159,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _fields(file: SourceFile) -> tuple[set[str], list[str], bool]:
-    """Return the field names of a file's first object, up to `Instances`, those that are lists of objects, and whether
-    another value follows."""
+    """Return names in a file's first object, up to `Instances`, those of lists of objects, and whether more follows."""
     names, lists = set[str](), list[str]()
     with file.open() as stream:
         text = JsonStream(file, stream)

@@ -201,8 +201,7 @@ def _open(split: HubSplit) -> Dataset:
 
 
 def _checked(split: HubSplit, name: str, config: str | None) -> int | None:
-    """Return how many rows `datasets` may read at once of a folder's Parquet files; None: there are none, or as many as
-    usual. Their sizes are checked like those of other compressed files."""
+    """Return how many rows `datasets` may read at once of a folder's Parquet files; None: as many as usual."""
     import datasets
 
     data_files = datasets.load_dataset_builder(name, config, cache_dir=split.cache).config.data_files or {}

@@ -7,11 +7,12 @@ used, not Arrow's: it goes row by row, so an error names the broken row.
 from __future__ import annotations
 
 import csv
+import io
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import IO, Any
 
 from raycl.data.sources.fields import Columns
 from raycl.data.sources.reading import Findings
@@ -155,10 +156,6 @@ _FORMULA = re.compile(r"\s*[=+\-@＝＋－＠]")
 _NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)*|\.\d+)([eE][+-]?\d+)?%?")
 
 
-class _Sink(Protocol):
-    def write(self, text: str, /) -> object: ...
-
-
 class SpreadsheetWriter:
     """Writes CSV as `csv.writer` does, with cells of text that no spreadsheet program takes for a formula.
 
@@ -166,7 +163,7 @@ class SpreadsheetWriter:
     programs. Such cells get an apostrophe in front, which marks text in Excel, LibreOffice and Google Sheets.
     """
 
-    def __init__(self, out: _Sink) -> None:
+    def __init__(self, out: IO[str]) -> None:
         self._rows = csv.writer(out, lineterminator="\n")
 
     def writerow(self, cells: Iterable[Any]) -> None:
@@ -177,6 +174,13 @@ class SpreadsheetWriter:
         """Write several rows."""
         for cells in rows:
             self.writerow(cells)
+
+
+def spreadsheet(rows: Iterable[Sequence[Any]]) -> str:
+    """Return rows as `SpreadsheetWriter` writes them."""
+    text = io.StringIO()
+    SpreadsheetWriter(text).writerows(rows)
+    return text.getvalue()
 
 
 def text_cell(text: str) -> str:

@@ -54,8 +54,7 @@ def progress_of(files: RunFiles, trace: TraceReader) -> dict[str, Any]:
 
 
 def _title(files: RunFiles) -> str:
-    """Return the run in one line. Streams of a user's files are named when they are read, so a waiting run has no name
-    yet."""
+    """Return the run in one line; a waiting run may have no name of its stream yet."""
     named = {"name": files.attempt["stream"]} if "stream" in files.attempt else files.results.get("stream")
     tree = {"config": files.config, "stream": named}
     return title_of(tree) if named else f"{method_of(tree)}, {backbone_of(tree)}"
@@ -147,8 +146,7 @@ def _finite(value: float) -> float | None:
 
 
 def _matrix(files: RunFiles, phases: Sequence[str]) -> dict[str, Any]:
-    """Return rows of phases and the other last row, columns of tasks, None where nothing is measured yet; metrics so
-    far."""
+    """Return rows of phases and the other last row by tasks, None where nothing is measured yet; metrics so far."""
     stream = files.results.get("stream") or {}
     tasks = files.attempt.get("tasks") or stream.get("tasks") or phases
     done = len(files.state.phases)

@@ -49,8 +49,7 @@ class RunReader:
         self._looked = time.monotonic()
 
     def progress(self) -> dict[str, Any]:
-        """Return what is known of the run (`progress_of`), with `problem`: why it is not what the files say now, or
-        None."""
+        """Return what is known of the run (`progress_of`), with `problem`: why it is not what the files say now."""
         with self._lock:
             if time.monotonic() - self._looked > self._fresh_s:
                 try:

@@ -149,8 +149,7 @@ class Das(Finetune):
         self.importance = importance_U if self.importance is None else torch.maximum(self.importance, importance_U)
 
     def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return gradients scaled by `1 - importance` of the unit that a row computes; of the head that a column
-        reads."""
+        """Scale gradients by `1 - importance` of the unit of a row, or of the head that a column reads."""
         if self.importance is None:
             return gradients
         changed = dict(gradients)

@@ -247,8 +247,7 @@ class Migu(GradientModifier):
 
     @property
     def _makes_mask(self) -> bool:
-        """Return whether masks are made in this step: where masking is off, those of measured steps are for the
-        report."""
+        """Return whether this step makes masks; where masking is off, measured steps do for the report."""
         return self._active or self._measured
 
     def observe_forward(self, forward: Callable[[Batch], T], batch: Batch) -> T:

@@ -152,7 +152,6 @@ class Replay(Wrapper):
         return {**values, KEPT: list(self.samples)}, tensors | kept_tensors(KEPT, self.samples)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of the learner, and pseudo-samples as they were, but for those that were removed from the
-        bank."""
+        """Restore the learner, and pseudo-samples but for those that were removed from the bank."""
         self.samples = kept_samples(KEPT, values.get(KEPT, ()), tensors)
         self.learner.load_state_dict(values, tensors)

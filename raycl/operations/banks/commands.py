@@ -59,28 +59,12 @@ def branches(bank: Bank, options: Namespace) -> CommandResult:
     for name in branch_names(bank):
         last, head = Branch(bank, name).last(), head_of(bank, name)
         assert last is not None, "a branch that exists has moved"
-        tasks = [task.name for task in head.tasks]
-        tree.append(
-            {
-                "branch": name,
-                "snapshot": head.number,
-                "sha256": head.sha256,
-                "tasks": tasks,
-                "why": last.why,
-                "time": last.time,
-            }
-        )
+        entry = {"branch": name, "snapshot": head.number, "sha256": head.sha256}
+        tree.append({**entry, "tasks": [task.name for task in head.tasks], "why": last.why, "time": last.time})
     columns = ("branch", "snapshot", "sha256", "tasks", "moved", "by")
     rows = [
-        (
-            branch["branch"],
-            branch["snapshot"],
-            _digits(branch),
-            ", ".join(branch["tasks"]),
-            _when(branch),
-            branch["why"],
-        )
-        for branch in tree
+        (entry["branch"], entry["snapshot"], _digits(entry), ", ".join(entry["tasks"]), _when(entry), entry["why"])
+        for entry in tree
     ]
     return CommandResult(table(columns, rows), tree)
 
@@ -291,22 +275,21 @@ def _export(bank: Bank, options: Namespace) -> CommandResult:
     state = mixed(bank, snapshot, weights, head=not options.without_head)
     if program and not options.merged:
         state = of_one_rank(state)
-    if options.with_samples:
+    needs_backbone = options.with_samples or options.merged or options.backbone or program
+    backbone = backbone_of(snapshot, options.backbone, _permissions(options)) if needs_backbone else None
+    if options.with_samples and backbone:
         chosen = [snapshot.adapter(name) for name in weights]
-        permitted = backbone_of(snapshot, options.backbone, _permissions(options))
-        texts = sample_texts(bank, snapshot, chosen, load_codec(permitted, 1, 1))
-    if options.merged:
-        backbone = backbone_of(snapshot, options.backbone, _permissions(options))
-        storage = export_merged(state, card_metadata(snapshot, weights, backbone), backbone, options.to)
+        texts = sample_texts(bank, snapshot, chosen, load_codec(backbone, 1, 1))
+    card = card_metadata(snapshot, weights, backbone if options.merged or options.backbone else None)
+    if options.merged and backbone:
+        storage = export_merged(state, card, backbone, options.to)
     else:
-        given_backbone = backbone_of(snapshot, options.backbone, _permissions(options)) if options.backbone else None
-        storage = export_peft(state, card_metadata(snapshot, weights, given_backbone), options.to)
+        storage = export_peft(state, card, options.to)
     for task, lines in texts.items() if options.with_samples else ():
         storage.write(f"samples/{task}.jsonl", lines.encode())
     tree = {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number}
-    if program:
-        model = backbone_of(snapshot, options.backbone, _permissions(options))
-        base = None if options.merged else folder_of(model.name, model.revision, FetchedFiles(weights=False))
+    if program and backbone:
+        base = None if options.merged else folder_of(backbone.name, backbone.revision, FetchedFiles(weights=False))
         tree["gguf"] = str(convert(program, Path(storage.root), base))
         return CommandResult(f"wrote {tree['gguf']}", tree)
     return CommandResult(f"wrote {storage.uri}", tree)
@@ -342,13 +325,8 @@ def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> Co
     text = f"wrote {exported.folder.uri}, for max_lora_rank {exported.rank}; models:\n{models}"
     if exported.config is None:
         text += "\nno serve.yaml: Ray loads adapters from object stores, give --served-from s3://... for it"
-    tree = {
-        "folder": exported.folder.uri,
-        "models": exported.models,
-        "max_lora_rank": exported.rank,
-        "config": exported.config,
-    }
-    return CommandResult(text, {**tree, "snapshot": snapshot.number})
+    tree = {"folder": exported.folder.uri, "models": exported.models, "max_lora_rank": exported.rank}
+    return CommandResult(text, {**tree, "config": exported.config, "snapshot": snapshot.number})
 
 
 def _always(bank: Bank, snapshot: Snapshot) -> dict[str, float]:

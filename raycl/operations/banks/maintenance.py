@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,14 @@ class Verification:
     leftovers: list[str] = field(default_factory=list)
     strays: list[str] = field(default_factory=list)
 
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Make an error of the bank inside a problem."""
+        try:
+            yield
+        except BankError as error:
+            self.problems.append(str(error))
+
 
 @dataclass
 class Pruned:
@@ -88,10 +97,8 @@ def verify(bank: Bank, named: Sequence[Named] = ()) -> Verification:
         findings.adapters += 1
         for info in _objects(manifest):
             objects.setdefault(info.file, []).append(str(manifest.ref))
-        try:
+        with findings.collected():
             bank.fetch(manifest)
-        except BankError as error:
-            findings.problems.append(str(error))
     there = set(bank.snapshots()) | removed.snapshots
     for snapshot in _snapshots(bank, findings):
         findings.snapshots += 1
@@ -102,18 +109,14 @@ def verify(bank: Bank, named: Sequence[Named] = ()) -> Verification:
             if not bank.storage.exists(file):
                 findings.problems.append(f"snapshot {snapshot.number} names {entry}, which is not published")
         if snapshot.router.tensors is not None:
-            try:
+            with findings.collected():
                 bank.get(snapshot.router.tensors, f"the router of snapshot {snapshot.number}")
-            except BankError as error:
-                findings.problems.append(str(error))
-        try:
+        with findings.collected():
             for group, info in state_objects(bank, snapshot).items():
                 if info.sha256 in read or (info.file in removed.samples and not bank.storage.exists(info.file)):
                     continue
                 read.add(info.sha256)
                 bank.read_object(info, f"the training state of snapshot {snapshot.number} ({group})")
-        except BankError as error:
-            findings.problems.append(str(error))
         for file in _files_of(bank, snapshot, findings):
             objects.setdefault(file, []).append(f"snapshot {snapshot.number}")
     _decided(bank, there, findings)
@@ -145,13 +148,10 @@ def _decided(bank: Bank, there: set[int], findings: Verification) -> None:
         branch = Branch(bank, name)
         findings.problems += branch.records.problems()
         for number in branch.numbers():
-            try:
+            with findings.collected():
                 move = branch.move(number)
-            except BankError as error:
-                findings.problems.append(str(error))
-                continue
-            if move.snapshot is not None and move.snapshot not in there:
-                findings.problems.append(_gone(move.snapshot, f"move {number} of branch '{name}' names"))
+                if move.snapshot is not None and move.snapshot not in there:
+                    findings.problems.append(_gone(move.snapshot, f"move {number} of branch '{name}' names"))
     for name in followed(bank):
         activations = Activations(bank, name)
         findings.problems += activations.records.problems()
@@ -279,20 +279,14 @@ def _manifests(bank: Bank, findings: Verification | None) -> Iterator[AdapterMan
     """Yield every readable manifest; others become problems, or an error where problems are not collected."""
     for name in counted_off(bank.names(), "reading adapters"):
         for version in bank.versions(name):
-            try:
+            with nullcontext() if findings is None else findings.collected():
                 yield bank.manifest(AdapterRef(name=name, version=version))
-            except BankError as error:
-                if findings is None:
-                    raise
-                findings.problems.append(str(error))
 
 
 def _snapshots(bank: Bank, findings: Verification) -> Iterator[Snapshot]:
     for number in counted_off(bank.snapshots(), "reading snapshots"):
-        try:
+        with findings.collected():
             yield bank.open(number)
-        except BankError as error:
-            findings.problems.append(str(error))
 
 
 def _objects(manifest: AdapterManifest) -> list[ObjectInfo]:
@@ -300,8 +294,7 @@ def _objects(manifest: AdapterManifest) -> list[ObjectInfo]:
 
 
 def _files_of(bank: Bank, snapshot: Snapshot, findings: Verification | None = None) -> set[str]:
-    """Return files of tensors and of training state; a state that cannot be read is an error unless problems are
-    collected."""
+    """Return files of tensors and training state; an unreadable state is an error unless problems are collected."""
     files = {info.file for entry in snapshot.adapters for info in (entry.tensors, *entry.extras.values())}
     files |= {snapshot.router.tensors.file} if snapshot.router.tensors else set()
     if snapshot.training is not None:

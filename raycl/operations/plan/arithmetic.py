@@ -355,14 +355,12 @@ def tokens(side: str, step: StepLoad) -> int:
 
 
 def logits(model: ModelLoad, step: StepLoad) -> float:
-    """Return bytes of the logits and their loss: as computed, log-probabilities in float32, and the gradient of
-    those."""
+    """Return bytes of the logits as computed, of float32 log-probabilities, and of the gradient of those."""
     return step.micro * step.logits[0] * model.vocabulary * (model.compute_bytes + 2 * MASTER)
 
 
 def host_memory(model: ModelLoad, engine: EngineLoad, run: RunLoad, on_node: int) -> dict[str, float]:
-    """Return what a node's memory holds: while weights are loaded, in training, and of that for writing a
-    checkpoint."""
+    """Return what a node's memory holds while weights are loaded, in training, and of that for a checkpoint."""
     trained = model.most_trained
     offloaded = (MASTER + run.optimizer_bytes) * trained / engine.optimizer if engine.on_host else 0.0
     checkpoint = writing(model, on_node)

@@ -377,8 +377,7 @@ def _mean(opened: Opened, of_task: Sequence[float]) -> float:
 
 
 def longest_of(lengths: Sequence[int], count: int) -> float:
-    """Return the expected longest of `count` draws: what each of a micro-batch's rows is padded to; of one: the
-    mean."""
+    """Return the expected longest of `count` draws, to which rows of a micro-batch are padded."""
     ordered, total = sorted(lengths), len(lengths)
     chances = [(number / total) ** count for number in range(total + 1)]
     return sum(length * (chances[rank + 1] - chances[rank]) for rank, length in enumerate(ordered))

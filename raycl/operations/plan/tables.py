@@ -111,8 +111,7 @@ def records(table: str) -> list[dict[str, str]]:
 
 
 def methods_table() -> str:
-    """Return the table as Markdown: a row for each method with its default settings, and a line for each of a package
-    that has none."""
+    """Return a Markdown table with a row for each method by default, and a line for each package's that has none."""
     lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}", *(f"| {' | '.join(row(name))} |" for name in METHODS)]
     left_out = []
     for name in (plugin.name for plugin in installed("method") if plugin.name not in METHODS):

@@ -19,8 +19,7 @@ LISTED = 20
 
 
 def evaluation_table(tree: Tree) -> str:
-    """Return the score, tasks that answered, and a line for each label: precision, recall, F1, rows, most frequent
-    mistake."""
+    """Return the score, tasks that answered, and precision, recall, F1, rows and frequent mistake of each label."""
     score = tree["score"]
     blocks: list[RenderableType] = [Text(f"{tree['metric']} {score['value']:.1f}   ({score['count']:,} rows)")]
     if tree["alone"]:

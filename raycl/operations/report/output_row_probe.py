@@ -6,18 +6,18 @@ The paper's figures 5, 15 and 16 show "the overlapping ratio of updated paramete
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich.console import Group
 from rich.text import Text
 
 from raycl.config import Tree
-from raycl.data.sources.table_cells import SpreadsheetWriter
+from raycl.data.sources.table_cells import spreadsheet
 from raycl.errors import RunError
 from raycl.metrics.run_results import backbone_of, method_of, stream_of
 from raycl.operations.report.phase_summaries import TaskRows, unpacked_rows
@@ -96,9 +96,7 @@ def _probes(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], lay
     kinds = {kind: paths for kind, paths in kinds.items() if paths}
     if not kinds:
         raise RunError(f"no measured layer ends with '{layer}': expected the end of one of {', '.join(first.kinds)}")
-    bare = {
-        json.dumps(item["models"][UNTRAINED]): item for item in measured
-    }  # the same for seeds with the same test rows
+    bare = {json.dumps(item["models"][UNTRAINED]): item for item in measured}  # seeds with the same test rows: one
     models = [ProbedModel(UNTRAINED, [_rows_of(item, UNTRAINED) for item in bare.values()])]
     for settings, group in grouped(results):
         short = re.sub(r"[\w.]+\.(?=\w+=)", "", settings)  # the last part of each key: columns have little room
@@ -131,13 +129,11 @@ def probe_table(probes: Probes) -> str:
 
 def probe_csv(probes: Sequence[Probes]) -> str:
     """Return a line for each model and kind of layer, in full precision."""
-    text = io.StringIO()
-    writer = SpreadsheetWriter(text)
-    writer.writerow(["models", "model", "runs", "layers", "count", "overlap", "overlap_std", "chance"])
+    rows: list[list[Any]] = [["models", "model", "runs", "layers", "count", "overlap", "overlap_std", "chance"]]
     for probe in probes:
         for model in probe.models:
             for kind, paths in probe.kinds.items():
                 spread = model.mean_overlap(paths)
                 numbers = [None, None] if spread is None else [spread.mean, spread.std]
-                writer.writerow([probe.title, model.title, len(model.runs), kind, len(paths), *numbers, probe.chance])
-    return text.getvalue()
+                rows.append([probe.title, model.title, len(model.runs), kind, len(paths), *numbers, probe.chance])
+    return spreadsheet(rows)

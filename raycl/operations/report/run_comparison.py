@@ -7,14 +7,14 @@ labelled with the keys in which they differ.
 
 from __future__ import annotations
 
-import io
 import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from raycl.config import Tree, flatten
-from raycl.data.sources.table_cells import SpreadsheetWriter
+from raycl.data.sources.table_cells import spreadsheet
 from raycl.metrics.run_results import (
     INSTRUCTION,
     METRICS,
@@ -122,8 +122,7 @@ def has_published(lines: Sequence[Line], name: str) -> bool:
 
 
 def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:
-    """Return the runs of each line of a comparison, with `key=value` where lines of the same title differ; in their
-    order."""
+    """Return the runs of each line in order, with `key=value` where lines of the same title differ."""
     groups: dict[str, list[Tree]] = {}
     for result in results:
         groups.setdefault(_settings_key(result), []).append(result)
@@ -141,21 +140,18 @@ def labels(results: Sequence[Tree]) -> list[str]:
 
 
 def to_csv(results: Sequence[Tree]) -> str:
-    """Return the comparison as CSV with means and standard deviations in full precision; empty cells where
-    undefined."""
-    text = io.StringIO()
-    writer = SpreadsheetWriter(text)
+    """Return the comparison as CSV: means and standard deviations in full precision, empty where undefined."""
     lines = compare(results)
     names = [*points_of(lines), *COSTS]
     spreads = [title for name in names for title in (name, f"{name}_std")]
     known = [name for name in names if has_published(lines, name)]
     given = [f"{name}_published" for name in known] + (["published"] if known else [])
-    writer.writerow(["method", "settings", "stream", "backbone", "runs", *spreads, *given])
+    rows: list[list[Any]] = [["method", "settings", "stream", "backbone", "runs", *spreads, *given]]
     for line in lines:
         cells = [cell for name in names for cell in _cells(line.numbers.get(name))]
         printed = [line.published.get(name) for name in known] + ([line.source] if known else [])
-        writer.writerow([line.method, line.settings, line.stream, line.backbone, line.runs, *cells, *printed])
-    return text.getvalue()
+        rows.append([line.method, line.settings, line.stream, line.backbone, line.runs, *cells, *printed])
+    return spreadsheet(rows)
 
 
 def runs_to_csv(results: Sequence[Tree]) -> str:
@@ -164,19 +160,17 @@ def runs_to_csv(results: Sequence[Tree]) -> str:
 
     The scores stand in columns `score_<task>`; cells are empty where a run has not the number or the task.
     """
-    text = io.StringIO()
     lines = [_line([result], "") for result in results]
     names = [*points_of(lines), *COSTS]
     ends = [dict(zip(tasks_of(result), values_of(result)[-1], strict=True)) for result in results]
     tasks = list(dict.fromkeys(task for end in ends for task in end))
-    writer = SpreadsheetWriter(text)
     scores = [f"score_{task}" for task in tasks]
-    writer.writerow(["run", "seed", "method", "stream", "backbone", *names, *scores])
+    rows: list[list[Any]] = [["run", "seed", "method", "stream", "backbone", *names, *scores]]
     for result, line, end in zip(results, lines, ends, strict=True):
         config, numbers = result["config"], [line.numbers.get(name) for name in names]
         title = [(config.get("output") or {}).get("name"), config.get("seed"), line.method, line.stream, line.backbone]
-        writer.writerow([*title, *(number and number.mean for number in numbers), *(end.get(task) for task in tasks)])
-    return text.getvalue()
+        rows.append([*title, *(number and number.mean for number in numbers), *(end.get(task) for task in tasks)])
+    return spreadsheet(rows)
 
 
 def _cells(spread: Spread | None) -> list[float | None]:
@@ -197,8 +191,7 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
 
 
 def _untrained(results: Sequence[Tree], like: Tree) -> Line | None:
-    """Return the backbone before any training on this run's stream, over the seeds that evaluated it; None: none
-    did."""
+    """Return the untrained backbone on this run's stream, over the seeds that evaluated it; None: none did."""
     same = [
         result for result in results if (stream_of(result), backbone_of(result)) == (stream_of(like), backbone_of(like))
     ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raycl.config import Tree
-from raycl.data.sources.table_cells import SpreadsheetWriter
+from raycl.data.sources.table_cells import spreadsheet
 from raycl.metrics.run_results import (
     METRICS,
     backbone_of,
@@ -81,14 +81,12 @@ def seed_matrices(results: Sequence[Tree]) -> list[SeedMatrix]:
 
 def matrices_to_csv(matrices: Sequence[SeedMatrix]) -> str:
     """Return CSV with a line for each cell that has a score: mean and standard deviation in full precision."""
-    text = io.StringIO()
-    writer = SpreadsheetWriter(text)
-    writer.writerow(["method", "settings", "stream", "backbone", "runs", "after", "task", "mean", "std"])
+    rows: list[list[Any]] = [["method", "settings", "stream", "backbone", "runs", "after", "task", "mean", "std"]]
     for matrix in matrices:
         first = matrix.results[0]
         head = [method_of(first), matrix.settings, stream_of(first), backbone_of(first), len(matrix.results)]
         for phase, row in zip(matrix.phases, matrix.cells, strict=True):
             for task, cell in zip(matrix.tasks, row, strict=True):
                 if cell is not None:
-                    writer.writerow([*head, phase, task, cell.mean, cell.std])
-    return text.getvalue()
+                    rows.append([*head, phase, task, cell.mean, cell.std])
+    return spreadsheet(rows)

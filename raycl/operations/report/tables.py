@@ -284,8 +284,7 @@ def _unseen(result: Tree) -> list[RenderableType]:
 
 
 def _routing(result: Tree) -> list[RenderableType]:
-    """Return which router was used, and how often each finds a text's own task (mean over tasks, percent of dev
-    texts)."""
+    """Return the router in use, and how often each finds a text's own task (mean over tasks, percent of dev texts)."""
     if not has_routing(result):
         return []
     routing = RouterSummary.of(result)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -269,15 +268,10 @@ def concurrency(sweep: SweepConfig) -> int:
 def _quiet() -> Iterator[None]:
     """Turn Tune's own lines, warnings and files off while it runs; raycl's replace them."""
     logger = logging.getLogger("ray.tune")
-    level, before = logger.level, {name: os.environ.get(name) for name in QUIET}
-    os.environ.update(QUIET)
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with clusters.environment(QUIET):
+            yield
     finally:
         logger.setLevel(level)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

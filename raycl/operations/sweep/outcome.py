@@ -215,8 +215,7 @@ def _best(sweep: SweepConfig, rows: Sequence[TrialRow], groups: Sequence[TrialGr
 
 
 def _rank(row: TrialRow, sweep: SweepConfig, front: Sequence[int]) -> tuple[Any, ...]:
-    """Return the key of sorting: done before stopped before the rest, then the front (several metrics), then by the
-    first metric."""
+    """Return the key of sorting: done, stopped, the rest; then the front (several metrics), then the first metric."""
     score = row.scores[0] if row.scores and row.scores[0] is not None else None
     sign = -1 if sweep.mode[0] == "max" else 1
     state = ("done", "stopped", "unfinished", "failed").index(row.state)

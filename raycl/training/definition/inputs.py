@@ -98,8 +98,7 @@ def versions(plugins: Used) -> dict[str, str]:
 
 
 def version_changes(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for each attempt that computes with other libraries than the one before it that recorded
-    anything."""
+    """Return a sentence for each attempt that computes with other libraries than the last known one before it."""
     worked = [attempt for attempt in attempts if "ended" in attempt or attempt is attempts[-1]]
     known = [(attempt["attempt"], attempt["versions"]) for attempt in worked if attempt.get("versions")]
     changes = []

@@ -129,8 +129,7 @@ class DeepSpeedEngine:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes by arithmetic: DeepSpeed sums trained parameters, and gathers partitioned ones, all weights at ZeRO
-        3."""
+        """Bytes by arithmetic: trained parameters are summed, partitioned ones gathered, all weights at ZeRO 3."""
         if self.world.size == 1:
             return 0
         size = self.backbone.dtype.itemsize
@@ -320,8 +319,7 @@ class DeepSpeedEngine:
         advance(self.schedule, steps)
 
     def _create_state(self) -> None:
-        """Take a step on an all-padding example with a loss of zero: moments become zeros (ZeRO 1-3 has none
-        before)."""
+        """Step on an all-padding example with a loss of zero: moments become zeros (ZeRO 1-3 has none before)."""
         codec = self.backbone.codec
         ones = torch.ones(1, 2, dtype=torch.long, device=self.world.device)
         target = ones[:, : 0 if codec.needs_labels else 1] * codec.eos_id

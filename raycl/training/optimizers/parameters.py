@@ -36,8 +36,7 @@ def specs_of(backbone: Backbone, train: TrainConfig, rates: Mapping[str, float])
 
 
 def is_norm_or_bias(name: str, backbone: Backbone) -> bool:
-    """Return whether weight decay leaves a parameter out, as the Hugging Face trainer does; T5's biases of positions
-    too."""
+    """Return whether weight decay leaves it out, as in the Hugging Face trainer, and T5's biases of positions."""
     owner = backbone.get_submodule(name.rpartition(".")[0])
     is_norm = "norm" in f"{name} {type(owner).__name__}".lower() and backbone.get_parameter(name).dim() < 2
     return is_norm or "bias" in name.lower()

@@ -202,8 +202,7 @@ def _device(storage: Storage) -> int:
 
 
 def shortage(run: Storage, bank: Storage, needed: Growth, free: Callable[[str], int] = free_bytes) -> str:
-    """Return a warning in one sentence if a disk will not hold what the run adds; empty if it will, as far as is
-    known."""
+    """Return a warning if a disk will not hold what the run adds; empty if it will, as far as is known."""
     together = run.is_local and bank.is_local and _device(run) == _device(bank)
     wanted = [(run, needed.both)] if together else [(run, needed.run), (bank, needed.bank)]
     for storage, size in wanted:

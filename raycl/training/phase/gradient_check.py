@@ -85,8 +85,7 @@ class GradientMaskCheck:
 
 
 def _sampled_names(names: list[str]) -> list[str]:
-    """Return two neighbours at the start, in the middle and at the end: A and B of LoRA, whose A has no gradient at
-    first."""
+    """Return two neighbours (A and B of LoRA, whose A has no gradient at first) at start, middle and end."""
     middle = len(names) // 2
     indices = {0, 1, middle, middle + 1, len(names) - 2, len(names) - 1}
     return [name for index, name in enumerate(names) if index in indices]

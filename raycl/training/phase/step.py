@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 
@@ -62,10 +63,9 @@ def train_step(
 
 def _accumulate(engine: Engine, method: Method, batch: Batch, total: float, modifiers: Modifiers) -> torch.Tensor:
     """Forward and backward of one micro-batch, of which no tensor outlives the call but the summed task loss."""
-    with (
-        _RowsNoted(batch),
-        activate_batch(method, batch),
-    ):  # until backward has ended: recomputation reads the mixture again
+    with ExitStack() as stack:
+        stack.push(partial(_note_rows, batch))
+        stack.enter_context(activate_batch(method, batch))  # until backward has ended: recomputation reads it again
         output = modifiers.observe_forward(engine.forward, batch)
         penalty = method.penalty(batch, output)
         objective = output.loss_sum if penalty is None else output.loss_sum + penalty * loss_count(batch)
@@ -73,21 +73,9 @@ def _accumulate(engine: Engine, method: Method, batch: Batch, total: float, modi
     return output.loss_sum.detach()
 
 
-class _RowsNoted:
-    """An exception inside is noted to be of the micro-batch's rows (`noted_rows`)."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            rows = self.batch.rows[self.batch.rows >= 0].tolist()
-            error.add_note(f"{NOTE}{' '.join(map(str, rows))}")
+def _note_rows(batch: Batch, kind: object, error: BaseException | None, trace: object) -> None:
+    if error is not None:
+        error.add_note(f"{NOTE}{' '.join(map(str, batch.rows[batch.rows >= 0].tolist()))}")
 
 
 def noted_rows(error: BaseException) -> list[int]:

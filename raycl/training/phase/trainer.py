@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Protocol
 
 from torch import Tensor
@@ -100,7 +100,8 @@ class TaskTrainer:
             seed = stable_seed(context.info.seed, "step", phase.index, index)
             task_context.step = Step(index, seed, len(batches))
             mask_check.before_step()
-            with _RowsNamed(loader, self.control):
+            with ExitStack() as stack:
+                stack.push(partial(self._name_rows, loader))
                 result = train_step(engine, method, batches, self.world, seed, modifiers, self.recorder.finish_saving)
             mask_check.after_step()
             seconds = time.perf_counter() - began
@@ -114,6 +115,11 @@ class TaskTrainer:
         done = self._checkpoint(phase, share, steps, steps, spent)
         self._end(phase, task_context, done)
         return done
+
+    def _name_rows(self, loader: Loader, kind: object, error: BaseException | None, trace: object) -> None:
+        """Tell `control` which rows the micro-batch has whose exception comes."""
+        if error is not None:
+            self.control.failed_rows = loader.named(noted_rows(error))
 
     def _close(self, engine: Engine, selection: Selection) -> tuple[Share, dict[str, Tensor]]:
         """Close the engine after the last step: what this worker writes, and `TaskContext.parameters`. Collective.
@@ -209,22 +215,6 @@ class TaskTrainer:
             self.recorder.publish(phase, context.schedule.published(phase, context.method, learned), done)
         self.recorder.save(done)
         done.parameters = {}  # they may be the engine's own memory, which evaluation can use
-
-
-class _RowsNamed:
-    """The rows of the micro-batch that raises an exception inside go to `Control.failed_rows`."""
-
-    def __init__(self, loader: Loader, control: Control) -> None:
-        self.loader, self.control = loader, control
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.control.failed_rows = self.loader.named(noted_rows(error))
 
 
 def begin_phase(data: PhaseData, resumed: bool) -> TaskContext:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,10 +48,10 @@ class Listeners:
     """What follows a run besides its own records.
 
     Attributes:
-        tracker: rank 0's, if any. on_phase: see `OnPhase`. draw: see `TrainingJob`.
+        trackers: rank 0's. on_phase: see `OnPhase`. draw: see `TrainingJob`.
     """
 
-    tracker: Tracker | None = None
+    trackers: Sequence[Tracker] = ()
     on_phase: OnPhase | None = None
     draw: Draw | None = None
 
@@ -117,11 +117,13 @@ class Recorder:
         self.trace.add(phase, step, result, seconds)
         if self.progress.step(phase, step, steps, result, seconds):
             self.trace.flush()
-        if self.listeners.tracker is not None:
+        if self.listeners.trackers:
             names = ("loss", "grad_norm", "learning_rate")
             values = {f"train/{name}": getattr(result, name) for name in names}
             values["train/tokens_per_second"] = result.tokens / max(seconds, 1e-9)
-            self.listeners.tracker.log("step", self._steps_done(phase, step), values)
+            steps_before = sum(int(record["times"]["steps"]) for record in self.state.phases[: phase.index])
+            for tracker in self.listeners.trackers:
+                tracker.log("step", steps_before + step, values)
 
     def publish(self, phase: Phase, learned: Learned, done: Checkpoint) -> None:
         """Adapters go to the bank, whole models to a folder of the run. Collective where workers share weights out."""
@@ -229,12 +231,12 @@ class Recorder:
             moved = times["step_bytes"] / 2**20
             between = f", {moved:.3g} MiB a step between workers" if moved else ""
             log.info("    trained %s, evaluated %s%s", clock(times["train_s"]), clock(times["eval_s"]), between)
-        if self.listeners.tracker is not None:
-            self._track(record, self.listeners.tracker)
+        if self.listeners.trackers:
+            self._track(record)
         on_phase = self.listeners.on_phase
         return on_phase is None or on_phase(record) is not False
 
-    def _track(self, record: dict[str, Any], tracker: Tracker) -> None:
+    def _track(self, record: dict[str, Any]) -> None:
         done = len(self.state.phases)
         stream = self.context.stream
         metric = {task.name: task.metric for task in (*stream.tasks, *stream.unseen)}
@@ -246,22 +248,22 @@ class Recorder:
         }
         matrix = matrix_of(*_names(self.context), self.state)
         metrics = metrics_so_far(matrix, done, self.context.info.singles)
-        tracker.log("task", done, scores | {f"cl/{METRICS.get(name, name)}": value for name, value in metrics.items()})
+        scores |= {f"cl/{METRICS.get(name, name)}": value for name, value in metrics.items()}
         rows = [[name, *values] for name, values in zip(matrix.phases, matrix.values(), strict=True)]
-        tracker.table(done, "matrix", ["after", *matrix.tasks], rows)
-        if self.listeners.draw is not None:
-            with TemporaryDirectory() as folder:
-                picture = Path(folder) / "matrix.png"
+        with TemporaryDirectory() as folder:
+            picture = Path(folder) / "matrix.png"
+            if self.listeners.draw is not None:
                 self.listeners.draw(self.results(), picture)
-                tracker.picture(done, "matrix_picture", picture)
+            for tracker in self.listeners.trackers:
+                tracker.log("task", done, scores)
+                tracker.table(done, "matrix", ["after", *matrix.tasks], rows)
+                if picture.exists():
+                    tracker.picture(done, "matrix_picture", picture)
 
     def results(self) -> dict[str, Any]:
         """Return the result tree so far, from the journal."""
         context, state = self.context, read_state(self.storage)
         return build_results(context.info, context.stream, context.phases, state)
-
-    def _steps_done(self, phase: Phase, step: int) -> int:
-        return step + sum(int(record["times"]["steps"]) for record in self.state.phases[: phase.index])
 
 
 def _names(context: TrainingContext) -> tuple[list[str], list[str]]:

@@ -107,8 +107,7 @@ def other_row(tree: Mapping[str, Any], state: RunState) -> dict[str, Any] | None
 def _untrained(
     cells: Mapping[str, Any], tasks: Sequence[Task], never: Sequence[Task], types: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """Return the cells before any training: their mean over the tasks that are trained, and what `_unseen` has of the
-    others."""
+    """Return cells before any training: the mean over the trained tasks, and what `_unseen` has of the others."""
     if not cells:
         return None
     own = [cells[task.name]["value"] for task in tasks if task.name in cells]

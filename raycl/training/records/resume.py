@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raycl.errors import BankError, CheckpointError, RunError, StorageError
+from raycl.errors import CheckpointError, RunError, StorageError
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import RunState
@@ -69,7 +69,9 @@ def newest_resume_point(
         point, reasons = _read_by_all(storage, names[newest], manifests, len(phases), world, objects)
         if point is None and not tried:
             tried = True
-            if _on_first(restore, world):
+            with world.shared_errors():
+                restored = world.is_first and restore()
+            if world.broadcast(restored):
                 continue
         problems += reasons
         newest -= point is None
@@ -115,14 +117,3 @@ def _read_by_all(
     if len(set(reasons)) == 1:
         return None, reasons[:1]
     return None, [f"worker {rank + 1} of {len(reasons)}: {reason}" for rank, reason in enumerate(reasons) if reason]
-
-
-def _on_first(restore: Callable[[], bool], world: DistributedContext) -> bool:
-    """Return what it returns on the first worker, the only one that calls it; its errors are raised by all."""
-    error, changed = None, False
-    try:
-        changed = world.is_first and restore()
-    except (RunError, StorageError, BankError) as raised:
-        error = raised
-    world.raise_any(error)
-    return bool(world.broadcast(changed))

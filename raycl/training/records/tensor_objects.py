@@ -73,8 +73,7 @@ class TensorObjects:
         return info
 
     def are_published(self, infos: Iterable[ObjectInfo]) -> None:
-        """Mark objects that a snapshot of this run names, so that they stay in the bank as long as the run needs
-        them."""
+        """Mark objects that a snapshot of this run names, which stay in the bank as long as the run needs them."""
         if not self.copies:
             self._published = {info.file: info.sha256 for info in infos}
             self._stored |= set(self._published.values())

@@ -156,8 +156,7 @@ def _original(spec: Any) -> Any:
 
 
 def _added(tasks: Any, learned: Sequence[str], snapshot: Snapshot, written: str) -> list[Any]:
-    """Return tasks that the snapshot has not learned. A list that begins with those that it has is taken without
-    them."""
+    """Return tasks that the snapshot has not learned; a list that begins with the learned ones is taken without."""
     names = list(map(name_of, tasks or ()))
     if names[: len(learned)] == list(learned):
         tasks, names = tasks[len(learned) :], names[len(learned) :]
@@ -219,8 +218,7 @@ def name_of(task: Any) -> str:
 
 
 def _merged(base: Any, given: Any) -> Any:
-    """Return what is given over what is there; a choice by its name alone leaves the settings of that choice as they
-    are."""
+    """Return what is given over what is there; a choice by its name alone keeps the settings of that choice."""
     if isinstance(base, dict) and isinstance(given, dict):
         return {**base, **{key: _merged(base.get(key), value) for key, value in given.items()}}
     if isinstance(base, dict) and base.get("name") == given:

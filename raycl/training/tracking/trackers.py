@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from raycl.config import PathOrUri, Section, Tree
 from raycl.errors import ConfigError
-from raycl.training.tracking.tracker import Axis, Cell, TrackedRun, Tracker
+from raycl.training.tracking.tracker import TrackedRun, Tracker
 
 Name = Literal["wandb", "tensorboard", "mlflow", "trackio"]
+
+TRACKERS: dict[Name, str] = {
+    "wandb": "WandbTracker",
+    "tensorboard": "TensorBoardTracker",
+    "mlflow": "MlflowTracker",
+    "trackio": "TrackioTracker",
+}
+"""Tracker -> its class in the module `<name>_tracker`, which imports the library."""
 
 
 class TrackingConfig(Section):
@@ -51,8 +59,8 @@ class TrackingConfig(Section):
             yield from ((name, "tracker=tensorboard") for name in ("project", "group"))
 
 
-def open_tracker(config: TrackingConfig, run_name: str, tree: Tree, folder: str) -> Tracker | None:
-    """Start or continue tracking of a run; None: it has no tracker.
+def open_trackers(config: TrackingConfig, run_name: str, tree: Tree, folder: str) -> list[Tracker]:
+    """Start or continue tracking of a run.
 
     Args:
         run_name: the same for all attempts of a run.
@@ -64,66 +72,25 @@ def open_tracker(config: TrackingConfig, run_name: str, tree: Tree, folder: str)
     """
     run = TrackedRun(run_name, tree, config.project, config.group, config.directory, str(folder))
     names: list[Name | None] = [_choose() if name == "auto" else name for name in config.tracker]
-    opened = _Several()
+    opened: list[Tracker] = []
     try:
         for name in dict.fromkeys(names):
             if name is not None:
-                opened.trackers.append(_open(name, run))
+                opened.append(_open(name, run))
     except ConfigError:
-        opened.close(failed=True)
+        for tracker in opened:
+            tracker.close(failed=True)
         raise
-    return opened if opened.trackers else None
-
-
-class _Several:
-    """Passes everything on to each tracker."""
-
-    def __init__(self) -> None:
-        self.trackers: list[Tracker] = []
-
-    def log(self, axis: Axis, at: int, metrics: dict[str, float]) -> None:
-        for tracker in self.trackers:
-            tracker.log(axis, at, metrics)
-
-    def table(self, task: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        for tracker in self.trackers:
-            tracker.table(task, name, columns, rows)
-
-    def picture(self, task: int, name: str, file: Path) -> None:
-        for tracker in self.trackers:
-            tracker.picture(task, name, file)
-
-    def close(self, failed: bool = False) -> None:
-        for tracker in self.trackers:
-            tracker.close(failed)
+    return opened
 
 
 def _open(name: Name, run: TrackedRun) -> Tracker:
-    """Return a tracker; its library is imported here.
-
-    Raises:
-        ConfigError: the library is not installed, cannot start, or has no local folder to write to.
-    """
     if not _installed(name):
         wanted = name if name == "wandb" else f"'raycl[{name}]'"  # wandb is no extra
         raise ConfigError(f"tracking.tracker '{name}' needs its library: type `pip install {wanted}`")
-    match name:
-        case "wandb":
-            from raycl.training.tracking.wandb_tracker import WandbTracker
-
-            return WandbTracker(run)
-        case "tensorboard":
-            from raycl.training.tracking.tensorboard_tracker import TensorBoardTracker
-
-            return TensorBoardTracker(run)
-        case "mlflow":
-            from raycl.training.tracking.mlflow_tracker import MlflowTracker
-
-            return MlflowTracker(run)
-        case "trackio":
-            from raycl.training.tracking.trackio_tracker import TrackioTracker
-
-            return TrackioTracker(run)
+    module = importlib.import_module(f"raycl.training.tracking.{name}_tracker")
+    tracker: Tracker = getattr(module, TRACKERS[name])(run)
+    return tracker
 
 
 def _choose() -> Name | None:

@@ -87,8 +87,7 @@ class Control:
 
     @property
     def position(self) -> dict[str, Any]:
-        """The worker's activity and position in the run: `activity`, and `phase`, `task`, `step` once they are
-        known."""
+        """The worker's `activity`, and `phase`, `task`, `step` once they are known."""
         known = {key: value for key, value in self._summary.items() if key in ("phase", "task", "step")}
         return {"activity": self.activity, **known}
 

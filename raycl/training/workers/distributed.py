@@ -6,7 +6,8 @@ Everything above works the same with one process (no process group) and with man
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -99,6 +100,16 @@ class DistributedContext:
             raise first_error
         if first_error is not None:
             raise first_error from error
+
+    @contextmanager
+    def shared_errors(self) -> Iterator[None]:
+        """Raise an error of ours that comes inside on any worker on every worker (`raise_any`). Collective."""
+        error = None
+        try:
+            yield
+        except RayclError as raised:
+            error = raised
+        self.raise_any(error)
 
 
 def ensure_process_group(world: DistributedContext) -> None:

@@ -69,8 +69,7 @@ def return_freed_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device, the system or Python had no memory left. On CPUs torch raises an error without a
-    type."""
+    """Return whether memory ran out: a device's, the system's or Python's. On CPUs torch's error has no type."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError)
         and re.search(r"(can't|cannot|not enough) (allocate )?memory", str(error)) is not None

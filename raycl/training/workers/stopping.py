@@ -229,8 +229,7 @@ class StopPoll:
         return self._stop
 
     def _look(self) -> bool:
-        """Return whether there is a request; the host's is copied to the run's folder, so that the run's status shows
-        it."""
+        """Return whether there is a request; the host's is copied to the run's folder, where its status finds it."""
         try:
             if self.host is not None and (reason := self.host.reason):
                 request_stop(self.storage, self.driver, reason)

@@ -23,7 +23,7 @@ from raycl import config
 from raycl.errors import ConfigError
 from raycl.training.tracking import trackers, wandb_tracker
 from raycl.training.tracking.tracker import TrackedRun, Tracker
-from raycl.training.tracking.trackers import TrackingConfig, open_tracker
+from raycl.training.tracking.trackers import TrackingConfig, open_trackers
 
 SERVER = "https://api.wandb.ai"
 
@@ -43,7 +43,7 @@ def settings(mode: str = "online", key: str | None = None, url: str = SERVER) ->
 
 
 def test_the_default_logs_nothing(tmp_path: Path) -> None:
-    assert open_tracker(TrackingConfig(), "run", {}, tmp_path) is None and list(tmp_path.iterdir()) == []
+    assert open_trackers(TrackingConfig(), "run", {}, tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
 def test_one_tracker_several_or_none() -> None:
@@ -61,7 +61,7 @@ def test_a_missing_library_names_the_line_to_type(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     line = "wandb" if name == "wandb" else rf"'raycl\[{name}\]'"
     with pytest.raises(ConfigError, match=f"`pip install {line}`"):
-        open_tracker(TrackingConfig(tracker=[name]), "run", {}, str(tmp_path))
+        open_trackers(TrackingConfig(tracker=[name]), "run", {}, str(tmp_path))
 
 
 def test_without_a_key_wandb_is_offline() -> None:
@@ -86,7 +86,7 @@ def test_a_key_in_netrc_counts_for_its_server_only(tmp_path: Path) -> None:
 def test_auto_uses_installed_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = TrackingConfig(tracker=["auto"])
     monkeypatch.setattr(trackers, "_installed", lambda package: False)
-    assert open_tracker(section, "run", {}, tmp_path) is None
+    assert open_trackers(section, "run", {}, tmp_path) == []
     monkeypatch.setattr(trackers, "_installed", lambda package: package == "tensorboard")
     assert trackers._choose() == "tensorboard"
     monkeypatch.setattr(trackers, "_installed", lambda package: True)
@@ -96,7 +96,7 @@ def test_auto_uses_installed_libraries(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_run_on_remote_storage_needs_a_local_folder() -> None:
     with pytest.raises(ConfigError, match=r"set tracking\.directory"):
-        open_tracker(TrackingConfig(tracker=["tensorboard"]), "run", {}, "s3://bucket/run")
+        open_trackers(TrackingConfig(tracker=["tensorboard"]), "run", {}, "s3://bucket/run")
 
 
 def test_the_same_name_is_the_same_run() -> None:
@@ -105,25 +105,23 @@ def test_the_same_name_is_the_same_run() -> None:
     assert a.id_in("raycl") != a.id_in("other")
 
 
-def opened(folder: Path, *names: str, **settings: str) -> Tracker:
+def opened(folder: Path, *names: str, **settings: str) -> list[Tracker]:
     """Return a run's trackers."""
-    tracker = open_tracker(
-        TrackingConfig(tracker=list(names), **settings), "run", {"method": {"name": "sapt"}}, str(folder)
-    )
-    assert tracker is not None
-    return tracker
+    config = TrackingConfig(tracker=list(names), **settings)
+    return open_trackers(config, "run", {"method": {"name": "sapt"}}, str(folder))
 
 
-def log_everything(tracker: Tracker, folder: Path) -> None:
+def log_everything(trackers: list[Tracker], folder: Path) -> None:
     """Log what a run of one task logs."""
     picture = folder / "matrix.png"
     Image.new("RGB", (8, 4), "red").save(picture)
-    for step in (1, 2, 3):
-        tracker.log("step", step, {"train/loss": 1.0 / step, "train/learning_rate": 0.1})
-    tracker.log("task", 1, {"eval/news/exact_match": 90.0, "cl/F.Ra": 2.5})
-    tracker.table(1, "matrix", ["after", "news|old", "film"], [["news|old", 90.125, None]])
-    tracker.picture(1, "matrix_picture", picture)
-    tracker.close()
+    for tracker in trackers:
+        for step in (1, 2, 3):
+            tracker.log("step", step, {"train/loss": 1.0 / step, "train/learning_rate": 0.1})
+        tracker.log("task", 1, {"eval/news/exact_match": 90.0, "cl/F.Ra": 2.5})
+        tracker.table(1, "matrix", ["after", "news|old", "film"], [["news|old", 90.125, None]])
+        tracker.picture(1, "matrix_picture", picture)
+        tracker.close()
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
@@ -147,7 +145,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
 def test_tensorboard_curves_go_on_after_a_resume(tmp_path: Path) -> None:
     """Steps that are logged again replace earlier ones, and do not hide what is logged over tasks."""
     for attempt, steps in ((0.0, (1, 2, 3)), (10.0, (3, 4))):
-        tracker = opened(tmp_path, "tensorboard")
+        (tracker,) = opened(tmp_path, "tensorboard")
         for step in steps:
             tracker.log("step", step, {"train/loss": attempt + step})
         tracker.log("task", steps[-1], {"cl/AP": attempt})
@@ -178,7 +176,7 @@ def test_mlflow_reads_back_what_was_logged_and_continues_the_run(
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "papers")
     run_folder = tmp_path / "run"
     log_everything(opened(run_folder, "mlflow", group="g"), tmp_path)
-    again = opened(run_folder, "mlflow")
+    (again,) = opened(run_folder, "mlflow")
     again.log("step", 4, {"train/loss": 0.25})
     again.close(failed=True)
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
@@ -205,7 +203,7 @@ def test_trackio_reads_back_what_was_logged_and_continues_the_run(
 ) -> None:
     store = tmp_path / "store"
     log_everything(opened(tmp_path, "trackio", group="g", directory=str(store)), tmp_path)
-    again = opened(tmp_path, "trackio", directory=str(store))
+    (again,) = opened(tmp_path, "trackio", directory=str(store))
     again.log("step", 4, {"train/loss": 0.25})
     again.close()
     assert capsys.readouterr().out == ""
@@ -266,7 +264,7 @@ def test_wandb_is_below_the_run_and_in_the_project_of_the_settings(
 ) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "papers")
     wandb.teardown()
-    tracker = opened(tmp_path, "wandb", project="mine")
+    (tracker,) = opened(tmp_path, "wandb", project="mine")
     tracker.log("step", 5, {"train/loss": 1.0})
     tracker.log("step", 3, {"train/loss": 2.0})  # after a resume steps may go back
     tracker.close()

@@ -138,8 +138,7 @@ def done_rows(summary: Tree) -> list[Tree]:
 
 
 def varied(paths: Sequence[str], rows: Sequence[Tree]) -> tuple[list[str], list[str]]:
-    """Return settings that differ between trials, and in words those that do not; if none differs, all of the
-    former."""
+    """Return settings that differ between trials (all, if none does), and in words those that do not."""
     values_by_path = {path: {text(row["settings"].get(path)) for row in rows} for path in paths}
     different = [path for path in paths if len(values_by_path[path]) > 1]
     if not different:
@@ -194,8 +193,7 @@ class Column:
 
 
 def kinds_of(paths: Sequence[str], rows: Sequence[Tree]) -> list[str] | None:
-    """Return each trial's value of the first setting that takes between two and `KINDS` words; None: no setting
-    does."""
+    """Return each trial's value of the first setting with between two and `KINDS` words; None: there is none."""
     for path in paths:
         values = [row["settings"].get(path) for row in rows]
         if all(isinstance(value, str) for value in values) and 2 <= len(set(values)) <= KINDS:

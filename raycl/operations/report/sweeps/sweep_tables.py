@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 
 from raycl.config import Tree
-from raycl.data.sources.table_cells import SpreadsheetWriter
+from raycl.data.sources.table_cells import spreadsheet
 from raycl.text_tables import grid, render
 
 
 def sweep_table(summary: Tree) -> str:
-    """Return a table with a line for each trial, best first; over several metrics, those of the Pareto front are
-    marked."""
+    """Return a table with a line for each trial, best first; several metrics: the Pareto front is marked."""
     paths = summary["paths"]
     titles = ["trial", *map(last_parts, paths), "tasks", *summary["metric"], "AP", "F.Ra", "s", ""]
     table = grid(titles, left=1 + len(paths), heading=f"{summary['name']}")
@@ -43,18 +41,16 @@ def group_table(summary: Tree) -> str:
 
 def sweep_csv(summary: Tree) -> str:
     """Return all trials in full precision; lists and mappings as JSON."""
-    out = io.StringIO()
-    writer = SpreadsheetWriter(out)
     numbers = ("ap", "f_ra", "bwt", "fwt")
     columns = ("tasks", "forked_tasks", "train_s", "wall_s", "error")
-    writer.writerow(["trial", "state", *summary["paths"], *summary["metric"], *numbers, *columns])
+    lines: list[list[Any]] = [["trial", "state", *summary["paths"], *summary["metric"], *numbers, *columns]]
     for row in summary["rows"]:
         settings = [row["settings"].get(path) for path in summary["paths"]]
         cells = [value if isinstance(value, str | int | float | None) else json.dumps(value) for value in settings]
         scores = row["scores"] or [None] * len(summary["metric"])
         known = [row["numbers"].get(name) for name in numbers]
-        writer.writerow([row["number"] + 1, row["state"], *cells, *scores, *known, *[row[name] for name in columns]])
-    return out.getvalue()
+        lines.append([row["number"] + 1, row["state"], *cells, *scores, *known, *[row[name] for name in columns]])
+    return spreadsheet(lines)
 
 
 def text(value: Any) -> str:

@@ -277,8 +277,7 @@ def _unused(sweep: SweepConfig) -> dict[str, str]:
 
 
 def _requested(sweep: SweepConfig) -> list[str]:
-    """Return what any trial could ask for (`config.trust`): in the base, in a listed value, or by any rule for its
-    path."""
+    """Return what any trial could ask for (`config.trust`): in the base, a listed value, or by a rule for its path."""
     configs_of = [
         configs.as_tree(sweep.config({})),
         *(configs.as_tree(sweep.config(settings)) for settings in examples(sweep)),

@@ -65,16 +65,6 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
         """Do nothing; the sweep's folder has the state."""
 
-    def save(self, checkpoint_path: str) -> None:
-        """Do nothing."""
-
-    def restore(self, checkpoint_path: str) -> None:
-        """Do nothing."""
-
-    def get_state(self) -> dict[str, Any]:
-        """Do nothing."""
-        return {}
-
 
 class Planned(RecordingSearcher):
     """Trials of a list, in order."""
@@ -242,8 +232,7 @@ def _study(sweep: SweepConfig) -> Any:
 
 
 def _distribution(draw: Draw) -> Any:
-    """Return Optuna's distribution of the values; a listed one is its place in the list, and a stepped one its number
-    of steps."""
+    """Return Optuna's distribution: of places in a list, numbers of steps, or the values themselves."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if draw.values:

@@ -36,8 +36,7 @@ class _Pointer:
 
 
 def separate_tree(config: RunConfig) -> Tree:
-    """Return the run under schedule `separate`, else as in `config`; tasks sorted, since their order does not matter to
-    it."""
+    """Return the run under schedule `separate`, with sorted tasks, since their order does not matter to it."""
     tree = configs.as_tree(config)
     tree["method"] = configs.as_tree(config.method.innermost)
     tree["stream"]["schedule"] = "separate"
@@ -94,8 +93,7 @@ def write_pointer(root: Storage, key: str, run: str) -> None:
 
 
 def _known(root: Storage, key: str) -> str | None:
-    """Return the name of the run that was made for these settings; None: there is none, or the pointer to it is
-    damaged."""
+    """Return the name of the run that was made for these settings; None: there is no whole pointer to one."""
     pointer = f"{key}.json"
     try:
         record = read_fields(root, pointer, FORMAT, _Pointer) if root.exists(pointer) else None
