@@ -165,11 +165,7 @@ def require(wanted: Used) -> None:
 
 @lru_cache(maxsize=8)
 def _installed(path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """Read all distributions on the path; of two with one name the first counts, as for imports.
-
-    Args:
-        path: `sys.path`, which decides what is found.
-    """
+    """Read all distributions on `path` (`sys.path`); of two with one name the first counts, as for imports."""
     seen, plugins = set[str](), list[Plugin]()
     for distribution in distributions(path=list(path)):
         text = distribution.read_text("entry_points.txt")

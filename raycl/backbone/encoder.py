@@ -76,11 +76,7 @@ class LanguageHead(nn.Module):
     """
 
     def __init__(self, full_model: Any, model: Any, is_fresh: bool) -> None:
-        """Take the head from `full_model`.
-
-        Args:
-            model: the encoder that it will read.
-        """
+        """Take the head from `full_model`; `model` is the encoder that it will read."""
         super().__init__()
         self.architecture = type(full_model).__name__
         self.prefix = str(full_model.base_model_prefix)

@@ -139,8 +139,7 @@ def known_kind(config: BackboneConfig) -> Kind | None:
 
 @lru_cache(maxsize=64)
 def _kind_in(folder: str, inode: int, size: int, written: int) -> Kind | None:
-    """Return the kind of the model in a folder, cached while its config.json is unchanged: every trial of a sweep
-    asks."""
+    """Return the kind of the model in a folder, cached while its config.json is unchanged: every trial asks."""
     try:
         with _explained(folder):
             return _kind(_settings(folder, trusts=False))

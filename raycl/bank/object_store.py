@@ -309,10 +309,7 @@ class ObjectStoreCache:
         return self._with_retries(read, [info.sha256 for _, info in wanted])
 
     def _local(self, references: list[Any]) -> dict[Any, Buffer]:
-        """Return the objects that this node's object store has, or gets in time.
-
-        The wait for a spilled object that does not fit again would never end.
-        """
+        """Return what this node's object store has, or gets in time: the wait for a spilled object may never end."""
         if not references:
             return {}
         named = list(dict.fromkeys(references))
@@ -325,11 +322,7 @@ class ObjectStoreCache:
             return {}
 
     def _with_retries(self, read: Callable[[list[str]], T], wanted: list[str]) -> T:
-        """Return the cache actor's answer, with retries while it or an object is lost.
-
-        Args:
-            read: called with those of the `wanted` hashes whose objects are gone.
-        """
+        """Return the cache actor's answer; `read` is called again with the hashes whose objects were lost meanwhile."""
         if self._closed:
             raise BankError(f"the object-store cache of '{self.bank.storage.uri}' is closed: open it again")
         lost: list[str] = []

@@ -91,11 +91,7 @@ def _permutation(count: int, seed: int, epoch: int) -> Indices:
 
 @lru_cache(maxsize=2)
 def _grouped(order: GlobalOrder, epoch: int) -> Indices:
-    """Return the epoch's rows sorted by length within windows of it, cut into batches, and these in an order drawn at
-    random.
-
-    A last batch of fewer rows, drawn like any other, stays the last.
-    """
+    """Return rows sorted by length within windows, in batches in a random order; a short last batch stays last."""
     assert order.lengths is not None and len(order.lengths) == order.count, "every row has a length"
     rows, size, window = _permutation(order.count, order.seed, epoch), order.batch_size, WINDOW * order.batch_size
     full_batches, rest = np.split(rows, [len(rows) // size * size])

@@ -70,11 +70,7 @@ class TokenTable:
     """
 
     def __init__(self, task: Task, split: Split, entry: CacheEntry, part: NDArray[np.int64] | None = None) -> None:
-        """Open the table.
-
-        Args:
-            part: rows of the entry that the table holds; None: all.
-        """
+        """Open the table of the entry's rows in `part`; None: all."""
         self.task = task
         self.split: Split = split
         self._entry = entry

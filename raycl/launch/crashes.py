@@ -60,11 +60,7 @@ class Crashes:
             self._refuse_again(error)
 
     def _refuse_again(self, error: Exception) -> None:
-        """Record an exception.
-
-        Raises:
-            RunError: it would come back.
-        """
+        """Record an exception, and raise an error of ours instead if it would come back."""
         frames = traceback.extract_tb(error.__traceback__)
         if self.world.size > 1 and "/torch/distributed/" in frames[-1].filename:
             return  # another worker is gone

@@ -129,11 +129,7 @@ def _launcher(prepared: Prepared, options: RunOptions) -> Iterator[Launcher]:
 
 @contextmanager
 def _attempt(prepared: Prepared, options: RunOptions, driver: str) -> Iterator[None]:
-    """Let workers learn the stream, or one phase of it where each phase has fresh ones.
-
-    Raises:
-        StoppedError: a signal or the host stopped them. RunError: they ended without a reason.
-    """
+    """Let workers learn the stream, or one phase of it where each has fresh ones; raise what stopped them."""
     done = prepared.done
 
     def has_begun() -> bool:

@@ -146,14 +146,7 @@ def _large_outputs(
     settings: ProbeSettings,
     router: PublishedRouter | None = None,
 ) -> dict[str, Any]:
-    """Return layer -> for each task, the large outputs (`OutputProbe.large`); the model's weights stay as they are.
-
-    Args:
-        router: router of the last phase; None: the backbone is measured without adapters.
-
-    Raises:
-        ConfigError: `settings.layers` names none. RunError: a task has no test rows.
-    """
+    """Return layer -> for each task, the large outputs (`OutputProbe.large`); without `router`, without adapters."""
     backbone = context.backbone
     backbone.eval()
     observed = output_probe()(backbone, settings.layers, settings.threshold)

@@ -75,10 +75,7 @@ def _start_at_branch(storage: Storage, config: RunConfig) -> list[str]:
 
 
 def _revision(task: str, resume: str | None) -> list[str]:
-    """Return overrides of a run that starts from the bank and learns the task again.
-
-    A finished run stays as it is: the new one has a folder of its own and starts from the head of its branch.
-    """
+    """Return overrides of a new run that starts from the head of the run's branch and learns the task again."""
     try:
         spec = yaml.safe_load(task)
     except yaml.YAMLError as error:

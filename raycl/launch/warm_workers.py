@@ -96,11 +96,7 @@ class WarmWorkers:
     """
 
     def __init__(self, runs: int) -> None:
-        """Start nothing.
-
-        Args:
-            runs: so many will begin.
-        """
+        """Start nothing; so many `runs` will begin."""
         self._to_come = runs
         self._idle: list[WarmWorker] = []
         self._waiting: list[Resources | None] = []

@@ -208,11 +208,7 @@ def _equal(prediction: str, reference: str) -> float:
 
 
 def _first(prediction: str, reference: str) -> float:
-    """Compare first words.
-
-    Raises:
-        DataError: the reference is not one word, so that the rule would accept wrong answers.
-    """
+    """Compare first words; a reference of several, by which wrong answers would be right, is refused."""
     words = _words(reference)
     if len(words) != 1:
         raise DataError(f"reference '{reference}' is not one word, which first-word metrics need: use 'exact_match'")

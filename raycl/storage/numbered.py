@@ -36,11 +36,7 @@ class NumberedRecords(Generic[T]):
     """The records of one folder, and its note."""
 
     def __init__(self, storage: Storage, folder: str, read: Callable[[int], T]) -> None:
-        """Open the folder.
-
-        Args:
-            read: reads the record of a number.
-        """
+        """Open the folder; `read` reads the record of a number."""
         self.storage, self.folder = storage, folder
         self._read_record = read
         self._known: dict[int, tuple[Stamp, T]] = {}

@@ -45,12 +45,7 @@ class StreamLoop:
         control: Control | None = None,
         shared: SharedReader | None = None,
     ) -> None:
-        """Claim the run.
-
-        Args:
-            control: follows the loop's progress, and can stop it; None: nothing stops it.
-            shared: see `raycl.training.records.tensor_objects`.
-        """
+        """Claim the run; `control` follows the loop's progress, and can stop it; `shared`: see `TensorObjects`."""
         self.context, self.storage, self.world = context, storage, world
         self.control = control or Control(storage, world)
         self.recorder = Recorder(context, storage, world, listeners or Listeners(), self.control.driver, shared)
@@ -97,22 +92,13 @@ class StreamLoop:
             self._untrained |= {name: asdict(cell) for name, cell in untrained.items()}
 
     def _pause(self, activity: str, phase: Phase, task: str) -> None:
-        """Stop here if it is requested, between two pieces of work other than optimizer steps. Collective.
-
-        Raises:
-            StopRequested: the run is to stop here; there is nothing to write.
-        """
+        """Stop here if it is requested, between two pieces of work other than optimizer steps. Collective."""
         self.control.progress(activity, phase=phase.index, phases=len(self.context.phases), task=task)
         if self.control.stop.requested(now=True):
             raise StopRequested
 
     def _restore(self) -> Checkpoint | None:
-        """Restore the newest readable checkpoint; returns it if its phase is not recorded yet.
-
-        Raises:
-            RunError: phases are recorded, but no checkpoint can be continued from.
-            BankError: the bank has lost what the next phase needs.
-        """
+        """Restore the newest readable checkpoint; returns it if its phase is not recorded yet."""
         restore = partial(restore_objects, self.context, self.storage, self.state)
         resume_point = newest_resume_point(self.storage, self.state, self.world, self.recorder.objects, restore)
         if resume_point.problems:

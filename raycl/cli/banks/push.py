@@ -53,11 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _agreed(bank: Bank, snapshot: Snapshot, options: argparse.Namespace) -> bool:
-    """Name the samples that would be sent, and ask.
-
-    Raises:
-        BankError: there is no terminal to ask at.
-    """
+    """Name the samples that would be sent, and ask; without a terminal that is an error."""
     from raycl.errors import BankError, counted
     from raycl.operations.banks.sample_listing import stored_samples
 

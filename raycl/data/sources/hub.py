@@ -287,11 +287,7 @@ def _of_arrow(split: HubSplit) -> Dataset:
 
 
 def _of_database(split: HubSplit) -> Dataset:
-    """Return the rows of a table or a query, in memory, for the database may change.
-
-    Raises:
-        DataError: the library that asks databases is missing, or the database refuses.
-    """
+    """Return the rows of a table or a query, in memory, for the database may change."""
     import datasets
     from datasets.exceptions import DatasetsError
 

@@ -110,10 +110,7 @@ def _works_on(files: RunFiles, phase: int) -> bool:
 
 
 def _step(files: RunFiles, phase: int, last: Step | None) -> int:
-    """Return steps that are done: the trace is written after the heartbeat, or before it.
-
-    Between two phases the heartbeat's step is still the former's.
-    """
+    """Return steps that are done: the trace is written after the heartbeat, whose step may be the former phase's."""
     recorded, beat = int(last["step"]) if last else 0, files.heartbeat
     trains = _works_on(files, phase) and beat.get("activity") == "training" and files.is_alive
     return max(recorded, int(beat.get("step", 0))) if trains else recorded

@@ -48,11 +48,7 @@ class HardAttention(nn.Module):
     def __init__(
         self, sizes: Mapping[Key, int], max_scale: float, device: torch.device, scale: Callable[[], float]
     ) -> None:
-        """Start without a task in training.
-
-        Args:
-            sizes: units of each layer. scale: s of now.
-        """
+        """Start without a task in training; `sizes`: units of each layer, `scale`: s of now."""
         super().__init__()
         ends = list(accumulate(sizes.values()))
         self.places = {key: slice(end - size, end) for (key, size), end in zip(sizes.items(), ends, strict=True)}

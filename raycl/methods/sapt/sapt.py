@@ -231,11 +231,7 @@ class Sapt(PerTaskAdapter):
 
     @torch.no_grad()
     def _pooled(self, sources: Sequence[Sequence[int]], pool: Pool | None = None) -> Tensor:
-        """Return `[n, d]` on the model's device.
-
-        Args:
-            pool: pools embeddings and mask; None: the attention's function.
-        """
+        """Return `[n, d]` on the model's device; `pool` pools embeddings and mask (None: the attention's function)."""
         pool = pool or partial(max_pooled, pads=self.config.attention.pool_pads)
         batches = batches_of(sources, READ_AT_ONCE, self.backbone.codec.pad_id, self.backbone.device)
         return torch.cat([pool(self.backbone.embedded(batch.source_ids), batch.source_mask) for batch in batches])

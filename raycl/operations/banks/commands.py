@@ -245,11 +245,7 @@ def _verify(bank: Bank, options: Namespace) -> CommandResult:
 
 
 def _named(bank: Bank, run: str | None) -> list[Named]:
-    """Return what a run published; without a name that of the run in whose folder the bank lies, if it does.
-
-    Raises:
-        BankError: there is no run.
-    """
+    """Return what a run published; without a name that of the run in whose folder the bank lies, if it does."""
     if run is None:
         if not bank.storage.is_local or not last_attempt(Storage.at(Path(bank.storage.root).parent)):
             return []
@@ -296,11 +292,7 @@ def _export(bank: Bank, options: Namespace) -> CommandResult:
 
 
 def _gguf_converter(snapshot: Snapshot, options: Namespace) -> str:
-    """Return the path of llama.cpp's converter, before anything is written.
-
-    Raises:
-        BankError: it is not installed, or a GGUF file cannot hold what is exported.
-    """
+    """Return the path of llama.cpp's converter, if a GGUF file can hold what is exported."""
     if capabilities_of(snapshot.backbone.kind).answers == "label" and not options.without_head:
         raise BankError(
             f"snapshot {snapshot.number} answers by label heads, which a GGUF file does not hold: export it without "
@@ -330,11 +322,7 @@ def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> Co
 
 
 def _always(bank: Bank, snapshot: Snapshot) -> dict[str, float]:
-    """Return the mixture that every text gets, for routers that choose nothing.
-
-    Raises:
-        BankError: the mixture depends on the text.
-    """
+    """Return the mixture that every text gets; a router that chooses for each text is refused."""
     if router_class(snapshot.router).chooses:
         raise BankError(
             f"router '{snapshot.router.kind}' of snapshot {snapshot.number} mixes adapters for each text: name some of "

@@ -101,11 +101,7 @@ def import_routed(
 
 
 def _task(where: Path, name: str, labels: tuple[str, ...], prompt: str | None) -> TaskInfo:
-    """Return what is known of the task: its prompt, labels, metric and chat template.
-
-    Raises:
-        BankError: the prompt has no place for the text, or `METADATA` is not as raycl writes it.
-    """
+    """Return the task's prompt, labels, metric and chat template, as given or as `METADATA` has them."""
     if prompt is not None:
         before, found, behind = prompt.partition(TEXT)
         if not found:

@@ -207,11 +207,7 @@ def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]
 
 
 def _on_ray(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> ComparisonOutcome:
-    """Run so many at a time on one cluster; SIGTERM and Ctrl-C stop them as they stop one, with a checkpoint.
-
-    Raises:
-        StoppedError: one of the two came.
-    """
+    """Run so many at a time on one cluster; SIGTERM and Ctrl-C stop them as they stop one, with a checkpoint."""
     from raycl.launch.cluster import joined
     from raycl.launch.driver import RunOptions
     from raycl.launch.warm_workers import WarmWorkers, runs_held

@@ -166,10 +166,7 @@ class TaskTrainer:
     def _checkpoint_if_due(
         self, phase: Phase, engine: Engine, step: int, steps: int, spent: dict[str, float], selection: Selection
     ) -> None:
-        """Write a checkpoint inside the phase where one is due, or the run is to stop.
-
-        Its files may be written until the next update: the passes before that change nothing that is trained.
-        """
+        """Write a checkpoint inside the phase where one is due, or the run is to stop."""
         if step == steps:
             return
         stops, every = self.control.stop.requested(), self.context.checkpoint.every_steps

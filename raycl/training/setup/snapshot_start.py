@@ -129,11 +129,7 @@ def _pulled(written: str, folder: Any, runs: str) -> tuple[Bank, Snapshot]:
 
 
 def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any]:
-    """Return the learned tasks; one whose files are not there any more gets what the snapshot records of it.
-
-    Raises:
-        StorageError: the store is out of reach, so it is not known which files are there.
-    """
+    """Return the learned tasks; one whose files are not there any more gets what the snapshot records of it."""
     recorded = {info.name: info for info in snapshot.tasks}
     reachable = []
     for spec in map(_original, specs):

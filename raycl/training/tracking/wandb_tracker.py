@@ -87,13 +87,7 @@ def connects() -> bool:
 
 
 def _wandb_mode(settings: Any) -> Any:
-    """Return the mode that environment and wandb's settings files ask for; `offline` if it would need a key we lack.
-
-    Decided before `wandb.init`, which would wait for an answer and then fail.
-
-    Raises:
-        ConfigError: WANDB_MODE asks for a connection without a key.
-    """
+    """Return the mode that is asked for, `offline` where it needs a key; `wandb.init` would wait for one, and fail."""
     if settings.mode in ("offline", "disabled", "dryrun") or _has_key(settings):
         return settings.mode
     wanted = os.environ.get("WANDB_MODE")

@@ -48,9 +48,7 @@ class DisentangledHead(NamedRows):
     """
 
     def __init__(self, states: int, width: int, seed: int, device: torch.device, task_head: TaskHead) -> None:
-        """Args:
-        states: D. width: F. task_head: a module of the backbone, not of this one.
-        """
+        """Create heads on D `states` with F (`width`) features; `task_head` is the backbone's own module."""
         super().__init__()
         self.labels: list[str] = []
         self.features: Features | None = None
@@ -88,9 +86,7 @@ class TaskHead(nn.Module):
     """Scores over the tasks seen so far; a module of its own, since it has a learning rate of its own."""
 
     def __init__(self, width: int, device: torch.device) -> None:
-        """Args:
-        width: F.
-        """
+        """Create a head on F (`width`) features."""
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(0, width, device=device))
         self.bias = nn.Parameter(torch.zeros(0, device=device))

@@ -245,11 +245,7 @@ def draw_setting(
 
 
 def _aside(places: Sequence[float], scores: Sequence[float], wide: bool) -> list[float]:
-    """Return the positions of points; those of one value with similar scores are spread around it.
-
-    Args:
-        wide: the axis is logarithmic.
-    """
+    """Return positions of points, those of one value with similar scores spread around it; `wide`: on a log axis."""
     across = [math.log(position) if wide else float(position) for position in places]
     span, alike = max(across) - min(across) or 1.0, NEAR * (max(scores) - min(scores))
     gap = min((high - low for low, high in pairwise(sorted(set(across)))), default=span)

@@ -102,9 +102,7 @@ class TpeSearcher(RecordingSearcher):
     """
 
     def __init__(self, sweep: SweepConfig, folder: SweepFolder, again: Mapping[int, Settings]) -> None:
-        """Args:
-        again: trials that were proposed in an earlier session and not finished; they come first.
-        """
+        """Begin with the trials in `again`, which an earlier session proposed and did not finish."""
         super().__init__(sweep, folder)
         self.again = dict(again)
         self.study = _study(sweep)
@@ -216,11 +214,7 @@ class TpeSearcher(RecordingSearcher):
 
 
 def _study(sweep: SweepConfig) -> Any:
-    """Return an Optuna study in memory.
-
-    Raises:
-        ConfigError: Optuna is not installed.
-    """
+    """Return an Optuna study in memory."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -50,9 +50,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
     """Starts trials in order; after each task the rule decides whether a trial continues."""
 
     def __init__(self, folder: SweepFolder, rule: Any, tasks: int, total: int) -> None:
-        """Args:
-        rule: Tune's scheduler; None: all continue. total: trials, for people.
-        """
+        """Stop trials by `rule`, Tune's scheduler (None: all continue); `total` is their number, for people."""
         super().__init__()
         self.folder, self.rule, self.tasks, self.total = folder, rule, tasks, total
 
