@@ -71,6 +71,23 @@ class TrainedUpdate:
         return slice(first, first + self.ranks[number])
 
 
+@dataclass(frozen=True)
+class GatheredPositions:
+    """The positions of a batch that a layer gets as its inputs, where these are not all positions in their order.
+
+    Attributes:
+        rows: rows of the batch. length: positions of each. index_S: numbers of the positions, counted over all rows.
+    """
+
+    rows: int
+    length: int
+    index_S: Tensor
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return `[S, ...]`, the values of these positions, of values of each row, or of each position of each row."""
+        return values[self.index_S // self.length] if values.dim() == 2 else values.flatten(0, 1)[self.index_S]
+
+
 class StackedLora(nn.Module):
     """`base(x)` plus the active mixture, as `formula` adds it.
 
@@ -132,9 +149,13 @@ class StackedLora(nn.Module):
         pair: tuple[Tensor, Tensor] = self(None)  # for a forward pass, and its backward, engines gather
         return pair
 
-    def forward(self, x: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return `[..., D]` to `[..., O]`; the first axis is the example (times beams or samples); None: see
-        `trainable`."""
+    def forward(self, x: Tensor | None, at: GatheredPositions | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return `[..., D]` to `[..., O]`; the first axis is the example (times beams or samples).
+
+        Args:
+            x: None: see `trainable`.
+            at: the positions of x, where it is `[S, D]`.
+        """
         if x is None:
             assert self.lora_A is not None and self.lora_B is not None
             return self.lora_A.clone(), self.lora_B.clone()
@@ -143,6 +164,7 @@ class StackedLora(nn.Module):
             return self._with_prefixes(x)
         y: Tensor = self.base(x)
         if stack.static is not None:
+            assert at is None, "experts choose positions, of which a graph has no fixed number"
             a_RD, b_RO = stack.static.active.layer(self.path)
             y = add_shared(y, x, a_RD, b_RO, stack.static.gate, stack.activation)
             ratio_BO = stack.static.ratios.get(self.path)
@@ -150,20 +172,25 @@ class StackedLora(nn.Module):
         plan = stack.plan
         if plan is None:
             return y
-        rows = x.shape[0]
+        rows = x.shape[0] if at is None else at.rows
         seen = x.detach() if stack.detach_loaded else x
+
+        def of_inputs(what: str, values: Tensor) -> Tensor:
+            expanded = plan.for_rows(what, values, rows)
+            return expanded if at is None else at.of(expanded)
+
         if plan.own is not None and x.dim() == 3 and x.shape[1] >= OWN_TOKENS:
             a_BKD, b_BKO = plan.own_rows(self.path, rows)
             y = add_own(y, seen, a_BKD, b_BKO, plan.for_rows("own gate", plan.own[1], rows), stack.activation)
         elif plan.gate is not None:
             a_RD, b_RO = plan.shared_rows(self.path)
-            y = add_shared(y, seen, a_RD, b_RO, plan.for_rows("gate", plan.gate, rows), stack.activation)
+            y = add_shared(y, seen, a_RD, b_RO, of_inputs("gate", plan.gate), stack.activation)
         if plan.trainable_gate is not None and self.lora_A is not None:
-            y = self._add_trainable(y, x, plan.for_rows("trainable", plan.trainable_gate, rows))
+            y = self._add_trainable(y, x, of_inputs("trainable", plan.trainable_gate))
         for name, weight_B1 in plan.alone.items():
             ratio_O = self._magnitude_ratio(name)
             if ratio_O is not None:
-                weight_B1 = plan.for_rows(f"alone {name}", weight_B1, rows)
+                weight_B1 = of_inputs(f"alone {name}", weight_B1)
                 y = self._rescale(y, 1 + weight_B1.to(ratio_O) * (ratio_O - 1))
         return y
 

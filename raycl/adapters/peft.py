@@ -11,15 +11,19 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from torch import Tensor
 
+from raycl.adapters.experts import NAMES, PATH, FusedParameter, ends_in, parameter_of
 from raycl.adapters.state import check_increment
 from raycl.errors import AdapterError
 from raycl.types import COPY, MAGNITUDE, AdapterState
 
 PREFIX = "base_model.model."
 KEY = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+)\.(lora_(?P<side>[AB])(\.default)?\.weight|lora_magnitude_vector)")
+WRAPPED = ".base_layer"
+"""PEFT's name of a module with fused parameters inside the wrapper of a further one."""
 COPY_KEY = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+)\.weight")
 STARTS = ("gaussian", "orthogonal", True, False, None)
 """Values of `init_lora_weights` under which the adapter is an update of the plain backbone; others change its weights,
@@ -52,6 +56,7 @@ class _LoraSettings(BaseModel):
     alpha_pattern: dict[str, FiniteFloat] | None = Field(None, max_length=100_000)
     use_rslora: bool | None = None
     modules_to_save: list[str] | None = None
+    target_parameters: list[str] | None = None
 
     def scale(self, path: str, rank: int) -> float:
         """Return `alpha / r`, or `alpha / sqrt(r)` with rank-stabilised LoRA, with this linear's own alpha if it has
@@ -59,13 +64,13 @@ class _LoraSettings(BaseModel):
 
         The first pattern that matches counts, as in PEFT.
         """
-        alphas = (value for key, value in (self.alpha_pattern or {}).items() if _ends_in(path, key))
+        alphas = (value for key, value in (self.alpha_pattern or {}).items() if _matches(path, key))
         alpha = next(alphas, rank if self.lora_alpha is None else self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
-def _ends_in(path: str, key: str) -> bool:
-    return path == key[1:] if key.startswith("^") else f".{path}".endswith(f".{key}")
+def _matches(path: str, key: str) -> bool:
+    return path == key[1:] if key.startswith("^") else ends_in(path, key)
 
 
 def to_peft(
@@ -86,12 +91,14 @@ def to_peft(
         raise AdapterError("a soft prompt has no LoRA to export: PEFT's LoRA folder holds updates of linears only")
     check_increment("the adapter", state)
     tensors = {}
-    for path, (a, b) in state.linears.items():
+    fused = _fused(state)
+    linears = {path: pair for path, pair in state.linears.items() if not PATH.fullmatch(path)}
+    for path, (a, b) in (linears | _nested(fused)).items():
         tensors[f"{PREFIX}{path}.lora_A.weight"] = a.contiguous()
         tensors[f"{PREFIX}{path}.lora_B.weight"] = b.contiguous()
     tensors |= {f"{PREFIX}{path}{MAGNITUDE}": norms.contiguous() for path, norms in state.magnitudes.items()}
     tensors |= {f"{PREFIX}{path}.weight": weight.contiguous() for path, weight in state.copies.items()}
-    ranks = {path: int(a.shape[0]) for path, (a, _) in state.linears.items()}
+    ranks = {parameter_of(path): int(a.shape[0]) for path, (a, _) in state.linears.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     odd = {path: other for path, other in ranks.items() if other != rank}
     config: dict[str, Any] = {
@@ -99,13 +106,15 @@ def to_peft(
         "r": rank,
         "lora_alpha": state.scale * rank,
         "lora_dropout": 0.0,
-        "target_modules": list(ranks),
+        "target_modules": list(linears),
         "bias": "none",
         "inference_mode": True,
         "base_model_name_or_path": base,
         "revision": revision,
         "task_type": task_type,
     }
+    if fused:
+        config["target_parameters"] = list(fused)
     if state.magnitudes:
         config["use_dora"] = True
     if state.copies:
@@ -114,6 +123,66 @@ def to_peft(
         config["rank_pattern"] = odd
         config["alpha_pattern"] = {path: state.scale * other for path, other in odd.items()}
     return tensors, config
+
+
+def _fused(state: AdapterState) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return path of a fused parameter -> A and B of all its experts, as PEFT puts them together.
+
+    Raises:
+        AdapterError: an expert is left out, or experts differ in their ranks.
+    """
+    experts: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
+    for path, pair in state.linears.items():
+        if match := PATH.fullmatch(path):
+            experts.setdefault(match["parameter"], {})[int(match["number"])] = pair
+    fused = {}
+    for parameter, pairs in experts.items():
+        if set(pairs) != set(range(len(pairs))) or len({len(a) for a, _ in pairs.values()}) > 1:
+            raise AdapterError(
+                f"the adapter adapts {len(pairs)} experts of '{parameter}': expected all, with one rank, as PEFT "
+                "stores them in one tensor"
+            )
+        ordered = [pairs[number] for number in range(len(pairs))]
+        b_OrE = torch.stack([b for _, b in ordered], dim=-1)
+        fused[parameter] = torch.cat([a for a, _ in ordered]), b_OrE.flatten(1)
+    return fused
+
+
+def _nested(fused: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the same under PEFT's paths: the parameters of one module are wrapped one after another."""
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    for parameter, pair in fused.items():
+        module, _, name = parameter.rpartition(".")
+        outer = [other for other in NAMES[NAMES.index(name) + 1 :] if f"{module}.{other}" in fused]
+        pairs[module + WRAPPED * len(outer)] = pair
+    return pairs
+
+
+def _targeted(path: str, settings: _LoraSettings, experts: Collection[FusedParameter]) -> FusedParameter | None:
+    """Return the fused parameter to which the tensors at a path belong; None: they are a linear's."""
+    module = path.replace(WRAPPED, "")
+    of_module = [fused for fused in experts if fused.module in (module, module.partition(".")[2])]
+    chosen = [
+        fused for fused in of_module if any(ends_in(fused.path, name) for name in settings.target_parameters or ())
+    ]
+    depth = path.count(WRAPPED)
+    return chosen[-1 - depth] if depth < len(chosen) else None
+
+
+def _split(fused: FusedParameter, a: Tensor, b: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return path of an expert's linear -> its A and B.
+
+    Raises:
+        AdapterError: the ranks are not those of so many experts.
+    """
+    if len(a) % fused.experts or len(a) != b.shape[1]:
+        raise AdapterError(
+            f"'{fused.path}' has lora_A {list(a.shape)} and lora_B {list(b.shape)}: expected a multiple of "
+            f"{fused.experts} experts in both"
+        )
+    b_OrE = b.reshape(len(b), -1, fused.experts)
+    parts = zip(fused.linears, a.chunk(fused.experts), b_OrE.unbind(-1), strict=True)
+    return {path: (low, high.contiguous()) for path, low, high in parts}
 
 
 def names_in_bank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -128,13 +197,18 @@ def names_in_bank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_peft(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears: Collection[str], modules: Collection[str] = ()
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    linears: Collection[str],
+    modules: Collection[str] = (),
+    experts: Collection[FusedParameter] = (),
 ) -> AdapterState:
     """Return an adapter that PEFT wrote.
 
     Args:
         linears: paths of the model's linears. A path that a task head put in front (`bert.`) is dropped.
         modules: paths of embeddings and linears, of which it may have copies.
+        experts: parameters that experts share.
 
     PEFT executes the keys of `alpha_pattern` as regular expressions; here a key that is no name is an error, since its
     match may never end.
@@ -163,13 +237,14 @@ def from_peft(
     for key, tensor in tensors.items():
         match = KEY.fullmatch(key)
         copy = COPY_KEY.fullmatch(key) if match is None else None
-        if copy and any(_ends_in(copy["path"], name) for name in settings.modules_to_save or ()):
+        if copy and any(ends_in(copy["path"], name) for name in settings.modules_to_save or ()):
             copies[_known(copy["path"], modules)] = tensor.float()
             continue
         if match is None:
             raise AdapterError(f"tensor '{key}' is no part of a plain LoRA: expected {PREFIX}<linear>.lora_A|B.weight")
         sides.setdefault(match["path"], {})[match["side"] or MAGNITUDE] = tensor
-    pairs, magnitudes = {}, {}
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    magnitudes = {}
     for path, pair in sides.items():
         norms = pair.pop(MAGNITUDE, None)
         if (norms is not None) != bool(config.get("use_dora")):
@@ -182,6 +257,10 @@ def from_peft(
         if any(tensor.dim() != 2 or 0 in tensor.shape for tensor in pair.values()):
             shapes = " and ".join(f"lora_{side} {list(pair[side].shape)}" for side in "AB")
             raise AdapterError(f"'{path}' has {shapes}: expected two matrices of rank 1 or more")
+        if fused := _targeted(path, settings, experts):
+            scale = settings.scale(fused.path, len(pair["A"]) // fused.experts)
+            pairs |= _split(fused, pair["A"].float(), pair["B"].float() * scale)
+            continue
         scale = settings.scale(path, len(pair["A"]))
         pairs[_known(path, linears)] = (pair["A"].float(), pair["B"].float() * scale)
         if norms is not None:
@@ -195,7 +274,10 @@ def _known(path: str, linears: Collection[str]) -> str:
     for candidate in (path, path.partition(".")[2]):
         if candidate in linears:
             return candidate
-    raise AdapterError(f"the backbone has no linear '{path}': the adapter was made for another model")
+    raise AdapterError(
+        f"the backbone has no linear '{path}', and no experts that share parameters there: the adapter was made for "
+        "another model, or adapts what raycl does not"
+    )
 
 
 def _settings(config: Mapping[str, Any]) -> _LoraSettings:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from raycl.adapters.copied import CopiedModule
+from raycl.adapters.experts import PATH, StackedExperts
 from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.layer import (
     AttentionQueries,
@@ -54,6 +55,7 @@ class AdapterStack:
 
     Attributes:
         layers: path of a linear in the model -> the layer that took its place.
+        experts: path of the experts of a block -> what took their place, where adapters adapt some.
         copied: path of a module in the model -> what took its place, for adapters with copies of it.
         plan: the active mixture, prepared; None for the bare backbone.
         is_open: a mixture is active. heads: its heads (`Mixture.heads`).
@@ -77,7 +79,7 @@ class AdapterStack:
         """Put a `StackedLora` in the place of each linear.
 
         Args:
-            paths: paths of linears (`raycl.backbone.roles.linear_names`).
+            paths: paths of linears (`raycl.backbone.roles.linear_names`, `raycl.adapters.experts.expert_names`).
             rows: loaded rows (ranks added up); None: no limit.
             query_of: finds query projections, for stacks of prefixes (`raycl.backbone.roles.query_of`).
 
@@ -87,6 +89,7 @@ class AdapterStack:
         self.model = model
         self.layers: dict[str, StackedLora] = {}
         self.activation: Activation = activation
+        self.experts: dict[str, StackedExperts] = {}
         self.copied: dict[str, CopiedModule] = {}
         self._query_of = query_of
         self._hooks: list[RemovableHandle] = []
@@ -110,6 +113,7 @@ class AdapterStack:
         self.heads: tuple[str, ...] = ()
 
     def _attach(self, paths: Sequence[str]) -> None:
+        self._attach_experts(paths)
         for path in paths:
             parent, _, name = path.rpartition(".")
             base = self.model.get_submodule(path)
@@ -118,6 +122,16 @@ class AdapterStack:
             self.layers[path] = StackedLora(base, self, path)
             self.layers[path].queries = queries
             setattr(self.model.get_submodule(parent), name, self.layers[path])
+
+    def _attach_experts(self, paths: Sequence[str]) -> None:
+        """Make the linears of experts that are named modules of the model."""
+        for path in dict.fromkeys(match["module"] for match in map(PATH.fullmatch, paths) if match):
+            if path not in self.experts:
+                parent, _, name = path.rpartition(".")
+                block = self.model.get_submodule(parent)
+                self.experts[path] = StackedExperts(self.model.get_submodule(path), self)
+                self._hooks.append(block.register_forward_pre_hook(self.experts[path].count_rows))
+                setattr(block, name, self.experts[path])
 
     def _queries(self, path: str) -> AttentionQueries:
         """Return those of the attention layer whose output projection is at `path`, kept in each forward pass."""
@@ -501,9 +515,10 @@ class AdapterStack:
         """Put the model's own linears back."""
         while self._hooks:
             self._hooks.pop().remove()
-        for path, replaced in (*self.layers.items(), *self.copied.items()):
+        for path, replaced in (*self.layers.items(), *self.copied.items(), *self.experts.items()):
             parent, _, name = path.rpartition(".")
             setattr(self.model.get_submodule(parent), name, replaced.base)
+        self.experts = {}
 
 
 def _columns(ranks: Sequence[int], own: Sequence[int], device: torch.device) -> Tensor:

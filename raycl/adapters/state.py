@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from raycl.adapters.experts import linear_at
 from raycl.adapters.layer import adapted_norms, plain_weight
 from raycl.errors import AdapterError
 from raycl.types import AdapterState, Mixture
@@ -185,7 +186,8 @@ def fold(model: nn.Module, state: AdapterState) -> None:
         weight.data.copy_(copy)
     for path, (a, b) in state.linears.items():
         try:
-            weight = model.get_submodule(path).weight
+            base = linear_at(model, path)
+            weight = base.weight
         except AttributeError as error:
             raise AdapterError(
                 f"the model has no linear '{path}': the adapter was made for another backbone"
@@ -193,11 +195,10 @@ def fold(model: nn.Module, state: AdapterState) -> None:
         assert isinstance(weight, Tensor)
         delta = state.scale * (b.float() @ a.float())
         if path in state.magnitudes:
-            base = model.get_submodule(path)
             norms = adapted_norms(base, a, b, state.scale)
             ratio = (state.magnitudes[path].to(norms) / norms)[:, None]
             delta = ratio * delta.to(norms.device) + (ratio - 1) * plain_weight(base)
-        delta = delta if isinstance(model.get_submodule(path), nn.Linear) else delta.T
+        delta = delta if isinstance(base, nn.Linear) else delta.T
         if delta.shape != weight.shape:
             raise AdapterError(
                 f"'{path}' has weights {list(weight.shape)}, the adapter's update is {list(delta.shape)}"

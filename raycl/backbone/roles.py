@@ -73,7 +73,7 @@ POOLER = re.compile(r"(^|\.)pooler(\.|$)")
 
 def without_role(model: nn.Module) -> list[str]:
     """Return the linears in a model's layers that no role covers, `*` for each number: those under other names, and
-    those that are slices of one tensor (experts), which adapters cannot replace."""
+    those that are slices of one tensor (experts), which no role covers."""
     head = _output_embeddings(model)
     ends = [re.compile(f"{end}$") for group in GROUPS.values() for end in group]
     paths: set[str] = set()

@@ -12,8 +12,9 @@ from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
+from raycl.adapters.experts import expert_names, parameter_of
 from raycl.adapters.stack import Init, Sizes, Start
-from raycl.backbone.roles import matching
+from raycl.backbone.roles import linear_names, matching
 from raycl.config import Section
 from raycl.config.sections import Size
 from raycl.errors import BackboneError
@@ -25,30 +26,36 @@ def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-TargetModules = Annotated[
+_Targets = Annotated[
     tuple[str, ...],
     BeforeValidator(_as_tuple),
     Field(
-        min_length=1,
-        description="linears with an adapter: all-linear (all but the head), or roles or regular expressions of paths",
+        description="linears with an adapter: all-linear (all but the head), or roles or regular expressions of paths"
     ),
 ]
+TargetModules = Annotated[_Targets, Field(min_length=1)]
 Rank = Annotated[int, Field(ge=1, description="the rank of the update")]
 LoraAlpha = Annotated[float, Field(gt=0, description="the update is scaled by lora_alpha / r")]
 InputDropout = Annotated[
     float, Field(ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
 ]
 
-BY_LINEAR = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights=gaussian")
+BY_LINEAR = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights=gaussian", "target_parameters")
 """What methods take that begin training by `LoraSettings.begin_training` and need no two linears of one rank."""
 
-OPTIONS = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "use_dora", "modules_to_save")
+OPTIONS = (
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "init_lora_weights",
+    "use_dora",
+    "modules_to_save",
+    "target_parameters",
+)
 """The settings that a method must say that it takes."""
 
 
 UNSUPPORTED = {
-    "target_parameters": "adapters replace linears, and a parameter that is none (fused experts) has no place for one; "
-    "name linears in target_modules",
     "layers_to_transform": "name the layers in target_modules, such as 'layers\\.(0|1)\\..*q_proj'",
     "exclude_modules": "name the linears in target_modules",
     "bias": "an adapter holds no biases",
@@ -63,7 +70,12 @@ class LoraSettings(Section):
     r: Rank = 8
     lora_alpha: LoraAlpha = 32.0
     lora_dropout: InputDropout = 0.0
-    target_modules: TargetModules = ("attention.query", "attention.value")
+    target_modules: _Targets = ("attention.query", "attention.value")
+    target_parameters: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+        (),
+        description="paths, or ends of paths, of parameters that the experts of a mixture-of-experts block share, such "
+        "as experts.down_proj; each expert has an update of its own of rank r",
+    )
     use_rslora: bool = Field(False, description="the update is scaled by lora_alpha / sqrt(r) (rsLoRA)")
     rank_pattern: dict[str, Size] = Field(
         default_factory=dict,
@@ -114,6 +126,10 @@ class LoraSettings(Section):
             raise ValueError(
                 f"use_dora and init_lora_weights={self.init_lora_weights} are not supported together: expected one"
             )
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError("target_modules is empty: expected one linear or more, or target_parameters beside it")
+        if self.use_dora and self.target_parameters:
+            raise ValueError("use_dora and target_parameters are not supported together: expected one")
         return self
 
     @property
@@ -123,8 +139,16 @@ class LoraSettings(Section):
 
     @property
     def reads_weights(self) -> bool:
-        """Return whether the backbone's weights are read: for the norms of DoRA's rows, a start or a copy."""
-        return self.use_dora or bool(self.modules_to_save) or self.init_lora_weights in STARTS
+        """Return whether the backbone's weights are read: for the norms of DoRA's rows, a start, a copy or experts."""
+        return self.use_dora or bool(self.modules_to_save or self.target_parameters) or self.init_lora_weights in STARTS
+
+    def adapted(self, model: nn.Module) -> list[str]:
+        """Return the paths of the linears with an adapter, those of experts last.
+
+        Raises:
+            BackboneError: a target names nothing.
+        """
+        return linear_names(model, self.target_modules) + expert_names(model, self.target_parameters)
 
     def scale_of(self, rank: int, alpha: float | None = None) -> float:
         """Return the scale of an update of this rank.
@@ -157,9 +181,12 @@ class LoraSettings(Section):
         )
 
     def _sizes(self, paths: Sequence[str], rank: int) -> Sizes:
-        ranks, alphas = _matched(self.rank_pattern, paths), _matched(self.alpha_pattern, paths)
-        own = {path: (ranks.get(path, rank), alphas.get(path)) for path in (*ranks, *alphas)}
-        return {path: (size, self.scale_of(size, alpha)) for path, (size, alpha) in own.items()}
+        """Return rank and scale of the linears that a pattern names; experts by the parameter that they share."""
+        named = list(dict.fromkeys(map(parameter_of, paths)))
+        ranks, alphas = _matched(self.rank_pattern, named), _matched(self.alpha_pattern, named)
+        own = {name: (ranks.get(name, rank), alphas.get(name)) for name in (*ranks, *alphas)}
+        sizes = {name: (size, self.scale_of(size, alpha)) for name, (size, alpha) in own.items()}
+        return {path: sizes[name] for path in paths if (name := parameter_of(path)) in sizes}
 
 
 def copied_modules(model: nn.Module, names: Sequence[str]) -> list[str]:

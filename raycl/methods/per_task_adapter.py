@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
+from raycl.adapters.experts import expert_names
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.soft_prompts import PLAIN, Form, MixedPrompts, PromptForm, PromptUse, used_alike
@@ -48,6 +49,7 @@ class AdapterForm:
         head_rule: rule of mixing label heads (`raycl.adapters.head`).
         activation: between A and B of each adapter.
         prompts: adapters are soft prompts, mixed in this way; None: they are not.
+        parameters: ends of paths of parameters that experts share (`raycl.adapters.experts`).
     """
 
     targets: Sequence[str]
@@ -55,6 +57,7 @@ class AdapterForm:
     head_rule: HeadRule
     activation: Activation = ""
     prompts: PromptMixing | None = None
+    parameters: Sequence[str] = ()
 
 
 class PerTaskAdapter(Method, ABC):
@@ -83,11 +86,12 @@ class PerTaskAdapter(Method, ABC):
         """Attach the stack, and where there are any, prompts and label heads.
 
         Raises:
-            BackboneError: `form.targets` matches no linear.
+            BackboneError: `form.targets` matches no linear, or `form.parameters` no experts.
         """
         super().__init__(config, backbone, seed)
         self.allocation = self.allocate
         paths = linear_names(backbone.model, tuple(form.targets)) if form.targets else []
+        paths += expert_names(backbone.model, form.parameters)
         self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=form.activation, query_of=query_of)
         self.scale = form.scale
         self.owners: dict[str, list[str]] = {}

@@ -84,7 +84,7 @@ class Lora(SingleAdapter):
 
     def __init__(self, config: LoraConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
-        self.stack = AdapterStack(backbone.model, linear_names(backbone.model, config.target_modules))
+        self.stack = AdapterStack(backbone.model, config.adapted(backbone.model))
         torch.manual_seed(seed)
         config.begin_training(self.stack, [self.adapter])
 

@@ -19,6 +19,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -36,6 +38,7 @@ SPECIAL = {
     "masked": {**BERT, "mask_token": "[MASK]"},
     "t5": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
     "llama": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "mixtral": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "gpt2": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
 }
 """Kind -> the special tokens that such models have (the decoders have no padding token)."""
@@ -45,6 +48,7 @@ SHAPES = {
     "masked": "[CLS] $A [SEP]",
     "t5": "$A </s>",
     "llama": "<s> $A",
+    "mixtral": "<s> $A",
     "gpt2": "$A",
 }
 """Kind -> the form of a tokenized text."""
@@ -65,7 +69,7 @@ def tiny_model(kind: str, vocabulary: int, seed: int = 0, positions: int = 64) -
     """Return a randomly initialised model of two layers, the same for the same seed.
 
     Args:
-        positions: number of position embeddings; the LLaMA has twice as many.
+        positions: number of position embeddings; the LLaMA and the Mixtral have twice as many.
     """
     torch.manual_seed(seed)
     if kind == "bert":
@@ -81,6 +85,11 @@ def tiny_model(kind: str, vocabulary: int, seed: int = 0, positions: int = 64) -
         special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
         return LlamaForCausalLM(
             LlamaConfig(vocab_size=vocabulary, max_position_embeddings=2 * positions, **special, **SIZES)
+        )
+    if kind == "mixtral":
+        experts = {"num_local_experts": 4, "num_key_value_heads": 1}
+        return MixtralForCausalLM(
+            MixtralConfig(vocab_size=vocabulary, max_position_embeddings=2 * positions, **experts, **SIZES)
         )
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": positions}
     return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, bos_token_id=1, eos_token_id=2, **sizes))

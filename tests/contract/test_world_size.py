@@ -15,7 +15,7 @@ import torch
 from axes import sampled
 from fork_server import ForkServer
 from safetensors.torch import load
-from tiny import ENGINES, WRITERS, Lab, exported, fits, matrix, run, trace
+from tiny import ENGINES, VARIANTS, WRITERS, Lab, exported, fits, matrix, run, trace
 
 from raycl.methods.registry import METHODS, method_config
 from raycl.operations.plan.arithmetic import GPUS, Cluster
@@ -29,6 +29,7 @@ LEFT_AT = 5
 
 CHOSEN = [
     *(("bert", "lora", engine, None) for engine in ENGINES),
+    *(("mixtral", "lora-experts", engine, 1) for engine in ("torch", "zero2")),
     *(("t5", "lora", engine, None) for engine in ("torch", "zero3")),
     *(("bert", "finetune", engine, None) for engine in ("torch", "zero3")),
     *(("llama", "lora", engine, None) for engine in ("torch", "fsdp")),
@@ -90,7 +91,7 @@ def tree(lab: Lab, kind: str, method: str, engine: str, micro: int | None = None
 
 def settings(method: str) -> Any:
     """Return a method by its short name, without the modifier behind `+`."""
-    return WRITERS.get(method, method.removesuffix("+migu"))
+    return (WRITERS | VARIANTS).get(method, method.removesuffix("+migu"))
 
 
 def sections(lab: Lab, kind: str, method: str, micro: int | None = None) -> dict[str, Any]:

@@ -97,6 +97,8 @@ def fits(kind: str, method: str) -> bool:
     """Return whether a method works with that kind of backbone."""
     if method == "lora-copies":  # names of a LLaMA's modules
         return kind == "llama"
+    if method.endswith("-experts"):
+        return kind == "mixtral"
     return method not in (WRITERS if kind == "bert" else LABELS_ONLY)
 
 
@@ -139,6 +141,8 @@ VARIANTS: dict[str, Any] = {
     "lora-dora": {"name": "lora", "use_dora": True, "use_rslora": True},
     "lora-pissa": {"name": "lora", "init_lora_weights": "pissa", "alpha_pattern": {"attention.query": 8}},
     "lora-copies": {"name": "lora", "modules_to_save": ["lm_head", "embed_tokens"]},
+    "lora-experts": {"name": "lora", "r": 2, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    "sapt-experts": {"name": "sapt", "target_parameters": ["experts.down_proj"]},
     "inclora-patterns": {
         "name": "inclora",
         "init_lora_weights": "gaussian",
@@ -149,9 +153,13 @@ VARIANTS: dict[str, Any] = {
 """Short name -> settings that must keep what their method promises: the ablations DTKR+Adapter, as bottlenecks and as
 prefixes, and DTKR+Prompt (SLM, section 4.4) with a residual MLP, tasks of different sizes (SLM, appendix A.9),
 SAPT-Prompt behind a gate, and with the paper's queries, which are not standardized, and MoCL with prefixes, and with
-the task ids of test texts, and LoRAs with PEFT's settings."""
+the task ids of test texts, and LoRAs with PEFT's settings, on the experts of a Mixtral too."""
 
-RUNS_BY_KIND = tuple((kind, name) for kind in KINDS for name in (*RUNS, *WRITERS, *VARIANTS) if fits(kind, name))
+RUNS_BY_KIND = (
+    *((kind, name) for kind in KINDS for name in (*RUNS, *WRITERS, *VARIANTS) if fits(kind, name)),
+    ("mixtral", "lora-experts"),
+    ("mixtral", "sapt-experts"),
+)
 """Every run on every kind of backbone that it works with."""
 
 key_maps.STEPS = 250

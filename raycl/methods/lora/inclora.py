@@ -60,7 +60,8 @@ class IncLora(PerTaskAdapter):
     starts_anew: ClassVar[bool] = True
 
     def __init__(self, config: IncLoraSettings, backbone: Backbone, seed: int) -> None:
-        super().__init__(config, backbone, seed, AdapterForm(config.target_modules, config.scaling, "logit"))
+        form = AdapterForm(config.target_modules, config.scaling, "logit", parameters=config.target_parameters)
+        super().__init__(config, backbone, seed, form)
         self.stack.detach_loaded = config.stop_grad_old_blocks
 
     def _create(self, task: str) -> None:

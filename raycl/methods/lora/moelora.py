@@ -28,7 +28,6 @@ from pydantic import Field
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
-from raycl.backbone.roles import linear_names
 from raycl.methods.base import Learned, Method, MethodConfig, check_prompts, in_head, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import BY_LINEAR, LoraSettings
@@ -56,7 +55,7 @@ class MoeLora(Method):
     def __init__(self, config: MoeLoraConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
         names = [f"expert{number:03d}" for number in range(config.experts)]
-        self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.target_modules))
+        self.stack: AdapterStack = AdapterStack(backbone.model, config.adapted(backbone.model))
         torch.manual_seed(seed)
         config.begin_training(self.stack, names)
         width = int(backbone.model.config.hidden_size)

@@ -48,7 +48,7 @@ class ModuleSettings(LoraSettings, MethodConfig):
     def form(self, head_rule: HeadRule) -> AdapterForm:
         """Return the form of the modules."""
         if self.value == "lora":
-            return AdapterForm(self.target_modules, self.scaling, head_rule)
+            return AdapterForm(self.target_modules, self.scaling, head_rule, parameters=self.target_parameters)
         if self.value == "prefix":
             return AdapterForm(self.fixed_roles, 1.0, head_rule, "softmax")
         return AdapterForm((), 1.0, head_rule, prompts="sum")

@@ -75,8 +75,11 @@ class Sapt(PerTaskAdapter):
         attention = config.attention.settled(backbone.head is not None, config.head_rule == "logit")
         config = config.model_copy(update={"attention": attention})
         is_prompt = config.value == "prompt"
-        targets = () if is_prompt else config.target_modules
-        form = AdapterForm(targets, config.scaling, config.head_rule, prompts="sum" if is_prompt else None)
+        if is_prompt:
+            form = AdapterForm((), config.scaling, config.head_rule, prompts="sum")
+        else:
+            parameters = config.target_parameters
+            form = AdapterForm(config.target_modules, config.scaling, config.head_rule, parameters=parameters)
         super().__init__(config, backbone, seed, form)
         self.config: SaptConfig
         self.stack.detach_loaded = config.stop_grad_old_blocks

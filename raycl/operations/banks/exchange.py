@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from raycl.adapters.card import METADATA, CardMetadata, CardTask, model_card
+from raycl.adapters.experts import PATH, expert_shapes, fused_parameters
 from raycl.adapters.peft import from_peft, to_peft
 from raycl.adapters.state import check_copies, check_fits, combine, fold
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
@@ -133,8 +134,8 @@ def export_merged(state: AdapterState, metadata: CardMetadata, backbone: Backbon
     storage = empty_folder(folder)
     codec = load_codec(backbone, 1, 1)
     model = load_backbone(backbone, codec, torch.device("cpu"), 0)
-    check_fits("the adapter", state, linear_shapes(model.model))
-    is_untied = untie(model.model, [*state.linears, *state.copies])
+    check_fits("the adapter", state, linear_shapes(model.model) | expert_shapes(model.model))
+    is_untied = untie(model.model, [*(path for path in state.linears if not PATH.fullmatch(path)), *state.copies])
     fold(model.model, state)
     for file, data in model.model_files().items():
         storage.write(file, data)
@@ -191,8 +192,8 @@ def read_peft(where: Path, name: str, backbone: BackboneConfig) -> tuple[Adapter
     skeleton = load_skeleton(backbone, codec).model
     shapes = linear_shapes(skeleton)
     modules = {path: module for path, module in skeleton.named_modules() if hasattr(module, "weight")}
-    state = from_peft(tensors, config, shapes, modules)
-    check_fits(name, state, shapes)
+    state = from_peft(tensors, config, shapes, modules, fused_parameters(skeleton))
+    check_fits(name, state, shapes | expert_shapes(skeleton))
     check_copies(name, state, modules)
     if labels:
         _check_head(str(where), labels, head, int(skeleton.config.hidden_size))

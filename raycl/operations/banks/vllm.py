@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from raycl.adapters.card import CardMetadata
+from raycl.adapters.experts import PATH
 from raycl.adapters.peft import to_peft
 from raycl.backbone.codec import capabilities_of
 from raycl.bank import Bank, Snapshot
@@ -109,10 +110,10 @@ def of_one_rank(state: AdapterState) -> AdapterState:
     Raises:
         AdapterError: it is more than a plain LoRA.
     """
-    if state.is_alone:
+    if state.is_alone or any(PATH.fullmatch(path) for path in state.linears):
         raise AdapterError(
-            "the adapter is a DoRA (use_dora) or has copies of modules (modules_to_save), and vLLM and "
-            "llama.cpp serve plain LoRAs: write a merged model with "
+            "the adapter is a DoRA (use_dora), has copies of modules (modules_to_save) or adapts experts "
+            "(target_parameters), and vLLM and llama.cpp serve plain LoRAs of linears: write a merged model with "
             "--merged"
         )
 

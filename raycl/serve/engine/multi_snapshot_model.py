@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
+from raycl.adapters.experts import linear_at
 from raycl.adapters.head import MixedHead
 from raycl.adapters.rows import StaticRows
 from raycl.adapters.soft_prompts import MixedPrompts, PromptUse
@@ -214,7 +215,7 @@ class MultiSnapshotModel:
         copied = sorted({path for entry in snapshot.adapters for path in entry.copies})
         try:
             for path in (*paths, *copied):
-                self.backbone.model.get_submodule(path)  # all exist before the first is wrapped
+                linear_at(self.backbone.model, path)  # all exist before the first is wrapped
             self.stack.use(self._activation(snapshot))
             self.stack.extend(paths)
             self.stack.copy_modules(copied)

@@ -48,8 +48,9 @@ def check_engine(config: RunConfig) -> None:
         )
     if engine.sharding and config.method.innermost.reads_weights:
         raise ConfigError(
-            f"method '{config.method.name}' reads the backbone's weights (use_dora, init_lora_weights), which "
-            f"{engine.sharding} does not support: use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
+            f"method '{config.method.name}' reads the backbone's weights (use_dora, init_lora_weights, "
+            f"target_parameters), which {engine.sharding} does not support: use engine=torch, or engine=deepspeed with "
+            "zero_stage 0, 1 or 2"
         )
     if isinstance(engine, FSDPConfig) and config.method.generates_samples:
         raise ConfigError(
@@ -215,7 +216,7 @@ def check_roles(config: RunConfig, backbone: Backbone) -> None:
     if left:
         log.warning(
             "%s has linears that no role names, so %s do not select them: %s; where settings choose linears, "
-            "regular expressions name these too, but for experts that share one tensor, which no adapter can stand for",
+            "regular expressions name these too, and target_parameters of method 'lora' experts that share a tensor",
             type(backbone.model).__name__,
             ", ".join(roles),
             ", ".join(left),

@@ -168,7 +168,7 @@ def test_what_is_no_sum_is_used_alone(llama: Path, name: str) -> None:
         ("inclora", {"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not supported"),
         ("lora", {"init_lora_weights": "pissa", "use_dora": True}, "are not supported together"),
         ("sapt", {"modules_to_save": ["lm_head"]}, "modules_to_save is not supported by this method"),
-        ("lora", {"target_parameters": ["experts.down_proj"]}, "target_parameters is not supported: "),
+        ("lora", {"layers_to_transform": [0]}, "layers_to_transform is not supported: "),
         ("lora", {"init_lora_weights": "eva"}, "init_lora_weights"),
         ("lora", {"rank_pattern": {"query": 0}}, "rank_pattern"),
     ],
@@ -202,6 +202,7 @@ def test_settings_that_do_not_fit_the_backbone_are_one_sentence(
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"init_lora_weights": "olora"}])
 def test_engines_that_shard_the_backbone_are_refused(lab: Lab, settings: dict[str, Any], engine: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"method 'lora' reads the backbone's weights \(use_dora, init_lora_weights\)"
+        ConfigError,
+        match=r"method 'lora' reads the backbone's weights \(use_dora, init_lora_weights, target_parameters\)",
     ):
         check(lab.config("llama", {"name": "lora", **settings}, ENGINES[engine]))
