@@ -37,6 +37,7 @@ READ = {
     "use_rslora",
     "modules_to_save",
     "use_dora",
+    "target_parameters",
 }
 WITHOUT_EFFECT = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
