@@ -4,16 +4,21 @@ backbone that it is for."""
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from raycl.backbone.markup.chat_templates import turns
 from raycl.backbone.markup.rendering import Conversation
 from raycl.backbone.markup.special_strings import SpecialStrings
 from raycl.errors import BackboneError, ConversationError
 from raycl.types import Capabilities
+
+BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A byte in vocabularies that fall back to bytes."""
 
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 
@@ -184,6 +189,21 @@ class HFCodec:
     def shown(self, ids: Sequence[int]) -> str:
         """Return the text of ids with special tokens."""
         return str(self.tokenizer.decode(list(ids)))
+
+    def token_text(self, token: int) -> str:
+        """Return the text that a token adds behind another one; of a special token, its string."""
+        before = self.tokenizer.encode("a", add_special_tokens=False)
+        return self.shown([*before, token])[len(self.shown(before)) :]
+
+    def token_bytes(self, token: int) -> list[int] | None:
+        """Return the bytes of `token_text`, also of a part of a character; None: they are not known."""
+        piece, text = self.pieces([token])[0], self.token_text(token)
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return list(text.encode())
+        if byte := BYTE_PIECE.fullmatch(piece):
+            return [int(byte[1], 16)]
+        bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        return [bytes_of[character] for character in piece] if bytes_of.keys() >= set(piece) else None
 
     def clip(self, text: str, tokens: int) -> str:
         """Return the longest prefix of `text` with at most `tokens` tokens (special tokens not counted)."""

@@ -17,9 +17,9 @@ from torch import Tensor
 from raycl.backbone import Backbone
 from raycl.generation import dynamic_cache
 from raycl.generation.dynamic_cache import DynamicKVCache
-from raycl.generation.logits import adjusted
-from raycl.generation.requests import Sampling
-from raycl.generation.sampling import pick
+from raycl.generation.logits import adjusted, logprobs_of
+from raycl.generation.requests import Sampling, TokenLogprobs
+from raycl.generation.sampling import NOT_FINITE, pick
 from raycl.generation.static_cache import StaticKVCache
 from raycl.types import Mixture
 
@@ -37,11 +37,13 @@ class BatchRow(ABC):
         mixture: None: the bare backbone, for all rows of a batch or for none.
         sampling: how its tokens are drawn. ids: tokens so far.
         prompt_ids: tokens before these in one sequence with them.
+        logprobs: of tokens that have been chosen, where they are wanted; `push` takes them.
     """
 
     def __init__(self, mixture: Mixture | None, sampling: Sampling, prompt_ids: Sequence[int] = ()) -> None:
         self.mixture, self.sampling, self.prompt_ids = mixture, sampling, prompt_ids
         self.ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.draws = torch.Generator().manual_seed(sampling.seed)
 
     @abstractmethod
@@ -98,6 +100,7 @@ class ContinuousBatch(Generic[RowT]):
         logits_BV = adjusted(self._state.logits, settings, prompts, answers)
         tokens = pick(logits_BV, settings, [row.draws for row in self.rows])
         self.tokens += len(tokens)
+        self._add_logprobs(self._state.logits, tokens)
         pairs = enumerate(zip(self.rows, tokens, strict=True))
         going = [number for number, (row, token) in pairs if row.push(token)]
         ended = self.keep(going)
@@ -112,6 +115,12 @@ class ContinuousBatch(Generic[RowT]):
             self._state = dynamic_cache.step(self.backbone, self._state, chosen)
         self.steps += 1
         return ended
+
+    def _add_logprobs(self, logits_BV: Tensor, tokens: Sequence[int]) -> None:
+        """Give each row that wants them the log probabilities of its next token."""
+        for number, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
+            if row.sampling.logprobs is not None and token != NOT_FINITE:
+                row.logprobs += logprobs_of(logits_BV[number, None], [token], row.sampling.logprobs)
 
     def keep(self, going: Sequence[int]) -> list[RowT]:
         """Keep only the rows with these numbers, and return the others."""

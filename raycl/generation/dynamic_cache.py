@@ -24,9 +24,14 @@ from raycl.backbone.causal import pad_left
 from raycl.backbone.roles import last_feed_forward
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
+from raycl.generation.logits import logprobs_of
+from raycl.generation.requests import TokenLogprobs
 
 Layers = list[tuple[Tensor, Tensor]]
 """Keys and values `[B, heads, T, width]` of each layer."""
+
+PART = 256
+"""Positions whose logits are computed together where those of a whole prompt are wanted."""
 
 ADDED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers end by adding the feed-forward block's output at each position to that position."""
@@ -118,6 +123,39 @@ def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
             logits_to_keep=1,
         )
     return DynamicKVCache(out.logits[:, -1], mask, _layers(out.past_key_values))
+
+
+@torch.no_grad()
+def prompt_logprobs(backbone: Backbone, ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Return log probabilities of the tokens of a decoder-only model's prompt, from the second one on; its mixture must
+    be open.
+
+    The prompt is read in parts, whose logits at all positions fit into memory.
+
+    Args:
+        count: most likely tokens that are returned with each.
+    """
+    prompt = batch_of([ids], backbone.codec.pad_id).to(backbone.device)
+    cache, found = DynamicCache(), []
+    with backbone.precision():
+        inputs, before = backbone.prefixed(prompt.source_ids, prompt.source_mask)
+        mask = inputs.pop("attention_mask")
+        (name,) = inputs
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        for start in range(0, before + len(ids) - 1, PART):
+            end = min(start + PART, before + len(ids) - 1)
+            out = backbone.model(
+                **{name: inputs[name][:, start:end]},
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            first = max(start, before)  # a position in front of the text predicts no token of it
+            if first < end:
+                following = ids[first - before + 1 : end - before + 1]
+                found += logprobs_of(out.logits[0, first - start :], following, count)
+    return found
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Changes of logits before a token is chosen: penalties, biases, and the tokens that an answer may have next.
+"""Logits of the next token: penalties, biases and the tokens that an answer may have; and their log probabilities.
 
 The formulas of penalties are OpenAI's (frequency and presence, over the tokens of the answer) and vLLM's (repetition,
 over prompt and answer; Keskar et al., 2019, section 4.1), in vLLM's order: bias, repetition, frequency, presence.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raycl.generation.requests import Sampling
+from raycl.generation.requests import Sampling, TokenLogprob, TokenLogprobs
 
 
 def adjusted(
@@ -27,9 +27,9 @@ def adjusted(
     trees = {row: allowed for row, setting in enumerate(settings) if (allowed := setting.allowed) is not None}
     if not (changed or trees):
         return logits_BV
-    logits_BV = logits_BV.float() if changed else logits_BV.clone()
+    logits_BV = logits_BV.to(torch.float32 if changed else logits_BV.dtype, copy=True)
     for row in changed:
-        logits_BV[row] = _penalized(logits_BV[row], settings[row], prompts[row], answers[row])
+        _penalize(logits_BV[row], settings[row], prompts[row], answers[row])
     if trees:
         barred_MV = torch.ones(len(trees), logits_BV.shape[1], dtype=torch.bool)
         for index, (row, allowed) in enumerate(trees.items()):
@@ -39,9 +39,9 @@ def adjusted(
     return logits_BV
 
 
-def _penalized(logits_V: Tensor, setting: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+def _penalize(logits_V: Tensor, setting: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    """Change the logits of one row."""
     device = logits_V.device
-    logits_V = logits_V.clone()
     if setting.logit_bias:
         biased, biases = zip(*setting.logit_bias, strict=True)
         logits_V.index_add_(0, torch.tensor(biased, device=device), torch.tensor(biases, device=device))
@@ -53,4 +53,18 @@ def _penalized(logits_V: Tensor, setting: Sampling, prompt: Sequence[int], answe
     if answer:
         written, counts = (torch.tensor(values, device=device) for values in zip(*Counter(answer).items(), strict=True))
         logits_V[written] -= setting.frequency_penalty * counts + setting.presence_penalty
-    return logits_V
+
+
+def logprobs_of(logits_MV: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Return the log probability of a token in each row of logits.
+
+    Args:
+        count: most likely tokens that are returned with each.
+    """
+    logprobs_MV = logits_MV.float().log_softmax(-1)
+    own_M = logprobs_MV.gather(1, torch.tensor(tokens, device=logits_MV.device)[:, None])[:, 0].tolist()
+    top = logprobs_MV.topk(count, dim=-1)
+    return [
+        TokenLogprobs(token, own, tuple(map(TokenLogprob, ids, values)))
+        for token, own, ids, values in zip(tokens, own_M, top.indices.tolist(), top.values.tolist(), strict=True)
+    ]

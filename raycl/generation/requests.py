@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class AllowedTokens:
@@ -30,6 +31,25 @@ class AllowedTokens:
         return self._after.get(tuple(ids), self._end)
 
 
+class TokenLogprob(NamedTuple):
+    """A token with its log probability."""
+
+    token: int
+    logprob: float
+
+
+class TokenLogprobs(NamedTuple):
+    """A token's log probability by the model's own logits, before penalties and temperature.
+
+    Attributes:
+        top: the most likely tokens at its place, the most likely first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Settings of drawing tokens (the usual terms).
@@ -46,6 +66,8 @@ class Sampling:
         frequency_penalty: subtracted from the logit of a token for each time that the answer has it.
         presence_penalty: subtracted once from the logit of a token that the answer has.
         logit_bias: tokens with what is added to their logits.
+        logprobs: the number of most likely tokens that are sent with each token's log probability; None: none are sent.
+        prompt_logprobs: send those of the prompt's tokens too, before the answer.
     """
 
     max_tokens: int
@@ -61,6 +83,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     @property
     def adjusts(self) -> bool:
@@ -111,11 +135,21 @@ class TextDelta:
     Attributes:
         tokens: generated so far.
         finish: `stop` or `length` with the last piece, else None.
+        logprobs: of the tokens since the piece before, the end of the sequence included, where they are wanted.
     """
 
     text: str
     tokens: int
     finish: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log probabilities of the prompt's tokens from the second one on, and the first token, which has none."""
+
+    first: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True)
@@ -132,7 +166,7 @@ class Failed:
     error: Exception
 
 
-Event = Started | TextDelta | LabelScores | Failed
+Event = Started | PromptLogprobs | TextDelta | LabelScores | Failed
 
 
 @dataclass

@@ -10,7 +10,9 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from http_client import Wire, listening, problem
+from openai.types.completion_choice import Logprobs as TextLogprobs
 from service_client import Asked, bank_of, examples
 from tiny import Done, SnapshotModel, Taught, opened
 
@@ -194,6 +196,68 @@ def test_penalties_and_truncation_change_the_answer(wire: Wire) -> None:
     for few in ({"top_k": 1}, {"min_p": 1.0}):
         hot = wire.chat(LONG, model="base", max_tokens=12, temperature=2.0, seed=1, extra_body=few)
         assert hot.choices[0].message.content.split() == plain
+
+
+# ---- log probabilities -----------------------------------------------------------------------------------------------
+
+
+def forced(model: SnapshotModel, ids: list[int]) -> torch.Tensor:
+    """Log probabilities `[T, V]` of what follows each token, by one pass of the bare model."""
+    with torch.no_grad():
+        return model.backbone.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+def test_log_probabilities_of_an_answer_are_the_models(wire: Wire, model: SnapshotModel) -> None:
+    codec = model.backbone.codec
+    settings = {"model": "base", "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
+    answered = wire.chat(LONG, **settings, temperature=1.0, seed=3, frequency_penalty=1.0)
+    content = answered.choices[0].logprobs.content
+    prompt = codec.encode_source([LONG])[0]
+    ids = codec.tokenizer.convert_tokens_to_ids([item.token.strip() for item in content])
+    expected = forced(model, [*prompt, *ids])[len(prompt) - 1 :]
+    assert 0 < len(content) <= 6
+    for row, (token, item) in enumerate(zip(ids, content, strict=True)):
+        assert item.logprob == pytest.approx(float(expected[row, token]), abs=1e-4), "without penalty and temperature"
+        values, tokens = expected[row].topk(3)
+        assert [other.logprob for other in item.top_logprobs] == pytest.approx(values.tolist(), abs=1e-4)
+        assert [other.token.strip() for other in item.top_logprobs] == codec.pieces(tokens.tolist())
+        assert bytes(item.bytes).decode() == item.token
+    chunks = list(wire.chat(LONG, **settings, temperature=1.0, seed=3, frequency_penalty=1.0, stream=True))
+    assert [
+        item for chunk in chunks if chunk.choices[0].logprobs for item in chunk.choices[0].logprobs.content
+    ] == content
+    assert wire.chat(LONG, model="base", max_tokens=2).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_as_lm_eval_asks_for_it(wire: Wire, model: SnapshotModel, stream: bool) -> None:
+    """Token ids in, `echo` with `logprobs`, no token or one out, which it leaves away."""
+    codec = model.backbone.codec
+    prompts = [codec.encode_source([text])[0] for text in (LONG, "fire is warm very a", "it")]
+    for most in (0, 1):
+        body = {"prompt": prompts, "model": "base", "max_tokens": most, "echo": True, "logprobs": 1, "stream": stream}
+        choices: dict[int, dict[str, list[Any]]] = {}
+        if stream:
+            for chunk in wire.openai.completions.create(**body):
+                for name, values in (chunk.choices[0].logprobs or TextLogprobs()).model_dump(exclude_none=True).items():
+                    choices.setdefault(chunk.choices[0].index, {}).setdefault(name, []).extend(values)
+        else:
+            answered = wire.openai.completions.create(**body)
+            choices = {choice.index: choice.logprobs.model_dump() for choice in answered.choices}
+            for choice, ids in zip(answered.choices, prompts, strict=True):
+                assert choice.text.startswith(codec.shown(ids))
+        for number, ids in enumerate(prompts):
+            found, expected = choices[number], forced(model, ids)
+            assert len(found["tokens"]) == len(ids) + most and found["token_logprobs"][0] is None
+            scored = [float(expected[place, token]) for place, token in enumerate(ids[1:])]
+            assert found["token_logprobs"][1 : len(ids)] == pytest.approx(scored, abs=1e-4)
+            best = [max(top.values()) for top in found["top_logprobs"][1 : len(ids)]]
+            assert best == pytest.approx(expected[:-1].max(-1).values.tolist(), abs=1e-4)
+            starts = [sum(map(len, found["tokens"][:place])) for place in range(len(found["tokens"]))]
+            assert found["text_offset"] == starts
+    text = wire.openai.completions.create(prompt=LONG, model="base", max_tokens=0, echo=True, logprobs=0)
+    assert text.choices[0].text == LONG and text.choices[0].finish_reason == "length"
+    assert text.usage.completion_tokens == 0 and wire.engine.pending == 0
 
 
 # ---- mixtures --------------------------------------------------------------------------------------------------------

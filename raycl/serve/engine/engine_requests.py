@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from raycl.errors import RayclError
-from raycl.generation.requests import Event, GenerationRequest, Started, TextDelta
+from raycl.generation.requests import Event, GenerationRequest, PromptLogprobs, Started, TextDelta
 from raycl.generation.task_prompts import PromptReading
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 
@@ -45,6 +45,7 @@ class EngineRequest(GenerationRequest):
         route_only: with `sampling` None, answer with the mixture only, not with a label.
         templated: the text is an input, and gets the prompt that its task was trained with.
         is_chat: the text stands for the messages of a conversation (`raycl.data.sources.conversation`).
+        ids: the prompt's tokens, which `text` stands for; None: those of the text.
         template: set by routing: task whose prompt the text gets; "": not known yet, or none.
     """
 
@@ -53,6 +54,7 @@ class EngineRequest(GenerationRequest):
     route_only: bool = False
     templated: bool = True
     is_chat: bool = False
+    ids: tuple[int, ...] | None = None
     template: str = ""
 
     @cached_property
@@ -74,4 +76,6 @@ def is_last(event: Event, route_only: bool = False) -> bool:
     """
     if isinstance(event, Started):
         return route_only
+    if isinstance(event, PromptLogprobs):
+        return False
     return not isinstance(event, TextDelta) or event.finish is not None

@@ -11,7 +11,7 @@ from raycl.backbone import Backbone
 from raycl.errors import AdapterError
 from raycl.generation import dynamic_cache
 from raycl.generation.continuous_batch import BatchRow, ContinuousBatch
-from raycl.generation.requests import Event, Failed, ResponseMetadata, Sampling, TextDelta
+from raycl.generation.requests import Event, Failed, PromptLogprobs, ResponseMetadata, Sampling, TextDelta
 from raycl.generation.sampling import NOT_FINITE, DecodedText
 from raycl.serve.engine.engine_requests import EngineRequest
 from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
@@ -58,7 +58,8 @@ class RequestRow(BatchRow):
         if token == NOT_FINITE:
             self._send(self.request, Failed(AdapterError(OVERFLOW)))
         elif (text := self._decoded.push(token)) or self._decoded.finish:
-            self._send(self.request, TextDelta(text, len(self.ids), self._decoded.finish))
+            logprobs, self.logprobs = tuple(self.logprobs), []
+            self._send(self.request, TextDelta(text, len(self.ids), self._decoded.finish, logprobs))
         return not self.request.over
 
 
@@ -122,13 +123,30 @@ class RequestBatch(ContinuousBatch[RequestRow]):
             RayclError: their adapters cannot be loaded; none of them is added.
         """
         self.deactivate()
+        self._score_prompts(ready)
+        whole = ready
+        ready = [prepared for prepared in ready if prepared.sampling and prepared.sampling.max_tokens]
+        if not ready:
+            return whole
         rows = [RequestRow(prepared, self.backbone, self._send) for prepared in ready]
         with self._model.activate(Mixture.stacked([row.mixture for row in rows])):
             read = dynamic_cache.begin(self.backbone, [prepared.ids for prepared in ready])
         self.join(rows, read)
         for row in rows:
             self._model.pin(row.mixture.names)
-        return ready
+        return whole
+
+    def _score_prompts(self, ready: Sequence[PreparedRequest]) -> None:
+        """Send the log probabilities of prompts that want them, and end requests for no token."""
+        for prepared in ready:
+            sampling = prepared.sampling
+            assert sampling is not None, "only texts are decoded"
+            if sampling.prompt_logprobs:
+                with self._model.activate(prepared.mixture):
+                    found = dynamic_cache.prompt_logprobs(self.backbone, prepared.ids, sampling.logprobs or 0)
+                self._send(prepared.request, PromptLogprobs(prepared.ids[0], tuple(found)))
+            if not sampling.max_tokens:
+                self._send(prepared.request, TextDelta("", 0, "length"))
 
     def keep(self, going: Sequence[int]) -> list[RequestRow]:
         """Keep only the rows with these numbers; the adapters of the others may be unloaded."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from raycl.adapters.state import check_alone
+from raycl.backbone.codec import HFCodec
 from raycl.data.loader import batch_of
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
@@ -133,9 +134,9 @@ class ServingEngine:
         return self.model.backbone.capabilities
 
     @property
-    def vocabulary(self) -> int:
-        """The number of tokens that the tokenizer knows."""
-        return self.model.backbone.codec.vocabulary
+    def codec(self) -> HFCodec:
+        """The tokenizer of the backbone."""
+        return self.model.backbone.codec
 
     @property
     def counts(self) -> dict[str, float]:
@@ -315,10 +316,9 @@ class ServingEngine:
         for request, task in zip(requests, tasks, strict=True):
             prompt = loaded.prompts.get(task, Prompt()) if request.templated else Prompt()
             is_input = request.templated or request.sampling is None
+            most = loaded.snapshot.token_limits(task)[0]
             prompts.append(
-                PromptRequest(
-                    request.reading.for_router(prompt), prompt, is_input, ahead, loaded.snapshot.token_limits(task)[0]
-                )
+                PromptRequest(request.reading.for_router(prompt), prompt, is_input, ahead, most, request.ids)
             )
         ids = [truncated.ids for truncated in self._truncation.fit(prompts)]
         batch = batch_of(ids, self.model.backbone.codec.pad_id).to(self.model.backbone.device)
@@ -342,7 +342,7 @@ class ServingEngine:
         ahead = loaded.prompt_positions(weights.keys())
         is_input = request.templated or request.sampling is None
         source, target = loaded.snapshot.token_limits(task)
-        prompt_request = PromptRequest(request.reading.for_model(prompt), prompt, is_input, ahead, source)
+        prompt_request = PromptRequest(request.reading.for_model(prompt), prompt, is_input, ahead, source, request.ids)
         return RoutedPrompt(weights, task if prompt != Prompt() else "", prompt_request, target or self.max_target)
 
     # ---- labels ----------------------------------------------------------------------------------------------

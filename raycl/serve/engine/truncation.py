@@ -19,6 +19,7 @@ class PromptRequest(NamedTuple):
         is_input: it may be truncated.
         ahead: positions that soft prompts take.
         most: tokens of an input, as its task was trained; None: those of the endpoint.
+        ids: the prompt's tokens where the request gives them instead of a text.
     """
 
     text: str
@@ -26,6 +27,7 @@ class PromptRequest(NamedTuple):
     is_input: bool
     ahead: int
     most: int | None = None
+    ids: tuple[int, ...] | None = None
 
 
 class RoutedPrompt(NamedTuple):
@@ -90,8 +92,11 @@ class Truncation:
             by_prompt.setdefault(request.prompt, []).append(request)
         truncated: dict[PromptRequest, TruncatedPrompt] = {}
         for prompt, requests in by_prompt.items():
-            read = prompt.encode([request.text for request in requests], self.codec)
-            truncated |= {request: self._truncate(request, ids) for request, ids in zip(requests, read, strict=True)}
+            written = [request for request in requests if request.ids is None]
+            read = {request: list(request.ids) for request in requests if request.ids is not None}
+            texts = [request.text for request in written]
+            read |= zip(written, prompt.encode(texts, self.codec), strict=True)
+            truncated |= {request: self._truncate(request, read[request]) for request in requests}
         return [truncated[request] for request in prompt_request]
 
     def _truncate(self, prompt_request: PromptRequest, ids: list[int]) -> TruncatedPrompt:

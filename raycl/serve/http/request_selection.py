@@ -42,14 +42,13 @@ def sampling_of(service: Service, request: Generation, max_tokens: int | None) -
     for name, given, most in (("max_tokens", max_tokens or 0, limits.max_tokens), ("n", request.answers, limits.n)):
         if given > most:
             raise LimitExceededError(f"{name} is {given}: this endpoint allows at most {most}")
+    vocabulary = service.engine.codec.vocabulary
     bias = tuple((int(token), added) for token, added in (request.logit_bias or {}).items())
-    unknown = next((token for token, _ in bias if token >= service.engine.vocabulary), None)
+    unknown = next((token for token, _ in bias if token >= vocabulary), None)
     if unknown is not None:
-        raise InvalidRequestError(
-            f"logit_bias has token {unknown}: expected ids from 0 to {service.engine.vocabulary - 1}"
-        )
+        raise InvalidRequestError(f"logit_bias has token {unknown}: expected ids from 0 to {vocabulary - 1}")
     return Sampling(
-        max_tokens or limits.max_tokens,
+        limits.max_tokens if max_tokens is None else max_tokens,
         request.temperature or 0.0,
         1.0 if request.top_p is None else request.top_p,
         request.seed if request.seed is not None else secrets.randbits(62),
@@ -61,6 +60,7 @@ def sampling_of(service: Service, request: Generation, max_tokens: int | None) -
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
         logit_bias=bias,
+        logprobs=request.top,
     )
 
 

@@ -29,6 +29,9 @@ MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER, MAX_PINNED = 16, 256, 200
 """Stops of an answer, characters of one, characters of a name, an adapter's weight either way, a snapshot's number,
 adapters that a request pins."""
 
+MAX_LOGPROBS = 20
+"""The most likely tokens that are sent with each; OpenAI's limit in chats."""
+
 
 AnyText = Annotated[str, StringConstraints(min_length=0)]
 """Any text; with a length constraint pydantic finds lone surrogates, which no tokenizer takes."""
@@ -39,6 +42,8 @@ Texts = Annotated[list[Text], Field(fail_fast=True)]
 """Several; the first that is wrong ends the check, since messages for tens of thousands take seconds."""
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP)]
 Weight = Annotated[FiniteFloat, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+"""A prompt as token ids."""
 TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
 
@@ -184,8 +189,6 @@ class Generation(Request):
     logit_bias: Annotated[dict[TokenId, Bias] | None, BeforeValidator(_check_few)] = Field(
         None, description="token id -> what is added to its logit"
     )
-    logprobs: Unsupported = None
-    top_logprobs: Unsupported = None
     prompt_logprobs: NullOrFalse = None
     use_beam_search: Unsupported = None
     length_penalty: Annotated[Any, Neutral(1, 1.0)] = None
@@ -206,6 +209,11 @@ class Generation(Request):
     def answers(self) -> int:
         """The number of answers to each prompt."""
         return self.n or 1
+
+    @property
+    def top(self) -> int | None:
+        """The most likely tokens that are sent with each token's log probability; None: no log probabilities."""
+        raise AssertionError("each kind of request has a field of its own for it")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -253,6 +261,8 @@ class ChatRequest(Generation):
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     tools: Unsupported = None
     tool_choice: NoneOrAuto = None
@@ -267,6 +277,17 @@ class ChatRequest(Generation):
     documents: Unsupported = None
     echo: Unsupported = None
 
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("logprobs", "top_logprobs needs logprobs: set it to true")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        """See `Generation`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     @property
     def prompt(self) -> str:
         """The conversation as one text (`raycl.data.sources.conversation`)."""
@@ -276,11 +297,37 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """POST /v1/completions."""
 
-    prompt: Text | Texts
+    prompt: Text | Texts | Tokens | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+    max_tokens: int | None = Field(None, ge=0, description="0 only with echo: log probabilities of the prompt")
     echo: bool | None = Field(None, description="the prompt before the answer")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Unsupported = None
     suffix: Unsupported = None
-    logprobs: NullOrFalse = None
     best_of: int | None = Field(None, ge=1, le=1)
+
+    @model_validator(mode="after")
+    def _no_tokens_need_echo(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("echo", "max_tokens is 0 and echo is not true: expected one of both")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        """See `Generation`."""
+        return self.logprobs
+
+    @property
+    def texts(self) -> list[str]:
+        """All prompts that are texts."""
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        return [prompt for prompt in given if isinstance(prompt, str)]
+
+    @property
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """All prompts that are tokens."""
+        if single := tuple(token for token in self.prompt if isinstance(token, int)):
+            return [single]
+        return [tuple(ids) for ids in self.prompt if isinstance(ids, list)]
 
 
 class ClassifyRequest(Request):
@@ -341,20 +388,51 @@ class ResponseChoice(BaseModel):
 
     index: int
     finish_reason: Finish
-    logprobs: None = None
     raycl: ResponseDetails
+
+
+class Logprob(BaseModel):
+    """A token with its log probability, and its bytes where they are known."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Logprob):
+    """A token of an answer, and the most likely ones at its place."""
+
+    top_logprobs: list[Logprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log probabilities of the tokens of a chat's answer, the end of the turn included."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(BaseModel):
+    """Log probabilities of the tokens of a completion, and with `echo` of the prompt, whose first token has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
 
 
 class ChatChoice(ResponseChoice):
     """One answer to a chat."""
 
     message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
 
 
 class TextChoice(ResponseChoice):
     """One answer to a prompt as text."""
 
     text: str
+    logprobs: TextLogprobs | None = None
 
 
 class GeneratedAnswer(BaseModel):

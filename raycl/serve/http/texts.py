@@ -14,8 +14,9 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from raycl.errors import RayclError
-from raycl.generation.requests import Started, TextDelta
+from raycl.generation.requests import PromptLogprobs, Started, TextDelta, TokenLogprobs
 from raycl.serve.errors import InvalidRequestError, error_response
+from raycl.serve.http.logprobs import chat_logprobs, text_logprobs
 from raycl.serve.http.request_selection import details_of, sampling_of, select
 from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
 from raycl.serve.service.history import History
@@ -64,8 +65,9 @@ def add_texts(app: FastAPI, service: Service, history: History) -> None:
     @app.post("/v1/completions", response_model=None, responses={200: {"model": TextAnswer, "content": STREAM}})
     async def completions(request: CompletionRequest) -> Response:
         """Return what follows each prompt, which is sent as it is."""
-        prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-        options = _options(service, request, prompts, request.max_tokens, echo=bool(request.echo))
+        options = _options(service, request, request.texts, request.max_tokens, ids=request.token_ids)
+        if request.echo:
+            options = _echoed(service, options)
         return await _answered(service, history, options)
 
 
@@ -75,17 +77,56 @@ def _options(
     prompts: Sequence[str],
     max_tokens: int | None,
     chat: bool = False,
-    echo: bool = False,
+    ids: Sequence[tuple[int, ...]] = (),
 ) -> GenerationOptions:
+    """Return the options of a request.
+
+    Args:
+        ids: prompts as tokens, where they are no texts.
+    """
     if service.capabilities.answers == "label":
         raise InvalidRequestError("this endpoint's backbone gives labels, not texts: use POST /v1/classify")
     sampling = sampling_of(service, request, max_tokens)
-    service.check(prompts, request.answers)
+    prompts = _written(service, request, ids) if ids else prompts
+    service.check(prompts, request.answers, are_tokens=bool(ids))
     seeds = [(sampling.seed + number) % 2**63 for number in range(request.answers)]
     samplings = [replace(sampling, seed=seed) for _ in prompts for seed in seeds]
     texts, template = [prompt for prompt in prompts for _ in seeds], request.pins.template
     settings = {"sampling": samplings, "templated": chat if template is None else template, "is_chat": chat}
-    return GenerationOptions(request, texts, texts if echo else [""] * len(texts), settings, chat)
+    if ids:
+        settings["ids"] = [prompt for prompt in ids for _ in seeds]
+    return GenerationOptions(request, texts, [""] * len(texts), settings, chat)
+
+
+def _written(service: Service, request: Generation, ids: Sequence[tuple[int, ...]]) -> list[str]:
+    """Return the texts that prompts of tokens stand for.
+
+    Raises:
+        InvalidRequestError: a token that the model does not have, or a prompt around tokens.
+    """
+    codec = service.engine.codec
+    largest = max(map(max, ids))
+    if largest >= codec.vocabulary:
+        raise InvalidRequestError(f"prompt has token {largest}: expected ids from 0 to {codec.vocabulary - 1}")
+    if request.pins.template:
+        raise InvalidRequestError("raycl.template is true and the prompt is token ids: send its text instead")
+    return [codec.shown(prompt) for prompt in ids]
+
+
+def _echoed(service: Service, options: GenerationOptions) -> GenerationOptions:
+    """Return the options with each prompt before its answer, and its log probabilities where those are wanted.
+
+    Raises:
+        InvalidRequestError: the model reads prompts by an encoder, which gives none.
+    """
+    if options.request.top is None:
+        return replace(options, echoes=options.texts)
+    if service.capabilities.separate_encoder:
+        raise InvalidRequestError(
+            "echo with logprobs needs a model whose prompt and answer are one sequence: leave one of both out"
+        )
+    samplings = [replace(sampling, prompt_logprobs=True) for sampling in options.settings["sampling"]]
+    return replace(options, echoes=options.texts, settings={**options.settings, "sampling": samplings})
 
 
 async def _answered(service: Service, history: History, options: GenerationOptions) -> Response:
@@ -111,7 +152,10 @@ async def _complete(service: Service, history: History, options: GenerationOptio
         content = {"message": {"role": "assistant", "content": text}} if options.chat else {"text": text}
         details = details_of(loaded, answer.metadata).model_dump()
         history.add_answer(answer, details["tasks"])
-        choices.append({"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": details})
+        logprobs = _logprobs(service, options, answer.logprobs, prompt=answer.prompt_logprobs)
+        choices.append(
+            {"index": number, **content, "finish_reason": answer.finish, "logprobs": logprobs, "raycl": details}
+        )
     kind = "chat.completion" if options.chat else "text_completion"
     body = {**options.head(), "object": kind, "choices": choices, "usage": usage(answers, options.request.answers)}
     return JSONResponse({**body, "raycl": choices[0]["raycl"]})
@@ -130,15 +174,23 @@ async def _pieces(
         service.submit(loaded, choice, options.texts, **options.settings) as queues,
     ):
         for number, queue in enumerate(queues):
-            answer, began, tasks = ServedAnswer(), time.perf_counter(), {}
+            answer, began, tasks, offset = ServedAnswer(), time.perf_counter(), {}, 0
             async for event in service.events(queue, deadline):
                 take(answer, event, began)
                 if isinstance(event, Started):
                     details = details_of(loaded, event.metadata).model_dump()
                     tasks = details["tasks"]
                     yield _chunk(options, head, number, options.echoes[number], None, first=True) | {"raycl": details}
-                elif isinstance(event, TextDelta):
-                    yield _chunk(options, head, number, event.text, event.finish)
+                    continue
+                found = event.logprobs if isinstance(event, TextDelta) else ()
+                prompt = event if isinstance(event, PromptLogprobs) else None
+                logprobs = _logprobs(service, options, found, offset, prompt)
+                if logprobs and "tokens" in logprobs:
+                    offset += sum(map(len, logprobs["tokens"]))
+                if isinstance(event, TextDelta):
+                    yield _chunk(options, head, number, event.text, event.finish, logprobs)
+                else:
+                    yield _chunk(options, head, number, "", None, logprobs)
             service.observe(answer)
             history.add_answer(answer, tasks)
             answers.append(answer)
@@ -150,12 +202,32 @@ def _kind(options: GenerationOptions) -> str:
     return "chat.completion.chunk" if options.chat else "text_completion"
 
 
+def _logprobs(
+    service: Service,
+    options: GenerationOptions,
+    found: Sequence[TokenLogprobs],
+    offset: int = 0,
+    prompt: PromptLogprobs | None = None,
+) -> dict[str, Any] | None:
+    """Return log probabilities as the endpoint sends them; None: none are wanted, or there are none."""
+    if options.request.top is None:
+        return None
+    codec = service.engine.codec
+    return chat_logprobs(codec, found) if options.chat else text_logprobs(codec, found, offset, prompt)
+
+
 def _chunk(
-    options: GenerationOptions, head: dict[str, Any], number: int, text: str, finish: str | None, first: bool = False
+    options: GenerationOptions,
+    head: dict[str, Any],
+    number: int,
+    text: str,
+    finish: str | None,
+    logprobs: dict[str, Any] | None = None,
+    first: bool = False,
 ) -> dict[str, Any]:
     delta = {**({"role": "assistant"} if first else {}), **({"content": text} if text or first else {})}
     content = {"delta": delta} if options.chat else {"text": text}
-    choice = {"index": number, **content, "finish_reason": finish, "logprobs": None}
+    choice = {"index": number, **content, "finish_reason": finish, "logprobs": logprobs}
     return {**head, "object": _kind(options), "choices": [choice]}
 
 

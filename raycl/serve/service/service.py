@@ -13,7 +13,16 @@ from functools import partial
 from typing import Any
 
 from raycl.errors import BankError, counted
-from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started, TextDelta
+from raycl.generation.requests import (
+    Event,
+    Failed,
+    LabelScores,
+    PromptLogprobs,
+    ResponseMetadata,
+    Started,
+    TextDelta,
+    TokenLogprobs,
+)
 from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.serving_engine import ServingEngine
@@ -33,6 +42,7 @@ class ServedAnswer:
 
     Attributes:
         first_s, total_s: seconds to its first piece and to its end.
+        logprobs, prompt_logprobs: of its tokens and of the prompt's, where they are wanted.
     """
 
     metadata: ResponseMetadata | None = None
@@ -42,6 +52,8 @@ class ServedAnswer:
     scores: dict[str, float] = field(default_factory=dict)
     first_s: float = 0.0
     total_s: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 Observe = Callable[[ServedAnswer], None]
@@ -140,8 +152,11 @@ class Service:
 
     # ---- limits ----------------------------------------------------------------------------------------------
 
-    def check(self, texts: Sequence[str], answers: int = 1) -> None:
+    def check(self, texts: Sequence[str], answers: int = 1, are_tokens: bool = False) -> None:
         """Check the number and length of texts.
+
+        Args:
+            are_tokens: they stand for token ids, of which any is a prompt.
 
         Raises:
             LimitExceededError: too many, too long, or nothing in one.
@@ -152,7 +167,7 @@ class Service:
                 f"{counted(len(texts), 'text')} with {counted(answers, 'answer')} each: expected 1 to {limits.inputs} "
                 "answers in one request"
             )
-        if not all(text.strip() for text in texts):
+        if not (are_tokens or all(text.strip() for text in texts)):
             raise LimitExceededError("a text is empty: expected at least one word")
         check_lengths(texts, limits)
 
@@ -170,7 +185,7 @@ class Service:
         """Submit one request per text; leaving cancels those that are not finished.
 
         Args:
-            settings: settings of `EngineRequest`; `sampling` may be a list, one for each text.
+            settings: settings of `EngineRequest`; `sampling` and `ids` may be lists, one for each text.
 
         Raises:
             BusyError: the queue is full.
@@ -178,7 +193,6 @@ class Service:
         if self.engine.pending + len(texts) > max(self.config.limits.queue, len(texts)):
             raise BusyError(f"{self.engine.pending} requests are pending: retry in a second")
         log_prompts(texts, self.config)
-        samplings = settings.pop("sampling", None)
         loop = asyncio.get_running_loop()
         if self._event_queues is None or self._event_queues.loop is not loop:
             self._event_queues = EventQueues(loop)
@@ -186,13 +200,9 @@ class Service:
         requests, queues = [], []
         for index, text in enumerate(texts):
             events: asyncio.Queue[Event] = asyncio.Queue()
-            sampling = samplings[index] if isinstance(samplings, list) else samplings
-            requests.append(
-                EngineRequest(
-                    *(text, partial(event_queues.post, events), sampling),
-                    **{"loaded": loaded, "selection": selection, **settings},
-                )
-            )
+            mine = {name: value[index] if isinstance(value, list) else value for name, value in settings.items()}
+            send = partial(event_queues.post, events)
+            requests.append(EngineRequest(text, send, loaded=loaded, selection=selection, **mine))
             queues.append(events)
         for request in requests:
             self.engine.submit(request)
@@ -265,9 +275,12 @@ def take(answer: ServedAnswer, event: Event, began: float) -> None:
     """Add an event to an answer."""
     if isinstance(event, Started):
         answer.metadata = event.metadata
+    elif isinstance(event, PromptLogprobs):
+        answer.prompt_logprobs = event
     elif isinstance(event, TextDelta):
         answer.first_s = answer.first_s or time.perf_counter() - began
         answer.text += event.text
+        answer.logprobs += event.logprobs
         answer.tokens, answer.finish = event.tokens, event.finish or answer.finish
     elif isinstance(event, LabelScores):
         answer.scores = dict(event.scores)

@@ -96,6 +96,25 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
     assert decoder.steps < longest and decoder.tokens > decoder.steps
 
 
+@pytest.mark.parametrize("part", [1, 3, 256])
+@pytest.mark.parametrize("prompts", ["", "prefix", "suffix"])
+def test_log_probabilities_of_a_prompt_are_those_of_its_tokens_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: str, part: int
+) -> None:
+    """In parts of any length; a suffix stands behind the text, and nothing before it depends on it."""
+    backbone, stack = with_adapters("llama", tmp_path, prompts)
+    monkeypatch.setattr(dynamic_cache, "PART", part)
+    ids = backbone.codec.encode_source([SOURCES[1]])[0]
+    with stack.activate(Mixture(("a", "b"), torch.tensor([[0.4, -0.3]]))):
+        found = dynamic_cache.prompt_logprobs(backbone, ids, 2)
+        backbone.suffix = None
+        expected = [dynamic_cache.begin(backbone, [ids[:end]]).logits[0].log_softmax(-1) for end in range(1, len(ids))]
+    assert [one.token for one in found] == ids[1:]
+    for one, logprobs in zip(found, expected, strict=True):
+        assert one.logprob == pytest.approx(float(logprobs[one.token]), abs=1e-4)
+        assert [other.logprob for other in one.top] == pytest.approx(logprobs.topk(2).values.tolist(), abs=1e-4)
+
+
 def test_models_whose_answers_are_not_the_most_likely_tokens_use_generate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

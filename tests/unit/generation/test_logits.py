@@ -51,12 +51,13 @@ def test_bias_comes_first_and_repetition_before_the_others() -> None:
     )
 
 
-def test_a_row_without_settings_is_left_as_it_is() -> None:
-    rows = torch.tensor([LOGITS, LOGITS], dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_without_settings_is_left_as_it_is(dtype: torch.dtype) -> None:
+    rows = torch.tensor([LOGITS, LOGITS], dtype=dtype)
     settings = [Sampling(9), Sampling(9, presence_penalty=1.0)]
     plain, penalized = adjusted(rows, settings, [PROMPT] * 2, [ANSWER] * 2)
     assert plain.tolist() == rows[0].tolist() and penalized.tolist() != rows[1].tolist()
-    assert rows.tolist() == torch.tensor([LOGITS] * 2, dtype=torch.bfloat16).tolist(), "the model's are not changed"
+    assert rows.tolist() == torch.tensor([LOGITS] * 2, dtype=dtype).tolist(), "the model's are not changed"
     both = Sampling(9, presence_penalty=1.0, allowed=AllowedTokens([[2, 3]], end=0))
     (only,) = adjusted(rows[:1], [both], [PROMPT], [[2]])
     assert only.isfinite().nonzero().flatten().tolist() == [3]
