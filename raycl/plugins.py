@@ -98,11 +98,7 @@ class Names(Collection[str]):
 
 
 def find(kind: Kind, name: str) -> Plugin | None:
-    """Return the entry point of a name; None: no installed package has it.
-
-    Raises:
-        PluginError: several packages have it.
-    """
+    """Return the entry point of a name, None if no package has it; raises PluginError if several have it."""
     having = [plugin for plugin in installed(kind) if plugin.name == name]
     if len(having) > 1:
         packages = " and ".join(f"'{plugin.package}' {plugin.version}" for plugin in having)

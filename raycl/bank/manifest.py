@@ -197,11 +197,7 @@ class Snapshot(Section):
         return snapshot_file(self.number)
 
     def adapter(self, name: str) -> SnapshotAdapter:
-        """Return the adapter of that name.
-
-        Raises:
-            BankError: there is none.
-        """
+        """Return the adapter of that name; raises BankError if there is none."""
         for entry in self.adapters:
             if entry.name == name:
                 return entry
@@ -281,11 +277,7 @@ def dump(record: AdapterManifest | Snapshot) -> bytes:
 
 
 def parse_manifest(data: bytes, file: str) -> AdapterManifest:
-    """Read back what `dump` wrote.
-
-    Raises:
-        BankError: the file is not JSON, has another format, was changed or moved.
-    """
+    """Read back what `dump` wrote; raises BankError if it is not JSON, has another format, was changed or moved."""
     record = _parsed(AdapterManifest, data, file)
     if record.file != file:
         raise BankError(f"'{file}' holds {record.ref}: it was moved or edited; restore it from a copy")
@@ -328,11 +320,7 @@ def read_bytes(storage: Storage, file: str) -> bytes:
 
 @contextmanager
 def bank_errors(remedy: str = "") -> Iterator[None]:
-    """Turn what is wrong with a record into a BankError.
-
-    Args:
-        remedy: what else can be done about a damaged one.
-    """
+    """Turn what is wrong with a record into a BankError, with what else can be done about it."""
     try:
         yield
     except DamagedError as error:

@@ -52,12 +52,7 @@ def pack(tensors: Mapping[str, Tensor]) -> list[Buffer]:
 def packed(
     tensors: Mapping[str, Tensor], fetch: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[Buffer]:
-    """Yield the file part by part; each tensor is fetched in its turn, so that one at a time is in host memory.
-
-    Args:
-        tensors: give dtypes and full shapes, on any device. fetch: returns the full tensor of a name.
-        metadata: metadata of the header.
-    """
+    """Yield the file part by part; `tensors` give dtypes and full shapes, and are fetched one at a time."""
     largest_first = sorted(
         tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)
     )  # keeps every tensor aligned

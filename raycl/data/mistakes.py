@@ -93,11 +93,7 @@ class SeenRows:
 
 
 def mistakes_of(stream: Stream, task: Task, most: int | None = None) -> list[Mistake]:
-    """Return what is probably wrong with the data of a task.
-
-    Args:
-        most: texts are compared where the task has at most this many rows; None: always.
-    """
+    """Return what is probably wrong with the data of a task; texts of more rows than `most` are not compared."""
     sources = {split: raw for split in SPLITS if (raw := stream.source(task, split)) is not None}
     rows = {split: stream.rows(task, split) for split in sources}
     train, test = sources.get("train"), sources.get("test")

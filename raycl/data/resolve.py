@@ -338,11 +338,7 @@ def _one_file(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:
 
 
 def names_splits(spec: TaskSpec, config: StreamConfig) -> bool:
-    """Return whether the rows of the task's one file name their splits.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Return whether the rows of the task's one file name their splits; raises DataError if it cannot be read."""
     assert spec.path is not None, "the file has a path"
     file = _source(spec.path, config)
     return isinstance(file, SourceFile | HubSplit) and splits_in(file, spec.format, _columns(spec.columns))

@@ -175,11 +175,7 @@ class Stream:
         return "" if self._open[task.name].plan.recorded is not None else self.prompt(task, codec).instruction
 
     def prompt(self, task: Task, codec: TextCodec, instruction: str | None = None) -> Prompt:
-        """Return the template around the inputs of `task`.
-
-        Args:
-            instruction: replaces the task's own.
-        """
+        """Return the template around the inputs of `task`, with its own instruction unless one is given."""
         if self.learns_texts:
             return Prompt()
         opened = self._open[task.name]

@@ -30,11 +30,7 @@ LOGS = "log"
 
 @contextmanager
 def repeating(work: Callable[[], None], every_s: float, name: str) -> Iterator[None]:
-    """Call `work` every so many seconds while this is open.
-
-    Args:
-        work: function that must not raise. name: name of the thread.
-    """
+    """Call `work`, which must not raise, every so many seconds in a thread while this is open."""
     over = threading.Event()
 
     def run() -> None:
@@ -52,11 +48,7 @@ def repeating(work: Callable[[], None], every_s: float, name: str) -> Iterator[N
 
 @contextmanager
 def follow(storage: Storage, label: str = "", every_s: float = FOLLOW_S) -> Iterator[None]:
-    """Log the workers' progress lines here, each after `label`; only those written from now on.
-
-    Args:
-        every_s: seconds between two looks at the log.
-    """
+    """Log the workers' progress lines, each after `label`, from now on; the log is read every `every_s` seconds."""
     seen: dict[str, int] = {}
 
     def fresh(folder: Storage) -> Iterator[str]:
@@ -159,11 +151,7 @@ class Bars(logging.Handler):
 
 
 def stderr_handler(quiet: bool = False) -> logging.Handler:
-    """Return a handler that writes lines without decoration to standard error, and progress as a terminal allows.
-
-    Args:
-        quiet: only errors are written.
-    """
+    """Return a handler that writes lines, or errors alone, to standard error, and progress as a terminal allows."""
     handler = Bars() if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else Lines()
     handler.setFormatter(PlainFormatter("%(message)s"))
     handler.setLevel(logging.ERROR if quiet else logging.DEBUG)

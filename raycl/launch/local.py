@@ -38,11 +38,7 @@ class LocalProcess:
     """
 
     def __init__(self, prepared: Prepared, options: RunOptions) -> None:
-        """Start nothing.
-
-        Raises:
-            LaunchError: the config asks for a GPU, and there is none.
-        """
+        """Start nothing; raises LaunchError if the config asks for a GPU, and there is none."""
         self._prepared, self._options = prepared, options
         self.resources = options.in_process or own_resources(prepared.config.launch)
 

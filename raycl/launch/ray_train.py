@@ -69,11 +69,7 @@ class RayTrain:
     @classmethod
     @contextmanager
     def on_cluster(cls, prepared: Prepared, options: RunOptions) -> Iterator[RayTrain]:
-        """Join the cluster, or start one, inside.
-
-        Raises:
-            LaunchError: it can never provide the workers.
-        """
+        """Join the cluster, or start one, inside; raises LaunchError if it can never provide the workers."""
         config, warm = prepared.config, options.warm
         with clusters.joined(config.launch.address), nullcontext() if warm is None else warm.waiting_for(None):
             yield cls(prepared, options, worker_resources(config, options.share))
@@ -192,11 +188,7 @@ def _fit_into(trainer: TorchTrainer, ended: Future[None]) -> None:
 
 
 def worker_resources(config: RunConfig, share: int = 1) -> Resources:
-    """Return what each worker gets of the cluster, which so many runs share.
-
-    Raises:
-        LaunchError: it can never give that.
-    """
+    """Return what each worker gets of the cluster, shared by so many runs; raises LaunchError if it cannot."""
     launch, nodes = config.launch, clusters.nodes()
     gpus = sum(node.gpus for node in nodes)
     gpu = launch.gpus_per_worker if launch.gpus_per_worker is not None else float(gpus >= launch.workers)

@@ -121,11 +121,7 @@ class WarmWorkers:
 
     @contextmanager
     def waiting_for(self, resources: Resources | None) -> Iterator[None]:
-        """Let workers of other kinds end as soon as they have no run, inside.
-
-        Args:
-            resources: resources of the awaited worker; None: those of a group of Ray Train.
-        """
+        """Let workers of other kinds end as soon as they have no run, inside; None: Ray Train's group is awaited."""
         with self._lock:
             self._waiting.append(resources)
         try:
@@ -193,11 +189,7 @@ class WarmRun:
     """
 
     def __init__(self, workers: WarmWorkers, prepared: Prepared, options: RunOptions) -> None:
-        """Start nothing.
-
-        Raises:
-            LaunchError: the cluster can never provide the worker.
-        """
+        """Start nothing; raises LaunchError if the cluster can never provide the worker."""
         self._workers, self._prepared, self._options = workers, prepared, options
         self.resources = worker_resources(prepared.config, options.share)
 

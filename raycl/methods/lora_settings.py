@@ -151,11 +151,7 @@ class LoraSettings(Section):
         return linear_names(model, self.target_modules) + expert_names(model, self.target_parameters)
 
     def scale_of(self, rank: int, alpha: float | None = None) -> float:
-        """Return the scale of an update of this rank.
-
-        Args:
-            alpha: its own alpha; None: `lora_alpha`.
-        """
+        """Return the scale of an update of this rank, with an alpha of its own or `lora_alpha`."""
         return (alpha or self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def begin_training(self, stack: AdapterStack, names: Sequence[str], rank: int | None = None) -> None:

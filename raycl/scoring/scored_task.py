@@ -26,11 +26,7 @@ RECORDED = ("labels", "off_task", "max_new_tokens")
 
 
 def recorded_settings(snapshot: Snapshot, **others: object) -> EvalConfig:
-    """Return the settings of evaluation by which a snapshot's run judged answers, so that its scores are the run's.
-
-    Args:
-        others: settings that the caller decides.
-    """
+    """Return the settings by which a snapshot's run judged answers, with `others` decided by the caller."""
     recorded = snapshot.provenance.get("config", {}).get("eval", {})
     return configs.validate(EvalConfig, {name: recorded[name] for name in RECORDED if name in recorded} | others)
 

@@ -130,11 +130,7 @@ def read_fields(storage: Storage, name: str, version: int, kind: type[T]) -> T:
 
 
 def fields_of(record: dict[str, Any], file: str, kind: type[T]) -> T:
-    """Return the same for a record that was read.
-
-    Args:
-        file: its name for messages.
-    """
+    """Return the same for a record that was read from a file, whose name is for messages."""
     try:
         fields: T = _adapter(cast(Any, kind)).validate_python(record)
         return fields
@@ -151,11 +147,7 @@ def numbered(number: int) -> str:
 
 
 def number_of(name: str, first: int = 1) -> int | None:
-    """Return the number in `000001.json`; None for every other name, such as files of editors.
-
-    Args:
-        first: the lowest number in use.
-    """
+    """Return the number, at least `first`, in `000001.json`; None for other names, such as files of editors."""
     match = _NUMBERED.fullmatch(name)
     number = int(match[1]) if match else -1
     return number if number >= first and numbered(number) == name else None

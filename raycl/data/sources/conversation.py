@@ -163,11 +163,7 @@ def system_of(item: Mapping[str, Any], refuse: RefuseRow) -> str:
 
 
 def earlier_turns(value: Any, refuse: RefuseRow) -> list[Message]:
-    """Return the turns before an instruction, which are pairs of texts.
-
-    Raises:
-        DataError: they are something else.
-    """
+    """Return the turns before an instruction; raises DataError if they are no pairs of texts."""
     if value in _NOTHING:
         return []
     pairs = _loaded(value, HISTORY, refuse) if isinstance(value, str) else value

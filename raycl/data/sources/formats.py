@@ -80,11 +80,7 @@ def _part(part: SplitPart, format: str, columns: Columns, findings: Findings) ->
 
 
 def splits_in(file: SourceFile | HubSplit, format: str, columns: Columns) -> bool:
-    """Return whether the first row of a file names its split.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Return whether the first row of a file names its split; raises DataError if it cannot be read."""
     row = next(read_rows(file, format, replace(columns, others=True), Findings("skip")), None)
     return row is not None and COLUMN in (row.others or {})
 

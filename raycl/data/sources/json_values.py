@@ -27,11 +27,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def json_line(line: str, number: int, file: SourceFile) -> Any:
-    """Return the value on a line.
-
-    Raises:
-        BadRow: it is not JSON, or nested too deeply.
-    """
+    """Return the value on a line; raises BadRow if it is not JSON, or nested too deeply."""
     text = line.strip()
     try:
         item, end = _decode(text)
@@ -72,11 +68,7 @@ class JsonStream:
                 return ""
 
     def take(self, expected: str) -> str:
-        """Skip the next character, which must be one of these.
-
-        Raises:
-            DataError: it is another.
-        """
+        """Skip the next character; raises DataError if it is none of these."""
         next_character = self.next()
         if not next_character or next_character not in expected:
             wanted = " or ".join(f"'{character}'" for character in expected)
@@ -85,11 +77,7 @@ class JsonStream:
         return next_character
 
     def value(self) -> Any:
-        """Read the next value.
-
-        Raises:
-            DataError: it is not JSON, too large or nested too deeply.
-        """
+        """Read the next value; raises DataError if it is not JSON, too large or nested too deeply."""
         while True:
             start = self._at
             try:
@@ -170,11 +158,7 @@ class JsonStream:
             pass
 
     def end(self) -> None:
-        """Check that nothing follows.
-
-        Raises:
-            DataError: something does.
-        """
+        """Raise DataError if anything follows."""
         if self.next():
             self._fail(json.JSONDecodeError("Extra data", self._text, self._at))
 

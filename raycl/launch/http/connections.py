@@ -187,11 +187,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def server_of(app: Any, protocol: type[LimitedProtocol], **settings: Any) -> uvicorn.Server:
-    """Return a server of an ASGI application.
-
-    Args:
-        protocol: of its connections. settings: other settings of `uvicorn.Config`.
-    """
+    """Return a server of an ASGI application; `protocol` is that of its connections."""
     log: dict[str, Any] = {"log_config": None, "log_level": "error"}  # no line for each request that is none
     return uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", **log, **settings))
 

@@ -96,11 +96,7 @@ class Das(Finetune):
     scales_gradients: ClassVar[bool] = True
 
     def __init__(self, config: DasConfig, backbone: Backbone, seed: int) -> None:
-        """Find the units.
-
-        Raises:
-            ConfigError: the backbone's layers have no units of this kind.
-        """
+        """Find the units; raises ConfigError if the backbone's layers have none of this kind."""
         super().__init__(config, backbone, seed)
         self.units = units_of(backbone.model, attention_outputs=False)
         ends = list(accumulate(unit.count for unit in self.units))

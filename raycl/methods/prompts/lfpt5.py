@@ -162,11 +162,7 @@ class Lfpt5(Method):
         self._earlier: dict[int, str] = {}
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Check that the backbone can write.
-
-        Raises:
-            ConfigError: it is encoder-only, or has too few positions.
-        """
+        """Raise ConfigError if the backbone cannot write: it is encoder-only, or has too few positions."""
         backbone, config = self.backbone, self.config
         if backbone.capabilities.answers == "label":
             raise ConfigError(

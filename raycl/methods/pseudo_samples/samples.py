@@ -82,12 +82,7 @@ def kept_samples(kind: str, tasks: Iterable[str], tensors: Mapping[str, Tensor])
 
 
 def same_everywhere(value: T, device: torch.device) -> T:
-    """Return the first worker's value on all workers: texts sampled on several GPUs, or files of several nodes, may
-    differ.
-
-    Args:
-        device: device of this worker.
-    """
+    """Return the first worker's value on all workers: sampled texts, or files of several nodes, may differ."""
     if not dist.is_available() or not dist.is_initialized():
         return value
     box: list[Any] = [value]

@@ -50,11 +50,7 @@ class SampleFormat:
     mark: str = "__ans__"
 
     def check(self) -> None:
-        """Check that the separator can be written.
-
-        Raises:
-            ConfigError: the tokenizer drops it.
-        """
+        """Raise ConfigError if the tokenizer drops the separator."""
         if not self.separator:
             raise ConfigError(
                 f"the tokenizer of this backbone has no tokens for method.separator='{self.mark}', which stands "

@@ -57,11 +57,7 @@ class SampleSource:
                 read_texts(self.files or "", task, self.setting, self.answers)
 
     def samples(self, context: TaskContext, method: Method, seed: int) -> PseudoSamples:
-        """Return the samples of the phase that has just ended, the same on all workers.
-
-        Args:
-            method: the one that learned the phase; answers that a source lacks are its own.
-        """
+        """Return samples of the phase that has just ended, the same on all workers; `method` gives missing answers."""
         if self.kind == "real":
             return same_everywhere(take_real(context, self.volume, seed, self.answers), method.backbone.device)
         given: list[str] = []

@@ -225,11 +225,7 @@ class Mbpa(Wrapper):
     )
 
     def __init__(self, config: MbpaConfig, backbone: Backbone, seed: int) -> None:
-        """Wrap the learner.
-
-        Raises:
-            ConfigError: adapters of earlier tasks are frozen.
-        """
+        """Wrap the learner; raises ConfigError if it freezes the adapters of earlier tasks."""
         super().__init__(config, backbone, seed)
         if self.learner.own_adapters:
             raise ConfigError(

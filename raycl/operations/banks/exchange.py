@@ -216,11 +216,7 @@ def _check_head(folder: str, labels: Any, head: Mapping[str, Tensor], width: int
 
 
 def empty_folder(folder: str) -> Storage:
-    """Return the folder to export to.
-
-    Raises:
-        BankError: it holds files.
-    """
+    """Return the folder to export to; raises BankError if it holds files."""
     storage = Storage.at(folder)
     if storage.exists() and storage.list():
         raise BankError(f"'{folder}' is not empty: name a new folder")

@@ -23,11 +23,7 @@ FILES = {LORA: "adapter.gguf", MODEL: "model.gguf"}
 
 
 def converter(merged: bool) -> str:
-    """Return the path of the converter.
-
-    Raises:
-        BankError: it is not installed.
-    """
+    """Return the path of the converter; raises BankError if it is not installed."""
     name = MODEL if merged else LORA
     found = shutil.which(name)
     if found is None:

@@ -15,11 +15,7 @@ from raycl.training.optimizers.settings import DECAYS, TrainConfig
 
 
 def specs_of(backbone: Backbone, train: TrainConfig, rates: Mapping[str, float]) -> dict[str, ParameterSpec]:
-    """Return the parameters of the backbone that are trained now, by name.
-
-    Args:
-        rates: name of a parameter, or what it begins with -> its own learning rate.
-    """
+    """Return the trained parameters by name; `rates`: a name, or its beginning -> a learning rate of its own."""
     head, unlike_matrices = _ids(backbone.head), _unlike_matrices(backbone)
     decays_all = not train.weight_decay or train.decay_norms_and_biases
     specs = {}

@@ -107,11 +107,7 @@ class StreamEvaluation:
         return self._titled("never trained", UNSEEN, self.context.stream.unseen)
 
     def untrained(self, known: Collection[str]) -> dict[str, Score]:
-        """Return the task name -> score by the backbone before any training, unseen tasks included; as `row`.
-
-        Args:
-            known: tasks whose scores an earlier attempt has measured.
-        """
+        """Return the scores before training of tasks, also unseen, that no earlier attempt has measured; as `row`."""
         stream = self.context.stream
         tasks = [*filter(stream.has_data, stream.tasks), *stream.unseen]
         bare = replace(self, is_bare=True)
@@ -300,11 +296,7 @@ def score_phase(
     before: Before,
     done: Checkpoint,
 ) -> ScoredRow:
-    """Evaluate the context's model as it is. Collective.
-
-    Args:
-        done: the phase's last checkpoint, with its router.
-    """
+    """Evaluate the context's model, with the router of the phase's last checkpoint. Collective."""
     began = time.perf_counter()
     router = PublishedRouter.of(context.method, done)
     is_last, is_given = phase.index == len(context.phases) - 1, context.evaluation.instruction == "given"

@@ -50,11 +50,7 @@ class GradientMaskCheck:
             self._before = self.engine.optimizer_state(self.names)
 
     def after_step(self) -> None:
-        """Compare moments with the mask.
-
-        Raises:
-            RunError: the optimizer saw a gradient where there should be none.
-        """
+        """Compare moments with the mask; raises RunError if the optimizer saw a gradient where there should be none."""
         if not self.steps_left:
             return
         after = self.engine.optimizer_state(self.names)

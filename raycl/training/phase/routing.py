@@ -66,11 +66,7 @@ class PublishedRouter:
 
     @torch.no_grad()
     def mixture(self, batch: Batch, task: str | None = None) -> Mixture:
-        """Return the mixture of a batch of texts.
-
-        Args:
-            task: task of all texts, where it may be given; the newest task replaces one that is not learned yet.
-        """
+        """Return the mixture of texts; the newest task replaces a given one that is not learned yet."""
         tasks, stack = None, self.method.stack
         assert stack is not None, "a model without adapters has no router"
         if task is not None:
@@ -158,10 +154,6 @@ class TextAlone:
         return self.tasks.seen(self.reading(text, task))
 
     def read(self, batch: Batch, task: Task) -> tuple[Batch, Mixture]:
-        """Return a batch of a task's rows in the prompts that they get, and their mixture.
-
-        Args:
-            batch: a batch with its texts.
-        """
+        """Return a batch of a task's rows, with texts, in the prompts that they get, and their mixture."""
         readings = [self.reading(text, task) for text in batch.texts]
         return self.tasks.read(batch, readings, self.published.mixture, self.context.backbone.codec, self.snapshot)

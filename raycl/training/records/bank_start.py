@@ -36,12 +36,7 @@ VALUES = ("phase", "steps", "method", "modifiers", "router")
 
 
 def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]], objects: TensorObjects) -> str:
-    """Store the state at the end of a phase; returns its hash.
-
-    Args:
-        phases: journal records of the phases before.
-        objects: objects of the run, with the hashes of unchanged tensors.
-    """
+    """Store the state at the end of a phase, with journal records of those before; returns its hash."""
     groups = groups_of(done)
     infos = {group: objects.info(group, tensors) for group, tensors in groups.items()}
     sha256 = put_state(bank, _values(done, phases), groups, infos)
@@ -50,11 +45,7 @@ def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]
 
 
 def restore_training_state(bank: Bank, snapshot: Snapshot, done: Checkpoint, phases: list[dict[str, Any]]) -> bool:
-    """Write the record of a training state that is lost or damaged again; returns whether it was.
-
-    Args:
-        done: the last checkpoint of the snapshot's phase. phases: see `put_training_state`.
-    """
+    """Write a lost record of a training state, of the phase's last checkpoint, again; returns whether it was lost."""
     objects = {group: info_of(tensors) for group, tensors in groups_of(done).items()}
     return restore_record(bank, snapshot, _values(done, phases), objects)
 
@@ -192,11 +183,7 @@ def start_from_snapshot(
 
 
 def check_backbone(snapshot: Snapshot, context: TrainingContext) -> None:
-    """Refuse a snapshot of another backbone; on the first worker, which knows the run's.
-
-    Raises:
-        BankError: it is one.
-    """
+    """Raise BankError for a snapshot of another backbone, on the first worker, which knows the run's."""
     if snapshot.backbone.sha256 != context.identity:
         raise BankError(
             f"snapshot {snapshot.number} was trained on backbone '{snapshot.backbone.name}' "

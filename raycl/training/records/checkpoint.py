@@ -263,11 +263,7 @@ def read_snapshot(storage: Storage, name: str, sha256: str) -> bytes:
 
 
 def delete_checkpoints(storage: Storage, names: Sequence[str], kept: Mapping[str, str], objects: TensorObjects) -> None:
-    """Delete checkpoints, and objects that only they name. Where a manifest cannot be read, objects stay.
-
-    Args:
-        kept: name -> SHA-256 of the manifest of those that stay.
-    """
+    """Delete checkpoints, and objects that no kept one names; objects stay where a manifest cannot be read."""
     try:
         ours = [_manifest(storage.sub(f"{FOLDER}/{name}")).objects for name in names]
         theirs = [_manifest(storage.sub(f"{FOLDER}/{name}"), sha256).objects for name, sha256 in kept.items()]

@@ -140,11 +140,7 @@ class Journal:
             self._append({"checkpoints": state.checkpoints, "phases": state.phases, "manifests": state.manifests})
 
     def checkpoint(self, name: str, sha256: str, keep: int) -> list[str]:
-        """Record a checkpoint whose files are all written; returns the names that are no longer needed.
-
-        Args:
-            sha256: hash of its manifest.
-        """
+        """Record a checkpoint whose files are all written; returns the names that are no longer needed."""
         names, known = [*self.state.checkpoints, name], {**self.state.manifests, name: sha256}
         kept = names[-keep:]
         self._append({"checkpoints": kept, "manifests": {name: known[name] for name in kept}})
@@ -166,11 +162,7 @@ class Journal:
         self._append({"checkpoints": [name], "manifests": {name: sha256}, "phases": phases})
 
     def ensure_current(self) -> None:
-        """Check that no newer attempt has claimed the run.
-
-        Raises:
-            StaleAttemptError: one has.
-        """
+        """Raise StaleAttemptError if a newer attempt has claimed the run."""
         newest = last_attempt(self.storage)
         if newest != self.attempt:
             raise StaleAttemptError(

@@ -207,11 +207,7 @@ class Recorder:
             wait([self._saving.files])
 
     def hold_lease(self, newest: dict[str, Any]) -> None:
-        """Hold a lease of the snapshots that the run's checkpoints continue from; only rank 0 writes it.
-
-        Args:
-            newest: snapshot that was published last.
-        """
+        """Hold a lease of the snapshots that the run's checkpoints continue from; only rank 0 writes it."""
         if self.journal is None:
             return
         published = [record["bank"] for record in self.state.phases if record["bank"]]

@@ -150,11 +150,7 @@ class PublishedSnapshots:
                     self.phases.setdefault(snapshot.number, int(snapshot.provenance["phase"]))
 
     def snapshots(self, last: int | None) -> tuple[dict[int, Snapshot], list[int]]:
-        """Return snapshots by number, by their copies where the bank's are lost; and which the bank has lost.
-
-        Args:
-            last: is wanted though it may have been pruned.
-        """
+        """Return snapshots by number, `last` though it may be pruned, lost ones by their copies; and which are lost."""
         snapshots, gone = {}, []
         for number in sorted(self.phases):
             if number in self.removed and number != last:

@@ -80,11 +80,7 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def check_dropout(config: RunConfig) -> None:
-    """Check dropout, since some methods compare passes that differ by dropout alone.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Raise ConfigError without dropout where a method compares passes that differ by dropout alone."""
     if config.method.needs_dropout and not config.backbone.dropout:
         raise ConfigError(
             f"method '{config.method.name}' compares passes with dropout to measure general knowledge, and "

@@ -225,11 +225,7 @@ def _merged(base: Any, given: Any) -> Any:
 
 
 def keep_limits(before: Tree, after: Tree, fresh: Collection[str]) -> None:
-    """Token limits that were changed are those of `fresh` tasks alone: other tasks keep theirs.
-
-    Args:
-        before, after: the section `stream`; the second is changed.
-    """
+    """Keep changed token limits to `fresh` tasks, in the section `stream` after the change: others keep theirs."""
     for key in LIMITS:
         if after.get(key) != before.get(key):
             after[f"{key}_by_task"] = {**dict.fromkeys(fresh, after[key]), **after.get(f"{key}_by_task", {})}
@@ -237,11 +233,7 @@ def keep_limits(before: Tree, after: Tree, fresh: Collection[str]) -> None:
 
 
 def recall_lengths(before: Tree, after: Tree) -> None:
-    """Lengths that are `auto` are those that a run has recorded.
-
-    Args:
-        before, after: the section `stream`; the second is changed.
-    """
+    """Replace lengths that are `auto`, in the section `stream` after the change, by those that a run has recorded."""
     for key in LIMITS:
         if after[key] == before[key] == "auto":
             after[f"{key}_by_task"] = {**before[f"{key}_by_task"], **after[f"{key}_by_task"]}

@@ -70,11 +70,7 @@ class Tracker(Protocol):
         ...
 
     def table(self, task: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Record a table as it is after a number of tasks.
-
-        Args:
-            rows: names, numbers, and None for cells that are empty.
-        """
+        """Record a table of names, numbers, and None for empty cells, as it is after a number of tasks."""
         ...
 
     def picture(self, task: int, name: str, file: Path) -> None:
@@ -82,9 +78,5 @@ class Tracker(Protocol):
         ...
 
     def close(self, failed: bool = False) -> None:
-        """Write out what is pending; nothing may be logged afterwards.
-
-        Args:
-            failed: the run ended with an error.
-        """
+        """Write out what is pending of a run that has ended, perhaps with an error; nothing is logged afterwards."""
         ...

@@ -117,11 +117,7 @@ class TpeSearcher(RecordingSearcher):
             self._repeat(key_of(sweep.collapsed(settings)), self._ask_for(settings))
 
     def tell_finished(self, settings: Settings, scores: Sequence[Sequence[float | None]], stopped: bool) -> None:
-        """Tell Optuna about a trial of an earlier session.
-
-        Args:
-            scores: after each task, of each metric.
-        """
+        """Tell Optuna about a trial of an earlier session, with each metric's scores after each task."""
         result = Result(dict(enumerate(scores, 1)), scores[-1] if scores else [], stopped)
         self._replay(self._ask_for(settings), result)
         self._share(key_of(settings), result)

@@ -114,11 +114,7 @@ class Trial:
         self.reported = 0
 
     def learn(self) -> None:
-        """Learn to the end of the stream, or until the trial is stopped.
-
-        Raises:
-            RayclError: the run failed.
-        """
+        """Learn to the end of the stream, or until the trial is stopped; raises RayclError if the run failed."""
         prepared = self._prepared()
         phases = [phase.name for phase in prepared.phases]
         tasks = [task.name for task in prepared.stream.tasks]
