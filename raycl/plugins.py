@@ -28,11 +28,7 @@ Used = dict[str, str]
 
 @dataclass(frozen=True)
 class Plugin:
-    """One entry point.
-
-    Attributes:
-        target: `module:attribute`. package, version: of the distribution that has it.
-    """
+    """One entry point: what it names (`module:attribute`), and the distribution that has it."""
 
     kind: Kind
     name: str

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class AttentionQueries:
-    """The last output of an attention layer's query projection, for its output projection.
-
-    Attributes:
-        heads: number of heads. scaling: factor of the scores.
-    """
+    """The last output of an attention layer's query projection, for its output projection."""
 
     heads: int
     scaling: float

@@ -59,14 +59,7 @@ def check_fits(name: str, state: AdapterState, shapes: Shapes) -> None:
 
 
 def check_copies(name: str, state: AdapterState, modules: Mapping[str, nn.Module]) -> None:
-    """Check that every copied module exists in the model and has its shape.
-
-    Args:
-        modules: path -> module.
-
-    Raises:
-        AdapterError: a module is missing or has another shape.
-    """
+    """Check that every copied module exists in the model, with its shape; raises AdapterError if one does not."""
     for path, weight in state.copies.items():
         own = modules[path].weight if path in modules else None
         expected = list(own.shape) if isinstance(own, Tensor) else "no such module"
@@ -91,14 +84,7 @@ def check_alone(mixture: Mixture, names: Collection[str]) -> None:
 
 
 def check_increment(what: str, state: AdapterState) -> None:
-    """Check that the adapter changes weights alone, so that it can be folded and written as a LoRA.
-
-    Args:
-        what: the adapter's name in the message.
-
-    Raises:
-        AdapterError: it has a non-linearity between A and B.
-    """
+    """Raise AdapterError for a non-linear adapter: it cannot be folded into weights, and is no LoRA."""
     if state.activation:
         raise AdapterError(
             f"{what} has activation '{state.activation}' between A and B, expected none: a non-linear adapter is no "

@@ -192,12 +192,7 @@ def _no_answer(endpoint: str) -> str:
 
 
 def commit_of(name: str, revision: str | None = None) -> str | None:
-    """Return the hub commit that a name and a revision mean; packaged models and local folders have none: `revision`
-    itself.
-
-    Raises:
-        BackboneError, OSError: see `folder_of`.
-    """
+    """Return the hub commit of a name and revision, of packages and folders `revision`; raises as `folder_of`."""
     where = resolve(name)
     return revision if Path(where).is_dir() else _described(where, revision).name
 

@@ -38,12 +38,7 @@ class Reason(TypedDict):
 
 @dataclass(frozen=True)
 class Activation:
-    """One decision.
-
-    Attributes:
-        number: number of the decision, ascending.
-        seen: newest move of the branch at the time of the decision; only later moves are news.
-    """
+    """One decision, by ascending numbers; only moves of the branch later than `seen` are news to it."""
 
     number: int
     snapshot: int

@@ -285,14 +285,7 @@ def parse_manifest(data: bytes, file: str) -> AdapterManifest:
 
 
 def parse_snapshot(data: bytes, file: str | None) -> Snapshot:
-    """Read back what `dump` wrote.
-
-    Args:
-        file: its name in the bank; None: a copy elsewhere.
-
-    Raises:
-        BankError: see `parse_manifest`.
-    """
+    """Read back what `dump` wrote to a file, or to a copy elsewhere (None); raises BankError as `parse_manifest`."""
     record = _parsed(Snapshot, data, file or "a copy of a snapshot")
     if file is not None and record.file != file:
         raise BankError(f"'{file}' holds snapshot {record.number}: it was moved or edited; restore a copy")

@@ -74,10 +74,7 @@ def _bytes(tensor: Tensor) -> Buffer:
 
 
 def views(buffer: Buffer, what: str) -> dict[str, Tensor]:
-    """Return tensors that look into `buffer` (which must stay unchanged).
-
-    Args:
-        what: name for error messages.
+    """Return tensors that look into `buffer`, which must stay unchanged.
 
     Raises:
         BankError: it is not a complete safetensors file of dtypes that a bank holds.
@@ -249,9 +246,6 @@ def _flat(memory: memoryview) -> Tensor:
 
 def unpack(buffer: Buffer, entry: AdapterManifest | SnapshotAdapter, layout: Layout | None = None) -> AdapterState:
     """Return the adapter in bytes whose hash was checked, compared with its manifest.
-
-    Args:
-        layout: layout of a snapshot's entry (`Snapshot.layouts`).
 
     Raises:
         BankError: a tensor is missing, unexpected, or has another shape or dtype.

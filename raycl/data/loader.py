@@ -105,11 +105,7 @@ def _grouped(order: GlobalOrder, epoch: int) -> Indices:
 
 
 class Loader:
-    """One worker's micro-batches of each optimizer step.
-
-    Attributes:
-        order: order of all rows. accumulation: micro-batches of a step.
-    """
+    """One worker's micro-batches, `accumulation` of them, of each optimizer step of an order."""
 
     def __init__(
         self, collate: Collate, order: GlobalOrder, micro_batch_size: int, rank: int = 0, world_size: int = 1

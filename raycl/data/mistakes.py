@@ -35,12 +35,7 @@ _YES, _TRUE = frozenset(("yes", "no", "on", "off")), frozenset(("true", "false")
 
 @dataclass(frozen=True)
 class Mistake:
-    """Something in the data of a task that is probably not intended.
-
-    Attributes:
-        kind: kind of mistake. count: number of cases.
-        which: examples. mend: remedy.
-    """
+    """Something in the data of a task that is probably not intended: its number, examples and remedy."""
 
     kind: str
     count: int

@@ -62,11 +62,7 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A stream before its rows are read; `notes` list differences from the configuration.
-
-    Attributes:
-        unseen: tasks that are evaluated and never trained.
-    """
+    """A stream before its rows are read; unseen tasks are never trained, `notes` list differences from the config."""
 
     name: str
     tasks: tuple[TaskPlan, ...]

@@ -162,11 +162,7 @@ class Stream:
         return np.unique(groups, return_inverse=True)[1]
 
     def check(self, codec: TextCodec) -> None:
-        """Raise what `table` would raise because of the codec, for all tasks, without reading rows.
-
-        Raises:
-            DataError, ConfigError: see `table`.
-        """
+        """Raise what `table` would raise because of the codec, for all tasks, without reading rows."""
         for task in (*self.tasks, *self.unseen):
             check_codec(task, self.prompt(task, codec), codec, self.limits(task, codec))
 

@@ -60,11 +60,7 @@ class RunOptions:
 
 
 class Launcher(Protocol):
-    """Starts the workers of a run.
-
-    Attributes:
-        resources: resources of each worker.
-    """
+    """Starts the workers of a run, each with `resources`."""
 
     resources: Resources
 

@@ -31,11 +31,7 @@ log = logging.getLogger("raycl")
 
 
 class LocalProcess:
-    """Launches a run in this process.
-
-    Attributes:
-        resources: parts of this process that the run uses.
-    """
+    """Launches a run in this process, with the parts of it that `resources` are."""
 
     def __init__(self, prepared: Prepared, options: RunOptions) -> None:
         """Start nothing; raises LaunchError if the config asks for a GPU, and there is none."""

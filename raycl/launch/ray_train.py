@@ -57,11 +57,7 @@ LOOK_S = 0.2
 
 
 class RayTrain:
-    """Launches a run on the workers of Ray Train.
-
-    Attributes:
-        resources: resources of each worker.
-    """
+    """Launches a run on the workers of Ray Train, each with `resources`."""
 
     def __init__(self, prepared: Prepared, options: RunOptions, resources: Resources) -> None:
         self._prepared, self._options, self.resources = prepared, options, resources
@@ -129,9 +125,6 @@ def work_as(world: DistributedContext, job: TrainingJob, report: Callable[[Tree]
     """Do the job in a process that Ray has started for it.
 
     A process that fails is started again, which helps after a crash, not after an error of ours: see `work`.
-
-    Args:
-        report: see `Worker`.
     """
     storage = job.storage
     if not storage.exists(CONFIG):

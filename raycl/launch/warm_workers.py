@@ -64,11 +64,7 @@ class WarmProcess:
 
 @dataclass(frozen=True)
 class WarmWorker:
-    """An actor on what it holds of the cluster.
-
-    Attributes:
-        actor: handle of a `WarmProcess`. room: its placement group.
-    """
+    """A `WarmProcess` by its handle, on what it holds of the cluster."""
 
     actor: Any
     room: PlacementGroup
@@ -182,11 +178,7 @@ class WarmWorkers:
 
 
 class WarmRun:
-    """Launches a run of one worker on a process that stays.
-
-    Attributes:
-        resources: resources of the worker.
-    """
+    """Launches a run of one worker, with `resources`, on a process that stays."""
 
     def __init__(self, workers: WarmWorkers, prepared: Prepared, options: RunOptions) -> None:
         """Start nothing; raises LaunchError if the cluster can never provide the worker."""

@@ -51,11 +51,7 @@ class DemixConfig(BottleneckSettings):
 
 
 class Demix(ChosenByTask):
-    """Bottleneck adapters that begin as one another.
-
-    Attributes:
-        starts: task -> the adapter that its own began as.
-    """
+    """Bottleneck adapters, of which `starts` says as which earlier one each began."""
 
     Config: ClassVar[type[MethodConfig]] = DemixConfig
 

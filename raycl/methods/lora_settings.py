@@ -155,10 +155,7 @@ class LoraSettings(Section):
         return (alpha or self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def begin_training(self, stack: AdapterStack, names: Sequence[str], rank: int | None = None) -> None:
-        """Begin to train adapters in a stack.
-
-        Args:
-            rank: rank of each, where `rank_pattern` has no other; None: `r`.
+        """Begin to train adapters in a stack, of a rank where `rank_pattern` has no other; None: `r`.
 
         Raises:
             BackboneError: a pattern matches no adapted linear, a weight has fewer singular values than `r`, or a module

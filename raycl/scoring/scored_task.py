@@ -33,11 +33,7 @@ def recorded_settings(snapshot: Snapshot, **others: object) -> EvalConfig:
 
 @dataclass(frozen=True)
 class ScoredTask:
-    """The rows of a task and their references.
-
-    Attributes:
-        split: the split; None: the configured one, sampled where `eval.subsample` is set.
-    """
+    """The rows of a task and their references; no split: the configured one, sampled by `eval.subsample`."""
 
     stream: Stream
     task: Task

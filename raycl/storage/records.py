@@ -41,14 +41,7 @@ def hashed(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_hash(tree: Any, file: str) -> dict[str, Any]:
-    """Return the tree that was given to `hashed`.
-
-    Args:
-        file: its name for messages.
-
-    Raises:
-        DamagedError: the tree was changed since, or has no hash.
-    """
+    """Return the tree that was given to `hashed`; raises DamagedError if it was changed since, or has no hash."""
     if not isinstance(tree, dict) or not isinstance(tree.get("sha256"), str):
         raise DamagedError(f"'{file}' has no hash of its content: expected the field sha256, as raycl writes it")
     content = {name: value for name, value in tree.items() if name != "sha256"}
@@ -66,10 +59,7 @@ def _sealed(record: Any) -> bytes:
 
 
 def unseal(data: bytes, file: str, version: int) -> dict[str, Any]:
-    """Return the record that `seal` wrote.
-
-    Args:
-        file: its name for messages. version: the format that the caller reads.
+    """Return the record that `seal` wrote, of a format that the caller reads.
 
     Raises:
         DamagedError: the record was cut or changed, or is none. FormatError: it has another format.
@@ -106,11 +96,7 @@ def is_deeper(value: Any, depth: int) -> bool:
 
 
 def read_record(storage: Storage, name: str, version: int) -> dict[str, Any]:
-    """Read a record's file.
-
-    Raises:
-        DamagedError, FormatError: see `unseal`. StorageError: it cannot be read.
-    """
+    """Read a record's file; raises as `unseal`, and StorageError if it cannot be read."""
     return unseal(storage.read(name, MAX_BYTES), f"{storage.uri}/{name}", version)
 
 

@@ -34,11 +34,7 @@ Info = dict[str, Any]
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A committed cache entry.
-
-    Attributes:
-        sha256: hash of the file.
-    """
+    """A committed cache entry, and the hash of its file."""
 
     path: Path
     info: Info

@@ -182,9 +182,6 @@ def _text(value: Any, name: str, refuse: RefuseRow) -> str:
 def conversation_of(value: Any, where: str) -> list[Message]:
     """Return the messages of a conversation in memory, in any of the forms that files have.
 
-    Args:
-        where: its name in error messages.
-
     Raises:
         DataError: roles that are not known or do not alternate, contents that are no texts.
     """

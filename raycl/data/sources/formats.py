@@ -44,10 +44,7 @@ _PEEK = 1 << 16
 def read_rows(
     file: Source, format: str = AUTO, columns: Columns | None = None, findings: Findings | None = None
 ) -> Iterator[SourceRow]:
-    """Yield the rows of `file` in order, streaming; `format` applies to files only.
-
-    Args:
-        findings: notes and bad rows are written here; None: bad rows are refused.
+    """Yield the rows of `file` in order, streaming, and note bad ones, which are refused without `findings`.
 
     Raises:
         DataError: the file or a row cannot be used.

@@ -55,11 +55,7 @@ class StoredRowsConfig(WrapperConfig):
 
 
 class StoredRowsWrapper(Wrapper):
-    """Any learner that trains one model for all labels, whose gradients are compared with those on stored rows.
-
-    Attributes:
-        stored: rows of each earlier task.
-    """
+    """Any learner of one model for all labels, whose gradients are compared with those on `stored` rows."""
 
     computes_gradients: ClassVar[bool] = True
     needs_shared = "adapters"

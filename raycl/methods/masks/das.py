@@ -85,11 +85,7 @@ class DasConfig(MethodConfig):
 
 
 class Das(Finetune):
-    """Full fine-tuning behind soft masks.
-
-    Attributes:
-        importance: `[U]`, the largest so far of each unit, layer by layer; None: nothing was learned.
-    """
+    """Full fine-tuning behind soft masks by `importance` `[U]`, each unit's largest so far, layer by layer."""
 
     Config: ClassVar[type[MethodConfig]] = DasConfig
     compiles: ClassVar[bool] = False

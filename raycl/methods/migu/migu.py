@@ -119,12 +119,7 @@ class Migu(GradientModifier):
     output_probe = LargeOutputs
 
     def __init__(self, config: MiguConfig, method: Method) -> None:
-        """Check that the named layers exist.
-
-        Raises:
-            ConfigError: `layers` names none, there is no language-model head to include, or padding is to count where
-                there is none.
-        """
+        """Check that the named layers exist; raises ConfigError if one does not, or padding cannot be counted."""
         super().__init__(config, method)
         self.config: MiguConfig
         if config.count_pads and method.backbone.packs:

@@ -42,11 +42,7 @@ def kept(n_KS: Tensor, share: float, rule: Rule) -> Tensor:
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups of one size S: where they lie in the flat vector `[K, S]`, and their clusters, if rows share bits.
-
-    Attributes:
-        clusters: `[K, S]` cluster of each unit; None: each unit by itself.
-    """
+    """All groups of one size S: places in the flat vector and clusters of units that share a bit, both `[K, S]`."""
 
     places: Tensor
     clusters: Tensor | None = None
@@ -82,11 +78,7 @@ def by_size(sizes: Sequence[int], device: torch.device, clusters_F: Tensor | Non
 
 
 class SparseLayers:
-    """Plain linears whose backward forms only the kept rows of their weights' gradients, once a step's mask is known.
-
-    Attributes:
-        width: see `rows_of`.
-    """
+    """Plain linears whose backward forms only the kept rows of their weights' gradients, once a mask is known."""
 
     def __init__(
         self, layers: Mapping[str, tuple[nn.Linear, slice]], device: torch.device, width: int | None = None

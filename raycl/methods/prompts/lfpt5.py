@@ -120,11 +120,7 @@ class Lfpt5Config(MethodConfig):
 
 
 class FixedPrompt(nn.Module):
-    """A prompt that stands beside every text as it is.
-
-    Attributes:
-        values: `[P, D]`.
-    """
+    """A prompt, `values` `[P, D]`, that stands beside every text as it is."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()

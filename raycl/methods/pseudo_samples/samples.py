@@ -100,11 +100,7 @@ def counts_of(kept: Mapping[str, PseudoSamples]) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Volume:
-    """The number of samples kept of a task.
-
-    Attributes:
-        fraction: fraction of its training rows. limit: most samples; None: no limit.
-    """
+    """The number of samples kept of a task: a fraction of its training rows, up to a limit."""
 
     fraction: float
     limit: int | None = None

@@ -72,14 +72,7 @@ class SampleSource:
 
 
 def check_files(kind: Kind, files: str | None, setting: str) -> None:
-    """Check the files in the settings of a source.
-
-    Args:
-        setting: dotted name of the source, beside which `files` stands.
-
-    Raises:
-        ValueError: a folder without the source `file`, or the other way round.
-    """
+    """Raise ValueError for a folder of files without the source `file`, or the other way round."""
     if (kind == "file") != (files is not None):
         beside = f"{setting.rpartition('.')[0]}.files"
         raise ValueError(f"{setting}=file needs {beside}, the folder of <task>.jsonl, and no other source does")

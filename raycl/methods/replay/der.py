@@ -145,11 +145,7 @@ class DerConfig(WrapperConfig):
 
 
 class Der(Wrapper):
-    """Any learner that trains one model for all labels, with stored rows and outputs.
-
-    Attributes:
-        outputs: task -> the model's outputs for its stored rows.
-    """
+    """Any learner of one model for all labels, with stored rows and, by task, the model's outputs for them."""
 
     Config = DerConfig
     needs_shared = "adapters"

@@ -78,12 +78,7 @@ class ReflectionConfig(Section):
 
 @dataclass(frozen=True)
 class ReplayEntry:
-    """The replay entry of a task.
-
-    Attributes:
-        samples: its pseudo samples.
-        abar: `[i]` mean weights over the keys there were then, in the order of learning.
-    """
+    """A task's pseudo-samples, and `[i]` mean weights over the keys of then, in the order of learning."""
 
     samples: PseudoSamples
     abar: Tensor

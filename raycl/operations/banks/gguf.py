@@ -35,10 +35,7 @@ def converter(merged: bool) -> str:
 
 
 def convert(program: str, folder: Path, base: Path | None = None) -> Path:
-    """Write a GGUF file into an exported folder; returns the file.
-
-    Args:
-        program: `converter`. base: folder of the backbone of an adapter; None: a merged model.
+    """Write a GGUF file into an exported folder, of an adapter of a `base` or a merged model; returns the file.
 
     Raises:
         BankError: the converter failed; the exported folder stays.

@@ -147,12 +147,7 @@ Bits = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TaskRows:
-    """Rows of each task in one model.
-
-    Attributes:
-        tasks: their names.
-        layers: path -> for each task, a bit per row.
-    """
+    """Names of tasks, and their rows in one model: path -> for each task, a bit per row."""
 
     tasks: list[str]
     layers: dict[str, list[Bits]]

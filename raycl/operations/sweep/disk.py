@@ -26,11 +26,7 @@ DEPTH = 3
 
 @dataclass(frozen=True)
 class Removable:
-    """A folder that can be removed.
-
-    Attributes:
-        kind: one of `KINDS`. folder: its location. bytes: its size.
-    """
+    """A folder that can be removed, one of `KINDS`."""
 
     kind: str
     folder: Storage

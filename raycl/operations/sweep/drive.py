@@ -51,11 +51,7 @@ MAY_CHANGE = ("retries", "concurrency", "resources")
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The plan of a sweep before the first trial.
-
-    Attributes:
-        trials: trials by number; without planning, those of earlier sessions. tasks: phases of each trial.
-    """
+    """The plan of a sweep before the first trial: all trials, or without planning those of earlier sessions."""
 
     trials: dict[int, Settings]
     tasks: int

@@ -45,11 +45,7 @@ class RunInfo:
 
 @dataclass
 class TrainingContext:
-    """One worker's share of a run.
-
-    Attributes:
-        identity: hash of the pretrained backbone (`raycl.backbone.identity`).
-    """
+    """One worker's share of a run; `identity` is the hash of the pretrained backbone."""
 
     info: RunInfo
     stream: Stream

@@ -50,12 +50,7 @@ class DiskPlan:
 
 @dataclass(frozen=True)
 class Moment:
-    """The bytes on disk when a checkpoint is written.
-
-    Attributes:
-        run: bytes in the run's folder before old checkpoints are deleted. left: bytes afterwards.
-        bank: bytes in the bank.
-    """
+    """The bytes on disk when a checkpoint is written, in the run's folder before and after old ones are deleted."""
 
     phase: int
     step: int

@@ -25,11 +25,7 @@ STEPS = 20
 
 
 class GradientMaskCheck:
-    """First moments of a few parameters around a step. Collective: every worker looks at the same ones.
-
-    Attributes:
-        steps_left: steps that may still be checked; 0 if the check has passed, or there is nothing to check.
-    """
+    """First moments of a few parameters around a step, as long as steps are checked. Collective."""
 
     def __init__(self, engine: Engine, modifiers: Modifiers, moment: tuple[str, float] | None) -> None:
         """Create the check of one task's engine.

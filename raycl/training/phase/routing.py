@@ -32,11 +32,7 @@ from raycl.types import Batch, Mixture, RouterState, Task
 
 @dataclass(frozen=True)
 class PublishedRouter:
-    """A phase's router over the adapters of the model that was trained.
-
-    Attributes:
-        owners: adapter -> tasks that it was trained on, in the order of learning.
-    """
+    """A phase's router over the adapters of the model that was trained, and the tasks of each in order."""
 
     method: Method
     router: Router
@@ -101,11 +97,7 @@ def router_record(learned: Learned, tasks: Sequence[str]) -> tuple[dict[str, Any
 
 @dataclass(frozen=True)
 class TextAlone:
-    """Reads texts as an endpoint does that follows a run: by the prompts of its newest snapshot.
-
-    Attributes:
-        tasks: tasks of the snapshot.
-    """
+    """Reads texts as an endpoint does that follows a run: by the prompts of its newest snapshot."""
 
     context: TrainingContext
     published: PublishedRouter

@@ -103,12 +103,7 @@ def without_task(
 
 @dataclass(frozen=True)
 class Revision:
-    """A task that is learned again.
-
-    Attributes:
-        keep: it begins with the weights of its adapters.
-        before: score of every task before, by its name.
-    """
+    """A task that is learned again, perhaps with its adapters' weights, and the scores before by task."""
 
     task: str
     keep: bool
@@ -193,10 +188,7 @@ def check_backbone(snapshot: Snapshot, context: TrainingContext) -> None:
 
 
 def check_snapshot_inputs(snapshot: Snapshot, inputs: Inputs, revised: str | None) -> None:
-    """Refuse to go on from a snapshot with other data or pretrained models than it was learned from.
-
-    Args:
-        inputs: inputs of the run that starts. revised: a task that is learned again, perhaps from other data.
+    """Refuse to go on from a snapshot with other data than it was learned from, but for a revised task.
 
     Raises:
         BankError: some differ; names them.

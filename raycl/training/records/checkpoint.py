@@ -98,11 +98,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file of tensors in a checkpoint's folder.
-
-    Attributes:
-        places: name of a tensor of which the file has a part -> which part.
-    """
+    """A file of tensors in a checkpoint's folder, and the part that it has of each."""
 
     sha256: str
     places: dict[str, Extent] = field(default_factory=dict)

@@ -90,12 +90,7 @@ class _State:
 
 
 class Journal:
-    """The journal of one attempt, which alone may write to it.
-
-    Attributes:
-        attempt: number of this attempt, from 1.
-        state: the state as of the last record.
-    """
+    """The journal of one attempt, numbered from 1, which alone may write to it."""
 
     def __init__(self, storage: Storage, attempt: int, state: RunState) -> None:
         self.storage = storage

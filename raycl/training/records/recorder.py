@@ -45,11 +45,7 @@ OnPhase = Callable[[dict[str, Any]], bool | None]
 
 @dataclass(frozen=True)
 class Listeners:
-    """What follows a run besides its own records.
-
-    Attributes:
-        trackers: rank 0's. on_phase: see `OnPhase`. draw: see `TrainingJob`.
-    """
+    """What follows a run besides its own records: rank 0's trackers, and what is called after each phase."""
 
     trackers: Sequence[Tracker] = ()
     on_phase: OnPhase | None = None
@@ -67,12 +63,7 @@ class _Saving:
 
 
 class Recorder:
-    """The records of a run by one worker.
-
-    Attributes:
-        journal: on rank 0, the claim on the run; None elsewhere.
-        state: the run so far, as the journal has it.
-    """
+    """The records of a run by one worker; rank 0 has the journal, the claim on the run."""
 
     def __init__(
         self,

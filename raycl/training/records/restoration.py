@@ -205,11 +205,7 @@ class PublishedSnapshots:
 
 @dataclass(frozen=True)
 class BankObject:
-    """An object that a snapshot names.
-
-    Attributes:
-        what: description for messages. candidates: finds it in a checkpoint.
-    """
+    """An object that a snapshot names, described for messages, and what finds it in a checkpoint."""
 
     what: str
     info: ObjectInfo

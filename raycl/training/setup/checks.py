@@ -291,9 +291,6 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
 def check_singles(config: RunConfig, theirs: Tree, name: str) -> None:
     """Check that a run's config is this one's with each task alone.
 
-    Args:
-        theirs: that config. name: its name in the error.
-
     Raises:
         ConfigError: it is not the same method and modifiers on the same data, backbone, training and seed.
     """

@@ -153,14 +153,7 @@ def check_packing(config: RunConfig, method: Method) -> None:
 
 
 def check_prompt_positions(config: RunConfig, backbone: Backbone, tasks: int) -> None:
-    """Soft prompts take positions beside the text.
-
-    Args:
-        tasks: tasks of the run.
-
-    Raises:
-        ConfigError: the backbone has too few for both.
-    """
+    """Raise ConfigError if the backbone has too few positions for soft prompts beside the text."""
     prompts, limit = config.method.prompt_positions(tasks), backbone.max_positions
     stream, one_sequence = config.stream, backbone.capabilities.one_sequence
     source, target = stream.token_limits
@@ -254,14 +247,7 @@ def check_objective(config: RunConfig, tasks: Sequence[Task]) -> None:
 
 
 def check_chosen(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """Check `eval.instruction=chosen`, which needs a published router that chooses a text's prompt.
-
-    Args:
-        prompts: prompts of the tasks.
-
-    Raises:
-        ConfigError: `eval.instruction=chosen`, and there is none.
-    """
+    """Raise ConfigError for `eval.instruction=chosen` without a published router that chooses a text's prompt."""
     if config.eval.instruction == "given" or len(set(prompts)) < 2:
         return
     if not config.method.chooses_task or config.stream.schedule != "sequential":

@@ -47,12 +47,7 @@ MAY_DIFFER = ("train", "engine", "checkpoint", "stream.root", "stream.cache_dir"
 
 @dataclass(frozen=True)
 class Start:
-    """A run that starts from a snapshot.
-
-    Attributes:
-        tree: its whole config. base: config of the snapshot's run. added: names of the new tasks.
-        written: `bank.start` as it was given.
-    """
+    """A run that starts from a snapshot: its config, that of the snapshot's run, new tasks, and `bank.start`."""
 
     tree: Tree
     base: Tree
@@ -240,14 +235,7 @@ def recall_lengths(before: Tree, after: Tree) -> None:
 
 
 def refuse_changes(start: Start, before: Tree, after: Tree) -> None:
-    """Refuse changes of settings that shape what was learned, for a run that starts from a snapshot.
-
-    Args:
-        before, after: resolved configs of the snapshot's run and of the one that starts.
-
-    Raises:
-        ConfigError: a setting differs.
-    """
+    """Raise ConfigError where a run that starts from a snapshot changes what shapes the things learned."""
     changed = changes_beside_tasks(
         before, after, start.added, (*EXEMPT, *MAY_DIFFER, *(f"bank.{name}" for name in STARTS))
     )

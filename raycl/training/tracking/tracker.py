@@ -46,14 +46,7 @@ class TrackedRun:
         return hashlib.sha256(f"{project}/{self.name}".encode()).hexdigest()[:16]
 
     def local(self, default: str) -> Path:
-        """Return the local folder for a tracker's files, which exists afterwards.
-
-        Args:
-            default: path or URI where no directory is set.
-
-        Raises:
-            ConfigError: it is no local folder.
-        """
+        """Return the local folder for a tracker's files, which then exists; raises ConfigError if it is not local."""
         text = self.directory or default
         if "://" in text:
             raise ConfigError(f"tracking needs a local folder but the run writes to '{text}': set tracking.directory")

@@ -29,11 +29,7 @@ log = logging.getLogger("raycl")
 
 
 class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
-    """A searcher whose proposals are written down.
-
-    Attributes:
-        numbers: Tune's trial id -> number of the trial. stop: a request there ends the search.
-    """
+    """A searcher whose proposals are written down, by Tune's id and number; a request to stop ends it."""
 
     def __init__(self, sweep: SweepConfig, folder: SweepFolder) -> None:
         super().__init__()
@@ -81,11 +77,7 @@ class Planned(RecordingSearcher):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a trial for Optuna.
-
-    Attributes:
-        curve: tasks learned -> value of each metric. scores: at the end; empty: the trial failed.
-    """
+    """A trial's result for Optuna: scores after each number of tasks, and at the end; none: the trial failed."""
 
     curve: Mapping[int, Sequence[float | None]]
     scores: Sequence[float | None]

@@ -101,11 +101,7 @@ def run_trial(work: TrialWork, number: int, tree: Tree, plugins: Used) -> None:
 
 
 class Trial:
-    """A trial while it runs.
-
-    Attributes:
-        reported: rows that Tune has got from this process.
-    """
+    """A trial while it runs; `reported` are the rows that Tune has got from this process."""
 
     def __init__(
         self, sweep: SweepConfig, folder: SweepFolder, number: int, config: RunConfig, work: TrialWork
