@@ -7,7 +7,7 @@ follow the legend where a function handles several (`source_BL`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -29,6 +29,9 @@ softmax of attention, for which A holds keys and B values of learned positions (
 
 PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "chat", "plain"]
 """The prompt around the texts of a task: the wording of a paper, a chat template, or none."""
+
+RouterText = Literal["input", "prompt"]
+"""The text that a router is fitted on and reads: an input alone, or in its task's prompt."""
 
 Objective = Literal["answer", "mlm", "clm"]
 """The objective of learning from a text: its answer, or the text itself, by guessing hidden words (encoder-only
@@ -100,8 +103,10 @@ class Batch:
         weight: `[B]` float32, 0 for examples that only fill the batch up, else 1.
         rows: `[B]` int64 position of each example in its split, -1 for fill-ups; of examples that a method has mixed in
             below 0.
-        texts, tasks: inputs without the prompt and their tasks' names, "" for fill-ups; empty unless the loader was
-            asked for them.
+        texts, tasks: inputs without the prompt (or whole prompts, where the method's router reads these) and their
+            tasks' names, "" for fill-ups; empty unless the loader was asked for them.
+        input_ids, input_mask: `[B, L']` as `source_ids` and `source_mask`, of inputs without the prompt, where the
+            method's router reads these by the backbone; else None.
     """
 
     source_ids: Tensor
@@ -112,16 +117,29 @@ class Batch:
     rows: Tensor
     texts: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
+    input_ids: Tensor | None = None
+    input_mask: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the same batch on `device`."""
-        moved: dict[str, Any] = {name: getattr(self, name).to(device, non_blocking=True) for name in TENSORS}
-        return replace(self, **moved)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def first(self, count: int) -> Batch:
         """Return the first examples."""
-        cut: dict[str, Any] = {name: getattr(self, name)[:count] for name in TENSORS}
-        return replace(self, **cut, texts=self.texts[:count], tasks=self.tasks[:count])
+        cut = self._each(lambda tensor: tensor[:count])
+        return replace(cut, texts=self.texts[:count], tasks=self.tasks[:count])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        held = {name: getattr(self, name) for name in (*TENSORS, "input_ids", "input_mask")}
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in held.items() if tensor is not None}
+        return replace(self, **changed)
+
+    @property
+    def routed(self) -> tuple[Tensor, Tensor]:
+        """Return ids and mask of what a router reads by the backbone: the inputs where they are there, else prompts."""
+        if self.input_ids is None or self.input_mask is None:
+            return self.source_ids, self.source_mask
+        return self.input_ids, self.input_mask
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors in field order."""

@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raycl.data.router_texts import RouterTexts
 from raycl.data.sources.cache import Indices
 from raycl.data.text_objectives import TextObjective
 from raycl.data.tokens import TokenRows
 from raycl.errors import ConfigError
-from raycl.types import IGNORE, Batch
+from raycl.types import IGNORE, Batch, Task
 
 WINDOW = 50
 """Batches of similar length are made from the rows of this many steps: more steps, less padding, less mixing."""
@@ -158,6 +160,7 @@ class Collate:
         label_ids: Mapping[str, int] | None = None,
         texts: bool = False,
         text_objective: TextObjective | None = None,
+        router_texts: RouterTexts | None = None,
     ) -> None:
         """Create what makes batches of these tables.
 
@@ -165,8 +168,10 @@ class Collate:
             label_ids: label text -> row of the label head; None where there is no head.
             texts: batches carry their input texts.
             text_objective: returns source and target of a text that is learned itself.
+            router_texts: gives what the method's router reads of each row; None: nothing but the prompts.
         """
         self._tables = tables
+        self._router_texts = router_texts
         self._label_ids = label_ids
         self._pad_id = pad_id
         self._with_texts = texts
@@ -210,15 +215,28 @@ class Collate:
             weight=torch.tensor([1.0] * len(rows) + [0.0] * blanks, dtype=torch.float32),
             rows=torch.tensor([*rows.tolist(), *[-1] * blanks], dtype=torch.int64),
             **self._words(rows, blanks),
+            **self._inputs(rows, blanks),
         )
 
-    def _words(self, rows: Indices, blanks: int) -> dict[str, tuple[str, ...]]:
+    def _words(self, rows: Indices, blanks: int) -> dict[str, Any]:
         if not self._with_texts:
             return {}
-        places = [(self._tables[number], row - int(self._starts[number])) for row, number in self._positions(rows)]
-        texts = [table.texts([row])[0] for table, row in places]
-        tasks = [table.task.name for table, _ in places]
+        reads, pairs = self._router_texts, self._tasks_and_texts(rows)
+        texts = [text if reads is None else reads.words(task, text) for task, text in pairs]
+        tasks = [task.name for task, _ in pairs]
         return {"texts": (*texts, *[""] * blanks), "tasks": (*tasks, *[""] * blanks)}
+
+    def _inputs(self, rows: Indices, blanks: int) -> dict[str, Any]:
+        if self._router_texts is None or not self._router_texts.reads_input_ids:
+            return {}
+        ids = [self._router_texts.input_ids(task, [text])[0] for task, text in self._tasks_and_texts(rows)]
+        ids += [[self._pad_id]] * blanks
+        masks = [[1] * len(row_ids) for row_ids in ids]
+        return {"input_ids": padded(ids, self._pad_id, 1), "input_mask": padded(masks, 0, 1)}
+
+    def _tasks_and_texts(self, rows: Indices) -> list[tuple[Task, str]]:
+        places = [(self._tables[number], row - int(self._starts[number])) for row, number in self._positions(rows)]
+        return [(table.task, table.texts([row])[0]) for table, row in places]
 
     def _positions(self, rows: Indices) -> list[tuple[int, int]]:
         return [(row, self._table_of(row)) for row in rows.tolist()]

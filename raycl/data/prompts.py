@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raycl.data.sources.conversation import Message, messages_of, text_of
+from raycl.data.sources.conversation import Message, messages_of, plain_text, text_of
 from raycl.types import TextCodec
 
 
@@ -63,6 +63,10 @@ class Prompt:
     def around(self, text: str) -> str:
         """Return the whole prompt of one example, where there is no chat template."""
         return f"{self.prefix}{text}{self.suffix}"
+
+    def written(self, text: str) -> str:
+        """Return the whole prompt as a text for routers of texts: of a conversation all contents."""
+        return plain_text(self.messages(text)) if self.chat_template else self.around(text)
 
     def messages(self, text: str) -> tuple[Message, ...]:
         """Return the messages that the chat template renders."""

@@ -1,8 +1,9 @@
 """Reading a text that comes without its task: the part that the router sees, and the prompt that it gets.
 
 The accuracy matrix with `eval.instruction=chosen`, an endpoint, `predict` and `evaluate` read a text in the same way.
-The router sees the text alone; one that reads prompts sees it without a prompt first, and then in the prompt of the
-task that its words select (`Mixture.by_text`), or where the router does not know, of the task with the largest weight.
+The router sees the text alone; one that was fitted on prompts sees it without a prompt first, and then in the prompt of
+the task that its words select (`Mixture.by_text`), or where the router does not know, of the task with the largest
+weight.
 The system message of a conversation reaches the router only where it is the instruction that a task was learned with:
 then the text is read in that task's prompt from the beginning.
 """
@@ -24,8 +25,8 @@ from raycl.data.prompts import Prompt
 from raycl.data.sources.conversation import messages_of, plain_text, text_of
 from raycl.errors import BankError
 from raycl.routing.router import Router
-from raycl.routing.routers import router_class
-from raycl.types import Batch, Mixture, TextCodec
+from raycl.routing.routers import READS_STATES, routed_text, router_class
+from raycl.types import Batch, Mixture, RouterText, TextCodec
 
 
 class PromptReading(NamedTuple):
@@ -62,11 +63,13 @@ class TaskPrompts:
         router: router of the snapshot, or its class.
         owners: adapter -> tasks that it was trained on.
         prompts: task -> the prompt of its texts.
+        routed_text: the text that the router was fitted on.
     """
 
     router: Router | type[Router]
     owners: Mapping[str, tuple[str, ...]]
     prompts: Mapping[str, Prompt]
+    routed_text: RouterText
 
     @cached_property
     def has_chats(self) -> bool:
@@ -74,9 +77,9 @@ class TaskPrompts:
         return any(prompt.chat_template for prompt in self.prompts.values())
 
     @property
-    def reads_prompts(self) -> bool:
-        """Return whether the router reads the backbone's states of a text."""
-        return bool({"embeddings", "hidden_states"} & self.router.needs)
+    def by_backbone(self) -> bool:
+        """Return whether the router reads texts by the backbone."""
+        return bool(READS_STATES & self.router.needs)
 
     @cached_property
     def needs_task(self) -> bool:
@@ -115,8 +118,15 @@ class TaskPrompts:
             return PromptReading(others, others, tasks or named, is_chat)
         return PromptReading(text, others if task is None else text, tasks, is_chat)
 
-    def seen(self, reading: PromptReading) -> str:
-        """Return what a router of texts sees: of a conversation all contents, where no task was learned from any."""
+    def seen(self, reading: PromptReading, task: str = "") -> str:
+        """Return what a router of texts sees: of a conversation all contents, where no task was learned from any.
+
+        Args:
+            task: the text is read in this task's prompt; "": in none.
+        """
+        prompt = self.prompts.get(task, Prompt())
+        if prompt != Prompt():
+            return prompt.written(reading.for_router(prompt))
         return reading.routed if self.has_chats else reading.for_router(Prompt())
 
     def route(
@@ -127,12 +137,13 @@ class TaskPrompts:
         Args:
             mixture_of: mixtures of all the texts, each in the prompt of a task ("": in none).
         """
+        reads_prompts = self.routed_text == "prompt"
         known = [self._known(reading.tasks) for reading in readings]
-        mixture = mixture_of(known)
+        mixture = mixture_of(known if reads_prompts else [""] * len(known))
         if self.needs_task:
             return mixture, known
         names = self._largest_of(mixture, readings, known)
-        if self.reads_prompts and not all(known):
+        if reads_prompts and not all(known):
             if mixture.by_text is not None:
                 names = self._largest_of(mixture.by_text, readings, names)
             names = [known_task or name for known_task, name in zip(known, names, strict=True)]
@@ -173,8 +184,8 @@ class TaskPrompts:
             return replace(batch, source_ids=fresh.source_ids, source_mask=fresh.source_mask)
 
         def mixture_of(names: Sequence[str]) -> Mixture:
-            seen = within(names, PromptReading.for_router)
-            return route(replace(seen, texts=tuple(map(self.seen, readings)), tasks=("",) * len(batch)))
+            texts = tuple(self.seen(reading, name) for reading, name in zip(readings, names, strict=True))
+            return route(replace(within(names, PromptReading.for_router), texts=texts, tasks=("",) * len(batch)))
 
         mixture, names = self.route(readings, mixture_of)
         return within(names, PromptReading.for_model), mixture
@@ -210,7 +221,8 @@ def task_prompts(snapshot: Snapshot) -> TaskPrompts:
     """Return the prompts of a snapshot whose router is not loaded."""
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
     prompts = {task.name: Prompt.of(task) for task in snapshot.tasks}
-    return TaskPrompts(router_class(snapshot.router), owners, prompts)
+    router = snapshot.router
+    return TaskPrompts(router_class(router), owners, prompts, routed_text(router, router.settings))
 
 
 def check_templates(snapshot: Snapshot) -> None:
@@ -244,9 +256,9 @@ def route_batch(
     Raises:
         BankError: the router needs the tasks, or does not know one. RetrievalError: it is of another backbone.
     """
-    if not {"embeddings", "hidden_states"} & router.needs:
+    if not READS_STATES & router.needs:
         return router.route(batch.texts or ("",) * len(batch), tasks)
-    ids_BL, mask_BL, is_deep = batch.source_ids, batch.source_mask, "hidden_states" in router.needs
+    (ids_BL, mask_BL), is_deep = batch.routed, "hidden_states" in router.needs
     with stack.mixture_aside():
         embeddings = backbone.hidden_states(ids_BL, mask_BL) if is_deep else backbone.embedded(ids_BL)
     return router.route_embeddings(embeddings, mask_BL, tasks)

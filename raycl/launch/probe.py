@@ -163,10 +163,11 @@ def _large_outputs_of(
     table = table.part(np.arange(min(rows, len(table))))
     alone = DistributedContext.alone(backbone.device)
     if method.encoder is not None and router is not None:
-        method.encoder.embed_all(table.texts(range(len(table))), (alone.rank, alone.size), alone.gather)
+        texts = [context.router_texts.words(task, text) for text in table.texts(range(len(table)))]
+        method.encoder.embed_all(texts, (alone.rank, alone.size), alone.gather)
     objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
     read: Callable[[Batch], object] = backbone.score_labels if codec.needs_labels and objective is None else backbone
-    collate = Collate([table], codec.pad_id, texts=method.needs_texts, text_objective=objective)
+    collate = Collate([table], codec.pad_id, None, method.needs_texts, objective, context.router_texts)
     observed.clear()
     for batch in eval_batches(collate, context.evaluation.batch_size):
         batch = batch.to(backbone.device)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
@@ -24,10 +25,22 @@ from raycl.errors import ConfigError
 from raycl.methods.capabilities import Constraint, LocalAdaptation, RouterModule, SampleGenerator, TaskRemoval
 from raycl.methods.context import TaskContext
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
-from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState, Task
+from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState, RouterText, Task
 
 State = tuple[dict[str, Any], TensorGroups]
 """JSON-able values, and tensors on the CPU."""
+
+
+RouterTextSetting = Annotated[
+    RouterText,
+    Field(
+        description="text that the router is fitted on, and reads where a text comes with its task's prompt "
+        "(eval.instruction=given, requests that name task or instruction). input: the text alone; prompt: the text in "
+        "that prompt, instruction included. A text that comes alone (eval.instruction=chosen, requests without "
+        "instruction) is read alone; a router that is fitted on prompts then reads it once more, in the prompt of the "
+        "task that it has found"
+    ),
+]
 
 
 class MethodConfig(Section):
@@ -145,6 +158,11 @@ class MethodConfig(Section):
         return None
 
     @property
+    def routed_text(self) -> RouterText | None:
+        """The text that the router is fitted on and reads; None: there is no router that reads texts."""
+        return None
+
+    @property
     def needs_texts(self) -> bool:
         """Return whether batches carry their input texts and tasks (`Batch.texts`)."""
         return False
@@ -208,6 +226,16 @@ class MethodConfig(Section):
     def fits_ahead(self) -> bool:
         """Return whether texts of all phases are read before the first one is trained."""
         return False
+
+
+class RoutedConfig(MethodConfig):
+    """Settings of a method whose router reads texts."""
+
+    router_text: RouterTextSetting = "prompt"
+
+    @property
+    def routed_text(self) -> RouterText:
+        return self.router_text
 
 
 @dataclass

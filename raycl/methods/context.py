@@ -9,10 +9,11 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from raycl.data.prepare import fit_sources, leaves_room
+from raycl.data.router_texts import RouterTexts
 from raycl.data.sources.cache import Indices
 from raycl.data.stream import Stream
 from raycl.data.tokens import HeldRows, Split, TokenRows, TokenTable
-from raycl.types import Batch, Phase, Task, TextCodec
+from raycl.types import Batch, Phase, RouterText, Task, TextCodec
 
 Quantity = Literal["loss", "outputs"]
 """The function of a row's gradient: its mean task loss, or the sum of the logits of its true label or tokens."""
@@ -65,6 +66,7 @@ class TaskContext:
         parameters: learned parameters by name, whole and on the CPU; set before `Method.end_task`. Of a method that
             trains the backbone they may be the backbone's own, on its device, and workers may share each of them out.
         added: rows and samples of earlier tasks that are trained in this phase too (`add_rows`, `add_samples`).
+        routed_text: the method's (`MethodConfig.routed_text`).
     """
 
     phase: Phase
@@ -78,6 +80,7 @@ class TaskContext:
     earlier_tasks: tuple[Task, ...] = ()
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     added: list[TokenRows] = field(default_factory=list, repr=False)
+    routed_text: RouterText | None = None
     worker: PhaseWorker | None = field(default=None, repr=False)
 
     def tables(self, split: Split) -> list[TokenTable]:
@@ -88,6 +91,20 @@ class TaskContext:
     def count(self, split: Split) -> int:
         """Return rows of all its tasks."""
         return sum(map(len, self.tables(split)))
+
+    @property
+    def router_texts(self) -> RouterTexts:
+        """What a router that reads by the backbone reads of rows."""
+        return RouterTexts(self.stream, self.codec, self.routed_text)
+
+    def routed_ids(self, split: Split) -> list[list[int]]:
+        """Return the ids that such a router reads of all rows of a split of the phase's tasks."""
+        return [ids for table in self.tables(split) for ids in self.router_texts.ids(table, range(len(table)))]
+
+    def routed_samples(self, task: Task, texts: Sequence[str], instruction: str | None = None) -> list[list[int]]:
+        """Return the ids that such a router reads of texts as a task's inputs; see `prompts`."""
+        reads = self.router_texts
+        return reads.input_ids(task, texts) if reads.reads_input_ids else self.prompts(task, texts, instruction)
 
     def prompts(self, task: Task, texts: Sequence[str], instruction: str | None = None) -> list[list[int]]:
         """Return the prompt ids of texts with the task's template, cut as its own rows are.

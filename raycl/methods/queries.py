@@ -19,10 +19,10 @@ class TextQueries:
 
     def __call__(self, batch: Batch) -> Tensor:
         """Return queries `[B, D]`."""
-        if self._last is None or self._last[0] is not batch.source_ids:
+        ids_BL, mask_BL = batch.routed
+        if self._last is None or self._last[0] is not ids_BL:
             assert self._stack.plan is None, "queries are the frozen model's own: a mixture is active"
-            states_BLD = self._backbone.hidden_states(batch.source_ids, batch.source_mask)
-            self._last = (batch.source_ids, mean_pooled(states_BLD, batch.source_mask))
+            self._last = (ids_BL, mean_pooled(self._backbone.hidden_states(ids_BL, mask_BL), mask_BL))
         return self._last[1]
 
 

@@ -33,6 +33,7 @@ class WrapperConfig(MethodConfig):
     fixed_roles: ClassVar[Any] = _of_learner("fixed_roles")
     innermost: ClassVar[Any] = _of_learner("innermost")
     learning_rates: ClassVar[Any] = _of_learner("learning_rates")
+    routed_text: ClassVar[Any] = _of_learner("routed_text")
     needs_texts: ClassVar[Any] = _of_learner("needs_texts")
     publishes_samples: ClassVar[Any] = _of_learner("publishes_samples")
     needs_task: ClassVar[Any] = _of_learner("needs_task")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from raycl.routing.router import Need, Owners, Router, columns_of
 from raycl.routing.sentence_encoder import SERVED_TEXTS, EncoderConfig, SentenceEncoder
 from raycl.routing.slots import SlotRouter
 from raycl.routing.task_keys import GivenTaskKeysRouter, TaskKeysRouter
-from raycl.types import Mixture, RouterState
+from raycl.types import Mixture, RouterState, RouterText
 
 
 class SumRouter(Router):
@@ -183,7 +183,8 @@ class TextRouter(Router):
         if select:
             router.dev = {**router.samples, task: queries_BC}
             router.select()
-        changed = replace(state, kind=router.kind, settings=router.settings(), tensors=router.tensors())
+        settings = {**state.settings, **router.settings()}
+        changed = replace(state, kind=router.kind, settings=settings, tensors=router.tensors())
         return changed, router.adapters(task)
 
     @classmethod
@@ -214,6 +215,13 @@ ROUTERS: dict[str, type[Router]] = {
 
 ROUTER_NAMES = Names("router", ROUTERS)
 """Built-in kinds and those of packages."""
+
+
+ROUTER_TEXT = "router_text"
+"""Setting of a router's state that names the text that it was fitted on."""
+
+READS_STATES: frozenset[Need] = frozenset({"embeddings", "hidden_states"})
+"""Needs of routers that read texts by the backbone."""
 
 
 class KindOfRouter(Protocol):
@@ -253,6 +261,22 @@ def with_package(state: RouterState) -> RouterState:
     """Return the state with the package that its kind comes from."""
     plugin = None if state.kind in ROUTERS else find("router", state.kind)
     return state if plugin is None else replace(state, package=plugin.source)
+
+
+def with_text(state: RouterState, text: RouterText | None) -> RouterState:
+    """Return the state with the text that the router was fitted on, where it reads texts."""
+    return state if text is None else replace(state, settings={**state.settings, ROUTER_TEXT: text})
+
+
+def routed_text(kind: KindOfRouter, settings: Mapping[str, Any]) -> RouterText:
+    """Return the text that a router was fitted on; where its state does not say, what its kind reads.
+
+    Raises:
+        BankError, PluginError: see `router_class`.
+    """
+    own: RouterText = "prompt" if READS_STATES & router_class(kind).needs else "input"
+    text: RouterText = settings.get(ROUTER_TEXT, own)
+    return text
 
 
 def make_router(state: RouterState, owners: Owners, encoders: Sequence[SentenceEncoder] = ()) -> Router:

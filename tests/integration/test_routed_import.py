@@ -15,6 +15,7 @@ from tiny import Complete, Lab
 from raycl.api.models import load
 from raycl.bank import Bank
 from raycl.bank.branches import head_of
+from raycl.bank.states import get_router
 from raycl.cli import main
 from raycl.operations.banks.hub import CardFields, push
 from raycl.operations.banks.maintenance import verify
@@ -119,3 +120,21 @@ def test_the_prompt_is_given_or_taken_from_the_folder(
     assert head_of(bank).provenance["imported"][0]["task"] == "given"
     assert main.main(["bank", "import", str(tmp_path / "empty"), str(folder), "--name", "guest"]) == 1
     assert "import needs --backbone MODEL" in capsys.readouterr().err
+
+
+def test_examples_are_read_in_their_prompt_where_the_router_was_fitted_on_prompts(
+    complete: Complete, lab: Lab, tmp_path: Path
+) -> None:
+    """The snapshot keeps the router's other settings."""
+    ours = learned(lab, tmp_path / "ours", "llama", lab.slots(router_text="prompt"), lab.tasks[0])
+    source = complete("llama", "slm", "torch").storage.sub("bank").uri
+    folder, before = str(tmp_path / "peft"), head_of(Bank.at(ours))
+    assert main.main(["bank", "export", source, "--adapters", "animal.0", "--to", folder]) == 0
+    words = ["bank", "import", ours, folder, "--examples", f"{lab.tasks[1]['path']}/train.jsonl"]
+    means = []
+    for name, prompt in (("plain", "{text}"), ("asked", "cat dog : {text} Output :")):
+        assert main.main([*words, "--name", name, "--prompt", prompt]) == 0
+        after = head_of(Bank.at(ours))
+        assert {**after.router.settings, "tasks": ["colour"]} == before.router.settings
+        means.append(get_router(Bank.at(ours), after).tensors[f"mean/{name}"])
+    assert not means[0].equal(means[1])

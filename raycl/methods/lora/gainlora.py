@@ -39,12 +39,11 @@ from torch import Tensor
 from raycl.backbone import Backbone, Output
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.loader import batches_of
-from raycl.methods.base import Learned, MethodConfig, State, check_prompts, under
+from raycl.methods.base import Learned, MethodConfig, RoutedConfig, State, check_prompts, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.inclora import IncLora
 from raycl.methods.lora.inflora import InfLora, InfLoraSettings, Subspace, designed, grown_threshold
 from raycl.methods.lora.olora import OLora, OLoraSettings
-from raycl.methods.pseudo_samples.samples import sources_of
 from raycl.routing.gates import PARTS, TaskGates, features, mean_embedding, router_state
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
 
@@ -54,7 +53,7 @@ READ_AT_ONCE = 64
 """Prompts embedded together."""
 
 
-class GainLoraConfig(OLoraSettings, InfLoraSettings):
+class GainLoraConfig(OLoraSettings, InfLoraSettings, RoutedConfig):
     """GainLoRA: O-LoRA or InfLoRA with a gate for each task."""
 
     name: Literal["gainlora"] = "gainlora"
@@ -67,6 +66,7 @@ class GainLoraConfig(OLoraSettings, InfLoraSettings):
     unused_for_single_task: ClassVar[tuple[str, ...]] = (
         *OLoraSettings.unused_for_single_task,
         *InfLoraSettings.unused_for_single_task,
+        "router_text",
         "gate_width",
         "gate_threshold",
     )
@@ -144,7 +144,7 @@ class GainLora(OLora, InfLora):
         """
         covariances = {part: torch.zeros((), dtype=torch.float64, device=self.backbone.device) for part in PARTS}
         backbone = self.backbone
-        for batch in batches_of(sources_of(context, "train"), READ_AT_ONCE, backbone.codec.pad_id, backbone.device):
+        for batch in batches_of(context.routed_ids("train"), READ_AT_ONCE, backbone.codec.pad_id, backbone.device):
             mean_BD = self._mean(batch)
             low_B1P, high_B1D = features(mean_BD, *(gate[part].to(mean_BD)[None] for part in ("down", "up")))
             for part, seen in zip(PARTS, (mean_BD, low_B1P[:, 0], high_B1D[:, 0]), strict=True):
@@ -152,7 +152,8 @@ class GainLora(OLora, InfLora):
         return covariances
 
     def _mean(self, batch: Batch) -> Tensor:
-        return mean_embedding(self.backbone.embedded(batch.source_ids), batch.source_mask)
+        ids_BL, mask_BL = batch.routed
+        return mean_embedding(self.backbone.embedded(ids_BL), mask_BL)
 
     def route(self, batch: Batch) -> Mixture:
         """Return all adapters by their gates; the task's own where the task id is given."""

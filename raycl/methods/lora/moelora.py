@@ -28,7 +28,7 @@ from pydantic import Field
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
-from raycl.methods.base import Learned, Method, MethodConfig, check_prompts, in_head, phase_labels
+from raycl.methods.base import Learned, Method, RoutedConfig, check_prompts, in_head, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import BY_LINEAR, LoraSettings
 from raycl.methods.queries import TextQueries
@@ -37,7 +37,7 @@ from raycl.routing.pools import ExpertGate
 from raycl.types import Batch, Mixture, Phase, Task
 
 
-class MoeLoraConfig(LoraSettings, MethodConfig):
+class MoeLoraConfig(LoraSettings, RoutedConfig):
     """MoELoRA: LoRA experts that a router mixes for each text."""
 
     name: Literal["moelora"] = "moelora"

@@ -27,7 +27,7 @@ from raycl.backbone import Backbone
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError, RunError
-from raycl.methods.base import Learned, State, under
+from raycl.methods.base import Learned, RoutedConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.prompts.task_module import Module, ModulePerTask, ModuleSettings, PromptLength
 from raycl.methods.queries import TextQueries
@@ -39,7 +39,7 @@ DEV_BATCH = 16
 """Dev texts that are read together."""
 
 
-class EpiConfig(ModuleSettings):
+class EpiConfig(ModuleSettings, RoutedConfig):
     """EPI: an adapter for each task, chosen by the nearest class."""
 
     name: Literal["epi"] = "epi"
@@ -52,7 +52,7 @@ class EpiConfig(ModuleSettings):
         "few texts; 0: nothing, and its pseudo-inverse (the authors')",
     )
 
-    unused_for_single_task: ClassVar[tuple[str, ...]] = ("ridge",)
+    unused_for_single_task: ClassVar[tuple[str, ...]] = ("router_text", "ridge")
     pre_trains: ClassVar[bool] = False
     needs_texts: ClassVar[bool] = True  # evaluation reports the choices by task
     chooses_task: ClassVar[bool] = True
@@ -105,7 +105,8 @@ class Epi(ModulePerTask):
         """Return queries of a few of the phase's dev texts, of which no statistics are made; all workers read them."""
         codec, device = self.backbone.codec, self.backbone.device
         parts = [table.part(sample_rows(len(table)).numpy()) for table in context.tables("dev")]
-        batches = [batch for part in parts for batch in eval_batches(Collate([part], codec.pad_id), DEV_BATCH)]
+        collates = [Collate([part], codec.pad_id, router_texts=context.router_texts) for part in parts]
+        batches = [batch for collate in collates for batch in eval_batches(collate, DEV_BATCH)]
         queries = [self._queries(batch.to(device)).float().cpu() for batch in batches]
         return torch.cat(queries) if queries else torch.zeros(0, self.gaussians.dimensions)
 

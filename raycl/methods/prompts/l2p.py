@@ -32,7 +32,7 @@ from torch import Tensor
 from raycl.adapters import AdapterStack
 from raycl.adapters.soft_prompts import used_alike
 from raycl.backbone import Backbone, Output
-from raycl.methods.base import Learned, Method, MethodConfig, in_head, phase_labels
+from raycl.methods.base import Learned, Method, RoutedConfig, in_head, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.queries import TextQueries, mean_by_positions
 from raycl.methods.single_adapter import drawn_prompts
@@ -41,7 +41,7 @@ from raycl.routing.pools import PromptPool
 from raycl.types import AdapterState, Batch, Mixture, Phase
 
 
-class L2pConfig(MethodConfig):
+class L2pConfig(RoutedConfig):
     """L2P: a pool of prompts, of which each text selects some."""
 
     name: Literal["l2p"] = "l2p"

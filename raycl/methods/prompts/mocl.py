@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from raycl.adapters.head import Rule as HeadRule
 from raycl.backbone import Backbone, Output
 from raycl.bank.tensor_groups import TensorGroups
-from raycl.methods.base import Learned, State, under
+from raycl.methods.base import Learned, RoutedConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import LoraAlpha, Rank
 from raycl.methods.prompts.task_module import ModulePerTask, ModuleSettings, PromptLength
@@ -45,7 +45,7 @@ from raycl.routing.task_keys import TaskKeys, Weighting
 from raycl.types import Batch, Mixture, RouterState
 
 
-class MoclConfig(ModuleSettings):
+class MoclConfig(ModuleSettings, RoutedConfig):
     """MoCL: a module and a key for each task, and a weighted sum of modules for each text."""
 
     name: Literal["mocl"] = "mocl"
@@ -63,7 +63,7 @@ class MoclConfig(ModuleSettings):
         "in the authors' runs; false: modules of all tasks",
     )
 
-    unused_for_single_task: ClassVar[tuple[str, ...]] = ("weights", "scale", "pull", "task_id")
+    unused_for_single_task: ClassVar[tuple[str, ...]] = ("router_text", "weights", "scale", "pull", "task_id")
     """A module that is trained alone gets weight 1."""
 
     @property

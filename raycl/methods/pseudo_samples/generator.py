@@ -41,7 +41,7 @@ from raycl.data.loader import padded
 from raycl.errors import ConfigError
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import InputDropout, LoraSettings, TargetModules, kaiming
-from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, drawn_sources
+from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, drawn_rows
 from raycl.types import IGNORE, Mixture, Task
 
 log = logging.getLogger("raycl")
@@ -185,9 +185,10 @@ class Generator:
                 self._warn_missing(task.name, len(written), count)
                 if written:
                     instruction = _instruction(context, task, [first for first, _ in written], seed)
-                    prompts += context.prompts(task, [text for _, text in written], instruction)
+                    prompts += context.routed_samples(task, [text for _, text in written], instruction)
                 else:
-                    prompts += drawn_sources(table, count, torch.Generator().manual_seed(seed))
+                    rows = drawn_rows(table, count, torch.Generator().manual_seed(seed))
+                    prompts += context.router_texts.ids(table, rows)
                     stored += count
         finally:
             if self.stack is not None and self._run_stack is None:

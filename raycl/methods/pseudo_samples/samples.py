@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycl.data.tokens import Split, TokenTable
+from raycl.data.tokens import TokenTable
 from raycl.methods.base import under
 from raycl.methods.context import TaskContext
 
@@ -30,7 +30,8 @@ class PseudoSamples:
     """Samples of one phase.
 
     Attributes:
-        sources: prompt ids of each, with the model's special tokens.
+        sources: prompt ids of each, with the model's special tokens; of inputs alone, where a router reads these and
+            the samples are not trained on.
         targets: answer ids of each, or empty lists; empty where answers are not kept.
         labels: row of the phase's labels of each, -1 for none; empty where answers are not kept.
         fallback_samples: number of them that are training inputs because the generator produced none.
@@ -119,36 +120,25 @@ def take_real(context: TaskContext, volume: Volume, seed: int, answers: bool = F
     numbers = {label: number for number, label in enumerate(dict.fromkeys(all_labels))}
     samples = PseudoSamples([], [], [])
     for table in context.tables("train"):
-        columns = table.columns(_drawn(table, volume.of(len(table)), draw))
-        samples.sources.extend(ids.tolist() for ids in columns.source_ids)
-        if answers:
+        rows = drawn_rows(table, volume.of(len(table)), draw)
+        if not answers:
+            samples.sources.extend(context.router_texts.ids(table, rows))
+        else:
+            columns = table.columns(rows)
+            samples.sources.extend(ids.tolist() for ids in columns.source_ids)
             samples.targets.extend(ids.tolist() for ids in columns.target_ids)
             samples.labels.extend(_label(table, code, numbers) for code in columns.labels.tolist())
     return samples
 
 
-def drawn_sources(table: TokenTable, count: int, draw: torch.Generator) -> list[list[int]]:
-    """Return the prompt ids of so many rows of a task."""
-    return [ids.tolist() for ids in table.columns(_drawn(table, count, draw)).source_ids]
-
-
-def drawn_texts(table: TokenTable, count: int, draw: torch.Generator) -> list[str]:
-    """Return the texts of so many rows of a task, without their prompts."""
-    return table.texts(_drawn(table, count, draw))
-
-
-def _drawn(table: TokenTable, count: int, draw: torch.Generator) -> list[int]:
+def drawn_rows(table: TokenTable, count: int, draw: torch.Generator) -> list[int]:
+    """Return so many rows of a task, ascending."""
     places: list[int] = torch.randperm(len(table), generator=draw)[:count].sort().values.tolist()
     return places
 
 
 def _label(table: TokenTable, code: int, numbers: Mapping[str, int]) -> int:
     return -1 if code < 0 or table.task.labels is None else numbers[table.task.labels[code]]
-
-
-def sources_of(context: TaskContext, split: Split) -> list[list[int]]:
-    """Return the prompt ids of all rows of a split of the phase's tasks."""
-    return [ids.tolist() for table in context.tables(split) for ids in table.columns(range(len(table))).source_ids]
 
 
 def flat(rows: Sequence[Ids | NDArray[np.int32]]) -> Tensor:

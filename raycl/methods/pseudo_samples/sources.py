@@ -97,7 +97,7 @@ def read_file(
     for task in context.phase.tasks:
         pairs = read_texts(folder, task, setting, answers)
         kept = pairs[: volume.of(counts.get(task.name, len(pairs)))]
-        sources += context.prompts(task, [text for text, _ in kept])
+        sources += context.routed_samples(task, [text for text, _ in kept])
         given += [answer for _, answer in kept]
     return PseudoSamples(sources, [], []), given
 

@@ -99,6 +99,11 @@ class Replay(Wrapper):
 
     def __init__(self, config: ReplayConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
+        if config.source != "real" and config.routed_text == "input":
+            raise ConfigError(
+                f"method.source={config.source} keeps samples as whole prompts, and method.learner.router_text=input "
+                "routes texts without their prompts: expected router_text=prompt, or source=real"
+            )
         self.samples: dict[str, PseudoSamples] = {}
         self.source: SampleSource | None = None
         if config.source != "real":

@@ -36,9 +36,7 @@ from raycl.methods.pseudo_samples.samples import (
     PseudoSamples,
     Volume,
     counts_of,
-    drawn_sources,
-    drawn_texts,
-    sources_of,
+    drawn_rows,
 )
 from raycl.methods.pseudo_samples.sources import SampleSource
 from raycl.methods.sapt.reflection import PseudoReplay, Reflection, ReplayEntry
@@ -117,10 +115,11 @@ class Sapt(PerTaskAdapter):
         super().begin_task(phase, context)
         if is_first and not self._is_alone and self.config.attention.standardize:
             draw = torch.Generator().manual_seed(self.seed)
-            tables = context.tables("train")
-            self.attention.look_at(
-                self._pooled([ids for t in tables for ids in drawn_sources(t, self.sampled_texts, draw)])
-            )
+            drawn = [
+                context.router_texts.ids(table, drawn_rows(table, self.sampled_texts, draw))
+                for table in context.tables("train")
+            ]
+            self.attention.look_at(self._pooled([ids for of_table in drawn for ids in of_table]))
         self.reflection.pooled = self._pooled_entries() if self.reflection.weight and not self._is_alone else {}
         self._replay = self._pseudo_replay(context) if self.ablation.replays and not self._is_alone else None
 
@@ -155,8 +154,8 @@ class Sapt(PerTaskAdapter):
             return Mixture.same({self._task: 1.0}, len(batch))
         config = self.config.attention
         with torch.no_grad():
-            embedded = self.backbone.embedded(batch.source_ids)
-            pooled_BD = max_pooled(embedded, batch.source_mask, config.pool_pads)
+            ids_BL, mask_BL = batch.routed
+            pooled_BD = max_pooled(self.backbone.embedded(ids_BL), mask_BL, config.pool_pads)
         alpha_BT = self.attention(pooled_BD).exp()
         needs_all_labels = self._replay is not None or (self.backbone.head is not None and self.backbone.allowed_labels)
         if needs_all_labels:  # however small an adapter's weight, since no other one has its labels
@@ -212,7 +211,7 @@ class Sapt(PerTaskAdapter):
         """Return `[i]`: over the split `abar_split` (dev by default); over the training rows where there are none."""
         if self._is_alone:
             return torch.eye(len(self._learned))[-1]
-        sources = sources_of(context, self.config.arm.abar_split) or sources_of(context, "train")
+        sources = context.routed_ids(self.config.arm.abar_split) or context.routed_ids("train")
         alpha_BT: Tensor = self.attention(self._pooled(sources)).exp()
         return alpha_BT.mean(0).cpu()
 
@@ -220,11 +219,11 @@ class Sapt(PerTaskAdapter):
         """Return ids of texts of the phase as they are read that come without their tasks; the same on all workers."""
         stream, codec = context.stream, self.backbone.codec
         limit = min(stream.token_limits[0], codec.max_source_tokens)
-        alone, draw = TaskPrompts(AttentionRouter, {}, {}), torch.Generator().manual_seed(self.seed)
+        alone, draw = TaskPrompts(AttentionRouter, {}, {}, "input"), torch.Generator().manual_seed(self.seed)
         texts = [
             alone.reading(text, stream.is_chat(table.task)).for_router(Prompt())
             for table in context.tables("train")
-            for text in drawn_texts(table, self.sampled_texts, draw)
+            for text in table.texts(drawn_rows(table, self.sampled_texts, draw))
         ]
         return [ids for ids in fit_sources(texts, Prompt(), codec, limit)[0] if ids]
 

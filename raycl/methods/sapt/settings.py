@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raycl.config import Size, Tree
-from raycl.methods.base import MethodConfig
+from raycl.methods.base import RoutedConfig
 from raycl.methods.lora_settings import BY_LINEAR, LoraSettings, Rank
 from raycl.methods.per_task_adapter import PromptFormSetting
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
@@ -48,7 +48,7 @@ ABLATIONS: dict[str, Ablation] = {
 """Name of `method.ablation` -> what is done."""
 
 
-class SaptConfig(LoraSettings, MethodConfig):
+class SaptConfig(LoraSettings, RoutedConfig):
     """SAPT: an adapter for each task under shared attention (defaults: its appendix C, and the authors' scripts)."""
 
     name: Literal["sapt"] = "sapt"
@@ -84,6 +84,7 @@ class SaptConfig(LoraSettings, MethodConfig):
     generator: GeneratorConfig = GeneratorConfig()
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = (
+        "router_text",
         "attention",
         "attention_learning_rate",
         "arm",
@@ -102,6 +103,15 @@ class SaptConfig(LoraSettings, MethodConfig):
     needs_texts: ClassVar[bool] = True  # evaluation reports attention by task
     publishes_samples: ClassVar[bool] = True  # later runs reflect on them
     chooses_task: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _samples_have_what_is_read(self) -> Self:
+        if self.router_text == "input" and ABLATIONS[self.ablation].replays:
+            raise ValueError(
+                "ablation=replay trains on pseudo-samples, which are kept as whole prompts, and router_text=input "
+                "routes texts without their prompts: expected router_text=prompt, or another ablation"
+            )
+        return self
 
     @property
     def learning_rates(self) -> dict[str, float]:

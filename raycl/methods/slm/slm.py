@@ -27,7 +27,7 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.config import Size, Tree
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
-from raycl.methods.base import Learned, MethodConfig, State, under
+from raycl.methods.base import Learned, RoutedConfig, RouterTextSetting, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import Rank, TargetModules
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter, PromptFormSetting
@@ -45,7 +45,7 @@ ACTIVATIONS: dict[str, Activation] = {"adapter": "relu", "prefix": "softmax"}
 """Value of a slot -> activation of its adapters, where they are no weight increments."""
 
 
-class SlmConfig(MethodConfig):
+class SlmConfig(RoutedConfig):
     """SLM: memory slots selected for each text (sections 3.2 and 4.2, tables 10 and 14, the authors' scripts)."""
 
     name: Literal["slm"] = "slm"
@@ -86,6 +86,7 @@ class SlmConfig(MethodConfig):
     value_layout: Literal["shared", "per_group"] = Field(
         "shared", description="shared: one value per slot; per_group: one value per sub-key"
     )
+    router_text: RouterTextSetting = "input"
     head_rule: HeadRule = Field(
         "probability",
         description="how label heads of an encoder-only backbone are mixed; label_count: as released, one head "

@@ -17,11 +17,12 @@ from raycl.backbone import BackboneConfig
 from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.manifest import TaskInfo
 from raycl.bank.states import get_router, put_router
+from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, BankError
 from raycl.methods.registry import method_config
 from raycl.operations.banks.exchange import peft_folder, read_peft
 from raycl.routing.router import Router
-from raycl.routing.routers import make_router, router_class
+from raycl.routing.routers import make_router, routed_text, router_class
 from raycl.serve.snapshots.parts import router_of
 
 TEXT = "{text}"
@@ -68,14 +69,17 @@ def import_routed(
         raise BankError(f"snapshot {snapshot.number} has a task '{name}' already: expected another --name")
     config = snapshot.provenance.get("config", {}).get("method")
     selects = config is not None and method_config(config).selects_router
+    where, source = peft_folder(address)
+    task = _task(where, name, prompt)
     before = router_of(bank, snapshot)
+    if routed_text(snapshot.router, snapshot.router.settings) == "prompt":
+        texts = [Prompt.of(task).written(text) for text in texts]
     queries_BC = before.encoder.embed(texts) if before.encoder is not None else torch.zeros(len(texts), 0)
     state, slots = router_class(snapshot.router).with_task(get_router(bank, snapshot), name, queries_BC, selects)
-    where, source = peft_folder(address)
     adapter, model = read_peft(where, name, backbone)
     if adapter.is_alone:
         raise AdapterError(f"adapter '{name}' {NO_SUM}, and the router of snapshot {snapshot.number} may mix it")
-    task = _task(where, name, adapter.labels, prompt)
+    task = task if task.labels else task.model_copy(update={"labels": adapter.labels or None})
     fresh = [bank.publish(slot, adapter, model, [name], {"imported": source}) for slot in slots]
     info, encoder = put_router(bank, state)
     imported = [*snapshot.provenance.get("imported", []), {"task": name, "from": source}]
@@ -95,22 +99,22 @@ def import_routed(
     return RoutedTask(new, slots, _found(router, owners, name, texts))
 
 
-def _task(where: Path, name: str, labels: tuple[str, ...], prompt: str | None) -> TaskInfo:
-    """Return the task's prompt, labels, metric and chat template, as given or as `METADATA` has them."""
+def _task(where: Path, name: str, prompt: str | None) -> TaskInfo:
+    """Return the task's prompt, metric and chat template, as given or as `METADATA` has them."""
     if prompt is not None:
         before, found, behind = prompt.partition(TEXT)
         if not found:
             raise BankError(f"the prompt {prompt!r:.80} has no {TEXT}: expected it where the text stands")
-        return TaskInfo(name=name, labels=labels or None, prompt=(before, behind))
+        return TaskInfo(name=name, prompt=(before, behind))
     if not (where / METADATA).is_file():
-        return TaskInfo(name=name, labels=labels or None)
+        return TaskInfo(name=name)
     try:
         tasks = _TASKS.validate_python(json.loads((where / METADATA).read_text())["tasks"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError, ValidationError) as error:
         raise BankError(
             f"'{where / METADATA}' does not describe tasks as raycl does ({error}): give --prompt, or remove the file"
         ) from error
-    return tasks[0].model_copy(update={"name": name}) if tasks else TaskInfo(name=name, labels=labels or None)
+    return tasks[0].model_copy(update={"name": name}) if tasks else TaskInfo(name=name)
 
 
 def _found(router: Router, owners: Any, name: str, texts: Sequence[str]) -> int:

@@ -62,11 +62,6 @@ class EngineRequest(GenerationRequest):
         """The text as the snapshot reads it."""
         return self.loaded.reading(self.text, self.is_chat, self.selection.task)
 
-    @property
-    def seen(self) -> str:
-        """The part of the text for routers that read texts."""
-        return self.loaded.seen(self.reading)
-
 
 def is_last(event: Event, route_only: bool = False) -> bool:
     """Return whether nothing comes after it.

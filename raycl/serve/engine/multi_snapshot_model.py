@@ -29,6 +29,7 @@ from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
 from raycl.generation.task_prompts import TaskPrompts, check_templates
 from raycl.routing.router import Router, heads_of_tasks
+from raycl.routing.routers import routed_text
 from raycl.serve.errors import UnavailableError
 from raycl.types import Activation, AdapterState, Mixture
 
@@ -78,6 +79,7 @@ class LoadedSnapshot(TaskPrompts):
             router,
             owners,
             {task.name: Prompt.of(task) for task in snapshot.tasks},
+            routed_text(snapshot.router, snapshot.router.settings),
             snapshot,
             source,
             keys,

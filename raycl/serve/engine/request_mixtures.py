@@ -49,9 +49,11 @@ def _routed(
     tasks = [request.selection.task for request in mine if request.selection.task is not None]
 
     def mixture_of(templates: Sequence[str]) -> Mixture:
-        if loaded.reads_prompts:
+        if loaded.by_backbone:
             return route_prompts(loaded, mine, templates)
-        return loaded.mixture([request.seen for request in mine], tasks or None)
+        pairs = zip(mine, templates, strict=True)
+        seen = [loaded.seen(request.reading, task if request.templated else "") for request, task in pairs]
+        return loaded.mixture(seen, tasks or None)
 
     whole, templates = loaded.route([request.reading for request in mine], mixture_of)
     mixtures = {}

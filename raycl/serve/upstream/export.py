@@ -10,11 +10,12 @@ from pydantic import BaseModel, ValidationError
 
 from raycl.bank import Bank, Snapshot
 from raycl.errors import ConfigError, RayclError, StorageError
-from raycl.routing.routers import router_class
+from raycl.routing.routers import READS_STATES, router_class
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import adapters_of, router_of
 from raycl.storage import Storage
+from raycl.types import Mixture
 
 RECORD = "export.json"
 """The record next to the adapters, written last, so that an export that has one is complete."""
@@ -84,8 +85,13 @@ class AdapterChoice:
         """
         if self.record.fixed is not None or self.loaded is None:
             return [self.record.fixed or "base"] * len(texts)
-        read = [self.loaded.seen(self.loaded.reading(text, is_chat, task)) for text in texts]
-        mixture = self.loaded.mixture(read, [task] * len(texts) if task else None)
+        loaded, readings = self.loaded, [self.loaded.reading(text, is_chat, task) for text in texts]
+
+        def mixture_of(names: Sequence[str]) -> Mixture:
+            seen = [loaded.seen(reading, name) for reading, name in zip(readings, names, strict=True)]
+            return loaded.mixture(seen, [task] * len(texts) if task else None)
+
+        mixture, _ = loaded.route(readings, mixture_of)
         if not mixture.names:
             return ["base"] * len(texts)
         largest, columns = mixture.weights.max(1)
@@ -120,7 +126,7 @@ def open_choice(config: ServeConfig) -> AdapterChoice:
 
 
 def _check_router(snapshot: Snapshot) -> None:
-    needed = {"embeddings", "hidden_states"} & router_class(snapshot.router).needs
+    needed = READS_STATES & router_class(snapshot.router).needs
     if needed:
         raise ConfigError(
             f"router '{snapshot.router.kind}' of snapshot {snapshot.number} reads the backbone's "

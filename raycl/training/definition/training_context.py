@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from raycl.backbone import Backbone
+from raycl.data.router_texts import RouterTexts
 from raycl.data.stream import Stream
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
@@ -71,6 +72,12 @@ class TrainingContext:
         for name in parameters if self.engine.keeps_masters else ():
             own[name].data = own[name].data.float()
         load_parameters(self.backbone, parameters)
+
+    @property
+    def router_texts(self) -> RouterTexts:
+        """What the method's router reads of rows."""
+        method = self.method
+        return RouterTexts(self.stream, self.backbone.codec, method.config.routed_text, method.encoder is None)
 
     @property
     def own_adapters(self) -> bool:

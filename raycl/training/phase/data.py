@@ -55,7 +55,8 @@ class PhaseData:
             for split in SPLITS:
                 tasks = [task for task in phase.tasks if len(context.stream.rows(task, split))]
                 tables = [context.stream.table(task, split, context.backbone.codec) for task in tasks]
-                texts = [text for table in tables for text in table.texts(range(len(table)))]
+                rows = [(table.task, text) for table in tables for text in table.texts(range(len(table)))]
+                texts = [context.router_texts.words(task, text) for task, text in rows]
                 of_phase = queries.setdefault(phase.index, {})
                 of_phase[split] = encoder.embed_all(texts, (world.rank, world.size), world.gather)
                 count += len(texts)
@@ -191,7 +192,9 @@ class PhaseData:
         seed = stable_seed(context.info.seed, "exercise", self.phase.index)
         labels = backbone.label_ids() if backbone.codec.needs_labels else None
         objective = context.stream.text_objective(backbone.codec, seed)
-        return Collate(tables, backbone.codec.pad_id, labels, context.method.needs_texts, objective)
+        return Collate(
+            tables, backbone.codec.pad_id, labels, context.method.needs_texts, objective, context.router_texts
+        )
 
     def _shared(self, collate: Collate, rows: Indices, size: int) -> Iterator[Batch]:
         """Yield this worker's share of rows in batches of `size`, equally many on every worker."""

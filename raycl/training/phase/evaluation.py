@@ -182,7 +182,8 @@ class StreamEvaluation:
             self.before(task.name)
         scored, encoder = self._scored(task), self.context.method.encoder
         if encoder is not None and not self.is_bare:
-            texts = scored.texts if self.alone is None else [self.alone.seen(text, task) for text in scored.texts]
+            seen = self.context.router_texts.words if self.alone is None else self.alone.seen
+            texts = [seen(task, text) for text in scored.texts]
             encoder.embed_all(texts, (self.world.rank, self.world.size), self.world.gather)
         return scored
 
@@ -192,7 +193,8 @@ class StreamEvaluation:
         routes_texts = self.router is not None and "text" in self.router.router.needs
         reads = context.method.needs_texts or self.alone is not None or routes_texts
         objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
-        collate = Collate([scored.table], codec.pad_id, texts=reads, text_objective=objective)
+        router_texts = context.router_texts if self.alone is None else None
+        collate = Collate([scored.table], codec.pad_id, None, reads, objective, router_texts)
         batches = eval_batches(collate, size, self.world.rank, self.world.size)
         if scored.task not in context.stream.unseen:
             return batches

@@ -137,15 +137,15 @@ class TextAlone:
         table = stream.scored(task, settings.split, self.context.backbone.codec, settings.subsample)
         return any(messages_of(text)[0].role == "system" for text in table.texts(range(len(table))))
 
-    def reading(self, text: str, task: Task) -> PromptReading:
+    def reading(self, task: Task, text: str) -> PromptReading:
         """Return how a row of a task is read."""
         return self.tasks.reading(text, self.context.stream.is_chat(task))
 
-    def seen(self, text: str, task: Task) -> str:
-        """Return what a router sees of a row that reads texts."""
-        return self.tasks.seen(self.reading(text, task))
+    def seen(self, task: Task, text: str) -> str:
+        """Return what a router that reads texts sees of a row first."""
+        return self.tasks.seen(self.reading(task, text))
 
     def read(self, batch: Batch, task: Task) -> tuple[Batch, Mixture]:
         """Return a batch of a task's rows, with texts, in the prompts that they get, and their mixture."""
-        readings = [self.reading(text, task) for text in batch.texts]
+        readings = [self.reading(task, text) for text in batch.texts]
         return self.tasks.read(batch, readings, self.published.mixture, self.context.backbone.codec, self.snapshot)

@@ -15,7 +15,7 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.loader import Loader
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import Step, TaskContext
-from raycl.routing.routers import with_package
+from raycl.routing.routers import with_package, with_text
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import Engine, Share, scattered, weights_of
 from raycl.training.optimizers.registry import optimizer_kind
@@ -205,7 +205,7 @@ class TaskTrainer:
         kept = trained_names(context.backbone)
         done.parameters = {name: done.parameters[name] for name in kept if name in done.parameters}
         if learned is not None:
-            learned.router = with_package(learned.router)
+            learned.router = with_text(with_package(learned.router), context.method.config.routed_text)
             seen = [task.name for earlier_phase in context.phases[: phase.index + 1] for task in earlier_phase.tasks]
             done.router, tensors = router_record(learned, seen)
             done.frozen_state = TensorGroups.of(done.frozen_state) | tensors
@@ -229,6 +229,7 @@ def begin_phase(data: PhaseData, resumed: bool) -> TaskContext:
         phases=new,
         earlier_tasks=tuple(task for done in before for task in done.tasks),
         worker=data,
+        routed_text=context.method.config.routed_text,
     )
     if not resumed:
         context.schedule.begin(context.method)

@@ -19,7 +19,7 @@ OWNERS = {name: (name,) for name in CHAT}
 
 
 def tasks(router: type[Router], prompts: dict[str, Prompt] | None = None) -> TaskPrompts:
-    return TaskPrompts(router, OWNERS, prompts or CHAT)
+    return TaskPrompts(router, OWNERS, prompts or CHAT, "input" if router is TextRouter else "prompt")
 
 
 def test_a_system_message_reaches_the_router_only_as_a_tasks_instruction() -> None:
