@@ -38,12 +38,14 @@ class BatchRow(ABC):
         sampling: how its tokens are drawn. ids: tokens so far.
         prompt_ids: tokens before these in one sequence with them.
         logprobs: of tokens that have been chosen, where they are wanted; `push` takes them.
+        constraint: limit of its tokens; None: all.
     """
 
     def __init__(self, mixture: Mixture | None, sampling: Sampling, prompt_ids: Sequence[int] = ()) -> None:
         self.mixture, self.sampling, self.prompt_ids = mixture, sampling, prompt_ids
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.constraint = None if sampling.allowed is None else sampling.allowed.started()
         self.draws = torch.Generator().manual_seed(sampling.seed)
 
     @abstractmethod
@@ -97,7 +99,7 @@ class ContinuousBatch(Generic[RowT]):
             return []
         settings = [row.sampling for row in self.rows]
         prompts, answers = [row.prompt_ids for row in self.rows], [row.ids for row in self.rows]
-        logits_BV = adjusted(self._state.logits, settings, prompts, answers)
+        logits_BV = adjusted(self._state.logits, settings, prompts, answers, [row.constraint for row in self.rows])
         tokens = pick(logits_BV, settings, [row.draws for row in self.rows])
         self.tokens += len(tokens)
         self._add_logprobs(self._state.logits, tokens)

@@ -12,29 +12,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raycl.generation.requests import Sampling, TokenLogprob, TokenLogprobs
+from raycl.generation.requests import Sampling, TokenConstraintState, TokenLogprob, TokenLogprobs
 
 
 def adjusted(
-    logits_BV: Tensor, settings: Sequence[Sampling], prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    logits_BV: Tensor,
+    settings: Sequence[Sampling],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    constraints: Sequence[TokenConstraintState | None],
 ) -> Tensor:
     """Return the logits of the next token of each row under the row's own settings.
 
     Args:
         prompts: tokens of each row's prompt, for `repetition_penalty`. answers: tokens of each row so far.
+        constraints: limit of each row's tokens; None: all.
     """
     changed = [row for row, setting in enumerate(settings) if setting.adjusts]
-    trees = {row: allowed for row, setting in enumerate(settings) if (allowed := setting.allowed) is not None}
-    if not (changed or trees):
+    limits = {row: constraint for row, constraint in enumerate(constraints) if constraint is not None}
+    if not (changed or limits):
         return logits_BV
     logits_BV = logits_BV.to(torch.float32 if changed else logits_BV.dtype, copy=True)
     for row in changed:
         _penalize(logits_BV[row], settings[row], prompts[row], answers[row])
-    if trees:
-        barred_MV = torch.ones(len(trees), logits_BV.shape[1], dtype=torch.bool)
-        for index, (row, allowed) in enumerate(trees.items()):
-            barred_MV[index, allowed.after(answers[row])] = False
-        limited = list(trees)
+    if limits:
+        barred_MV = torch.ones(len(limits), logits_BV.shape[1], dtype=torch.bool)
+        for index, (row, constraint) in enumerate(limits.items()):
+            barred_MV[index, constraint.after(answers[row])] = False
+        limited = list(limits)
         logits_BV[limited] = logits_BV[limited].masked_fill(barred_MV.to(logits_BV.device), -torch.inf)
     return logits_BV
 

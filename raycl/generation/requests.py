@@ -5,7 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+
+class TokenConstraintState(Protocol):
+    """What one answer may continue with."""
+
+    def after(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return tokens that may follow these of the answer."""
+        ...
+
+
+class TokenConstraint(Protocol):
+    """A limit of the tokens of answers."""
+
+    def started(self) -> TokenConstraintState:
+        """Return the state of an answer that has no token yet."""
+        ...
 
 
 class AllowedTokens:
@@ -25,6 +41,10 @@ class AllowedTokens:
             for position, token in enumerate(ids):
                 known = self._after.setdefault(tuple(ids[:position]), [])
                 known += [token] if token not in known else []
+
+    def started(self) -> AllowedTokens:
+        """Return this, since the tree has no state."""
+        return self
 
     def after(self, ids: Sequence[int]) -> list[int]:
         """Return tokens that may follow these of an answer; the end of the sequence where nothing else may."""
@@ -59,7 +79,8 @@ class Sampling:
         temperature: 0 takes the most likely token. top_p: nucleus.
         seed: seed of this answer's draws, which depend on nothing else.
         stop: the answer ends before any of these.
-        allowed: the tokens of the only answers; None: all.
+        allowed: the limit of the tokens; None: all.
+        choices: the only answers, which are written as the prompt's task writes them; (): all.
         top_k: only this many of the most likely tokens are drawn; 0: all.
         min_p: only tokens are drawn that have at least this share of the most likely one's probability.
         repetition_penalty: divides positive logits of tokens in prompt or answer, and multiplies negative ones.
@@ -76,7 +97,8 @@ class Sampling:
     seed: int = 0
     stop: tuple[str, ...] = ()
     as_trained: bool = False
-    allowed: AllowedTokens | None = None
+    allowed: TokenConstraint | None = None
+    choices: tuple[str, ...] = ()
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0

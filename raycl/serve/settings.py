@@ -126,7 +126,7 @@ class UpstreamConfig(Section):
 
 OF_A_MODEL = (
     *("branch", "snapshot", "backbone", "device", "dtype", "gpus", "max_batch", "decoding"),
-    *("max_loaded_rows", "loaded_snapshots", "trust_remote_code", "follow", "gate", "examples"),
+    *("labels", "max_loaded_rows", "loaded_snapshots", "trust_remote_code", "follow", "gate", "examples"),
     *(f"limits.{name}" for name in ("prompt_tokens", "inputs", "max_tokens", "n")),
 )
 """Settings without effect where another engine answers."""
@@ -184,6 +184,11 @@ class ServeConfig(Section):
         description="KV caches of texts. static: a fixed shape for max_batch rows, on GPUs one CUDA graph per "
         "step (decoder-only backbones); dynamic: caches that grow and shrink; auto: static on GPUs "
         "where possible",
+    )
+    labels: Literal["all", "task"] = Field(
+        "all",
+        description="answers of tasks with labels, where the backbone writes them. all: any text; task: the labels of "
+        "the task whose prompt a text gets, as with eval.labels=task",
     )
     max_loaded_rows: int | None = Field(None, ge=1, description="ranks of adapters on the device; null: no limit")
     loaded_snapshots: int = Field(3, ge=1, description="snapshots kept ready for rollback and pinned requests")

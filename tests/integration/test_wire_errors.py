@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
         "echo with logprobs needs a model whose prompt and answer are one sequence",
     ),
     "nothing to answer": (TEXT, {"prompt": "fire", "max_tokens": 0}, 400, "max_tokens is 0 and echo is not true"),
-    "JSON": (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format.type: Input should be 'text'"),
+    "XML": (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type: Input should be 'text'"),
     "the best of some": (TEXT, {"prompt": "fire", "best_of": 3}, 400, "best_of: Input should be less than or equal"),
     "no prompt": (TEXT, {"prompt": ""}, 400, "prompt: String should have at least 1 character"),
     "a blank prompt": (TEXT, {"prompt": ["fire", "\t"]}, 400, "a text is empty: expected at least one word"),
@@ -321,7 +321,7 @@ def test_a_stream_that_fails_later_ends_with_the_error(
 
 def test_internal_errors_have_the_error_schema(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(bank_of(taught("t5", "separate"), tmp_path)) as wire:
-        monkeypatch.setattr(wire.service, "check", lambda *_: 1 / 0)
+        monkeypatch.setattr(wire.service, "check", lambda *_, **__: 1 / 0)
         status, message = problem(wire.post(CHAT, chat()))
         assert (status, message) == (500, "an internal error (ZeroDivisionError): see the server's log")
     monkeypatch.undo()

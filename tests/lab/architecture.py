@@ -51,6 +51,7 @@ DOORS = {
     ),
     "bitsandbytes": ("raycl/training/optimizers/built_in.py",),
     "deepspeed": ("raycl/training/engines/deepspeed.py",),
+    "llguidance": ("raycl/generation/grammars.py",),
     "omegaconf": ("raycl/config/",),
     "boto3": ("raycl/storage/remote.py",),
     "botocore": ("raycl/storage/remote.py",),

@@ -87,6 +87,11 @@ class LoadedSnapshot(TaskPrompts):
             heads_of_tasks(owners),
         )
 
+    @cached_property
+    def labels(self) -> dict[str, tuple[str, ...]]:
+        """Task -> its labels; () where it has none."""
+        return {task.name: tuple(task.labels or ()) for task in self.snapshot.tasks}
+
     @property
     def head_rule(self) -> Any:
         """The rule by which its label heads are mixed (`raycl.adapters.head.Rule`)."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,9 +24,11 @@ from torch import Tensor
 from raycl.adapters.state import check_alone
 from raycl.backbone.codec import HFCodec
 from raycl.data.loader import batch_of
+from raycl.data.prepare import fit_targets
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
-from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started
+from raycl.generation.grammars import Grammars
+from raycl.generation.requests import AllowedTokens, Event, Failed, LabelScores, ResponseMetadata, Started
 from raycl.generation.task_prompts import route_batch
 from raycl.serve.engine.engine_requests import CLOSED, FAILURES, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
@@ -38,6 +41,9 @@ from raycl.types import Capabilities, Mixture
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+TREES = 64
+"""Lists of choices whose tokens are kept."""
+
 PREFETCH_BATCH = 8
 """Adapters loaded onto the device between two batches: a few milliseconds."""
 
@@ -47,6 +53,7 @@ class ServingEngine:
 
     Attributes:
         model: the backbone with adapters; only this thread touches it.
+        grammars: makes forms of answers, in any thread.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class ServingEngine:
         max_target_tokens: int,
         max_prompt_tokens: int = 4096,
         static_cache: bool = False,
+        keeps_to_labels: bool = False,
     ) -> None:
         """Start the thread.
 
@@ -66,8 +74,12 @@ class ServingEngine:
             max_target_tokens: limit of an answer of such a snapshot, unless the request sets it.
             max_prompt_tokens: longest prompt that is not an input; longer ones are rejected.
             static_cache: texts are decoded at fixed addresses (`raycl.generation.static_cache`).
+            keeps_to_labels: answers of a task with labels are one of these.
         """
         self.model, self.max_batch = model, max_batch
+        self._keeps_to_labels = keeps_to_labels
+        self.grammars = Grammars(model.backbone.codec.tokenizer, [model.backbone.codec.eos_id])
+        self._tree = lru_cache(maxsize=TREES)(self._new_tree)
         self.max_target = max_target_tokens
         backbone = model.backbone
         self._truncation = Truncation(
@@ -288,7 +300,9 @@ class ServingEngine:
             if sampling is not None:
                 most = [sampling.max_tokens, *([routed.max_tokens] if sampling.as_trained else [])]
                 most += [] if truncated.room is None else [truncated.room]
-                sampling = replace(sampling, max_tokens=min(most))
+                sampling = replace(
+                    sampling, max_tokens=min(most), allowed=sampling.allowed or self._choices(request, routed)
+                )
             metadata = ResponseMetadata(
                 snapshot=request.loaded.snapshot.number,
                 weights=dict(sorted(routed.weights.items(), key=lambda pair: -pair[1])),
@@ -302,6 +316,19 @@ class ServingEngine:
             )
             ready.append(PreparedRequest(request, mixtures[number], truncated.ids, sampling, metadata))
         return ready
+
+    def _choices(self, request: EngineRequest, routed: RoutedPrompt) -> AllowedTokens | None:
+        """Return the limit to a request's choices, or to the labels of the task whose prompt it has; None: no limit."""
+        assert request.sampling is not None, "labels of a head are not written"
+        choices, limit = request.sampling.choices, sys.maxsize
+        if not choices and self._keeps_to_labels and routed.template:
+            choices, limit = request.loaded.labels[routed.template], routed.max_tokens
+        return self._tree(routed.prompt_request.prompt, choices, limit) if choices else None
+
+    def _new_tree(self, prompt: Prompt, choices: tuple[str, ...], limit: int) -> AllowedTokens:
+        """Return the tokens of answers as they are learned behind a prompt; equal ones are made once."""
+        ids, _ = fit_targets([""] * len(choices), choices, prompt, self.codec, limit)
+        return AllowedTokens(ids, self.codec.eos_id)
 
     def _route_prompts(
         self, loaded: LoadedSnapshot, requests: Sequence[EngineRequest], tasks: Sequence[str]

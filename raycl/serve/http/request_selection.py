@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from raycl.errors import ConfigError
 from raycl.generation.requests import ResponseMetadata, Sampling
 from raycl.serve.engine.engine_requests import AdapterSelection
 from raycl.serve.engine.multi_snapshot_model import MARK, LoadedSnapshot
 from raycl.serve.errors import InvalidRequestError, LimitExceededError, NotFoundError
-from raycl.serve.http.schema import AUTO, MAX_NUMBER, Generation, Request, ResponseDetails
+from raycl.serve.http.schema import AUTO, MAX_NUMBER, Form, Generation, Request, ResponseDetails
 from raycl.serve.service.service import Service
 
 
@@ -32,11 +35,12 @@ async def select(service: Service, request: Request) -> AsyncIterator[tuple[Load
         yield loaded, _choice(loaded, request)
 
 
-def sampling_of(service: Service, request: Generation, max_tokens: int | None) -> Sampling:
+async def sampling_of(service: Service, request: Generation, max_tokens: int | None) -> Sampling:
     """Return the settings of a request's answers.
 
     Raises:
-        LimitExceededError: more than the limits. InvalidRequestError: a token that the model does not have.
+        LimitExceededError: more than the limits. InvalidRequestError: a token that the model does not have, or a form
+            that is none.
     """
     limits = service.config.limits
     for name, given, most in (("max_tokens", max_tokens or 0, limits.max_tokens), ("n", request.answers, limits.n)):
@@ -61,7 +65,30 @@ def sampling_of(service: Service, request: Generation, max_tokens: int | None) -
         presence_penalty=request.presence_penalty or 0.0,
         logit_bias=bias,
         logprobs=request.top,
+        **await _limits_of(service, request.forms),
     )
+
+
+async def _limits_of(service: Service, forms: Sequence[Form]) -> dict[str, Any]:
+    """Return the settings of `Sampling` that keep an answer to a form.
+
+    Raises:
+        InvalidRequestError: there are several forms, or it is none.
+    """
+    if not forms:
+        return {}
+    field, kind, value = forms[0]
+    if len(forms) > 1:
+        raise InvalidRequestError(f"{field} and {forms[1].field} both name the form of the answer: expected one")
+    if kind == "choice":
+        return {"choices": tuple(dict.fromkeys(value))}
+    try:
+        form = json.loads(value) if kind == "json" and isinstance(value, str) else value
+        return {"allowed": await asyncio.to_thread(service.engine.grammars.grammar, kind, form)}
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{field} names no form of an answer: {error}") from error
+    except ConfigError as error:
+        raise InvalidRequestError(f"{field}: {error}") from error
 
 
 def details_of(loaded: LoadedSnapshot, metadata: ResponseMetadata) -> ResponseDetails:

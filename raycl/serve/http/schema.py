@@ -6,7 +6,7 @@ Field names and shapes are OpenAI's (platform.openai.com/docs/api-reference); wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,9 @@ from raycl.errors import meant
 MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER, MAX_PINNED = 16, 256, 200, 1000.0, 10**9, 1000
 """Stops of an answer, characters of one, characters of a name, an adapter's weight either way, a snapshot's number,
 adapters that a request pins."""
+
+MAX_CHOICES = 1000
+"""Texts of which an answer may be one."""
 
 MAX_LOGPROBS = 20
 """The most likely tokens that are sent with each; OpenAI's limit in chats."""
@@ -164,10 +167,45 @@ class StreamOptions(Wire):
     include_usage: bool | None = None
 
 
+Schema = dict[str, Any]
+Choices = Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
+class JsonSchemaFormat(Wire):
+    """The JSON schema of an answer."""
+
+    name: Name | None = None
+    schema_: Schema = Field(default_factory=dict, alias="schema")
+
+
 class ResponseFormat(Wire):
     """The form of an answer."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Wire):
+    """The form of an answer in vLLM's words; one field alone."""
+
+    json_: Schema | AnyText | None = Field(None, alias="json")
+    regex: Text | None = None
+    grammar: Text | None = None
+    choice: Choices | None = None
+    json_object: bool | None = None
+    structural_tag: Unsupported = None
+
+
+class Form(NamedTuple):
+    """The form of an answer.
+
+    Attributes:
+        field: name of the field that asks for it. kind: a `FormKind` of `raycl.generation.grammars`, or `choice`.
+    """
+
+    field: str
+    kind: Literal["json", "regex", "grammar", "choice"]
+    value: Any
 
 
 class Generation(Request):
@@ -199,16 +237,37 @@ class Generation(Request):
     allowed_token_ids: Unsupported = None
     bad_words: Unsupported = None
     truncate_prompt_tokens: NullOrFalse = None
-    guided_json: NullOrFalse = None
-    guided_choice: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_grammar: Unsupported = None
-    structured_outputs: Unsupported = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's")
+    guided_json: Schema | AnyText | None = Field(None, description="vLLM's; the same as structured_outputs.json")
+    guided_regex: Text | None = None
+    guided_grammar: Text | None = None
+    guided_choice: Choices | None = None
 
     @property
     def answers(self) -> int:
         """The number of answers to each prompt."""
         return self.n or 1
+
+    @property
+    def forms(self) -> list[Form]:
+        """All forms that the request asks for."""
+        asked, vllm = self.response_format, self.structured_outputs or StructuredOutputs()
+        schema: Any = None
+        if asked is not None and asked.type != "text":
+            schema = asked.json_schema.schema_ if asked.json_schema else {"type": "object"}
+        found = [
+            Form("response_format", "json", schema),
+            Form("structured_outputs.json", "json", {"type": "object"} if vllm.json_object else vllm.json_),
+            Form("structured_outputs.regex", "regex", vllm.regex),
+            Form("structured_outputs.grammar", "grammar", vllm.grammar),
+            Form("structured_outputs.choice", "choice", vllm.choice),
+            Form("guided_json", "json", self.guided_json),
+            Form("guided_regex", "regex", self.guided_regex),
+            Form("guided_grammar", "grammar", self.guided_grammar),
+            Form("guided_choice", "choice", self.guided_choice),
+        ]
+        return [form for form in found if form.value is not None]
 
     @property
     def top(self) -> int | None:
@@ -263,7 +322,6 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: ResponseFormat | None = None
     tools: Unsupported = None
     tool_choice: NoneOrAuto = None
     functions: Unsupported = None
@@ -399,7 +457,7 @@ class Logprob(BaseModel):
     bytes: list[int] | None
 
 
-class TokenLogprob(Logprob):
+class ChatTokenLogprob(Logprob):
     """A token of an answer, and the most likely ones at its place."""
 
     top_logprobs: list[Logprob]
@@ -408,7 +466,7 @@ class TokenLogprob(Logprob):
 class ChatLogprobs(BaseModel):
     """Log probabilities of the tokens of a chat's answer, the end of the turn included."""
 
-    content: list[TokenLogprob]
+    content: list[ChatTokenLogprob]
     refusal: None = None
 
 

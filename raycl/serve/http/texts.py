@@ -60,18 +60,19 @@ def add_texts(app: FastAPI, service: Service, history: History) -> None:
     async def chat(request: ChatRequest) -> Response:
         """Return the answer to the messages, with the prompt or chat template of the task that they belong to."""
         most = request.max_completion_tokens or request.max_tokens
-        return await _answered(service, history, _options(service, request, [request.prompt], most, chat=True))
+        options = await _options(service, request, [request.prompt], most, chat=True)
+        return await _answered(service, history, options)
 
     @app.post("/v1/completions", response_model=None, responses={200: {"model": TextAnswer, "content": STREAM}})
     async def completions(request: CompletionRequest) -> Response:
         """Return what follows each prompt, which is sent as it is."""
-        options = _options(service, request, request.texts, request.max_tokens, ids=request.token_ids)
+        options = await _options(service, request, request.texts, request.max_tokens, ids=request.token_ids)
         if request.echo:
             options = _echoed(service, options)
         return await _answered(service, history, options)
 
 
-def _options(
+async def _options(
     service: Service,
     request: Generation,
     prompts: Sequence[str],
@@ -86,7 +87,7 @@ def _options(
     """
     if service.capabilities.answers == "label":
         raise InvalidRequestError("this endpoint's backbone gives labels, not texts: use POST /v1/classify")
-    sampling = sampling_of(service, request, max_tokens)
+    sampling = await sampling_of(service, request, max_tokens)
     prompts = _written(service, request, ids) if ids else prompts
     service.check(prompts, request.answers, are_tokens=bool(ids))
     seeds = [(sampling.seed + number) % 2**63 for number in range(request.answers)]

@@ -71,7 +71,8 @@ def open_engine(config: ServeConfig, snapshot: Snapshot) -> ServingEngine:
     backbone = load_backbone(settings, load_codec(settings, source, target), device, 0)
     model = MultiSnapshotModel(backbone, config.max_loaded_rows)
     static_cache = uses_static_cache(config, backbone)
-    return ServingEngine(model, config.max_batch, source, target, config.limits.prompt_tokens, static_cache)
+    limits = (source, target, config.limits.prompt_tokens)
+    return ServingEngine(model, config.max_batch, *limits, static_cache, keeps_to_labels=config.labels == "task")
 
 
 def uses_static_cache(config: ServeConfig, backbone: Backbone) -> bool:

@@ -26,7 +26,7 @@ LOGITS = [0.5, -1.0, 2.0, 3.0, -0.25, 0.0]
 
 def changed(answer: list[int], **settings: Any) -> list[float]:
     """Logits of one row."""
-    return adjusted(torch.tensor([LOGITS]), [Sampling(9, **settings)], [PROMPT], [answer])[0].tolist()
+    return adjusted(torch.tensor([LOGITS]), [Sampling(9, **settings)], [PROMPT], [answer], [None])[0].tolist()
 
 
 def test_frequency_and_presence_count_the_answer_alone() -> None:
@@ -55,11 +55,10 @@ def test_bias_comes_first_and_repetition_before_the_others() -> None:
 def test_a_row_without_settings_is_left_as_it_is(dtype: torch.dtype) -> None:
     rows = torch.tensor([LOGITS, LOGITS], dtype=dtype)
     settings = [Sampling(9), Sampling(9, presence_penalty=1.0)]
-    plain, penalized = adjusted(rows, settings, [PROMPT] * 2, [ANSWER] * 2)
+    plain, penalized = adjusted(rows, settings, [PROMPT] * 2, [ANSWER] * 2, [None] * 2)
     assert plain.tolist() == rows[0].tolist() and penalized.tolist() != rows[1].tolist()
     assert rows.tolist() == torch.tensor([LOGITS] * 2, dtype=dtype).tolist(), "the model's are not changed"
-    both = Sampling(9, presence_penalty=1.0, allowed=AllowedTokens([[2, 3]], end=0))
-    (only,) = adjusted(rows[:1], [both], [PROMPT], [[2]])
+    (only,) = adjusted(rows[:1], settings[1:], [PROMPT], [[2]], [AllowedTokens([[2, 3]], end=0)])
     assert only.isfinite().nonzero().flatten().tolist() == [3]
 
 
