@@ -200,6 +200,10 @@ class ServeConfig(Section):
         description="accept weights of the backbone and the sentence encoder that are pickles, which can run code; "
         "only the command line may set it",
     )
+    model_aliases: dict[str, str] = Field(
+        {},
+        description="names that clients give as model -> the model that answers: {gpt-4o: auto}; they are listed too",
+    )
     examples: int | None = Field(
         None,
         ge=0,
@@ -216,6 +220,10 @@ class ServeConfig(Section):
     follow: FollowConfig = FollowConfig()
     gate: GateConfig = GateConfig()
     upstream: UpstreamConfig = UpstreamConfig()
+
+    def model_of(self, name: str) -> str:
+        """Return the model that a client's name for it stands for; other names as they are."""
+        return self.model_aliases.get(name, name)
 
     @property
     def permissions(self) -> Permissions:
@@ -250,6 +258,13 @@ class ServeConfig(Section):
             yield from ((name, "upstream.url") for name in OF_A_MODEL)
         elif not self.follow.enabled:
             yield "follow.gated", "follow.enabled=false"
+
+    @model_validator(mode="after")
+    def _aliases_are_no_models(self) -> ServeConfig:
+        taken = [name for name in self.model_aliases if name in ("auto", "base") or name.startswith("snapshot:")]
+        if taken:
+            raise ValueError(f"model_aliases names '{taken[0]}', which is a model itself: expected another name")
+        return self
 
     @model_validator(mode="after")
     def _export_is_named(self) -> ServeConfig:

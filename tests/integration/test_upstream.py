@@ -185,7 +185,7 @@ def test_each_text_goes_to_its_adapter(
     mixture = router_of(bank, bank.open(2)).route(TEXTS, None)
     expected = [f"llama:{mixture.names[column]}" for column in mixture.weights.argmax(1).tolist()]
     assert {model.partition(".")[0] for model in expected} == {"llama:colour", "llama:animal"}
-    with in_front(bank, export, f"{url}/v1") as client:
+    with in_front(bank, export, f"{url}/v1", model_aliases={"gpt-4o": "auto"}) as client:
         inner = httpx.Client(timeout=20, trust_env=False)
         official = OpenAI(
             base_url=str(client.base_url.join("/v1")), api_key="a client's", max_retries=0, http_client=inner
@@ -204,7 +204,9 @@ def test_each_text_goes_to_its_adapter(
         for given, model in ((own, expected[1]), (expected[1], expected[1]), ("base", "llama"), ("other", "other")):
             response = client.post("/v1/chat/completions", json=chat(TEXTS[2], model=given))
             assert response.headers[HEAD] == stand_in.asked[-1][0]["model"] == model
-        assert [item["id"] for item in client.get("/v1/models").json()["data"]] == ["auto", "llama"]
+        aliased = client.post("/v1/chat/completions", json=chat(TEXTS[0], model="gpt-4o"))
+        assert aliased.headers[HEAD] == expected[0]
+        assert [item["id"] for item in client.get("/v1/models").json()["data"]] == ["auto", "gpt-4o", "llama"]
         assert client.get("/readyz").json() == {"status": "ready", "snapshot": 2}
 
         count = len(stand_in.asked)

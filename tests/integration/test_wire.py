@@ -17,6 +17,8 @@ from service_client import Asked, bank_of, examples
 from tiny import Done, SnapshotModel, Taught, opened
 
 from raycl.bank import Bank
+from raycl.errors import ConfigError
+from raycl.serve.settings import load_serve_config
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -281,6 +283,18 @@ def test_listed_models_can_be_requested(wire: Wire, model: SnapshotModel) -> Non
     assert older.raycl["snapshot"] == 1 and set(older.raycl["tasks"]) == {"colour"}
     newer = wire.chat("it purrs", model="snapshot:2")
     assert newer.raycl["snapshot"] == 2 and "animal" in newer.raycl["tasks"]
+
+
+def test_names_of_clients_stand_for_models(bank: Bank) -> None:
+    with listening(bank, model_aliases={"gpt-4o": "auto", "gpt-3.5": "colour.1", "gpt-0": "nothing"}) as aliased:
+        answered = aliased.chat("fire is", model="gpt-4o")
+        assert answered.model == "gpt-4o" and answered.raycl["tasks"] == aliased.chat("fire is").raycl["tasks"]
+        assert aliased.chat("fire is", model="gpt-3.5").raycl["adapters"] == {"colour.1": 1.0}
+        assert {"gpt-4o", "gpt-3.5"} <= {item.id for item in aliased.openai.models.list()}
+        with pytest.raises(openai.NotFoundError, match="model 'nothing' does not exist"):
+            aliased.chat("fire is", model="gpt-0")
+    with pytest.raises(ConfigError, match="model_aliases names 'base', which is a model itself"):
+        load_serve_config(None, ["bank=b", "model_aliases={base: auto}"])
 
 
 def test_requests_pin_more_exactly(wire: Wire, model: SnapshotModel) -> None:

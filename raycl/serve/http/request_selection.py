@@ -14,7 +14,7 @@ from raycl.generation.requests import ResponseMetadata, Sampling
 from raycl.serve.engine.engine_requests import AdapterSelection
 from raycl.serve.engine.multi_snapshot_model import MARK, LoadedSnapshot
 from raycl.serve.errors import InvalidRequestError, LimitExceededError, NotFoundError
-from raycl.serve.http.schema import AUTO, MAX_NUMBER, Form, Generation, Request, ResponseDetails
+from raycl.serve.http.schema import AUTO, MAX_NUMBER, Form, Generation, Pins, Request, ResponseDetails
 from raycl.serve.service.service import Service
 
 
@@ -25,14 +25,14 @@ async def select(service: Service, request: Request) -> AsyncIterator[tuple[Load
     Raises:
         NotFoundError: no such model, adapter or snapshot. BusyError: too many snapshots are being loaded.
     """
-    number = request.pins.snapshot
-    if request.model.startswith("snapshot:") and number is None:
-        text = request.model.partition(":")[2]
+    number, model = request.pins.snapshot, service.config.model_of(request.model)
+    if model.startswith("snapshot:") and number is None:
+        text = model.partition(":")[2]
         if not (text.isdecimal() and 1 <= int(text) <= MAX_NUMBER):
-            raise NotFoundError(f"model '{request.model}': expected snapshot:NUMBER")
+            raise NotFoundError(f"model '{model}': expected snapshot:NUMBER")
         number = int(text)
     async with service.use_snapshot(number) as loaded:
-        yield loaded, _choice(loaded, request)
+        yield loaded, _choice(loaded, model, request.pins)
 
 
 async def sampling_of(service: Service, request: Generation, max_tokens: int | None) -> Sampling:
@@ -112,8 +112,8 @@ def _rounded(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: near for name, weight in weights.items() if (near := round(weight, 6))}
 
 
-def _choice(loaded: LoadedSnapshot, request: Request) -> AdapterSelection:
-    pins, model, number = request.pins, request.model, loaded.snapshot.number
+def _choice(loaded: LoadedSnapshot, model: str, pins: Pins) -> AdapterSelection:
+    number = loaded.snapshot.number
     if pins.task is not None and pins.task not in loaded.prompts:
         raise NotFoundError(f"snapshot {number} has no task '{pins.task}': expected one of {_some(loaded.prompts)}")
     if pins.adapters is not None:

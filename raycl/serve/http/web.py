@@ -189,6 +189,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         loaded = snapshot_manager.active
         listed = [AUTO, "base", *(f"snapshot:{number}" for number in snapshot_manager.bank.snapshots())]
         listed += [*served_tasks(loaded), *(entry.name for entry in loaded.snapshot.adapters)]
+        listed += service.config.model_aliases
         created = int(snapshot_manager.active_since)
         models = {"object": "model", "created": created, "owned_by": "raycl"}
         return [{"id": name, **models} for name in dict.fromkeys(listed)]

@@ -81,10 +81,9 @@ class Front:
     async def answer(self, path: str, request: Request, body: dict[str, Any], is_chat: bool) -> Response:
         """Return the engine's answer, by the adapter that the request names or that is chosen for its text."""
         given = _read(RoutedRequest, body)
-        if given.model == AUTO:
+        name = self.config.model_of(given.model)
+        if name == AUTO:
             name = await self._choose(body, given.raycl or UpstreamFields(), is_chat)
-        else:
-            name = given.model
         model = self.choice.record.model_of(name)
         sent = _json({key: value for key, value in body.items() if key != "raycl"} | {"model": model})
         return await self.client.post(path, sent, request.headers, {CHOSEN: quote(model, safe=":/@+ ")})
@@ -111,7 +110,7 @@ class Front:
         return adapters[0]
 
     async def models(self) -> Response:
-        """Return the engine's own list, and `auto`."""
+        """Return the engine's own list, `auto` and names that stand for other models."""
         status, body = await self.client.get("/v1/models")
         try:
             tree = json.loads(body) if status == 200 else {}
@@ -120,8 +119,9 @@ class Front:
             raise UnavailableError(f"what answers at {self.client.url} is no OpenAI-compatible engine") from error
         if status != 200:
             return Response(body, status, media_type="application/json")
-        auto = {"id": AUTO, "object": "model", "created": 0, "owned_by": "raycl"}
-        return JSONResponse({**tree, "data": [auto, *listed]})
+        own = {"object": "model", "created": 0, "owned_by": "raycl"}
+        names = [{"id": name, **own} for name in (AUTO, *self.config.model_aliases)]
+        return JSONResponse({**tree, "data": [*names, *listed]})
 
 
 def _read(kind: type[T], body: dict[str, Any]) -> T:
