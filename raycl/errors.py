@@ -65,7 +65,11 @@ class BackboneError(RayclError):
 
 
 class ConversationError(BackboneError):
-    """A chat template cannot render a conversation, the one at `index` of those given, or an answer to it."""
+    """A chat template cannot render a conversation or an answer to it.
+
+    Attributes:
+        index: position of the conversation among those that were given.
+    """
 
     def __init__(self, problem: str, index: int = 0) -> None:
         super().__init__(problem, index)

@@ -28,7 +28,11 @@ Used = dict[str, str]
 
 @dataclass(frozen=True)
 class Plugin:
-    """One entry point: what it names (`module:attribute`), and the distribution that has it."""
+    """One entry point.
+
+    Attributes:
+        target: `module:attribute`. package, version: of the distribution that has it.
+    """
 
     kind: Kind
     name: str
@@ -94,7 +98,11 @@ class Names(Collection[str]):
 
 
 def find(kind: Kind, name: str) -> Plugin | None:
-    """Return the entry point of a name, None if no package has it; raises PluginError if several have it."""
+    """Return the entry point of a name; None: no installed package has it.
+
+    Raises:
+        PluginError: several packages have it.
+    """
     having = [plugin for plugin in installed(kind) if plugin.name == name]
     if len(having) > 1:
         packages = " and ".join(f"'{plugin.package}' {plugin.version}" for plugin in having)

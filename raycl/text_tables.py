@@ -31,7 +31,11 @@ def edgeless(titles: Sequence[str], words: Collection[int] = (0,)) -> Table:
 
 
 def render(content: RenderableType, width: int = 10_000) -> str:
-    """Return plain text without empty ends, in lines so wide that by default no table is squeezed."""
+    """Return plain text without empty ends.
+
+    Args:
+        width: characters of a line; by default no table is squeezed.
+    """
     text = io.StringIO()
     console = Console(  # force_jupyter: a notebook would show the table itself, and the file would stay empty
         file=text, width=width, markup=False, highlight=False, emoji=False, color_system=None, force_jupyter=False

@@ -94,7 +94,11 @@ class CardMetadata:
 
 
 def model_card(metadata: CardMetadata, labels: Sequence[str], merged: bool) -> str:
-    """Return Markdown with a Python block that works in the card's folder; `merged`: the folder is a complete model."""
+    """Return Markdown with one Python block that works in the card's own folder.
+
+    Args:
+        labels: labels of the label head; () where there is none. merged: the folder is a complete model.
+    """
     known = metadata.capabilities
     front = {"base_model": metadata.base} if metadata.on_hub else {}
     front |= {"library_name": "transformers" if merged else "peft", "pipeline_tag": PIPELINES[known.answers]}

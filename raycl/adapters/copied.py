@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 class CopiedModule(nn.Module):
-    """`base(x)`, with another weight for each example whose adapter has a copy, or the one in training."""
+    """`base(x)`, with another weight for each example whose adapter has a copy.
+
+    Attributes:
+        base: the module that it replaces, unchanged.
+        lora_copy: the weight in training; None: there is none.
+    """
 
     def __init__(self, base: nn.Module, stack: AdapterStack, path: str) -> None:
         super().__init__()

@@ -138,7 +138,11 @@ class ExpertLinear(nn.Module):
 
 
 class StackedExperts(nn.Module):
-    """The experts of a block, each linear of them a child `<name>[<number>]` that a `StackedLora` can replace."""
+    """The experts of a block, of which each linear is a child `<name>[<number>]` that a `StackedLora` can replace.
+
+    Attributes:
+        base: the experts that it replaces, unchanged. rows: rows of the batch that the block sees.
+    """
 
     def __init__(self, base: nn.Module, stack: AdapterStack) -> None:
         super().__init__()

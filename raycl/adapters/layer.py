@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class AttentionQueries:
-    """The last output of an attention layer's query projection, for its output projection."""
+    """The last output of an attention layer's query projection, for its output projection.
+
+    Attributes:
+        heads: number of heads. scaling: factor of the scores.
+    """
 
     heads: int
     scaling: float

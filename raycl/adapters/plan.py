@@ -75,7 +75,12 @@ class MixturePlan:
         return a_KD.view(*index.shape, -1), b_KO.view(*index.shape, -1)
 
     def for_rows(self, what: str, tensor: Tensor, rows: int) -> Tensor:
-        """Return `tensor`, kept as `what`, with each row repeated as often as generation repeats examples in `rows`."""
+        """Repeat each row `copies` times, since generation gives every example so many neighbouring rows.
+
+        Args:
+            what: name of the tensor among those of the plan, under which the result is kept.
+            rows: rows of the batch that a layer sees.
+        """
         examples = tensor.shape[0]
         if rows == examples:
             return tensor
@@ -88,7 +93,11 @@ class MixturePlan:
 
 
 def gate_of(weights_BN: Tensor, owners: Sequence[tuple[int, int, float]]) -> Tensor:
-    """Return `[B, R]`, weight times scale of each row, by the column, rows and scale of each adapter in `owners`."""
+    """Return `[B, R]`, weight times scale of each row.
+
+    Args:
+        owners: for each adapter its column of `weights_BN`, its number of rows and its scale.
+    """
     columns = [column for column, count, _ in owners for _ in range(count)]
     scales = torch.tensor([scale for _, count, scale in owners for _ in range(count)])
     index = torch.tensor(columns, dtype=torch.long)
@@ -104,7 +113,11 @@ def neighbours(rows: Tensor) -> slice | Tensor:
 def own_form(
     weights_BN: Tensor, owners: Sequence[tuple[int, int, float]], rows: Mapping[int, Sequence[int]]
 ) -> tuple[Tensor, Tensor] | None:
-    """Return each example's own rows and gates, both `[B, K]`, or None where the shared form is cheaper."""
+    """Return each example's own rows `[B, K]` and gates `[B, K]`, or None where the shared form is cheaper.
+
+    Args:
+        rows: column -> rows of the pool.
+    """
     total = sum(count for _, count, _ in owners)
     active = weights_BN[:, [column for column, _, _ in owners]] != 0
     counts = torch.tensor([count for _, count, _ in owners])

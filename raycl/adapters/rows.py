@@ -187,7 +187,11 @@ class StaticRows:
         self.ratios = {path: torch.ones(sequences, s[1], dtype=s[2], device=s[3]) for path, s in shapes.items()}
 
     def fill(self, pool: RowPool, index: Tensor, gate_BR: Tensor) -> None:
-        """Copy the rows `index` and their gates in; raises AdapterError where there is not room for all."""
+        """Copy the rows `index` and their gates in.
+
+        Raises:
+            AdapterError: more rows or sequences than there is room for.
+        """
         examples, count = gate_BR.shape
         if count > self.gate.shape[1] or examples > self.gate.shape[0]:
             raise AdapterError(

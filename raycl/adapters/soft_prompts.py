@@ -89,7 +89,12 @@ class MixedPrompts(nn.Module):
     """
 
     def __init__(self, stack: AdapterStack, width: int, use_of: UseOf = ADDED_UP) -> None:
-        """Mix the prompts of a stack's adapters; `use_of` is asked in each forward pass for those of the mixture."""
+        """Mix the prompts of a stack's adapters.
+
+        Args:
+            width: width of a position.
+            use_of: asked in each forward pass for the adapters of the mixture.
+        """
         super().__init__()
         self.width, self._use_of = width, use_of
         for name in ("trainable", "gate", *MLP):

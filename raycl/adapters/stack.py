@@ -361,7 +361,11 @@ class AdapterStack:
             self.trainable, self.trainable_scale, self.dropout = settings
 
     def trainable_states(self, values: Mapping[str, Tensor]) -> dict[str, AdapterState]:
-        """Return the states of the adapters in training; `values` are complete parameters by name."""
+        """Return the states of the adapters in training.
+
+        Args:
+            values: complete parameters by name, as the engine gives them.
+        """
         states: dict[str, AdapterState] = {}
         for number, name in enumerate(self.trainable):
             linears, magnitudes = {}, {}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from raycl.adapters.experts import linear_at
 from raycl.adapters.layer import adapted_norms, plain_weight
 from raycl.errors import AdapterError
-from raycl.progress import counted_off
 from raycl.types import AdapterState, Mixture
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -60,7 +59,14 @@ def check_fits(name: str, state: AdapterState, shapes: Shapes) -> None:
 
 
 def check_copies(name: str, state: AdapterState, modules: Mapping[str, nn.Module]) -> None:
-    """Check that every copied module exists in the model, with its shape; raises AdapterError if one does not."""
+    """Check that every copied module exists in the model and has its shape.
+
+    Args:
+        modules: path -> module.
+
+    Raises:
+        AdapterError: a module is missing or has another shape.
+    """
     for path, weight in state.copies.items():
         own = modules[path].weight if path in modules else None
         expected = list(own.shape) if isinstance(own, Tensor) else "no such module"
@@ -85,7 +91,14 @@ def check_alone(mixture: Mixture, names: Collection[str]) -> None:
 
 
 def check_increment(what: str, state: AdapterState) -> None:
-    """Raise AdapterError for a non-linear adapter: it cannot be folded into weights, and is no LoRA."""
+    """Check that the adapter changes weights alone, so that it can be folded and written as a LoRA.
+
+    Args:
+        what: the adapter's name in the message.
+
+    Raises:
+        AdapterError: it has a non-linearity between A and B.
+    """
     if state.activation:
         raise AdapterError(
             f"{what} has activation '{state.activation}' between A and B, expected none: a non-linear adapter is no "
@@ -171,7 +184,7 @@ def fold(model: nn.Module, state: AdapterState) -> None:
         weight = model.get_submodule(path).weight
         assert isinstance(weight, Tensor)
         weight.data.copy_(copy)
-    for path, (a, b) in counted_off(state.linears.items(), "folding linears"):
+    for path, (a, b) in state.linears.items():
         try:
             base = linear_at(model, path)
             weight = base.weight

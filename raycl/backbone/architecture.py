@@ -62,7 +62,10 @@ def known_sizes(name: str) -> PretrainedConfig | None:
 
 
 def architecture(config: BackboneConfig, source_tokens: int, target_tokens: int) -> Backbone:
-    """Return the backbone on torch's meta device, as `load_skeleton` gives it, for these limits of a codec.
+    """Return the backbone on torch's meta device, as `load_skeleton` gives it.
+
+    Args:
+        source_tokens, target_tokens: limits of the codec.
 
     Raises:
         BackboneError: its config.json is not on this machine, and it is none of `SIZES`.

@@ -38,7 +38,11 @@ BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 @lru_cache(maxsize=1)
 def prefers_onednn(cpu_info: Path = CPU_INFO) -> bool:
-    """Return whether this is an AMD CPU with AVX-512, by Linux's `cpu_info`, and torch has oneDNN."""
+    """Return whether this is an AMD CPU with AVX-512, and torch has oneDNN.
+
+    Args:
+        cpu_info: Linux's description of the CPU; it may be absent.
+    """
     onednn: Any = torch.backends.mkldnn
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not onednn.is_available():
         return False

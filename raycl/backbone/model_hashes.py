@@ -37,7 +37,14 @@ class _HashRecord:
 
 
 def fingerprint_of(name: str, revision: str | None = None, pickles: bool = False) -> str:
-    """Return the SHA-256 over config, tokenizer and weight files; raises BackboneError if there is no such model."""
+    """Return the SHA-256 over config, tokenizer and weight files.
+
+    Args:
+        pickles: see `FetchedFiles`.
+
+    Raises:
+        BackboneError: it does not exist.
+    """
     folder = folder_of(name, revision, FetchedFiles(pickles=pickles))
     digest = hashlib.sha256()
     for file in identity_files(folder):

@@ -38,7 +38,12 @@ class Reason(TypedDict):
 
 @dataclass(frozen=True)
 class Activation:
-    """One decision, by ascending numbers; only moves of the branch later than `seen` are news to it."""
+    """One decision.
+
+    Attributes:
+        number: number of the decision, ascending.
+        seen: newest move of the branch at the time of the decision; only later moves are news.
+    """
 
     number: int
     snapshot: int
@@ -60,7 +65,11 @@ class Activations:
         self.records = NumberedRecords(bank.storage, self.folder, self._read)
 
     def latest(self) -> Activation | None:
-        """Return the decision that counts, None before the first; raises BankError if it is damaged or missing."""
+        """Return the decision that counts; None before the first.
+
+        Raises:
+            BankError: it is damaged or missing.
+        """
         with bank_errors(REMEDY):
             return self.records.newest()
 
@@ -125,6 +134,10 @@ def followed(bank: Bank) -> list[str]:
 
 
 def activated(bank: Bank) -> set[int]:
-    """Return the snapshots that endpoints answer from now; raises BankError if a last decision is damaged."""
+    """Return the snapshots that endpoints answer from now.
+
+    Raises:
+        BankError: a last decision is damaged.
+    """
     latest = [Activations(bank, branch).latest() for branch in followed(bank)]
     return {decision.snapshot for decision in latest if decision is not None}

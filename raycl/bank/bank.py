@@ -56,7 +56,11 @@ class ObjectReader(Protocol):
     """Reads objects of a bank: the bank itself, or the object store of the cluster."""
 
     def read_objects(self, wanted: Sequence[NamedObject]) -> list[Buffer]:
-        """Return the bytes of each, whose hashes are checked; raises BankError if one is missing or damaged."""
+        """Return the bytes of each, whose hashes are checked.
+
+        Raises:
+            BankError: one is missing or damaged.
+        """
         ...
 
 
@@ -186,7 +190,11 @@ class Bank:
         return numbers(self.storage, f"adapters/{check_name(name)}")
 
     def manifest(self, ref: AdapterRef) -> AdapterManifest:
-        """Return the manifest of a version; raises BankError if it does not exist or is damaged."""
+        """Return the manifest of a version.
+
+        Raises:
+            BankError: it does not exist, or its manifest is damaged.
+        """
         file = manifest_file(ref.name, ref.version)
         if not self.storage.exists(file):
             have = ", ".join(map(str, self.versions(ref.name))) or "none"
@@ -205,7 +213,11 @@ class Bank:
         return unpack(self.read_object(entry.tensors, str(entry)), entry, layout)
 
     def read_object(self, info: ObjectInfo, what: str) -> Buffer:
-        """Return the bytes of an object, whose hash is checked; raises BankError if it is missing or damaged."""
+        """Return the bytes of an object, whose hash is checked.
+
+        Raises:
+        BankError: the object is missing or damaged.
+        """
         try:
             data = _mapped(self.storage.path(info.file)) if self.storage.is_local else self.storage.read(info.file)
         except (OSError, StorageError) as error:
@@ -243,7 +255,11 @@ class Bank:
         return True
 
     def get(self, info: ObjectInfo, what: str) -> dict[str, Tensor]:
-        """Return stored tensors after checking their hash; raises BankError if the object is missing or damaged."""
+        """Return stored tensors after checking their hash.
+
+        Raises:
+        BankError: the object is missing or damaged.
+        """
         return views(self.read_object(info, what), what)
 
     # ---- snapshots -------------------------------------------------------------------------------------------
@@ -335,7 +351,11 @@ class Bank:
         return self.open(numbers[-1]) if numbers else None
 
     def open(self, number: int) -> Snapshot:
-        """Return a snapshot, without reading tensors; raises BankError if it does not exist or is damaged."""
+        """Return a snapshot; no tensors are read.
+
+        Raises:
+            BankError: it does not exist or is damaged.
+        """
         file = snapshot_file(number)
         if not self.storage.exists(file):
             have = ", ".join(map(str, self.snapshots()[-20:])) or "none"

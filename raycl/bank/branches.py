@@ -117,7 +117,11 @@ class Branch:
         return self.records.numbers()
 
     def last(self) -> Move | None:
-        """Return the newest move, None if there never was one; raises BankError if it is damaged or missing."""
+        """Return the newest move; None: there never was one.
+
+        Raises:
+            BankError: it is damaged or missing.
+        """
         with bank_errors(REMEDY):
             return self.records.newest()
 
@@ -131,7 +135,11 @@ class Branch:
         return None if last is None else last.snapshot
 
     def move(self, number: int) -> Move:
-        """Return the move with a number; raises BankError if it is damaged."""
+        """Return the move with a number.
+
+        Raises:
+            BankError: it is damaged.
+        """
         file = self.records.file(number)
         with bank_errors(REMEDY):
             record = read_fields(self.bank.storage, file, FORMAT, Move)
@@ -285,7 +293,11 @@ def line_of(bank: Bank, name: str) -> Iterator[int]:
 
 
 def branch_names(bank: Bank) -> list[str]:
-    """Return names of all branches that exist; raises BankError if a newest move is damaged."""
+    """Return names of all branches that exist.
+
+    Raises:
+        BankError: a newest move is damaged.
+    """
     return [name for name in numbered_folders(bank, FOLDER) if Branch(bank, name).head() is not None]
 
 

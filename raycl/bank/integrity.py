@@ -19,7 +19,11 @@ class IntegrityCheck:
     """Checks objects of a bank and remembers those that it has checked."""
 
     def __init__(self, read: Callable[[Sequence[NamedObject]], None]) -> None:
-        """Start without checked objects; `read` reads some and raises `BankError` for the first that is damaged."""
+        """Start without checked objects.
+
+        Args:
+            read: reads objects and checks their hashes; raises `BankError` for the first that is missing or damaged.
+        """
         self._read = read
         self._known: set[str] = set()
 

@@ -197,7 +197,11 @@ class Snapshot(Section):
         return snapshot_file(self.number)
 
     def adapter(self, name: str) -> SnapshotAdapter:
-        """Return the adapter of that name; raises BankError if there is none."""
+        """Return the adapter of that name.
+
+        Raises:
+            BankError: there is none.
+        """
         for entry in self.adapters:
             if entry.name == name:
                 return entry
@@ -277,7 +281,11 @@ def dump(record: AdapterManifest | Snapshot) -> bytes:
 
 
 def parse_manifest(data: bytes, file: str) -> AdapterManifest:
-    """Read back what `dump` wrote; raises BankError if it is not JSON, has another format, was changed or moved."""
+    """Read back what `dump` wrote.
+
+    Raises:
+        BankError: the file is not JSON, has another format, was changed or moved.
+    """
     record = _parsed(AdapterManifest, data, file)
     if record.file != file:
         raise BankError(f"'{file}' holds {record.ref}: it was moved or edited; restore it from a copy")
@@ -285,7 +293,14 @@ def parse_manifest(data: bytes, file: str) -> AdapterManifest:
 
 
 def parse_snapshot(data: bytes, file: str | None) -> Snapshot:
-    """Read back what `dump` wrote to a file, or to a copy elsewhere (None); raises BankError as `parse_manifest`."""
+    """Read back what `dump` wrote.
+
+    Args:
+        file: its name in the bank; None: a copy elsewhere.
+
+    Raises:
+        BankError: see `parse_manifest`.
+    """
     record = _parsed(Snapshot, data, file or "a copy of a snapshot")
     if file is not None and record.file != file:
         raise BankError(f"'{file}' holds snapshot {record.number}: it was moved or edited; restore a copy")
@@ -313,7 +328,11 @@ def read_bytes(storage: Storage, file: str) -> bytes:
 
 @contextmanager
 def bank_errors(remedy: str = "") -> Iterator[None]:
-    """Turn what is wrong with a record into a BankError, with what else can be done about it."""
+    """Turn what is wrong with a record into a BankError.
+
+    Args:
+        remedy: what else can be done about a damaged one.
+    """
     try:
         yield
     except DamagedError as error:

@@ -86,7 +86,10 @@ class CacheActor:
         self.checked: set[str] = set()
 
     def locate(self, wanted: Sequence[NamedObject], lost: Sequence[str] = ()) -> tuple[list[Any], list[Any]]:
-        """Return packs, and each object's pack, start and size, None without room; `lost` are those found gone.
+        """Return packs, and for each object its pack's number, start and size; None: there is no room for it.
+
+        Args:
+            lost: hashes whose objects the reader found gone.
 
         Raises:
             BankError: missing or damaged in the bank.
@@ -196,7 +199,12 @@ class _Mapped(Mapping[str, AdapterState]):
 
 
 class ObjectStoreCache:
-    """A reader's view of a bank through the object store, by the cache actor of that name in `NAMESPACE`."""
+    """A reader's view of a bank through the object store.
+
+    Attributes:
+        bank: the bank.
+        name: name of the cache actor in `NAMESPACE`.
+    """
 
     def __init__(self, bank: Bank, capacity_mb: float | None = None, detached: bool = True) -> None:
         """Find the bank's cache actor, or start it.

@@ -52,7 +52,12 @@ def pack(tensors: Mapping[str, Tensor]) -> list[Buffer]:
 def packed(
     tensors: Mapping[str, Tensor], fetch: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[Buffer]:
-    """Yield the file part by part; `tensors` give dtypes and full shapes, and are fetched one at a time."""
+    """Yield the file part by part; each tensor is fetched in its turn, so that one at a time is in host memory.
+
+    Args:
+        tensors: give dtypes and full shapes, on any device. fetch: returns the full tensor of a name.
+        metadata: metadata of the header.
+    """
     largest_first = sorted(
         tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)
     )  # keeps every tensor aligned
@@ -74,7 +79,10 @@ def _bytes(tensor: Tensor) -> Buffer:
 
 
 def views(buffer: Buffer, what: str) -> dict[str, Tensor]:
-    """Return tensors that look into `buffer`, which must stay unchanged.
+    """Return tensors that look into `buffer` (which must stay unchanged).
+
+    Args:
+        what: name for error messages.
 
     Raises:
         BankError: it is not a complete safetensors file of dtypes that a bank holds.
@@ -246,6 +254,9 @@ def _flat(memory: memoryview) -> Tensor:
 
 def unpack(buffer: Buffer, entry: AdapterManifest | SnapshotAdapter, layout: Layout | None = None) -> AdapterState:
     """Return the adapter in bytes whose hash was checked, compared with its manifest.
+
+    Args:
+        layout: layout of a snapshot's entry (`Snapshot.layouts`).
 
     Raises:
         BankError: a tensor is missing, unexpected, or has another shape or dtype.

@@ -69,7 +69,11 @@ INSTALLED = Path(raycl.__file__).parent / "files"
 
 
 def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run a command on `words`, by default those of this process; returns the exit status."""
+    """Run a command; returns the exit status.
+
+    Args:
+        words: arguments; None: those of this process. prog: name for messages; None: the file that was started.
+    """
     gc.set_threshold(OBJECTS)
     try:
         options = parsed(name, sys.argv[1:] if words is None else words, prog)

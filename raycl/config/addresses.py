@@ -72,7 +72,11 @@ def _found(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def announce(tree: Tree, own_address: str = "") -> None:
-    """Log the servers that a config names, but for the user's own, once in a process, before they are used."""
+    """Log the servers that a config names, once in a process, before they are used.
+
+    Args:
+        own_address: address of the run or bank itself, which the user knows.
+    """
     servers: dict[Server, list[str]] = {}
     for path, address in addresses(tree).items():
         if (server := Server.of(address)) is not None and server != Server.of(own_address):

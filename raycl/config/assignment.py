@@ -34,7 +34,11 @@ def apply_override(tree: Tree, override: str) -> None:
 
 
 def read_override(override: str) -> tuple[str, Any]:
-    """Return the dotted key and value of `key.path=value`; raises ConfigError as `apply_override` does."""
+    """Return the dotted key and value of `key.path=value`.
+
+    Raises:
+        ConfigError: see `apply_override`.
+    """
     key, sign, text = override.partition("=")
     if not sign or not all(key.strip().split(".")):
         raise ConfigError(f"override '{override}' is not of the form key.path=value, for example method.r=8")

@@ -36,7 +36,11 @@ def allowing(names: Collection[str]) -> Iterator[None]:
 
 @contextmanager
 def reading(files: bool) -> Iterator[None]:
-    """Restrict OmegaConf to allowed environment variables; records, which no command named, read none."""
+    """Restrict OmegaConf to the environment variables that are allowed.
+
+    Args:
+        files: the command named the config; False: it is a record, which reads no variable at all.
+    """
     names = (*ALWAYS, *_allowed.get()) if files else ()
 
     def read(name: str, *default: Any) -> str | None:

@@ -18,7 +18,11 @@ _UNPRINTED = ("Cc", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def problem_of(name: str, refused: str = "") -> str:
-    """Return why a name, also with a sign in `refused`, cannot be a file's, and what is expected; "" if it can."""
+    """Return why a name cannot be that of a file or folder, and what is expected instead; "" where it can.
+
+    Args:
+        refused: signs that are refused in addition to those of paths.
+    """
     if not name or name != name.strip():
         return "it is empty or has white space at an end: expected a plain name, letters of any script"
     if name.startswith(".") or ".." in name:

@@ -134,7 +134,11 @@ def read_tree(path: str, below: Sequence[str] = ()) -> Tree:
 
 
 def require_file(path: str) -> str:
-    """Return the path of a config file; raises ConfigError if it is not there."""
+    """Return the path of a config file that is there.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not Path(path).is_file():
         raise ConfigError(f"config file '{path}' does not exist: give the path of a YAML file")
     return path

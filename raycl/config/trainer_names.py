@@ -39,7 +39,10 @@ BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 def renamed(key: str, value: Any, source: str) -> tuple[str, Any]:
-    """Return path and value of a setting that may have a name of `TrainingArguments`.
+    """Return the path and value of a setting that may have a name of `TrainingArguments`.
+
+    Args:
+        key: dotted path, as written. source: names what wrote it in errors.
 
     Raises:
         ConfigError: a value that means nothing here.

@@ -94,7 +94,11 @@ def covering(path: str, unused_settings: Iterable[str]) -> str | None:
 
 
 def refuse(unused_settings: Mapping[str, str], source: str) -> None:
-    """Raise ConfigError for written settings that have no effect."""
+    """Refuse written settings that have no effect.
+
+    Raises:
+        ConfigError: there are any.
+    """
     if unused_settings:
         listed = "; ".join(f"{path} acts on nothing beside {reason}" for path, reason in unused_settings.items())
         raise ConfigError(f"{source}: {listed}: leave it out, or change the other")

@@ -107,7 +107,11 @@ def _grouped(order: GlobalOrder, epoch: int) -> Indices:
 
 
 class Loader:
-    """One worker's micro-batches, `accumulation` of them, of each optimizer step of an order."""
+    """One worker's micro-batches of each optimizer step.
+
+    Attributes:
+        order: order of all rows. accumulation: micro-batches of a step.
+    """
 
     def __init__(
         self, collate: Collate, order: GlobalOrder, micro_batch_size: int, rank: int = 0, world_size: int = 1

@@ -35,7 +35,12 @@ _YES, _TRUE = frozenset(("yes", "no", "on", "off")), frozenset(("true", "false")
 
 @dataclass(frozen=True)
 class Mistake:
-    """Something in the data of a task that is probably not intended: its number, examples and remedy."""
+    """Something in the data of a task that is probably not intended.
+
+    Attributes:
+        kind: kind of mistake. count: number of cases.
+        which: examples. mend: remedy.
+    """
 
     kind: str
     count: int
@@ -88,7 +93,11 @@ class SeenRows:
 
 
 def mistakes_of(stream: Stream, task: Task, most: int | None = None) -> list[Mistake]:
-    """Return what is probably wrong with the data of a task; texts of more rows than `most` are not compared."""
+    """Return what is probably wrong with the data of a task.
+
+    Args:
+        most: texts are compared where the task has at most this many rows; None: always.
+    """
     sources = {split: raw for split in SPLITS if (raw := stream.source(task, split)) is not None}
     rows = {split: stream.rows(task, split) for split in sources}
     train, test = sources.get("train"), sources.get("test")

@@ -89,7 +89,11 @@ def check_codec(task: Task, prompt: Prompt, codec: TextCodec, lengths: TokenLimi
 def prepare(
     task: Task, split: Split, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: TokenLimits, cache: Path
 ) -> TokenTable:
-    """Return the token table of `chosen`, once made on each node for a request; raises as `check_codec`."""
+    """Return the token table of `chosen`; another process of this node with the same request gets the same file.
+
+    Raises:
+        DataError, ConfigError: see `check_codec`.
+    """
     check_codec(task, prompt, codec, lengths)
     picks = None if chosen.picks is None else chosen.picks.tolist()
     key = key_of(
@@ -146,7 +150,14 @@ def _tokenise(
 
 @contextmanager
 def naming_rows(raw: RawRows, numbers: Sequence[int]) -> Iterator[None]:
-    """Add file and row to errors about a conversation; raises DataError where a template cannot render one."""
+    """Add the file and row to errors about a conversation.
+
+    Args:
+        numbers: numbers of the rows whose texts are encoded inside.
+
+    Raises:
+        DataError: the chat template cannot render one.
+    """
     try:
         yield
     except ConversationError as error:

@@ -62,7 +62,11 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A stream before its rows are read; unseen tasks are never trained, `notes` list differences from the config."""
+    """A stream before its rows are read; `notes` list differences from the configuration.
+
+    Attributes:
+        unseen: tasks that are evaluated and never trained.
+    """
 
     name: str
     tasks: tuple[TaskPlan, ...]
@@ -85,7 +89,9 @@ def resolve(config: StreamConfig) -> StreamPlan:
     tested, absent = _plans(config, unseen, ("test",), known) if unseen else ((), [])
     missing = [*dropped, *absent]
     notes = (f"tasks left out because they are missing on disk: {', '.join(missing)}",) if missing else ()
-    return StreamPlan(benchmark.name if benchmark else config.title, plans, tested, notes)
+    is_custom = config.name == "builtin" and any(plan.files for plan in plans)
+    name = benchmark.name if benchmark else "custom" if is_custom else config.name
+    return StreamPlan(name, plans, tested, notes)
 
 
 def missing_files(config: StreamConfig) -> str:
@@ -332,7 +338,11 @@ def _one_file(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:
 
 
 def names_splits(spec: TaskSpec, config: StreamConfig) -> bool:
-    """Return whether the rows of the task's one file name their splits; raises DataError if it cannot be read."""
+    """Return whether the rows of the task's one file name their splits.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     assert spec.path is not None, "the file has a path"
     file = _source(spec.path, config)
     return isinstance(file, SourceFile | HubSplit) and splits_in(file, spec.format, _columns(spec.columns))

@@ -162,7 +162,11 @@ class Stream:
         return np.unique(groups, return_inverse=True)[1]
 
     def check(self, codec: TextCodec) -> None:
-        """Raise what `table` would raise because of the codec, for all tasks, without reading rows."""
+        """Raise what `table` would raise because of the codec, for all tasks, without reading rows.
+
+        Raises:
+            DataError, ConfigError: see `table`.
+        """
         for task in (*self.tasks, *self.unseen):
             check_codec(task, self.prompt(task, codec), codec, self.limits(task, codec))
 
@@ -171,7 +175,11 @@ class Stream:
         return "" if self._open[task.name].plan.recorded is not None else self.prompt(task, codec).instruction
 
     def prompt(self, task: Task, codec: TextCodec, instruction: str | None = None) -> Prompt:
-        """Return the template around the inputs of `task`, with its own instruction unless one is given."""
+        """Return the template around the inputs of `task`.
+
+        Args:
+            instruction: replaces the task's own.
+        """
         if self.learns_texts:
             return Prompt()
         opened = self._open[task.name]

@@ -170,7 +170,11 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def free_port(ports: Sequence[int] = PORTS) -> int:
-    """Return one of these ports that is free on loopback; raises LaunchError if all that were tried are taken."""
+    """Return one of these ports that is free on loopback.
+
+    Raises:
+        LaunchError: every one that was tried is taken.
+    """
     for _ in range(100):
         port = secrets.choice(ports)
         with socket.socket() as tried:
@@ -201,7 +205,11 @@ def log_while_pending(
 
 
 def is_pending(all_of_it: bool = False) -> bool:
-    """Return whether a placement group of this Ray job has no place yet, or all of those that take CPUs have none."""
+    """Return whether a placement group of this process's Ray job has no place yet.
+
+    Args:
+        all_of_it: and none of its groups that take CPUs has one.
+    """
     mine = ray.get_runtime_context().get_job_id()  # a group's id ends with its job's
     groups = [group for name, group in ray.util.placement_group_table().items() if name.endswith(mine)]
     placed = any(

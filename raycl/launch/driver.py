@@ -60,7 +60,11 @@ class RunOptions:
 
 
 class Launcher(Protocol):
-    """Starts the workers of a run, each with `resources`."""
+    """Starts the workers of a run.
+
+    Attributes:
+        resources: resources of each worker.
+    """
 
     resources: Resources
 

@@ -31,10 +31,18 @@ log = logging.getLogger("raycl")
 
 
 class LocalProcess:
-    """Launches a run in this process, with the parts of it that `resources` are."""
+    """Launches a run in this process.
+
+    Attributes:
+        resources: parts of this process that the run uses.
+    """
 
     def __init__(self, prepared: Prepared, options: RunOptions) -> None:
-        """Start nothing; raises LaunchError if the config asks for a GPU, and there is none."""
+        """Start nothing.
+
+        Raises:
+            LaunchError: the config asks for a GPU, and there is none.
+        """
         self._prepared, self._options = prepared, options
         self.resources = options.in_process or own_resources(prepared.config.launch)
 

@@ -167,7 +167,11 @@ def with_tasks(config: RunConfig, added: Sequence[str], learned: Collection[str]
 
 
 def task_of(text: str) -> Any:
-    """Return a task as it was written on the command line; raises ConfigError if it is neither a name nor YAML."""
+    """Return a task as it was written on the command line.
+
+    Raises:
+        ConfigError: it is neither a name nor YAML.
+    """
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -223,7 +227,11 @@ def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = (
 
 
 def finish(prepared: Prepared) -> dict[str, Any]:
-    """Return results from the journal, written to `results.json`; raises ResumeError if it is another run's."""
+    """Return results from the journal, written to `results.json`.
+
+    Raises:
+        ResumeError: the journal belongs to another run.
+    """
     state = read_state(prepared.storage)
     check_owner(prepared.storage, state, prepared.info)
     results = build_results(prepared.info, prepared.stream, prepared.phases, state)

@@ -47,7 +47,12 @@ FILE = "probe.json"
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """Test rows of each task, layers as `modifiers.migu.layers`, and the share of their outputs that are not large."""
+    """Settings of a measurement.
+
+    Attributes:
+        rows: test rows of each task. threshold: share of a layer's outputs that are not large.
+        layers: roles or regular expressions, as `modifiers.migu.layers`.
+    """
 
     rows: int = 100
     threshold: float = 0.7

@@ -22,8 +22,8 @@ from raycl.bank.object_store import shared_readers
 from raycl.config import Tree
 from raycl.errors import LaunchError, RunError, UnreachableError
 from raycl.launch import cluster as clusters
+from raycl.launch.console import follow
 from raycl.launch.crashes import error_file, leave_error
-from raycl.launch.follow import follow
 from raycl.launch.prepared_run import resume_line
 from raycl.launch.worker import Worker, work
 from raycl.training.definition.job import Resources, TrainingJob
@@ -57,7 +57,11 @@ LOOK_S = 0.2
 
 
 class RayTrain:
-    """Launches a run on the workers of Ray Train, each with `resources`."""
+    """Launches a run on the workers of Ray Train.
+
+    Attributes:
+        resources: resources of each worker.
+    """
 
     def __init__(self, prepared: Prepared, options: RunOptions, resources: Resources) -> None:
         self._prepared, self._options, self.resources = prepared, options, resources
@@ -65,7 +69,11 @@ class RayTrain:
     @classmethod
     @contextmanager
     def on_cluster(cls, prepared: Prepared, options: RunOptions) -> Iterator[RayTrain]:
-        """Join the cluster, or start one, inside; raises LaunchError if it can never provide the workers."""
+        """Join the cluster, or start one, inside.
+
+        Raises:
+            LaunchError: it can never provide the workers.
+        """
         config, warm = prepared.config, options.warm
         with clusters.joined(config.launch.address), nullcontext() if warm is None else warm.waiting_for(None):
             yield cls(prepared, options, worker_resources(config, options.share))
@@ -125,6 +133,9 @@ def work_as(world: DistributedContext, job: TrainingJob, report: Callable[[Tree]
     """Do the job in a process that Ray has started for it.
 
     A process that fails is started again, which helps after a crash, not after an error of ours: see `work`.
+
+    Args:
+        report: see `Worker`.
     """
     storage = job.storage
     if not storage.exists(CONFIG):
@@ -181,7 +192,11 @@ def _fit_into(trainer: TorchTrainer, ended: Future[None]) -> None:
 
 
 def worker_resources(config: RunConfig, share: int = 1) -> Resources:
-    """Return what each worker gets of the cluster, shared by so many runs; raises LaunchError if it cannot."""
+    """Return what each worker gets of the cluster, which so many runs share.
+
+    Raises:
+        LaunchError: it can never give that.
+    """
     launch, nodes = config.launch, clusters.nodes()
     gpus = sum(node.gpus for node in nodes)
     gpu = launch.gpus_per_worker if launch.gpus_per_worker is not None else float(gpus >= launch.workers)

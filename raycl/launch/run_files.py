@@ -72,7 +72,10 @@ class RunFiles:
 
 
 def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles:
-    """Return the run in a folder, by a reader of its journal that may have read before.
+    """Return the run in a folder.
+
+    Args:
+        journal: reads the journal of that folder, and has perhaps done so before.
 
     Raises:
         ResumeError: there is no run. RunError: its journal is damaged. StorageError: it is out of reach.

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raycl.errors import RunError
 from raycl.launch import cluster as clusters
-from raycl.launch.follow import follow
+from raycl.launch.console import follow
 from raycl.launch.local import in_process_worker
 from raycl.launch.ray_train import LOWER, cause_of, raise_failed, raise_left, work_as, worker_resources
 from raycl.training.definition.job import Resources, TrainingJob
@@ -64,7 +64,11 @@ class WarmProcess:
 
 @dataclass(frozen=True)
 class WarmWorker:
-    """A `WarmProcess` by its handle, on what it holds of the cluster."""
+    """An actor on what it holds of the cluster.
+
+    Attributes:
+        actor: handle of a `WarmProcess`. room: its placement group.
+    """
 
     actor: Any
     room: PlacementGroup
@@ -117,7 +121,11 @@ class WarmWorkers:
 
     @contextmanager
     def waiting_for(self, resources: Resources | None) -> Iterator[None]:
-        """Let workers of other kinds end as soon as they have no run, inside; None: Ray Train's group is awaited."""
+        """Let workers of other kinds end as soon as they have no run, inside.
+
+        Args:
+            resources: resources of the awaited worker; None: those of a group of Ray Train.
+        """
         with self._lock:
             self._waiting.append(resources)
         try:
@@ -178,10 +186,18 @@ class WarmWorkers:
 
 
 class WarmRun:
-    """Launches a run of one worker, with `resources`, on a process that stays."""
+    """Launches a run of one worker on a process that stays.
+
+    Attributes:
+        resources: resources of the worker.
+    """
 
     def __init__(self, workers: WarmWorkers, prepared: Prepared, options: RunOptions) -> None:
-        """Start nothing; raises LaunchError if the cluster can never provide the worker."""
+        """Start nothing.
+
+        Raises:
+            LaunchError: the cluster can never provide the worker.
+        """
         self._workers, self._prepared, self._options = workers, prepared, options
         self.resources = worker_resources(prepared.config, options.share)
 

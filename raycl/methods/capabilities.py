@@ -39,7 +39,12 @@ class Constraint(Protocol):
 
 
 class SampleGenerator(Protocol):
-    """The settings of a generator of pseudo-samples, as far as a run's checks need them."""
+    """The settings of a generator of pseudo-samples, as far as a run's checks need them.
+
+    Attributes:
+        writes: input, or instruction_and_input. max_tokens: limit of a written text.
+        backbone: its own; None: that of the run.
+    """
 
     @property
     def writes(self) -> str: ...
@@ -68,7 +73,14 @@ class OutputProbe(Protocol):
     """Sums the magnitudes of layers' outputs over the passes that `observe` runs, and finds the large ones."""
 
     def __init__(self, backbone: Backbone, layers: Sequence[str], threshold: float) -> None:
-        """Observe layers by roles or regular expressions; raises ConfigError if they name none."""
+        """Observe layers.
+
+        Args:
+            layers: roles or regular expressions. threshold: share of a layer's outputs that are not large.
+
+        Raises:
+            ConfigError: `layers` names none.
+        """
 
     def clear(self) -> None:
         """Begin new sums."""

@@ -51,7 +51,11 @@ class DemixConfig(BottleneckSettings):
 
 
 class Demix(ChosenByTask):
-    """Bottleneck adapters, of which `starts` says as which earlier one each began."""
+    """Bottleneck adapters that begin as one another.
+
+    Attributes:
+        starts: task -> the adapter that its own began as.
+    """
 
     Config: ClassVar[type[MethodConfig]] = DemixConfig
 

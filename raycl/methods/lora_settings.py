@@ -151,11 +151,18 @@ class LoraSettings(Section):
         return linear_names(model, self.target_modules) + expert_names(model, self.target_parameters)
 
     def scale_of(self, rank: int, alpha: float | None = None) -> float:
-        """Return the scale of an update of this rank, with an alpha of its own or `lora_alpha`."""
+        """Return the scale of an update of this rank.
+
+        Args:
+            alpha: its own alpha; None: `lora_alpha`.
+        """
         return (alpha or self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def begin_training(self, stack: AdapterStack, names: Sequence[str], rank: int | None = None) -> None:
-        """Begin to train adapters in a stack, of a rank where `rank_pattern` has no other; None: `r`.
+        """Begin to train adapters in a stack.
+
+        Args:
+            rank: rank of each, where `rank_pattern` has no other; None: `r`.
 
         Raises:
             BackboneError: a pattern matches no adapted linear, a weight has fewer singular values than `r`, or a module

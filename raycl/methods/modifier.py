@@ -122,7 +122,11 @@ class GradientModifier:
 
 
 class Modifiers:
-    """All modifiers of a run as one, in the order in which they act; none at all costs nothing."""
+    """All modifiers of a run as one; none at all costs nothing.
+
+    Attributes:
+        members: name -> modifier, in the order in which they act.
+    """
 
     def __init__(self, members: Mapping[str, GradientModifier] | None = None) -> None:
         self.members = dict(members or {})

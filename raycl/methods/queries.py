@@ -11,7 +11,10 @@ from raycl.types import IGNORE, Batch
 
 
 class TextQueries:
-    """Means of the frozen backbone's last hidden states over each text's tokens, computed once for a batch."""
+    """Means of the frozen backbone's last hidden states over each text's tokens.
+
+    They are computed once for the routing and the penalty of a batch.
+    """
 
     def __init__(self, backbone: Backbone, stack: AdapterStack) -> None:
         self._backbone, self._stack = backbone, stack

@@ -21,7 +21,11 @@ HEAD = "head"
 
 
 def end_training(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, Tensor]) -> dict[str, AdapterState]:
-    """Return adapter in training -> what it holds, by whole tensors on the CPU; from now on nothing is in training."""
+    """Adapter in training -> what it holds; from now on nothing is in training.
+
+    Args:
+        tensors: learned parameters by name, whole and on the CPU.
+    """
     states = stack.trainable_states(tensors)
     head, prefix = backbone.head, backbone.prefix
     if isinstance(prefix, MixedPrompts):
@@ -38,7 +42,11 @@ def end_training(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, 
 
 
 def head_adapter(backbone: Backbone, tensors: Mapping[str, Tensor]) -> dict[str, AdapterState]:
-    """Return the one label head that all tasks train, as an adapter beside others; empty without labels."""
+    """Return the one label head that all tasks train, as an adapter beside others; empty without labels.
+
+    Args:
+        tensors: learned parameters by name, whole and on the CPU.
+    """
     head = backbone.head
     if head is None or not head.labels:
         return {}

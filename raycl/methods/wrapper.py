@@ -84,7 +84,11 @@ class Wrapper(Method):
     needs_shared: ClassVar[Literal["", "adapters", "parameters"]] = ""
 
     def __init__(self, config: WrapperConfig, backbone: Backbone, seed: int) -> None:
-        """Make the learner; raises ConfigError if it lacks what `needs_shared` says."""
+        """Make the learner.
+
+        Raises:
+            ConfigError: it lacks what `needs_shared` says.
+        """
         super().__init__(config, backbone, seed)
         self.learner = method_class(config.learner.name)(config.learner, backbone, seed)
         self.learner.is_wrapped = True

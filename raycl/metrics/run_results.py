@@ -111,7 +111,11 @@ def find_results(root: str | Path) -> list[Tree]:
 
 
 def run_folders(root: str | Path) -> list[Storage]:
-    """Return the folders of all runs at or below `root` that have results, by path; raises RunError without any."""
+    """Return the folders of all runs at or below `root` that have results, by path.
+
+    Raises:
+        RunError: there is none.
+    """
     return [folder for folder, _ in _found(root)]
 
 
@@ -175,7 +179,11 @@ def metric_of(result: Tree, name: str) -> float | None:
 
 
 def averages_of(result: Tree, number: str) -> dict[str, float | None]:
-    """Return means of the last row (`score` or `accuracy`) over all tasks, the first two, the last two; {} for none."""
+    """Return means of the last row over all tasks, the first two and the last two.
+
+    Args:
+        number: `score`, or `accuracy` where scores have it; the result is {} where the run has no such number.
+    """
     return dict((result.get("averages") or {}).get(number) or {})
 
 

@@ -26,14 +26,22 @@ RECORDED = ("labels", "off_task", "max_new_tokens")
 
 
 def recorded_settings(snapshot: Snapshot, **others: object) -> EvalConfig:
-    """Return the settings by which a snapshot's run judged answers, with `others` decided by the caller."""
+    """Return the settings of evaluation by which a snapshot's run judged answers, so that its scores are the run's.
+
+    Args:
+        others: settings that the caller decides.
+    """
     recorded = snapshot.provenance.get("config", {}).get("eval", {})
     return configs.validate(EvalConfig, {name: recorded[name] for name in RECORDED if name in recorded} | others)
 
 
 @dataclass(frozen=True)
 class ScoredTask:
-    """The rows of a task and their references; no split: the configured one, sampled by `eval.subsample`."""
+    """The rows of a task and their references.
+
+    Attributes:
+        split: the split; None: the configured one, sampled where `eval.subsample` is set.
+    """
 
     stream: Stream
     task: Task

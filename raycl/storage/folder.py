@@ -180,7 +180,11 @@ class Storage:
         raise StorageError(f"cannot read '{self._full(name)}': it is replaced during every read, try again later")
 
     def read_text(self, name: str) -> str:
-        """Return the whole file as text; raises StorageError if it cannot be read, or is not UTF-8."""
+        """Return the whole file as text.
+
+        Raises:
+            StorageError: it cannot be read, or is not UTF-8.
+        """
         try:
             return self.read(name).decode()
         except UnicodeDecodeError as error:
@@ -331,7 +335,11 @@ class Storage:
             self._with_retries("delete", name, lambda: self.filesystem.delete_file(self.path(name)))
 
     def read_json(self, name: str) -> Any:
-        """Parse a JSON file; raises StorageError if it is not JSON."""
+        """Parse a JSON file.
+
+        Raises:
+            StorageError: it is not JSON.
+        """
         try:
             return json.loads(self.read(name))
         except (ValueError, RecursionError) as error:

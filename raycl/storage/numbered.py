@@ -47,7 +47,11 @@ class NumberedRecords(Generic[T]):
         return f"{self.folder}/{numbered(number)}"
 
     def newest(self) -> T | None:
-        """Return the newest record, None if there is none; raises DamagedError if it is missing."""
+        """Return the newest record; None: there is none.
+
+        Raises:
+            DamagedError: it is missing; or what reading it raises.
+        """
         stamps = self.stamps()
         return self.known(max(stamps), stamps[max(stamps)]) if stamps else None
 
@@ -83,7 +87,11 @@ class NumberedRecords(Generic[T]):
         return max([*listed, self._read(note)], default=0) + 1
 
     def create(self, number: int, record: dict[str, Any]) -> None:
-        """Create a record, then note the newest one; raises AlreadyExistsError if another writer was first."""
+        """Create a record, then note the newest one.
+
+        Raises:
+            AlreadyExistsError: another writer was first.
+        """
         self.storage.create(self.file(number), seal(record))
         note = _Note(self.folder, max(self.numbers(), default=number))  # the record may be that of a faster writer
         self.storage.write(f"{self.folder}/{NOTE}", seal({"format": FORMAT, **vars(note)}))

@@ -41,7 +41,14 @@ def hashed(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_hash(tree: Any, file: str) -> dict[str, Any]:
-    """Return the tree that was given to `hashed`; raises DamagedError if it was changed since, or has no hash."""
+    """Return the tree that was given to `hashed`.
+
+    Args:
+        file: its name for messages.
+
+    Raises:
+        DamagedError: the tree was changed since, or has no hash.
+    """
     if not isinstance(tree, dict) or not isinstance(tree.get("sha256"), str):
         raise DamagedError(f"'{file}' has no hash of its content: expected the field sha256, as raycl writes it")
     content = {name: value for name, value in tree.items() if name != "sha256"}
@@ -59,7 +66,10 @@ def _sealed(record: Any) -> bytes:
 
 
 def unseal(data: bytes, file: str, version: int) -> dict[str, Any]:
-    """Return the record that `seal` wrote, of a format that the caller reads.
+    """Return the record that `seal` wrote.
+
+    Args:
+        file: its name for messages. version: the format that the caller reads.
 
     Raises:
         DamagedError: the record was cut or changed, or is none. FormatError: it has another format.
@@ -96,7 +106,11 @@ def is_deeper(value: Any, depth: int) -> bool:
 
 
 def read_record(storage: Storage, name: str, version: int) -> dict[str, Any]:
-    """Read a record's file; raises as `unseal`, and StorageError if it cannot be read."""
+    """Read a record's file.
+
+    Raises:
+        DamagedError, FormatError: see `unseal`. StorageError: it cannot be read.
+    """
     return unseal(storage.read(name, MAX_BYTES), f"{storage.uri}/{name}", version)
 
 
@@ -116,7 +130,11 @@ def read_fields(storage: Storage, name: str, version: int, kind: type[T]) -> T:
 
 
 def fields_of(record: dict[str, Any], file: str, kind: type[T]) -> T:
-    """Return the same for a record that was read from a file, whose name is for messages."""
+    """Return the same for a record that was read.
+
+    Args:
+        file: its name for messages.
+    """
     try:
         fields: T = _adapter(cast(Any, kind)).validate_python(record)
         return fields
@@ -133,7 +151,11 @@ def numbered(number: int) -> str:
 
 
 def number_of(name: str, first: int = 1) -> int | None:
-    """Return the number, at least `first`, in `000001.json`; None for other names, such as files of editors."""
+    """Return the number in `000001.json`; None for every other name, such as files of editors.
+
+    Args:
+        first: the lowest number in use.
+    """
     match = _NUMBERED.fullmatch(name)
     number = int(match[1]) if match else -1
     return number if number >= first and numbered(number) == name else None

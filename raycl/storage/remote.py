@@ -117,7 +117,11 @@ _AWAY = re.compile(
 
 
 def is_unreachable(error: BaseException, local: bool) -> bool:
-    """Return whether the store may answer later; of local paths, those of network file systems alone may."""
+    """Return whether an error means that the store may answer later.
+
+    Args:
+        local: the path is local, where only errors of network file systems count.
+    """
     if local:
         return isinstance(error, OSError) and error.errno in AWAY
     return _AWAY.search(str(error)) is not None

@@ -70,7 +70,12 @@ def read_seal(storage: Storage, name: str, key: str) -> Seal:
 
 
 def read_sealed(storage: Storage, name: str, key: str) -> tuple[bytes, Seal]:
-    """Return a file and its record; raises as `read_seal`, and DamagedError if the file is damaged."""
+    """Return a file and its record.
+
+    Raises:
+        DamagedError: one of them is damaged, or of another key. FormatError: of another version.
+        StorageError: one of them cannot be read.
+    """
     record = read_seal(storage, name, key)
     data = storage.read(name)
     if hashlib.sha256(data).hexdigest() != record.sha256:

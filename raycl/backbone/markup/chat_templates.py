@@ -128,7 +128,14 @@ def turns(
 
 
 def check(template: str, system: str) -> None:
-    """Try a template before anything depends on it, with a short conversation and a long one; raises as `turns`."""
+    """Try a template before anything depends on it, with a short conversation and a long one.
+
+    Args:
+        system: system message of conversations that have none of their own; "": none.
+
+    Raises:
+        ValueError: see `turns`.
+    """
     short, long = ([*([("system", system)] if system else []), *conversation] for conversation in (SHORT, LONG))
     for _ in turns(template, TOKENS, [short]):
         (tried,) = renderer().render(template, TOKENS, [(long, True)])

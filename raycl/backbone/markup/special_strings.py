@@ -21,7 +21,11 @@ _MARK, _BREAK = "\U0010fffc", "\U0010fffd"
 
 
 class SpecialStrings:
-    """The special tokens of a fast tokenizer, whose ids decoding leaves out."""
+    """The special tokens of a fast tokenizer.
+
+    Attributes:
+        ids: ids of all special tokens, which decoding leaves out.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

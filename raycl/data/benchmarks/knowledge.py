@@ -211,7 +211,11 @@ def canonical(name: str) -> str:
 
 
 def folder_names(name: str, info: PublishedTask | None = None) -> frozenset[str]:
-    """Return folded names that the task's folder may have on disk, by `info` or else what `TASKS` says."""
+    """Return folded names that the task's folder may have on disk.
+
+    Args:
+        info: facts about the task; None: those in `TASKS`.
+    """
     info = info or TASKS.get(name)
     return frozenset({fold(name), *(fold(other) for other in (info.folders if info else ()))})
 

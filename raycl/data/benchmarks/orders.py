@@ -54,7 +54,11 @@ def find(name: str) -> Benchmark | None:
 
 
 def require(name: str) -> Benchmark:
-    """Return the benchmark called `name`; raises ConfigError, with the nearest name, if there is none."""
+    """Return the benchmark called `name`.
+
+    Raises:
+        ConfigError: there is none; the message names the nearest.
+    """
     benchmark = find(name)
     if benchmark is None:
         hint = meant(name, sorted({BUILTIN, *ORDERS, *ALIASES, *plugins.names("order")}))

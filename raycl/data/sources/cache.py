@@ -34,7 +34,11 @@ Info = dict[str, Any]
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A committed cache entry, and the hash of its file."""
+    """A committed cache entry.
+
+    Attributes:
+        sha256: hash of the file.
+    """
 
     path: Path
     info: Info

@@ -163,7 +163,11 @@ def system_of(item: Mapping[str, Any], refuse: RefuseRow) -> str:
 
 
 def earlier_turns(value: Any, refuse: RefuseRow) -> list[Message]:
-    """Return the turns before an instruction; raises DataError if they are no pairs of texts."""
+    """Return the turns before an instruction, which are pairs of texts.
+
+    Raises:
+        DataError: they are something else.
+    """
     if value in _NOTHING:
         return []
     pairs = _loaded(value, HISTORY, refuse) if isinstance(value, str) else value
@@ -181,6 +185,9 @@ def _text(value: Any, name: str, refuse: RefuseRow) -> str:
 
 def conversation_of(value: Any, where: str) -> list[Message]:
     """Return the messages of a conversation in memory, in any of the forms that files have.
+
+    Args:
+        where: its name in error messages.
 
     Raises:
         DataError: roles that are not known or do not alternate, contents that are no texts.

@@ -44,7 +44,10 @@ _PEEK = 1 << 16
 def read_rows(
     file: Source, format: str = AUTO, columns: Columns | None = None, findings: Findings | None = None
 ) -> Iterator[SourceRow]:
-    """Yield the rows of `file` in order, streaming, and note bad ones, which are refused without `findings`.
+    """Yield the rows of `file` in order, streaming; `format` applies to files only.
+
+    Args:
+        findings: notes and bad rows are written here; None: bad rows are refused.
 
     Raises:
         DataError: the file or a row cannot be used.
@@ -77,7 +80,11 @@ def _part(part: SplitPart, format: str, columns: Columns, findings: Findings) ->
 
 
 def splits_in(file: SourceFile | HubSplit, format: str, columns: Columns) -> bool:
-    """Return whether the first row of a file names its split; raises DataError if it cannot be read."""
+    """Return whether the first row of a file names its split.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     row = next(read_rows(file, format, replace(columns, others=True), Findings("skip")), None)
     return row is not None and COLUMN in (row.others or {})
 

@@ -121,7 +121,11 @@ class HubSplit(NamedSource):
         return None if names is None else tuple(names)
 
     def rows(self, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
-        """Yield the rows in order, with class names for class numbers; raises DataError if one cannot be used."""
+        """Yield the rows in order, with class names for class numbers.
+
+        Raises:
+            DataError: a row cannot be used.
+        """
         needed = columns.needed(self.dataset.column_names, self.refuse)
         return usable_rows(enumerate(self._items(needed), start=1), columns, self.refuse, findings)
 

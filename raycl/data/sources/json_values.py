@@ -27,7 +27,11 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def json_line(line: str, number: int, file: SourceFile) -> Any:
-    """Return the value on a line; raises BadRow if it is not JSON, or nested too deeply."""
+    """Return the value on a line.
+
+    Raises:
+        BadRow: it is not JSON, or nested too deeply.
+    """
     text = line.strip()
     try:
         item, end = _decode(text)
@@ -68,7 +72,11 @@ class JsonStream:
                 return ""
 
     def take(self, expected: str) -> str:
-        """Skip the next character; raises DataError if it is none of these."""
+        """Skip the next character, which must be one of these.
+
+        Raises:
+            DataError: it is another.
+        """
         next_character = self.next()
         if not next_character or next_character not in expected:
             wanted = " or ".join(f"'{character}'" for character in expected)
@@ -77,7 +85,11 @@ class JsonStream:
         return next_character
 
     def value(self) -> Any:
-        """Read the next value; raises DataError if it is not JSON, too large or nested too deeply."""
+        """Read the next value.
+
+        Raises:
+            DataError: it is not JSON, too large or nested too deeply.
+        """
         while True:
             start = self._at
             try:
@@ -158,7 +170,11 @@ class JsonStream:
             pass
 
     def end(self) -> None:
-        """Raise DataError if anything follows."""
+        """Check that nothing follows.
+
+        Raises:
+            DataError: something does.
+        """
         if self.next():
             self._fail(json.JSONDecodeError("Extra data", self._text, self._at))
 

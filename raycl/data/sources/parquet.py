@@ -105,7 +105,11 @@ def _one_by_one(batch: pa.RecordBatch, number: int, file: SourceFile) -> Iterato
 
 @dataclass
 class _Expansion:
-    """Bytes to which all pages expand, and the largest mean bytes of a row in any page."""
+    """The sizes to which pages expand.
+
+    Attributes:
+        total: bytes of all pages. largest: the largest mean bytes of a row in any page.
+    """
 
     total: int = 0
     largest: int = 0

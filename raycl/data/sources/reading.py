@@ -82,7 +82,11 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def bad_row(self, problem: BadRow) -> None:
-        """Count a bad row; raises it where bad rows are refused."""
+        """Count a bad row.
+
+        Raises:
+            BadRow: bad rows are refused.
+        """
         if self.on_bad_row == "refuse":
             raise problem
         self.left_out += 1
@@ -173,7 +177,11 @@ _SHORT = {".tgz": "gzip", ".tbz2": "bz2", ".txz": "xz"}
 
 
 def check_compressed(path: Path, limits: ReadLimits, refuse: Refuse) -> None:
-    """Raise DataError if a compressed file is damaged, or expands further than the limits allow."""
+    """Check how far a compressed file expands.
+
+    Raises:
+        DataError: it is damaged, or expands further than the limits allow.
+    """
     import fsspec  # only `datasets` reads these
     from fsspec.utils import infer_compression
 

@@ -23,7 +23,11 @@ class Slice:
         return f"[{self.start}:{self.stop}]"
 
     def of(self, count: Callable[[], int]) -> range:
-        """Return the positions of the slice; `count` is called where an end depends on the number of rows."""
+        """Return the positions of the slice.
+
+        Args:
+            count: counts the rows, where an end depends on their number.
+        """
         if re.fullmatch(r"\d*", self.start) and self.stop.isdigit():
             return range(int(self.start or 0), int(self.stop))
         rows = count()

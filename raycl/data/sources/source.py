@@ -58,7 +58,11 @@ class SourceFile(NamedSource):
 
     @staticmethod
     def at(uri: str | Path) -> SourceFile:
-        """Return the file at a path or URI, without reading it; raises StorageError for an unknown scheme."""
+        """Return the file at a path or URI; nothing is read.
+
+        Raises:
+            StorageError: an unknown scheme.
+        """
         location = Storage.at(uri)
         parent, _, name = location.root.rpartition("/")
         return SourceFile(replace(location, uri=location.uri.rpartition("/")[0], root=parent), name)
@@ -77,7 +81,11 @@ class SourceFile(NamedSource):
         return self.folder.exists(self.name)
 
     def require(self) -> None:
-        """Raise DataError if the file does not exist, or its file system does not answer."""
+        """Make sure that the file exists.
+
+        Raises:
+            DataError: the file does not exist, or its file system does not answer.
+        """
         try:
             exists = self.folder.exists(self.name)
         except OSError as error:

@@ -62,7 +62,14 @@ class SplitPart(NamedSource):
         return hashlib.sha256(f"{self.source.content_hash(cache)} {self.value} {self.part}".encode()).hexdigest()
 
     def chosen(self, read: Callable[[], Iterator[SourceRow]]) -> Iterator[SourceRow]:
-        """Yield the rows of the part, of those that `read` reads; raises DataError if no row names the split."""
+        """Yield the rows of the part.
+
+        Args:
+            read: reads the source's rows, with their other fields where the part goes by a column.
+
+        Raises:
+            DataError: no row names the split.
+        """
         part = (
             range(0)
             if self.part is None

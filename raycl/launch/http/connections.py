@@ -187,7 +187,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def server_of(app: Any, protocol: type[LimitedProtocol], **settings: Any) -> uvicorn.Server:
-    """Return a server of an ASGI application; `protocol` is that of its connections."""
+    """Return a server of an ASGI application.
+
+    Args:
+        protocol: of its connections. settings: other settings of `uvicorn.Config`.
+    """
     log: dict[str, Any] = {"log_config": None, "log_level": "error"}  # no line for each request that is none
     return uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", **log, **settings))
 

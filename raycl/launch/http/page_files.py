@@ -46,7 +46,11 @@ def page_files(package: str) -> dict[str, bytes]:
 
 
 def add_page(app: FastAPI, package: str, below: str) -> None:
-    """Serve the package's `index.html` at `/`, and its other files below a path such as `/playground`."""
+    """Serve a page at `/`, and its files below a path.
+
+    Args:
+        package: package with `index.html` and the other files. below: a path such as `/playground`.
+    """
     for name, content in page_files(package).items():
         _add_file(app, "/" if name == INDEX else f"{below}/{name}", content, TYPES[f".{name.rpartition('.')[2]}"])
 

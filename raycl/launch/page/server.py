@@ -64,7 +64,11 @@ class RunReader:
 
 
 def make_app(reader: RunReader, local_only: bool) -> FastAPI:
-    """Return the ASGI application; with `local_only`, requests for another host's name are refused."""
+    """Return the ASGI application.
+
+    Args:
+        local_only: requests for another host are refused: a web page elsewhere may have its name point here.
+    """
     app = FastAPI(title="raycl status", docs_url=None, redoc_url=None, openapi_url=None)
     add_page(app, __package__ or "", "/page")
 

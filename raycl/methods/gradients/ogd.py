@@ -116,7 +116,11 @@ def outside(gradients: Gradients, basis: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def grown(basis: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the basis, parameter -> `[K, *shape]`, with orthonormal columns for new gradients outside of its span."""
+    """Return the basis with an orthonormal column for each new gradient outside of the span of those before it.
+
+    Args:
+        basis: parameter -> `[K, *shape]`, may lack parameters. new: parameter -> `[N, *shape]`.
+    """
     count = len(next(iter(basis.values()))) if basis else 0
     held = {name: basis.get(name, rows.new_zeros(count, *rows.shape[1:])) for name, rows in new.items()}
     result = {name: torch.cat([held[name], torch.zeros_like(rows)]) for name, rows in new.items()}

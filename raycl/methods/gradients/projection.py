@@ -55,7 +55,11 @@ class StoredRowsConfig(WrapperConfig):
 
 
 class StoredRowsWrapper(Wrapper):
-    """Any learner of one model for all labels, whose gradients are compared with those on `stored` rows."""
+    """Any learner that trains one model for all labels, whose gradients are compared with those on stored rows.
+
+    Attributes:
+        stored: rows of each earlier task.
+    """
 
     computes_gradients: ClassVar[bool] = True
     needs_shared = "adapters"

@@ -242,7 +242,11 @@ def outside(low_RD: Tensor, subspace: Subspace) -> Tensor:
 
 
 class ObservedInputs:
-    """Sums of x x^T, path -> `[D, D]` float64, over the real tokens that linears read."""
+    """Sums of x x^T over the real tokens that linears read.
+
+    Attributes:
+        totals: path -> `[D, D]` float64, on the model's device.
+    """
 
     def __init__(self, backbone: Backbone, layers: Mapping[str, StackedLora]) -> None:
         self.backbone = backbone

@@ -192,7 +192,11 @@ class TaskMagnitudes(nn.Module):
         self.frozen, self.names = dict(values), tuple(values)
 
     def begin(self, task: str, value: float, alone: bool = False) -> None:
-        """Train all magnitudes, or with `alone` the new one alone, with one more for a new task."""
+        """Train all magnitudes, with one more for a new task.
+
+        Args:
+            alone: train the new one alone.
+        """
         earlier = {} if alone else self.frozen
         self.names = (*earlier, task)
         self.values = nn.Parameter(torch.tensor([*earlier.values(), value], device=self.device))

@@ -85,14 +85,22 @@ class DasConfig(MethodConfig):
 
 
 class Das(Finetune):
-    """Full fine-tuning behind soft masks by `importance` `[U]`, each unit's largest so far, layer by layer."""
+    """Full fine-tuning behind soft masks.
+
+    Attributes:
+        importance: `[U]`, the largest so far of each unit, layer by layer; None: nothing was learned.
+    """
 
     Config: ClassVar[type[MethodConfig]] = DasConfig
     compiles: ClassVar[bool] = False
     scales_gradients: ClassVar[bool] = True
 
     def __init__(self, config: DasConfig, backbone: Backbone, seed: int) -> None:
-        """Find the units; raises ConfigError if the backbone's layers have none of this kind."""
+        """Find the units.
+
+        Raises:
+            ConfigError: the backbone's layers have no units of this kind.
+        """
         super().__init__(config, backbone, seed)
         self.units = units_of(backbone.model, attention_outputs=False)
         ends = list(accumulate(unit.count for unit in self.units))

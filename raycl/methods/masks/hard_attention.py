@@ -60,7 +60,11 @@ class HardAttention(nn.Module):
         self._read: tuple[Tensor, float] | None = None
 
     def begin(self, alone: bool) -> None:
-        """Draw e for a new task; `alone`: no other task was learned, as far as this one is concerned."""
+        """Draw e for a new task.
+
+        Args:
+            alone: no other task was learned, as far as this one is concerned.
+        """
         drawn = torch.randn(len(self.embedding), device="cpu").clamp(-MOST, MOST)  # each device draws other numbers
         self.embedding = nn.Parameter(drawn.to(self.used.device))
         learned = [] if alone else list(self.masks.values())

@@ -51,7 +51,11 @@ class Hat(BehindMasks):
     trains_backbone = True
 
     def __init__(self, config: HatConfig, backbone: Backbone, seed: int) -> None:
-        """Find the units and gate them; raises ConfigError if the backbone's layers have none of this kind."""
+        """Find the units and gate them.
+
+        Raises:
+            ConfigError: the backbone's layers have no units of this kind.
+        """
         super().__init__(config, backbone, seed, AdapterForm((), 1.0, "probability"))
         units = units_of(backbone.model, attention_outputs=True)
         self.units = {unit.gate_point: unit for unit in units}

@@ -42,7 +42,11 @@ class HatSettings(ByTaskConfig):
 
 
 class BehindMasks(ChosenByTask):
-    """Shared weights behind the masks of each task, over the units of `mask_units`."""
+    """Shared weights behind the masks of each task.
+
+    Attributes:
+        masks: over the units of `mask_units`.
+    """
 
     holds_weights: ClassVar[bool] = True
     scales_gradients: ClassVar[bool] = True

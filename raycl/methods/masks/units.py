@@ -58,7 +58,11 @@ class Units:
 
 @dataclass(frozen=True)
 class Sides:
-    """The units of a parameter's rows, which compute them where `rows_are_written`, and of its columns; None: none."""
+    """The units on both sides of a parameter: of its rows, and of its columns; None: there are none.
+
+    Attributes:
+        rows_are_written: its rows compute the units, which another linear reads.
+    """
 
     rows: Units | None = None
     columns: Units | None = None
@@ -71,7 +75,10 @@ class Sides:
 
 
 def units_of(model: Any, attention_outputs: bool) -> list[Units]:
-    """Return heads, inner units, and outputs of feed-forward blocks, and of attention layers if these are wanted.
+    """Return heads, inner units, and outputs of feed-forward blocks.
+
+    Args:
+        attention_outputs: outputs of attention layers too.
 
     Raises:
         ConfigError: the model computes queries, keys and values in one linear, or its layers have other names.

@@ -54,7 +54,11 @@ class OutputMagnitudes:
     def __init__(
         self, backbone: Backbone, layout: Layout, layers: Mapping[str, nn.Module], count_pads: bool = False
     ) -> None:
-        """Attach hooks of its own to the layers; with `count_pads`, padding of real examples counts too."""
+        """Attach hooks of its own to the layers of the layout; whatever hooks there are stay.
+
+        Args:
+            count_pads: padding of real examples counts too.
+        """
         self.sums = torch.zeros(layout.size, device=backbone.device)
         self.co_magnitude: CoMagnitude | None = None
         self._backbone, self._count_pads = backbone, count_pads
@@ -151,7 +155,11 @@ class LargeOutputs(OutputMagnitudes):
     """The outputs of layers, trained or not, whose rows MIGU would update. An `OutputProbe`."""
 
     def __init__(self, backbone: Backbone, layers: Sequence[str], threshold: float) -> None:
-        """Observe all outputs of the layers; raises ConfigError if `layers` names none."""
+        """Observe all outputs of the layers.
+
+        Raises:
+            ConfigError: `layers` names none.
+        """
         found = observed_layers(backbone, layers, include_lm_head=False)
         self._layout, self._threshold = layout_of_outputs(backbone, found), threshold
         super().__init__(backbone, self._layout, found)

@@ -99,7 +99,11 @@ class MiguConfig(ModifierConfig):
             yield "cluster_by", "clusters=null"
 
     def masks(self, index: int, only: bool, learns_texts: bool) -> bool:
-        """Return whether a phase is masked at all; `only`: the run has no other."""
+        """Return whether a phase is masked at all.
+
+        Args:
+            only: the run has no other. learns_texts: texts themselves are learned, not their answers.
+        """
         skip = self.skip_first_task if self.skip_first_task is not None else not (only or learns_texts)
         return not (skip and index == 0)
 
@@ -119,7 +123,12 @@ class Migu(GradientModifier):
     output_probe = LargeOutputs
 
     def __init__(self, config: MiguConfig, method: Method) -> None:
-        """Check that the named layers exist; raises ConfigError if one does not, or padding cannot be counted."""
+        """Check that the named layers exist.
+
+        Raises:
+            ConfigError: `layers` names none, there is no language-model head to include, or padding is to count where
+                there is none.
+        """
         super().__init__(config, method)
         self.config: MiguConfig
         if config.count_pads and method.backbone.packs:
@@ -146,7 +155,11 @@ class Migu(GradientModifier):
         self._masked: dict[str, Tensor] = {}
 
     def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
-        """Observe every chosen layer that trains a weight; raises RunError if there is none."""
+        """Observe every chosen layer that trains a weight.
+
+        Raises:
+            RunError: there is none.
+        """
         config, backbone = self.config, self.method.backbone
         self._active = config.masks(phase.index, only, phase.tasks[0].objective != "answer")
         layers = observed_layers(backbone, config.layers, config.include_lm_head)

@@ -100,7 +100,11 @@ def _lm_head(backbone: Backbone, layers: Mapping[str, nn.Module]) -> str:
 
 
 def layout_of(backbone: Backbone, layers: Mapping[str, nn.Module], bias: bool) -> Layout:
-    """Return the units of every layer that trains something, one after another, each with its bias if `bias`."""
+    """Return the units of every layer that trains something, one after another.
+
+    Args:
+        bias: biases are masked with their rows.
+    """
     names = {id(p): name for name, p in backbone.named_parameters() if p.requires_grad}
     units: dict[tuple[str, LayerPart], LayerUnits] = {}
     rows: dict[str, ParameterUnits] = {}

@@ -42,7 +42,11 @@ def kept(n_KS: Tensor, share: float, rule: Rule) -> Tensor:
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups of one size S: places in the flat vector and clusters of units that share a bit, both `[K, S]`."""
+    """All groups of one size S: where they lie in the flat vector `[K, S]`, and their clusters, if rows share bits.
+
+    Attributes:
+        clusters: `[K, S]` cluster of each unit; None: each unit by itself.
+    """
 
     places: Tensor
     clusters: Tensor | None = None
@@ -64,7 +68,11 @@ class Groups:
 
 
 def by_size(sizes: Sequence[int], device: torch.device, clusters_F: Tensor | None = None) -> list[Groups]:
-    """Return groups that lie one after another, by size; `clusters_F`: the cluster of every unit within its group."""
+    """Return groups that lie one after another, put together by size.
+
+    Args:
+        clusters_F: cluster of every unit within its group.
+    """
     starts: dict[int, list[int]] = {}
     first = 0
     for size in sizes:
@@ -78,12 +86,20 @@ def by_size(sizes: Sequence[int], device: torch.device, clusters_F: Tensor | Non
 
 
 class SparseLayers:
-    """Plain linears whose backward forms only the kept rows of their weights' gradients, once a mask is known."""
+    """Plain linears whose backward forms only the kept rows of their weights' gradients, once a step's mask is known.
+
+    Attributes:
+        width: see `rows_of`.
+    """
 
     def __init__(
         self, layers: Mapping[str, tuple[nn.Linear, slice]], device: torch.device, width: int | None = None
     ) -> None:
-        """Take the place of the layers' forward passes; each has its outputs' place in the flat mask."""
+        """Take the place of their forward passes.
+
+        Args:
+            layers: name of the weight -> layer, and its outputs' place in the flat mask.
+        """
         self.width = width
         products = Products()
         self._choices = {name: RowChoice(products=products) for name in layers}
@@ -101,7 +117,11 @@ class SparseLayers:
         return bool(self._choices)
 
     def choose(self, mask_F: Tensor, count: Callable[[int], int] | None) -> None:
-        """Let backward form these rows from now on; `count`, where it is known, gives those kept of each group size."""
+        """Let backward form these rows from now on.
+
+        Args:
+            count: number of rows that are kept of each group size; None: unknown.
+        """
         for places_KO, choices in self._by_size:
             known = None if count is None else count(places_KO.shape[1])
             chosen = rows_of(mask_F[places_KO], known, self.width)

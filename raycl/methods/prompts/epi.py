@@ -79,7 +79,11 @@ class Epi(ModulePerTask):
         self._queries = TextQueries(backbone, self.stack)
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Identify tasks by their classes; raises ConfigError if a task has none."""
+        """Tasks are identified by their classes.
+
+        Raises:
+            ConfigError: a task has none.
+        """
         for task in tasks:
             if task.objective == "answer" and task.labels is None and not self.task_id_given:
                 raise ConfigError(

@@ -120,7 +120,11 @@ class Lfpt5Config(MethodConfig):
 
 
 class FixedPrompt(nn.Module):
-    """A prompt, `values` `[P, D]`, that stands beside every text as it is."""
+    """A prompt that stands beside every text as it is.
+
+    Attributes:
+        values: `[P, D]`.
+    """
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
@@ -158,7 +162,11 @@ class Lfpt5(Method):
         self._earlier: dict[int, str] = {}
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Raise ConfigError if the backbone cannot write: it is encoder-only, or has too few positions."""
+        """Check that the backbone can write.
+
+        Raises:
+            ConfigError: it is encoder-only, or has too few positions.
+        """
         backbone, config = self.backbone, self.config
         if backbone.capabilities.answers == "label":
             raise ConfigError(

@@ -109,7 +109,10 @@ class GeneratorConfig(LoraSettings):
 
 
 def check_generator(config: GeneratorConfig, backbone: Backbone, setting: str) -> None:
-    """Check that the named backbone, or the run's own, can generate.
+    """Check that a backbone can generate.
+
+    Args:
+        backbone: the run's own, with or without weights. setting: dotted name of the source.
 
     Raises:
         ConfigError: none can, or texts do not fit. BackboneError: the named backbone cannot be loaded.

@@ -83,7 +83,12 @@ def kept_samples(kind: str, tasks: Iterable[str], tensors: Mapping[str, Tensor])
 
 
 def same_everywhere(value: T, device: torch.device) -> T:
-    """Return the first worker's value on all workers: sampled texts, or files of several nodes, may differ."""
+    """Return the first worker's value on all workers: texts sampled on several GPUs, or files of several nodes, may
+    differ.
+
+    Args:
+        device: device of this worker.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return value
     box: list[Any] = [value]
@@ -101,7 +106,11 @@ def counts_of(kept: Mapping[str, PseudoSamples]) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Volume:
-    """The number of samples kept of a task: a fraction of its training rows, up to a limit."""
+    """The number of samples kept of a task.
+
+    Attributes:
+        fraction: fraction of its training rows. limit: most samples; None: no limit.
+    """
 
     fraction: float
     limit: int | None = None

@@ -50,7 +50,11 @@ class SampleFormat:
     mark: str = "__ans__"
 
     def check(self) -> None:
-        """Raise ConfigError if the tokenizer drops the separator."""
+        """Check that the separator can be written.
+
+        Raises:
+            ConfigError: the tokenizer drops it.
+        """
         if not self.separator:
             raise ConfigError(
                 f"the tokenizer of this backbone has no tokens for method.separator='{self.mark}', which stands "

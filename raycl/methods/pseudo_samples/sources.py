@@ -57,7 +57,11 @@ class SampleSource:
                 read_texts(self.files or "", task, self.setting, self.answers)
 
     def samples(self, context: TaskContext, method: Method, seed: int) -> PseudoSamples:
-        """Return samples of the phase that has just ended, the same on all workers; `method` gives missing answers."""
+        """Return the samples of the phase that has just ended, the same on all workers.
+
+        Args:
+            method: the one that learned the phase; answers that a source lacks are its own.
+        """
         if self.kind == "real":
             return same_everywhere(take_real(context, self.volume, seed, self.answers), method.backbone.device)
         given: list[str] = []
@@ -72,7 +76,14 @@ class SampleSource:
 
 
 def check_files(kind: Kind, files: str | None, setting: str) -> None:
-    """Raise ValueError for a folder of files without the source `file`, or the other way round."""
+    """Check the files in the settings of a source.
+
+    Args:
+        setting: dotted name of the source, beside which `files` stands.
+
+    Raises:
+        ValueError: a folder without the source `file`, or the other way round.
+    """
     if (kind == "file") != (files is not None):
         beside = f"{setting.rpartition('.')[0]}.files"
         raise ValueError(f"{setting}=file needs {beside}, the folder of <task>.jsonl, and no other source does")

@@ -145,7 +145,11 @@ class DerConfig(WrapperConfig):
 
 
 class Der(Wrapper):
-    """Any learner of one model for all labels, with stored rows and, by task, the model's outputs for them."""
+    """Any learner that trains one model for all labels, with stored rows and outputs.
+
+    Attributes:
+        outputs: task -> the model's outputs for its stored rows.
+    """
 
     Config = DerConfig
     needs_shared = "adapters"

@@ -225,7 +225,11 @@ class Mbpa(Wrapper):
     )
 
     def __init__(self, config: MbpaConfig, backbone: Backbone, seed: int) -> None:
-        """Wrap the learner; raises ConfigError if it freezes the adapters of earlier tasks."""
+        """Wrap the learner.
+
+        Raises:
+            ConfigError: adapters of earlier tasks are frozen.
+        """
         super().__init__(config, backbone, seed)
         if self.learner.own_adapters:
             raise ConfigError(

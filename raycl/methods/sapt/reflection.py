@@ -78,7 +78,12 @@ class ReflectionConfig(Section):
 
 @dataclass(frozen=True)
 class ReplayEntry:
-    """A task's pseudo-samples, and `[i]` mean weights over the keys of then, in the order of learning."""
+    """The replay entry of a task.
+
+    Attributes:
+        samples: its pseudo samples.
+        abar: `[i]` mean weights over the keys there were then, in the order of learning.
+    """
 
     samples: PseudoSamples
     abar: Tensor

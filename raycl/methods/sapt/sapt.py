@@ -54,7 +54,11 @@ READ_AT_ONCE = 64
 
 
 class Sapt(PerTaskAdapter):
-    """Task adapters under shared attention; `sampled_texts` of a task are drawn to estimate statistics."""
+    """Task adapters under shared attention.
+
+    Attributes:
+        sampled_texts: texts of a task, drawn at random, from which statistics are estimated.
+    """
 
     Config = SaptConfig
     sampled_texts = 1000

@@ -112,7 +112,11 @@ class Advice:
 
 
 def advise(study: Study, case: Case) -> Advice:
-    """Return the recommendation of a study; raises ConfigError if the case allows no row."""
+    """Return the recommendation of a study.
+
+    Raises:
+        ConfigError: the case allows no row.
+    """
     left_out: dict[str, list[str]] = {}
     allowed = []
     for row in study.measured:

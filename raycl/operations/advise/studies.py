@@ -83,7 +83,14 @@ class Study:
 
 
 def read_study(files: Path, kind: str | None = None) -> Study:
-    """Return the study on this kind of backbone, None: a run's by default; raises ConfigError if there is none."""
+    """Return the study on this kind of backbone; None: on that of a run by default.
+
+    Args:
+        files: folder of `results/` and `jobs/configs/compare/`.
+
+    Raises:
+        ConfigError: no study has such a backbone.
+    """
     comparisons = {}
     for file in sorted((files / "results").glob("*.csv")):
         comparison = configs.load(ComparisonConfig, str(files / f"jobs/configs/compare/{file.stem}.yaml"))

@@ -147,7 +147,11 @@ def export_merged(state: AdapterState, metadata: CardMetadata, backbone: Backbon
 
 
 def import_peft(bank: Bank, folder: str, name: str, backbone: BackboneConfig, tasks: list[str]) -> AdapterManifest:
-    """Publish a LoRA that PEFT wrote elsewhere; raises as `read_peft`."""
+    """Publish a LoRA that PEFT wrote elsewhere.
+
+    Raises:
+        BankError, AdapterError: see `read_peft`.
+    """
     where, source = peft_folder(folder)
     state, model = read_peft(where, name, backbone)
     return bank.publish(name, state, model, tasks, {"imported": source})
@@ -170,6 +174,9 @@ def peft_folder(address: str) -> tuple[Path, str]:
 
 def read_peft(where: Path, name: str, backbone: BackboneConfig) -> tuple[AdapterState, ModelInfo]:
     """Return a LoRA that PEFT wrote, and the backbone that it fits.
+
+    Args:
+        name: the adapter's name in messages.
 
     Raises:
         BankError: the folder is not one of PEFT's. AdapterError: no plain LoRA, or not of this backbone.
@@ -209,7 +216,11 @@ def _check_head(folder: str, labels: Any, head: Mapping[str, Tensor], width: int
 
 
 def empty_folder(folder: str) -> Storage:
-    """Return the folder to export to; raises BankError if it holds files."""
+    """Return the folder to export to.
+
+    Raises:
+        BankError: it holds files.
+    """
     storage = Storage.at(folder)
     if storage.exists() and storage.list():
         raise BankError(f"'{folder}' is not empty: name a new folder")

@@ -23,7 +23,11 @@ FILES = {LORA: "adapter.gguf", MODEL: "model.gguf"}
 
 
 def converter(merged: bool) -> str:
-    """Return the path of the converter; raises BankError if it is not installed."""
+    """Return the path of the converter.
+
+    Raises:
+        BankError: it is not installed.
+    """
     name = MODEL if merged else LORA
     found = shutil.which(name)
     if found is None:
@@ -35,7 +39,10 @@ def converter(merged: bool) -> str:
 
 
 def convert(program: str, folder: Path, base: Path | None = None) -> Path:
-    """Write a GGUF file into an exported folder, of an adapter of a `base` or a merged model; returns the file.
+    """Write a GGUF file into an exported folder; returns the file.
+
+    Args:
+        program: `converter`. base: folder of the backbone of an adapter; None: a merged model.
 
     Raises:
         BankError: the converter failed; the exported folder stays.

@@ -74,7 +74,12 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Named:
-    """A snapshot that a run refers to: by its owner in messages, and adapters as they were published with it."""
+    """A snapshot that a run refers to.
+
+    Attributes:
+        owner: `phase 2 of RUN`, for messages.
+        adapters: name -> version, as they were published with it.
+    """
 
     snapshot: int
     owner: str

@@ -33,7 +33,12 @@ _TASKS = TypeAdapter(list[TaskInfo])
 
 @dataclass(frozen=True)
 class RoutedTask:
-    """A snapshot with an imported task, names of its adapters, and how many examples the router gives to it."""
+    """A task whose adapter was imported.
+
+    Attributes:
+        snapshot: with the task. adapters: names of its adapter in the bank.
+        found: number of examples that the router gives to it.
+    """
 
     snapshot: Snapshot
     adapters: list[str]

@@ -34,7 +34,12 @@ log = logging.getLogger("raycl")
 
 @dataclass(frozen=True)
 class UnlearningResult:
-    """What unlearning a task removed, and the score of every other task before and after, if there are scores."""
+    """The result of unlearning a task.
+
+    Attributes:
+        removed: adapters that the new snapshot does not name.
+        before, after: score of every other task; empty without `scores`.
+    """
 
     task: str
     old: int

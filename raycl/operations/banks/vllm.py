@@ -125,7 +125,11 @@ def of_one_rank(state: AdapterState) -> AdapterState:
 
 
 def allowed_rank(ranks: Mapping[str, int]) -> int:
-    """Return the smallest `max_lora_rank` that holds all of these adapters; raises BankError if there is none."""
+    """Return the smallest `max_lora_rank` that holds all of these adapters.
+
+    Raises:
+        BankError: one has more than any.
+    """
     name = max(ranks, key=lambda accelerator: ranks[accelerator])
     fitting = [rank for rank in RANKS if rank >= ranks[name]]
     if not fitting:
@@ -139,7 +143,11 @@ def allowed_rank(ranks: Mapping[str, int]) -> int:
 def serve_config(
     card: CardMetadata, model: str, adapters: Sequence[str], rank: int, uri: str, accelerator: str | None
 ) -> dict[str, Any]:
-    """Return a config for `serve deploy`; requests name the backbone `model` and an adapter `model:adapter`."""
+    """Return a config for `serve deploy`.
+
+    Args:
+        model: name of the backbone in requests; `model:adapter` names an adapter.
+    """
     together = min(len(adapters), TOGETHER)
     engine: dict[str, Any] = {"enable_lora": True, "max_loras": together, "max_lora_rank": rank}
     engine |= {"max_cpu_loras": len(adapters)}

@@ -104,7 +104,11 @@ class Cluster:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU of that name; raises ConfigError if there is none."""
+    """Return the GPU of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if name not in GPUS:
         raise ConfigError(f"--gpu is '{name}': expected one of {', '.join(GPUS)}")
     return GPUS[name]
@@ -304,7 +308,11 @@ def gpu_memory(model: ModelLoad, step: StepLoad, engine: EngineLoad, run: RunLoa
 
 
 def activations(model: ModelLoad, step: StepLoad, recompute: bool | None = None) -> float:
-    """Return bytes that autograd keeps of a forward pass of the longest examples, recomputing as configured."""
+    """Return bytes that autograd keeps of one forward pass of the longest examples.
+
+    Args:
+        recompute: use gradient checkpointing; None: as configured.
+    """
     whole = sum(kept_of(model, linear, step) for linear in model.linears)
     whole += sum(scores_of(model, linear, step) for linear in model.linears)
     if not (step.recompute if recompute is None else recompute):

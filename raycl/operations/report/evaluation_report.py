@@ -46,7 +46,11 @@ def evaluation_table(tree: Tree) -> str:
 
 
 def confusion_png(tree: Tree, path: str | Path) -> Path:
-    """Return percent of each true label's rows by predicted label; raises DataError if the answers are no labels."""
+    """Return percent of each true label's rows by predicted label.
+
+    Raises:
+        DataError: the answers are no labels.
+    """
     labels = tree["labels"][:LISTED]
     if not labels:
         raise DataError("the backbone's answers are texts, not labels: there is no confusion to draw, leave --png out")

@@ -30,7 +30,12 @@ UNTRAINED, ALL = "untrained", "all layers"
 
 @dataclass(frozen=True)
 class ProbedModel:
-    """A column: the untrained backbone, or the runs of one setting by their large outputs."""
+    """A column: the untrained backbone, or the runs of one setting.
+
+    Attributes:
+        title: method with modifiers, and settings where they differ.
+        runs: large outputs of each run's model.
+    """
 
     title: str
     runs: list[TaskRows]
@@ -68,7 +73,10 @@ class Probes:
 
 
 def probes_of(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], layer: str = "") -> list[Probes]:
-    """Return a probe for each stream, backbone and measurement, of the layers whose paths end in `layer`.
+    """Return a probe for each stream, backbone and measurement.
+
+    Args:
+        measured: `probe.json` of each run. layer: regular expression for the end of a path; "": every layer.
 
     Raises:
         RunError: no layer ends so.

@@ -57,7 +57,11 @@ class RouterSummary:
 
     @staticmethod
     def of(result: Tree) -> RouterSummary:
-        """Read the routing of a run; raises RunError if it has no router, or none was measured yet."""
+        """Read the routing of a run.
+
+        Raises:
+            RunError: it has no router, or none was measured yet.
+        """
         if not has_routing(result):
             raise RunError(
                 f"'{title_of(result)}' has no router in its phase_summaries: only runs of methods that route by "
@@ -116,7 +120,11 @@ class AttentionWeights:
 
     @staticmethod
     def of(result: Tree) -> AttentionWeights:
-        """Read the attention of a run; raises RunError if it has no attention weights."""
+        """Read the attention of a run.
+
+        Raises:
+            RunError: it has no attention weights.
+        """
         if not has_attention(result):
             raise RunError(f"'{title_of(result)}' has no attention weights: only runs with method=sapt do")
         summary = result["phase_summaries"][-1]["attention"]
@@ -147,7 +155,12 @@ Bits = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TaskRows:
-    """Names of tasks, and their rows in one model: path -> for each task, a bit per row."""
+    """Rows of each task in one model.
+
+    Attributes:
+        tasks: their names.
+        layers: path -> for each task, a bit per row.
+    """
 
     tasks: list[str]
     layers: dict[str, list[Bits]]
@@ -206,7 +219,11 @@ class OutputRows(TaskRows):
 
     @staticmethod
     def of(result: Tree) -> OutputRows:
-        """Read the kept rows of a run; raises RunError if it had no such modifier, or no phase has ended yet."""
+        """Read the kept rows of a run.
+
+        Raises:
+            RunError: it had no such modifier, or no phase has ended yet.
+        """
         if not has_output_rows(result):
             raise RunError(f"'{title_of(result)}' has no output rows: only runs with modifiers=[migu] do")
         summaries = [phase["modifiers"]["migu"] for phase in result["phase_summaries"]]

@@ -180,7 +180,11 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
 
 
 def states(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return run -> its state in a sentence, from its files alone; raises ConfigError if `only` names no row."""
+    """Run -> its state in a sentence, from its files alone; nothing is started.
+
+    Raises:
+        ConfigError: `only` names no row.
+    """
     folder = Storage.at(directory).sub(comparison.name)
     return {name: _state(folder.sub(name)) for name in _planned(comparison, directory, only)}
 

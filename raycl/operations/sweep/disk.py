@@ -26,7 +26,11 @@ DEPTH = 3
 
 @dataclass(frozen=True)
 class Removable:
-    """A folder that can be removed, one of `KINDS`."""
+    """A folder that can be removed.
+
+    Attributes:
+        kind: one of `KINDS`. folder: its location. bytes: its size.
+    """
 
     kind: str
     folder: Storage

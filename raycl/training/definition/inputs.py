@@ -32,7 +32,11 @@ DIGITS = 12
 
 
 def changes(before: Inputs, now: Inputs, without: Collection[str] = ()) -> list[str]:
-    """Return a clause for each input, of other tasks than `without`, that both know and that differs."""
+    """Return what differs, a clause each that says what and where; what only one of the two knows is not compared.
+
+    Args:
+        without: tasks that may differ.
+    """
     return [*_models(before, now), *_rows(before, now, without), *_files(before, now)]
 
 
@@ -80,7 +84,11 @@ def _hashes(old: str, new: str) -> str:
 
 
 def versions(plugins: Used) -> dict[str, str]:
-    """Return the versions of Python and of the packages that a run uses, with those of its plugins."""
+    """Return the versions of Python and of the installed packages that a run uses.
+
+    Args:
+        plugins: parts that it uses of other packages: `method my-method` -> `my-package 1.0`.
+    """
     installed = {package: _version(package) for package in (*COMPUTE, *OTHERS)}
     return (
         {"python": platform.python_version()}

@@ -46,7 +46,11 @@ class RunInfo:
 
 @dataclass
 class TrainingContext:
-    """One worker's share of a run; `identity` is the hash of the pretrained backbone."""
+    """One worker's share of a run.
+
+    Attributes:
+        identity: hash of the pretrained backbone (`raycl.backbone.identity`).
+    """
 
     info: RunInfo
     stream: Stream

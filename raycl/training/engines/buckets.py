@@ -23,7 +23,11 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are summed in one collective, and those that wait for theirs."""
+    """Parameters whose gradients are summed in one collective.
+
+    Attributes:
+        waiting: those without a gradient yet. flat: their gradients, while they are summed.
+    """
 
     parameters: list[nn.Parameter] = field(default_factory=list)
     waiting: set[nn.Parameter] = field(default_factory=set)
@@ -50,7 +54,11 @@ class _Bucket:
 
 
 class GradientBuckets:
-    """The gradients of one task's parameters; `step_bytes` of them are summed over workers in a step."""
+    """The gradients of one task's parameters.
+
+    Attributes:
+        step_bytes: bytes of gradients that a step sums over workers; 0 with one worker.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: DistributedContext, accumulation: int) -> None:
         """Watch the parameters.

@@ -30,7 +30,14 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def compile_layers(backbone: Backbone, backend: str = BACKEND) -> None:
-    """Compile each layer at its first training step; raises BackboneError on a CPU without a C++ compiler."""
+    """Compile each layer at its first training step, which takes longer.
+
+    Args:
+        backend: torch's name of the compiler.
+
+    Raises:
+        BackboneError: on a CPU, there is no C++ compiler.
+    """
     compiler = os.environ.get("CXX", "g++")
     if backbone.device.type == "cpu" and shutil.which(compiler) is None:
         raise BackboneError(

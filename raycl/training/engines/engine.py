@@ -329,7 +329,12 @@ def weights_of(backbone: Backbone, names: Iterable[str], world: DistributedConte
 
 
 def scattered(share: Share, shapes: Mapping[str, Tensor], world: DistributedContext) -> dict[str, Tensor]:
-    """Return the parameters of all workers' shares, whole once they are needed (`whole`); nothing is copied."""
+    """Return the parameters of all workers' shares, each to be put together when it is needed (`whole`); nothing is
+    copied.
+
+    Args:
+        shapes: tensors with the full shapes, by name.
+    """
     parts: dict[str, Tensor] = {}
     for name, shape in ((name, tensor.shape) for name, tensor in shapes.items()):
         part = share.parameters.get(name, torch.empty(0, device=world.device))

@@ -15,7 +15,11 @@ from raycl.training.optimizers.settings import DECAYS, TrainConfig
 
 
 def specs_of(backbone: Backbone, train: TrainConfig, rates: Mapping[str, float]) -> dict[str, ParameterSpec]:
-    """Return the trained parameters by name; `rates`: a name, or its beginning -> a learning rate of its own."""
+    """Return the parameters of the backbone that are trained now, by name.
+
+    Args:
+        rates: name of a parameter, or what it begins with -> its own learning rate.
+    """
     head, unlike_matrices = _ids(backbone.head), _unlike_matrices(backbone)
     decays_all = not train.weight_decay or train.decay_norms_and_biases
     specs = {}

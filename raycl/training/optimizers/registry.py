@@ -31,7 +31,11 @@ def optimizer_names() -> tuple[str, ...]:
 
 
 def optimizer_class(name: str) -> type[OptimizerKind]:
-    """Return the class behind a name; raises ValueError, with the nearest name, if there is none."""
+    """Return the class behind a name.
+
+    Raises:
+        ValueError: there is none; one sentence with the nearest name.
+    """
     from raycl.training.optimizers.base import OptimizerKind  # brings torch, which settings do without
 
     if name not in OPTIMIZERS:

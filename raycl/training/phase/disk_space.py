@@ -50,7 +50,12 @@ class DiskPlan:
 
 @dataclass(frozen=True)
 class Moment:
-    """The bytes on disk when a checkpoint is written, in the run's folder before and after old ones are deleted."""
+    """The bytes on disk when a checkpoint is written.
+
+    Attributes:
+        run: bytes in the run's folder before old checkpoints are deleted. left: bytes afterwards.
+        bank: bytes in the bank.
+    """
 
     phase: int
     step: int

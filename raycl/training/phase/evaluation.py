@@ -107,7 +107,11 @@ class StreamEvaluation:
         return self._titled("never trained", UNSEEN, self.context.stream.unseen)
 
     def untrained(self, known: Collection[str]) -> dict[str, Score]:
-        """Return the scores before training of tasks, also unseen, that no earlier attempt has measured; as `row`."""
+        """Return the task name -> score by the backbone before any training, unseen tasks included; as `row`.
+
+        Args:
+            known: tasks whose scores an earlier attempt has measured.
+        """
         stream = self.context.stream
         tasks = [*filter(stream.has_data, stream.tasks), *stream.unseen]
         bare = replace(self, is_bare=True)
@@ -298,7 +302,11 @@ def score_phase(
     before: Before,
     done: Checkpoint,
 ) -> ScoredRow:
-    """Evaluate the context's model, with the router of the phase's last checkpoint. Collective."""
+    """Evaluate the context's model as it is. Collective.
+
+    Args:
+        done: the phase's last checkpoint, with its router.
+    """
     began = time.perf_counter()
     router = PublishedRouter.of(context.method, done)
     is_last, is_given = phase.index == len(context.phases) - 1, context.evaluation.instruction == "given"

@@ -25,7 +25,11 @@ STEPS = 20
 
 
 class GradientMaskCheck:
-    """First moments of a few parameters around a step, as long as steps are checked. Collective."""
+    """First moments of a few parameters around a step. Collective: every worker looks at the same ones.
+
+    Attributes:
+        steps_left: steps that may still be checked; 0 if the check has passed, or there is nothing to check.
+    """
 
     def __init__(self, engine: Engine, modifiers: Modifiers, moment: tuple[str, float] | None) -> None:
         """Create the check of one task's engine.
@@ -46,7 +50,11 @@ class GradientMaskCheck:
             self._before = self.engine.optimizer_state(self.names)
 
     def after_step(self) -> None:
-        """Compare moments with the mask; raises RunError if the optimizer saw a gradient where there should be none."""
+        """Compare moments with the mask.
+
+        Raises:
+            RunError: the optimizer saw a gradient where there should be none.
+        """
         if not self.steps_left:
             return
         after = self.engine.optimizer_state(self.names)

@@ -32,7 +32,11 @@ from raycl.types import Batch, Mixture, RouterState, Task
 
 @dataclass(frozen=True)
 class PublishedRouter:
-    """A phase's router over the adapters of the model that was trained, and the tasks of each in order."""
+    """A phase's router over the adapters of the model that was trained.
+
+    Attributes:
+        owners: adapter -> tasks that it was trained on, in the order of learning.
+    """
 
     method: Method
     router: Router
@@ -62,7 +66,11 @@ class PublishedRouter:
 
     @torch.no_grad()
     def mixture(self, batch: Batch, task: str | None = None) -> Mixture:
-        """Return the mixture of texts; the newest task replaces a given one that is not learned yet."""
+        """Return the mixture of a batch of texts.
+
+        Args:
+            task: task of all texts, where it may be given; the newest task replaces one that is not learned yet.
+        """
         tasks, stack = None, self.method.stack
         assert stack is not None, "a model without adapters has no router"
         if task is not None:
@@ -97,7 +105,11 @@ def router_record(learned: Learned, tasks: Sequence[str]) -> tuple[dict[str, Any
 
 @dataclass(frozen=True)
 class TextAlone:
-    """Reads texts as an endpoint does that follows a run: by the prompts of its newest snapshot."""
+    """Reads texts as an endpoint does that follows a run: by the prompts of its newest snapshot.
+
+    Attributes:
+        tasks: tasks of the snapshot.
+    """
 
     context: TrainingContext
     published: PublishedRouter
@@ -146,6 +158,10 @@ class TextAlone:
         return self.tasks.seen(self.reading(task, text))
 
     def read(self, batch: Batch, task: Task) -> tuple[Batch, Mixture]:
-        """Return a batch of a task's rows, with texts, in the prompts that they get, and their mixture."""
+        """Return a batch of a task's rows in the prompts that they get, and their mixture.
+
+        Args:
+            batch: a batch with its texts.
+        """
         readings = [self.reading(task, text) for text in batch.texts]
         return self.tasks.read(batch, readings, self.published.mixture, self.context.backbone.codec, self.snapshot)

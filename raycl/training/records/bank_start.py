@@ -36,7 +36,12 @@ VALUES = ("phase", "steps", "method", "modifiers", "router")
 
 
 def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]], objects: TensorObjects) -> str:
-    """Store the state at the end of a phase, with journal records of those before; returns its hash."""
+    """Store the state at the end of a phase; returns its hash.
+
+    Args:
+        phases: journal records of the phases before.
+        objects: objects of the run, with the hashes of unchanged tensors.
+    """
     groups = groups_of(done)
     infos = {group: objects.info(group, tensors) for group, tensors in groups.items()}
     sha256 = put_state(bank, _values(done, phases), groups, infos)
@@ -45,7 +50,11 @@ def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]
 
 
 def restore_training_state(bank: Bank, snapshot: Snapshot, done: Checkpoint, phases: list[dict[str, Any]]) -> bool:
-    """Write a lost record of a training state, of the phase's last checkpoint, again; returns whether it was lost."""
+    """Write the record of a training state that is lost or damaged again; returns whether it was.
+
+    Args:
+        done: the last checkpoint of the snapshot's phase. phases: see `put_training_state`.
+    """
     objects = {group: info_of(tensors) for group, tensors in groups_of(done).items()}
     return restore_record(bank, snapshot, _values(done, phases), objects)
 
@@ -103,7 +112,12 @@ def without_task(
 
 @dataclass(frozen=True)
 class Revision:
-    """A task that is learned again, perhaps with its adapters' weights, and the scores before by task."""
+    """A task that is learned again.
+
+    Attributes:
+        keep: it begins with the weights of its adapters.
+        before: score of every task before, by its name.
+    """
 
     task: str
     keep: bool
@@ -178,7 +192,11 @@ def start_from_snapshot(
 
 
 def check_backbone(snapshot: Snapshot, context: TrainingContext) -> None:
-    """Raise BankError for a snapshot of another backbone, on the first worker, which knows the run's."""
+    """Refuse a snapshot of another backbone; on the first worker, which knows the run's.
+
+    Raises:
+        BankError: it is one.
+    """
     if snapshot.backbone.sha256 != context.identity:
         raise BankError(
             f"snapshot {snapshot.number} was trained on backbone '{snapshot.backbone.name}' "
@@ -188,7 +206,10 @@ def check_backbone(snapshot: Snapshot, context: TrainingContext) -> None:
 
 
 def check_snapshot_inputs(snapshot: Snapshot, inputs: Inputs, revised: str | None) -> None:
-    """Refuse to go on from a snapshot with other data than it was learned from, but for a revised task.
+    """Refuse to go on from a snapshot with other data or pretrained models than it was learned from.
+
+    Args:
+        inputs: inputs of the run that starts. revised: a task that is learned again, perhaps from other data.
 
     Raises:
         BankError: some differ; names them.

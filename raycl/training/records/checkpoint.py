@@ -98,7 +98,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file of tensors in a checkpoint's folder, and the part that it has of each."""
+    """A file of tensors in a checkpoint's folder.
+
+    Attributes:
+        places: name of a tensor of which the file has a part -> which part.
+    """
 
     sha256: str
     places: dict[str, Extent] = field(default_factory=dict)
@@ -259,7 +263,11 @@ def read_snapshot(storage: Storage, name: str, sha256: str) -> bytes:
 
 
 def delete_checkpoints(storage: Storage, names: Sequence[str], kept: Mapping[str, str], objects: TensorObjects) -> None:
-    """Delete checkpoints, and objects that no kept one names; objects stay where a manifest cannot be read."""
+    """Delete checkpoints, and objects that only they name. Where a manifest cannot be read, objects stay.
+
+    Args:
+        kept: name -> SHA-256 of the manifest of those that stay.
+    """
     try:
         ours = [_manifest(storage.sub(f"{FOLDER}/{name}")).objects for name in names]
         theirs = [_manifest(storage.sub(f"{FOLDER}/{name}"), sha256).objects for name, sha256 in kept.items()]

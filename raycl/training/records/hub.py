@@ -63,7 +63,11 @@ class HubAddress:
 
     @staticmethod
     def of(text: str) -> HubAddress:
-        """Parse an address; raises BankError if it is none."""
+        """Parse an address.
+
+        Raises:
+            BankError: it is none.
+        """
         match = ADDRESS.fullmatch(text)
         if match is None or ".." in text:
             raise BankError(f"'{text}' names nothing on the hub: expected hf://ORG/NAME or hf://ORG/NAME@REVISION")

@@ -90,7 +90,12 @@ class _State:
 
 
 class Journal:
-    """The journal of one attempt, numbered from 1, which alone may write to it."""
+    """The journal of one attempt, which alone may write to it.
+
+    Attributes:
+        attempt: number of this attempt, from 1.
+        state: the state as of the last record.
+    """
 
     def __init__(self, storage: Storage, attempt: int, state: RunState) -> None:
         self.storage = storage
@@ -135,7 +140,11 @@ class Journal:
             self._append({"checkpoints": state.checkpoints, "phases": state.phases, "manifests": state.manifests})
 
     def checkpoint(self, name: str, sha256: str, keep: int) -> list[str]:
-        """Record a checkpoint whose files are all written; returns the names that are no longer needed."""
+        """Record a checkpoint whose files are all written; returns the names that are no longer needed.
+
+        Args:
+            sha256: hash of its manifest.
+        """
         names, known = [*self.state.checkpoints, name], {**self.state.manifests, name: sha256}
         kept = names[-keep:]
         self._append({"checkpoints": kept, "manifests": {name: known[name] for name in kept}})
@@ -157,7 +166,11 @@ class Journal:
         self._append({"checkpoints": [name], "manifests": {name: sha256}, "phases": phases})
 
     def ensure_current(self) -> None:
-        """Raise StaleAttemptError if a newer attempt has claimed the run."""
+        """Check that no newer attempt has claimed the run.
+
+        Raises:
+            StaleAttemptError: one has.
+        """
         newest = last_attempt(self.storage)
         if newest != self.attempt:
             raise StaleAttemptError(

@@ -45,7 +45,11 @@ OnPhase = Callable[[dict[str, Any]], bool | None]
 
 @dataclass(frozen=True)
 class Listeners:
-    """What follows a run besides its own records: rank 0's trackers, and what is called after each phase."""
+    """What follows a run besides its own records.
+
+    Attributes:
+        trackers: rank 0's. on_phase: see `OnPhase`. draw: see `TrainingJob`.
+    """
 
     trackers: Sequence[Tracker] = ()
     on_phase: OnPhase | None = None
@@ -63,7 +67,12 @@ class _Saving:
 
 
 class Recorder:
-    """The records of a run by one worker; rank 0 has the journal, the claim on the run."""
+    """The records of a run by one worker.
+
+    Attributes:
+        journal: on rank 0, the claim on the run; None elsewhere.
+        state: the run so far, as the journal has it.
+    """
 
     def __init__(
         self,
@@ -198,7 +207,11 @@ class Recorder:
             wait([self._saving.files])
 
     def hold_lease(self, newest: dict[str, Any]) -> None:
-        """Hold a lease of the snapshots that the run's checkpoints continue from; only rank 0 writes it."""
+        """Hold a lease of the snapshots that the run's checkpoints continue from; only rank 0 writes it.
+
+        Args:
+            newest: snapshot that was published last.
+        """
         if self.journal is None:
             return
         published = [record["bank"] for record in self.state.phases if record["bank"]]

@@ -150,7 +150,11 @@ class PublishedSnapshots:
                     self.phases.setdefault(snapshot.number, int(snapshot.provenance["phase"]))
 
     def snapshots(self, last: int | None) -> tuple[dict[int, Snapshot], list[int]]:
-        """Return snapshots by number, `last` though it may be pruned, lost ones by their copies; and which are lost."""
+        """Return snapshots by number, by their copies where the bank's are lost; and which the bank has lost.
+
+        Args:
+            last: is wanted though it may have been pruned.
+        """
         snapshots, gone = {}, []
         for number in sorted(self.phases):
             if number in self.removed and number != last:
@@ -205,7 +209,11 @@ class PublishedSnapshots:
 
 @dataclass(frozen=True)
 class BankObject:
-    """An object that a snapshot names, described for messages, and what finds it in a checkpoint."""
+    """An object that a snapshot names.
+
+    Attributes:
+        what: description for messages. candidates: finds it in a checkpoint.
+    """
 
     what: str
     info: ObjectInfo

@@ -88,7 +88,11 @@ def untrained_cells(state: RunState) -> dict[str, Any]:
 
 
 def other_row(tree: Mapping[str, Any], state: RunState) -> dict[str, Any] | None:
-    """Return the last row under the other `eval.instruction` than the matrix's; None where it was not scored."""
+    """Return the last row under the other `eval.instruction` than the matrix's; None where it was not scored.
+
+    Args:
+        tree: the run's config.
+    """
     cells = state.phases[-1].get("other_row") if state.phases else None
     if not cells:
         return None

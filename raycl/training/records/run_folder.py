@@ -41,7 +41,11 @@ def run_at(folder: str) -> Storage:
 
 
 def resume_arguments(storage: Storage, tree: Tree) -> str:
-    """Return arguments of `raycl train` that resume a run with this config, which need not be validated."""
+    """Return arguments of `raycl train` that resume a run.
+
+    Args:
+        tree: its config, which need not be validated.
+    """
     return " ".join(["--resume", shlex.quote(storage.address), *trust.as_overrides(tree)])
 
 
@@ -57,7 +61,11 @@ def write_decision(storage: Storage, done: int, continues: bool) -> None:
 
 
 def read_decision(storage: Storage, done: int) -> bool | None:
-    """Return the decision, None if there is none yet; raises StorageError if the file is damaged."""
+    """Return the decision; None: there is none yet.
+
+    Raises:
+        StorageError: the file is damaged.
+    """
     if not storage.exists(_file(done)):
         return None
     record = read_fields(storage, _file(done), FORMAT, _Decision)

@@ -157,7 +157,11 @@ def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> N
 
 
 def warn_of_mistakes(stream: Stream, newest: int | None = None) -> None:
-    """Log a line for each kind of mistake, and for what is cut, in the data of all tasks, or the `newest` ones."""
+    """Log a line for each kind of mistake in the data of a task, and for what is cut of it.
+
+    Args:
+        newest: so many tasks at the end of the stream alone; None: all of them, and unseen ones.
+    """
     for task in (*stream.tasks, *stream.unseen) if newest is None else stream.tasks[-newest:]:
         for mistake in (*mistakes_of(stream, task, MOST_COMPARED), *lines_of_cuts(stream, task)):
             log.warning("%s: %s", task.name, mistake)
@@ -290,6 +294,9 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
 
 def check_singles(config: RunConfig, theirs: Tree, name: str) -> None:
     """Check that a run's config is this one's with each task alone.
+
+    Args:
+        theirs: that config. name: its name in the error.
 
     Raises:
         ConfigError: it is not the same method and modifiers on the same data, backbone, training and seed.

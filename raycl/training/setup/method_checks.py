@@ -80,7 +80,11 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def check_dropout(config: RunConfig) -> None:
-    """Raise ConfigError without dropout where a method compares passes that differ by dropout alone."""
+    """Check dropout, since some methods compare passes that differ by dropout alone.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if config.method.needs_dropout and not config.backbone.dropout:
         raise ConfigError(
             f"method '{config.method.name}' compares passes with dropout to measure general knowledge, and "
@@ -153,7 +157,14 @@ def check_packing(config: RunConfig, method: Method) -> None:
 
 
 def check_prompt_positions(config: RunConfig, backbone: Backbone, tasks: int) -> None:
-    """Raise ConfigError if the backbone has too few positions for soft prompts beside the text."""
+    """Soft prompts take positions beside the text.
+
+    Args:
+        tasks: tasks of the run.
+
+    Raises:
+        ConfigError: the backbone has too few for both.
+    """
     prompts, limit = config.method.prompt_positions(tasks), backbone.max_positions
     stream, one_sequence = config.stream, backbone.capabilities.one_sequence
     source, target = stream.token_limits
@@ -247,7 +258,14 @@ def check_objective(config: RunConfig, tasks: Sequence[Task]) -> None:
 
 
 def check_chosen(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError for `eval.instruction=chosen` without a published router that chooses a text's prompt."""
+    """Check `eval.instruction=chosen`, which needs a published router that chooses a text's prompt.
+
+    Args:
+        prompts: prompts of the tasks.
+
+    Raises:
+        ConfigError: `eval.instruction=chosen`, and there is none.
+    """
     if config.eval.instruction == "given" or len(set(prompts)) < 2:
         return
     if not config.method.chooses_task or config.stream.schedule != "sequential":

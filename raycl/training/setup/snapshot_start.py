@@ -47,7 +47,12 @@ MAY_DIFFER = ("train", "engine", "checkpoint", "stream.root", "stream.cache_dir"
 
 @dataclass(frozen=True)
 class Start:
-    """A run that starts from a snapshot: its config, that of the snapshot's run, new tasks, and `bank.start`."""
+    """A run that starts from a snapshot.
+
+    Attributes:
+        tree: its whole config. base: config of the snapshot's run. added: names of the new tasks.
+        written: `bank.start` as it was given.
+    """
 
     tree: Tree
     base: Tree
@@ -220,7 +225,11 @@ def _merged(base: Any, given: Any) -> Any:
 
 
 def keep_limits(before: Tree, after: Tree, fresh: Collection[str]) -> None:
-    """Keep changed token limits to `fresh` tasks, in the section `stream` after the change: others keep theirs."""
+    """Token limits that were changed are those of `fresh` tasks alone: other tasks keep theirs.
+
+    Args:
+        before, after: the section `stream`; the second is changed.
+    """
     for key in LIMITS:
         if after.get(key) != before.get(key):
             after[f"{key}_by_task"] = {**dict.fromkeys(fresh, after[key]), **after.get(f"{key}_by_task", {})}
@@ -228,14 +237,25 @@ def keep_limits(before: Tree, after: Tree, fresh: Collection[str]) -> None:
 
 
 def recall_lengths(before: Tree, after: Tree) -> None:
-    """Replace lengths that are `auto`, in the section `stream` after the change, by those that a run has recorded."""
+    """Lengths that are `auto` are those that a run has recorded.
+
+    Args:
+        before, after: the section `stream`; the second is changed.
+    """
     for key in LIMITS:
         if after[key] == before[key] == "auto":
             after[f"{key}_by_task"] = {**before[f"{key}_by_task"], **after[f"{key}_by_task"]}
 
 
 def refuse_changes(start: Start, before: Tree, after: Tree) -> None:
-    """Raise ConfigError where a run that starts from a snapshot changes what shapes the things learned."""
+    """Refuse changes of settings that shape what was learned, for a run that starts from a snapshot.
+
+    Args:
+        before, after: resolved configs of the snapshot's run and of the one that starts.
+
+    Raises:
+        ConfigError: a setting differs.
+    """
     changed = changes_beside_tasks(
         before, after, start.added, (*EXEMPT, *MAY_DIFFER, *(f"bank.{name}" for name in STARTS))
     )

@@ -46,7 +46,14 @@ class TrackedRun:
         return hashlib.sha256(f"{project}/{self.name}".encode()).hexdigest()[:16]
 
     def local(self, default: str) -> Path:
-        """Return the local folder for a tracker's files, which then exists; raises ConfigError if it is not local."""
+        """Return the local folder for a tracker's files, which exists afterwards.
+
+        Args:
+            default: path or URI where no directory is set.
+
+        Raises:
+            ConfigError: it is no local folder.
+        """
         text = self.directory or default
         if "://" in text:
             raise ConfigError(f"tracking needs a local folder but the run writes to '{text}': set tracking.directory")
@@ -63,7 +70,11 @@ class Tracker(Protocol):
         ...
 
     def table(self, task: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Record a table of names, numbers, and None for empty cells, as it is after a number of tasks."""
+        """Record a table as it is after a number of tasks.
+
+        Args:
+            rows: names, numbers, and None for cells that are empty.
+        """
         ...
 
     def picture(self, task: int, name: str, file: Path) -> None:
@@ -71,5 +82,9 @@ class Tracker(Protocol):
         ...
 
     def close(self, failed: bool = False) -> None:
-        """Write out what is pending of a run that has ended, perhaps with an error; nothing is logged afterwards."""
+        """Write out what is pending; nothing may be logged afterwards.
+
+        Args:
+            failed: the run ended with an error.
+        """
         ...

@@ -77,7 +77,11 @@ class Control:
         self._thread = threading.Thread(target=self._run_checks, name="control", daemon=True)
 
     def progress(self, activity: str, **summary: Any) -> None:
-        """Record progress in `activity`, with values for the heartbeat that are added to earlier ones."""
+        """Record progress in `activity`.
+
+        Args:
+            summary: values for the heartbeat, added to earlier ones.
+        """
         self.activity, self._progress = activity, time.monotonic()
         self._summary = {**self._summary, **summary}
 

@@ -90,7 +90,11 @@ class DistributedContext:
         return box[0]  # type: ignore[no-any-return]
 
     def raise_any(self, error: RayclError | None) -> None:
-        """Raise the first error of any worker on every worker, so that none waits for one that stopped. Collective."""
+        """Raise the first error of any worker on every worker, so that none waits for one that has stopped. Collective.
+
+        Args:
+            error: this worker's own, if any.
+        """
         first_error = next((failure for failure in self.gather(error) if failure is not None), None)
         if first_error is not None and first_error is error:
             raise first_error

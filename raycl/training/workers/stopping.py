@@ -86,7 +86,11 @@ class HostStop:
 
 
 def request_stop(storage: Storage, driver: str, reason: str) -> None:
-    """Ask the workers of `driver` to write a checkpoint and end; raises StorageError if it cannot be written."""
+    """Ask the workers of `driver` to write a checkpoint and end.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     record = StopRequest(reason, time.time(), socket.gethostname())
     storage.write(_file(driver), seal({"format": FORMAT, **asdict(record)}))
 
@@ -97,7 +101,11 @@ def is_stop_requested(storage: Storage, driver: str) -> bool:
 
 
 def stop_of(storage: Storage, driver: str) -> StopRequest | None:
-    """Return the request, None if there is none; raises StorageError if the file is damaged."""
+    """Return the request; None: there is none.
+
+    Raises:
+        StorageError: the file is damaged.
+    """
     return read_fields(storage, _file(driver), FORMAT, StopRequest) if is_stop_requested(storage, driver) else None
 
 
@@ -205,7 +213,11 @@ class StopPoll:
         self._looked, self._calls, self._skip, self._stop = time.monotonic(), 0, 0, False
 
     def requested(self, now: bool = False) -> bool:
-        """Return whether a stop was requested, looking each `poll_s` seconds at most unless `now`. Collective."""
+        """Return whether a stop was requested. Collective; the storage is polled at most every `poll_s` seconds.
+
+        Args:
+            now: poll in any case.
+        """
         self._calls += 1
         if not self.driver or self._stop or (self._calls <= self._skip and not now):
             return self._stop

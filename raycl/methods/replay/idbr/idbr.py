@@ -104,7 +104,11 @@ class Idbr(Method):
     )
 
     def __init__(self, config: IdbrConfig, backbone: Backbone, seed: int) -> None:
-        """Put the heads in place; raises ConfigError for a backbone without a label head."""
+        """Put the heads in place.
+
+        Raises:
+            ConfigError: a backbone without a label head.
+        """
         super().__init__(config, backbone, seed)
         if backbone.capabilities.answers != "label":
             raise ConfigError(

@@ -126,7 +126,11 @@ def pareto_front(summary: Tree, path: str | Path) -> Path:
 
 
 def done_rows(summary: Tree) -> list[Tree]:
-    """Return trials that are done and have all scores; raises RunError if there is none."""
+    """Return trials that are done and have all scores.
+
+    Raises:
+        RunError: there is none.
+    """
     rows = [row for row in summary["rows"] if row["state"] == "done" and None not in row["scores"]]
     if not rows:
         raise RunError(f"no trial of '{summary['name']}' is done, so there is nothing to draw")

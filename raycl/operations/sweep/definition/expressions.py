@@ -85,7 +85,10 @@ class Expression:
 
 
 def parse(text: str, functions: tuple[str, ...] = ()) -> Expression:
-    """Read an expression, in which the caller may have functions beside `FUNCTIONS`.
+    """Read an expression.
+
+    Args:
+        functions: names of the caller's functions beside `FUNCTIONS`.
 
     Raises:
         ConfigError: it is not Python syntax, or uses what the language does not define.

@@ -103,7 +103,11 @@ def step_value(low: float, step: float, number: int) -> float:
 
 
 def planned(space: Space, samples: int, seed: int, follow: Callable[[Settings], Settings]) -> list[Settings]:
-    """Return all trials: the grids' combinations `samples` times, drawn anew, and what follows from them (`expr`)."""
+    """Return all trials: every combination of the grids, `samples` times, with fresh draws each time.
+
+    Args:
+        follow: adds the settings that follow from others (`expr`).
+    """
     grids = {path: draw.grid for path, draw in space.items() if draw.grid is not None}
     rest = {path: draw for path, draw in space.items() if draw.grid is None and draw.expr is None}
     combinations = [dict(zip(grids, values, strict=True)) for values in itertools.product(*grids.values())]

@@ -61,7 +61,11 @@ class SweepFolder:
         return self.storage.sub(f"prefixes/{key}")
 
     def config(self, sweep: SweepConfig, number: int, settings: Settings) -> RunConfig:
-        """Return a trial's run, with a place of its own; raises ConfigError if the settings make no valid config."""
+        """Return a trial's run, with a place of its own.
+
+        Raises:
+            ConfigError: the settings make no valid config.
+        """
         tree = json_safe(sweep.tree(settings))
         tree["output"] = {"dir": self.storage.sub("trials").address, "name": self.run_name(number), "exists": "resume"}
         own = {

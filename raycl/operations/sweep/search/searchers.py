@@ -29,7 +29,11 @@ log = logging.getLogger("raycl")
 
 
 class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
-    """A searcher whose proposals are written down, by Tune's id and number; a request to stop ends it."""
+    """A searcher whose proposals are written down.
+
+    Attributes:
+        numbers: Tune's trial id -> number of the trial. stop: a request there ends the search.
+    """
 
     def __init__(self, sweep: SweepConfig, folder: SweepFolder) -> None:
         super().__init__()
@@ -77,7 +81,11 @@ class Planned(RecordingSearcher):
 
 @dataclass(frozen=True)
 class Result:
-    """A trial's result for Optuna: scores after each number of tasks, and at the end; none: the trial failed."""
+    """The result of a trial for Optuna.
+
+    Attributes:
+        curve: tasks learned -> value of each metric. scores: at the end; empty: the trial failed.
+    """
 
     curve: Mapping[int, Sequence[float | None]]
     scores: Sequence[float | None]
@@ -109,7 +117,11 @@ class TpeSearcher(RecordingSearcher):
             self._repeat(key_of(sweep.collapsed(settings)), self._ask_for(settings))
 
     def tell_finished(self, settings: Settings, scores: Sequence[Sequence[float | None]], stopped: bool) -> None:
-        """Tell Optuna about a trial of an earlier session, with each metric's scores after each task."""
+        """Tell Optuna about a trial of an earlier session.
+
+        Args:
+            scores: after each task, of each metric.
+        """
         result = Result(dict(enumerate(scores, 1)), scores[-1] if scores else [], stopped)
         self._replay(self._ask_for(settings), result)
         self._share(key_of(settings), result)

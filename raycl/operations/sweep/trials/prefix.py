@@ -30,7 +30,11 @@ BY_PHASE = ("epochs", "epochs_by_task", "learning_rate", "learning_rate_by_task"
 
 
 def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:
-    """Return keys of the run after 1, 2, ... phases, without the last, after which no run continues."""
+    """Return keys of the run after 1, 2, ... phases, without the last, after which no run continues.
+
+    Args:
+        tasks: tasks of the stream in order.
+    """
     if config.stream.schedule == "joint":
         return []
     keys = []

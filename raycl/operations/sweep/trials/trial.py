@@ -101,7 +101,11 @@ def run_trial(work: TrialWork, number: int, tree: Tree, plugins: Used) -> None:
 
 
 class Trial:
-    """A trial while it runs; `reported` are the rows that Tune has got from this process."""
+    """A trial while it runs.
+
+    Attributes:
+        reported: rows that Tune has got from this process.
+    """
 
     def __init__(
         self, sweep: SweepConfig, folder: SweepFolder, number: int, config: RunConfig, work: TrialWork
@@ -110,7 +114,11 @@ class Trial:
         self.reported = 0
 
     def learn(self) -> None:
-        """Learn to the end of the stream, or until the trial is stopped; raises RayclError if the run failed."""
+        """Learn to the end of the stream, or until the trial is stopped.
+
+        Raises:
+            RayclError: the run failed.
+        """
         prepared = self._prepared()
         phases = [phase.name for phase in prepared.phases]
         tasks = [task.name for task in prepared.stream.tasks]
