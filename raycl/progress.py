@@ -14,16 +14,21 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(frozen=True)
 class Bar:
-    """The state of a piece of work: `done` of `total` items are finished."""
+    """The state of a piece of work: `done` of `total` items are finished.
+
+    Attributes:
+        has_lines: log lines say how far it is, so that a bar alone is shown of it.
+    """
 
     what: str
     done: int
     total: int
+    has_lines: bool = False
 
 
-def report(what: str, done: int, total: int) -> None:
-    """Say how far a piece of work is; it has ended where `done` is `total`."""
-    log.debug("%s: %d of %d", what, done, total, extra={"bar": Bar(what, done, total)})
+def report(what: str, done: int, total: int, has_lines: bool = False) -> None:
+    """Say how far a piece of work is; it has ended where `done` is `total`. See `Bar`."""
+    log.debug("%s: %d of %d", what, done, total, extra={"bar": Bar(what, done, total, has_lines)})
 
 
 def counted_off(items: Collection[ItemT], what: str) -> Iterator[ItemT]:

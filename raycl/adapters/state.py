@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from raycl.adapters.experts import linear_at
 from raycl.adapters.layer import adapted_norms, plain_weight
 from raycl.errors import AdapterError
+from raycl.progress import counted_off
 from raycl.types import AdapterState, Mixture
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -184,7 +185,7 @@ def fold(model: nn.Module, state: AdapterState) -> None:
         weight = model.get_submodule(path).weight
         assert isinstance(weight, Tensor)
         weight.data.copy_(copy)
-    for path, (a, b) in state.linears.items():
+    for path, (a, b) in counted_off(state.linears.items(), "folding linears"):
         try:
             base = linear_at(model, path)
             weight = base.weight

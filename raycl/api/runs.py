@@ -91,7 +91,7 @@ class Run:
     Examples:
         >>> run = raycl.Run("runs/first")
         >>> print(run)
-        slm on custom, ...
+        slm on orders, ...
     """
 
     folder: str

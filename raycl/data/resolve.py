@@ -89,9 +89,7 @@ def resolve(config: StreamConfig) -> StreamPlan:
     tested, absent = _plans(config, unseen, ("test",), known) if unseen else ((), [])
     missing = [*dropped, *absent]
     notes = (f"tasks left out because they are missing on disk: {', '.join(missing)}",) if missing else ()
-    is_custom = config.name == "builtin" and any(plan.files for plan in plans)
-    name = benchmark.name if benchmark else "custom" if is_custom else config.name
-    return StreamPlan(name, plans, tested, notes)
+    return StreamPlan(benchmark.name if benchmark else config.title, plans, tested, notes)
 
 
 def missing_files(config: StreamConfig) -> str:

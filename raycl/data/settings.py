@@ -129,6 +129,10 @@ class TaskSpec(Section):
         return self
 
 
+TITLE = 40
+"""Characters of the names of tasks that are the name of a stream at most."""
+
+
 class StreamConfig(Section):
     """The tasks, their order, their rows and their prompts."""
 
@@ -263,6 +267,16 @@ class StreamConfig(Section):
                 "are learned themselves, leave prompt at auto"
             )
         return self
+
+    @property
+    def title(self) -> str:
+        """The name of the stream for people and folders: of own tasks without one, the names of the tasks."""
+        names = [task if isinstance(task, str) else task.name for task in self.tasks or ()]
+        are_own = self.root is not None or any(not isinstance(task, str) for task in self.tasks or ())
+        if self.name != type(self).model_fields["name"].default or not are_own:
+            return self.name
+        joined = "-".join(names)
+        return joined if len(joined) <= TITLE else f"{len(names)}-own-tasks"
 
     @property
     def token_settings(self) -> tuple[tuple[int | Literal["auto"], Mapping[str, int | Literal["auto"]]], ...]:

@@ -1,4 +1,4 @@
-"""Work beside a command that waits: what a thread repeats, and workers' progress lines, read from the run's log."""
+"""What a command writes to standard error: lines, bars of work that takes long; and what a thread repeats beside it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from raycl.errors import StorageError, printable
+from raycl.errors import printable
 from raycl.progress import Bar
-from raycl.storage import Storage
 
 log = logging.getLogger("raycl")
-FOLLOW_S = 1.0
 EVERY_S = 10.0
 """Seconds between two lines about how far a piece of work is, where there is no terminal."""
 
@@ -48,35 +46,6 @@ def repeating(work: Callable[[], None], every_s: float, name: str) -> Iterator[N
     finally:
         over.set()
         thread.join()
-
-
-@contextmanager
-def follow(storage: Storage, label: str = "", every_s: float = FOLLOW_S) -> Iterator[None]:
-    """Log the workers' progress lines here, each after `label`; only those written from now on.
-
-    Args:
-        every_s: seconds between two looks at the log.
-    """
-    seen: dict[str, int] = {}
-
-    def fresh(folder: Storage) -> Iterator[str]:
-        for name in filter(is_log, folder.list(LOGS)):
-            data = folder.read(f"{LOGS}/{name}")
-            new, seen[name] = data[seen.get(name, 0) :], len(data)
-            yield from new.decode(errors="replace").splitlines()
-
-    def log_new() -> None:
-        with suppress(StorageError):  # away for a moment: the next look finds all that was written meanwhile
-            for line in fresh(storage.with_retries(0)):
-                log.info("%s%s", label, line)
-
-    for _ in fresh(storage):
-        pass  # earlier lines are not logged again
-    try:
-        with repeating(log_new, every_s, "follow"):
-            yield
-    finally:
-        log_new()
 
 
 def is_log(name: str) -> bool:
@@ -114,7 +83,7 @@ class Lines(logging.Handler):
             if bar.done >= bar.total:
                 self._shown.pop(bar.what, None)
                 return
-            if now - self._shown.setdefault(bar.what, now) < EVERY_S:
+            if bar.has_lines or now - self._shown.setdefault(bar.what, now) < EVERY_S:
                 return
             self._shown[bar.what] = now
         try:

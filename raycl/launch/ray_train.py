@@ -22,8 +22,8 @@ from raycl.bank.object_store import shared_readers
 from raycl.config import Tree
 from raycl.errors import LaunchError, RunError, UnreachableError
 from raycl.launch import cluster as clusters
-from raycl.launch.console import follow
 from raycl.launch.crashes import error_file, leave_error
+from raycl.launch.follow import follow
 from raycl.launch.prepared_run import resume_line
 from raycl.launch.worker import Worker, work
 from raycl.training.definition.job import Resources, TrainingJob

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raycl.errors import RunError
 from raycl.launch import cluster as clusters
-from raycl.launch.console import follow
+from raycl.launch.follow import follow
 from raycl.launch.local import in_process_worker
 from raycl.launch.ray_train import LOWER, cause_of, raise_failed, raise_left, work_as, worker_resources
 from raycl.training.definition.job import Resources, TrainingJob

@@ -14,7 +14,8 @@ from tiny import Lab, work
 
 from raycl import config as configs
 from raycl.errors import ResumeError, StorageError
-from raycl.launch import console, prepared_run
+from raycl.launch import prepared_run
+from raycl.launch.follow import follow
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
 from raycl.training.setup.run_config import RunConfig, fingerprint
@@ -125,7 +126,7 @@ def test_the_log_is_followed_through_a_storage_that_fails_for_a_moment(
         return listing(self, name)
 
     monkeypatch.setattr(Storage, "list", fails_once)
-    with console.follow(storage, every_s=0.02):
+    with follow(storage, every_s=0.02):
         assert failed.wait(10)
         storage.write("log/attempt-0001.txt", b"one line\n")
         end = time.monotonic() + 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,21 @@ def test_plain_peft_loads_each_task_from_the_hub_and_gives_the_same_logits(
         fold(ours, state)
         torch.testing.assert_close(theirs, ours(ids).logits, atol=1e-5, rtol=1e-5)
         assert (theirs - bare).abs().max() > 1e-3
+
+
+def test_a_push_and_a_pull_report_what_they_send_and_fetch(
+    hub: Hub, complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bank = bank_of(complete, "bert", "slm")
+    with caplog.at_level(logging.DEBUG, logger="raycl.progress"):
+        push(bank, head_of(bank), "main", "me/bank", CardFields())
+        pulled(tmp_path / "pulled")
+    bars = [bar for record in caplog.records if (bar := getattr(record, "bar", None))]
+    for what in ("reading what is pushed", "sending files, batches", "fetching files", "checking what was pulled"):
+        mine = [bar for bar in bars if bar.what == what]
+        assert mine[0].done < mine[0].total and mine[-1].done == mine[-1].total, what
+    ended = {bar.what for bar in bars if bar.done == bar.total}
+    assert {bar.what for bar in bars} == ended, "no bar stays"
 
 
 def test_an_interrupted_push_shows_nothing_and_sends_the_rest_when_it_is_repeated(

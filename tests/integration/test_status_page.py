@@ -316,7 +316,7 @@ def test_the_page_follows_a_run_to_its_end(page: Page, complete: Complete, tmp_p
         expect(page.locator("#metrics")).to_have_text(shown)
         assert table(page) == cells(storage)
         assert page.locator("[data-fact=Next]").inner_text() == f"raycl report {storage.uri}"
-        assert page.title() == "finished, 2 of 2 tasks · lora on custom, bert, seed 42"
+        assert page.title() == "finished, 2 of 2 tasks · lora on colour-animal, bert, seed 42"
         assert errors == [] and [url for url in requested if not url.startswith(f"http://127.0.0.1:{port}/")] == []
     page.clock.run_for(2000)
     expect(page.locator("#problem")).to_have_text(re.compile("does not answer"))

@@ -51,6 +51,9 @@ log = logging.getLogger("raycl")
 OURS = (f"{ROOT}/*", *(f"*/{name}" for name in (TENSORS, CONFIG, HEAD, LABELS, METADATA, CARD)))
 """Files of a repository that a push replaces; others stay."""
 
+TOGETHER = 8
+"""Files that are sent between two reports of progress."""
+
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Phase -> task -> cell of the accuracy matrix."""
 
@@ -102,7 +105,9 @@ def push(
         BankError: something is missing or damaged, the hub refuses it, or another commit was made meanwhile.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    disable_progress_bars()  # a command has bars of its own
     without = () if with_samples else tuple(sorted(_sample_files(bank, snapshot)))
     with TemporaryDirectory() as folder:
         pushed = _stage(bank, snapshot, branch, without, Storage.at(folder))
@@ -115,13 +120,13 @@ def push(
             text = bank_card(bank, snapshot, repository, _filled(fields, known, snapshot), pushed, without)
             Path(folder, CARD).write_text(text, encoding="utf-8")
             files = {str(path.relative_to(folder)): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+            additions = [CommitOperationAdd(name, path) for name, path in files.items()]
+            for first in counted_off(range(0, len(additions), TOGETHER), "sending files, batches"):
+                api.preupload_lfs_files(repository, additions[first : first + TOGETHER], free_memory=False)
             old = [name for name in there if name not in files and any(fnmatch(name, ours) for ours in OURS)]
             done = api.create_commit(
                 repository,
-                [
-                    *(CommitOperationAdd(name, path) for name, path in files.items()),
-                    *(CommitOperationDelete(name) for name in old),
-                ],
+                [*additions, *(CommitOperationDelete(name) for name in old)],
                 commit_message=f"Snapshot {snapshot.number} ({snapshot.sha256[:12]}): {_listed(snapshot)}",
                 parent_commit=parent,
             )

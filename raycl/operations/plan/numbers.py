@@ -146,7 +146,7 @@ def _stream(config: RunConfig, notes: list[str]) -> tuple[Stream, bool]:
         tasks = tuple(Task(task if isinstance(task, str) else task.name, None, "exact_match") for task in names)
         notes.append(f"steps, labels and text lengths are not known without the data ({error})")
         cache = cache_folder(config.stream.cache_dir)
-        return Stream(config.stream.name, tasks, (), [], config.stream, config.seed, {}, cache), False
+        return Stream(config.stream.title, tasks, (), [], config.stream, config.seed, {}, cache), False
 
 
 def _lengths(context: TrainingContext) -> tuple[SampledLengths, ...]:

@@ -24,9 +24,10 @@ from raycl.operations.sweep.definition.sweep_config import SweepConfig, examples
 from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder, plain
 from raycl.operations.sweep.outcome import SweepOutcome, collect
 from raycl.operations.sweep.search.searchers import Planned, RecordingSearcher, TpeSearcher
-from raycl.operations.sweep.search.stopping import AtTaskEnds, rule_of
+from raycl.operations.sweep.search.stopping import TRIALS, AtTaskEnds, rule_of
 from raycl.operations.sweep.trials.prefix import prefix_keys, shared_keys
 from raycl.operations.sweep.trials.trial import TrialWork, as_trainable
+from raycl.progress import report
 from raycl.storage import Storage
 from raycl.training.definition.job import Resources
 from raycl.training.setup import checks, run_config
@@ -153,7 +154,7 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
     if todo <= 0:
         return
     done = collect(sweep, folder, plan.tasks)
-    scheduler = AtTaskEnds(folder, rule_of(sweep, plan.tasks), plan.tasks, plan.total)
+    scheduler = AtTaskEnds(folder, rule_of(sweep, plan.tasks), plan.tasks, plan.total, plan.total - todo)
     searcher: RecordingSearcher = Planned(sweep, folder, left) if sweep.plans else TpeSearcher(sweep, folder, left)
     for number in over:
         rows = done.row(number)
@@ -166,6 +167,7 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
     work = TrialWork(configs.as_tree(sweep), directory, stop, plan.shared)
     signals = StopOnSignal(folder.storage, stop.driver, _base(sweep).launch.grace_s, has_begun=lambda: True)
     searcher.stop = stop
+    report(TRIALS, scheduler.over, plan.total, has_lines=True)
     try:
         with signals:
             errors = _fit(sweep, folder, work, searcher, scheduler, todo, at_once)
@@ -173,6 +175,8 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
         if not signals.reason:
             raise
         errors = {}
+    finally:
+        report(TRIALS, plan.total, plan.total, has_lines=True)
     for number, error in errors.items():
         folder.write_failure(number, error)
     if signals.reason:

@@ -128,7 +128,7 @@ class Progress:
         self._tokens += result.tokens
         self._seconds += seconds
         self._steps += 1
-        report(f"[{phase.index + 1}/{self.phases}] {phase.name}, steps", step, steps)
+        report(steps_of(phase.index + 1, self.phases, phase.name), step, steps, has_lines=True)
         if time.monotonic() - self._logged < self.every_s and step < steps:
             return False
         self._logged = time.monotonic()
@@ -147,6 +147,11 @@ class Progress:
             clock((steps - step + self._later) * pace + (self.phases - phase.index - 1) * self._prepared_s),
         )
         return True
+
+
+def steps_of(phase: int, phases: int, task: str) -> str:
+    """Return what the bar of a task's steps is called."""
+    return f"[{phase}/{phases}] {task}, steps"
 
 
 def clock(seconds: float) -> str:

@@ -259,7 +259,9 @@ def free_names(config: RunConfig) -> Iterator[str]:
     """Yield telling names for a run without one: those that no folder next to it has, one after another."""
     backbone = config.backbone.name.rstrip("/").split("/")[-1]
     schedule = "" if config.stream.schedule == "sequential" else f"-{config.stream.schedule}"
-    base = _folder_name(f"{config.stream.name}-{backbone}-{config.method.name}{schedule}-s{config.seed}", "stream.name")
+    base = _folder_name(
+        f"{config.stream.title}-{backbone}-{config.method.name}{schedule}-s{config.seed}", "stream.name"
+    )
     root = directory(config)
     taken = set(root.list()) if root.exists() else set()
     names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))

@@ -17,6 +17,7 @@ from raycl.data.sources import ingest, source
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.errors import ConfigError, DataError, MissingTasksError
 from raycl.training.definition.task_order import Joint, Schedule
+from raycl.training.setup.run_config import RunConfig, free_names
 from raycl.types import Task
 
 
@@ -163,7 +164,7 @@ def test_custom_tasks_gather_their_labels(tmp_path: Path) -> None:
     train, test = lines(tmp_path / "a.jsonl", rows), lines(tmp_path / "b.jsonl", rows[:3])
     tree = {"name": "mine", "train": train, "test": test, "columns": {"text": "body", "label": "class"}}
     stream = open_stream(validate(StreamConfig, {"tasks": [tree]}), seed=0)
-    assert stream.name == "custom"
+    assert stream.name == "mine"
     assert stream.tasks == (Task("mine", ("0", "1", "2"), "exact_match"),)
     named = open_stream(validate(StreamConfig, {"tasks": [{**tree, "labels": ["x", "y", "z"], "first_label": 0}]}), 0)
     assert named.tasks[0].labels == ("x", "y", "z")
@@ -198,6 +199,25 @@ def test_references_first_or_one_at_random(write_task: WriteTask, codec: MiniLMC
     assert {len(names) for names in kept} == {1} and {names[0][0] for names in kept} == {"a", "b", "c"}
     target = item.columns([3]).target_ids[0]
     assert codec.text(target.tolist()) == kept[3][0]
+
+
+def test_own_tasks_without_a_name_for_their_stream_name_it(write_task: WriteTask, tmp_path: Path) -> None:
+    """In results, on pages, and in the name of a run's folder."""
+    write_task("agnews", news(20), news(4))
+    own = [TaskSpec(name=name, path=str(write_task(name, news(20), news(4)) / name)) for name in ("tickets", "tone")]
+    many = tuple(TaskSpec(name=f"department-{number}", path=own[0].path) for number in range(4))
+    found = {
+        "tickets-tone": StreamConfig(tasks=tuple(own)),
+        "topic-tickets": StreamConfig(tasks=("topic", own[0])),
+        "agnews": StreamConfig(tasks=("agnews",), root=str(tmp_path / "data")),
+        "4-own-tasks": StreamConfig(tasks=many),
+        "mine": StreamConfig(name="mine", tasks=tuple(own)),
+        "builtin": StreamConfig(tasks=("topic", "sentiment")),
+    }
+    for title, stream in found.items():
+        assert open_stream(stream, 0).name == title
+        config = validate(RunConfig, {"stream": as_tree(stream), "output": {"dir": str(tmp_path / "runs")}})
+        assert next(free_names(config)) == f"{title}-minilm-lora-s42"
 
 
 def test_the_builtin_stream(codec: MiniLMCodec) -> None:

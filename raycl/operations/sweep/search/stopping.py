@@ -17,12 +17,16 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
+from raycl.progress import report
 from raycl.training.records.run_folder import read_decision, write_decision
 
 log = logging.getLogger("raycl")
 
 SCORE = f"{SCORES}0"
 NEVER = float("inf")
+
+TRIALS = "trials"
+"""The name of their bar."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +53,15 @@ def rule_of(sweep: SweepConfig, tasks: int) -> Any:
 class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
     """Starts trials in order; after each task the rule decides whether a trial continues."""
 
-    def __init__(self, folder: SweepFolder, rule: Any, tasks: int, total: int) -> None:
-        """Stop trials by `rule`, Tune's scheduler (None: all continue); `total` is their number, for people."""
+    def __init__(self, folder: SweepFolder, rule: Any, tasks: int, total: int, over: int) -> None:
+        """Stop trials by a rule.
+
+        Args:
+            rule: Tune's scheduler; None: all continue.
+            total: number of all trials, for people. over: those of earlier sessions.
+        """
         super().__init__()
-        self.folder, self.rule, self.tasks, self.total = folder, rule, tasks, total
+        self.folder, self.rule, self.tasks, self.total, self.over = folder, rule, tasks, total, over
 
     def replay(self, number: int, scores: Sequence[float | None]) -> None:
         """Add a trial of an earlier session to the rule, which compares later ones with it."""
@@ -91,11 +100,17 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         """Remove a finished trial."""
+        self._count()
         if self.rule is not None and SCORE in result:
             self.rule.on_trial_complete(tune_controller, trial, result)
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        """Rules forget it."""
+        """Count it; rules forget it."""
+        self._count()
+
+    def _count(self) -> None:
+        self.over += 1
+        report(TRIALS, self.over, self.total, has_lines=True)
 
     def _log(self, given: dict[str, Any], result: dict[str, Any], continues: bool) -> None:
         scores = [f"{value:.2f}" for key, value in sorted(result.items()) if key.startswith(SCORES)]
