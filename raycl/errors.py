@@ -73,7 +73,8 @@ class ConversationError(BackboneError):
 
     def __init__(self, problem: str, index: int = 0) -> None:
         super().__init__(problem, index)
-        self.problem, self.index = problem, index
+        self.problem = problem
+        self.index = index
 
     def __str__(self) -> str:
         return self.problem

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-log = logging.getLogger("raycl.progress")
+log: logging.Logger = logging.getLogger("raycl.progress")
 
 ItemT = TypeVar("ItemT")
 

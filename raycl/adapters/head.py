@@ -49,9 +49,9 @@ class MixedHead(nn.Module):
         self.rule = rule
         self.labels: list[str] = []
         self.trainable_labels: tuple[str, ...] = ()
-        self.frozen = False
-        self.weight = nn.Parameter(torch.zeros(0, width, device=stack.device))
-        self.bias = nn.Parameter(torch.zeros(0, device=stack.device))
+        self.frozen: bool = False
+        self.weight: nn.Parameter = nn.Parameter(torch.zeros(0, width, device=stack.device))
+        self.bias: nn.Parameter = nn.Parameter(torch.zeros(0, device=stack.device))
         self._stack = stack
         self._rows: dict[str, tuple[object, _HeadRows]] = {}
 

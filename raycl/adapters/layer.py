@@ -115,7 +115,7 @@ class StackedLora(nn.Module):
         self.lora_A: nn.Parameter | None
         self.lora_B: nn.Parameter | None
         self.lora_magnitude_vector: nn.Parameter | None
-        self.update = TrainedUpdate()
+        self.update: TrainedUpdate = TrainedUpdate()
         self.queries: AttentionQueries | None = None
         self.unit_masks: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.low_observer: Callable[[Tensor, Tensor], None] | None = None

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
@@ -51,7 +51,7 @@ LITERAL = re.compile(r"\^?[\w.-]+")
 
 
 class _LoraSettings(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
     lora_alpha: FiniteFloat | None = None
     alpha_pattern: dict[str, FiniteFloat] | None = Field(None, max_length=100_000)

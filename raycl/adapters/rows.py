@@ -25,9 +25,9 @@ class RowTable:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity: int = capacity
         self.rows: OrderedDict[str, list[int]] = OrderedDict()
-        self.evicted = 0
+        self.evicted: int = 0
         self._free = list(range(capacity))  # a heap: the lowest rows first, so that rows in use are contiguous
         self._pins: Counter[str] = Counter()
 
@@ -103,9 +103,13 @@ class RowPool:
             self.locations[path] = (shape, len(members.setdefault(shape, [])))
             members[shape].append(path)
         self.members = members
-        self.a = {s: torch.zeros(len(m), rows, s[0], dtype=s[2], device=s[3]) for s, m in members.items()}
-        self.b = {s: torch.zeros(len(m), rows, s[1], dtype=s[2], device=s[3]) for s, m in members.items()}
-        self.rows = rows
+        self.a: dict[Shape, Tensor] = {
+            s: torch.zeros(len(m), rows, s[0], dtype=s[2], device=s[3]) for s, m in members.items()
+        }
+        self.b: dict[Shape, Tensor] = {
+            s: torch.zeros(len(m), rows, s[1], dtype=s[2], device=s[3]) for s, m in members.items()
+        }
+        self.rows: int = rows
         self._written: set[int] = set()
 
     def grow(self, rows: int) -> None:
@@ -179,12 +183,16 @@ class StaticRows:
             copying: adapters with copies of modules.
         """
         self.rows = rows
-        self.active = pool.picked(torch.zeros(rows, dtype=torch.long))
+        self.active: RowPool = pool.picked(torch.zeros(rows, dtype=torch.long))
         dtype, device = next(iter(pool.a))[2:]
-        self.gate = torch.zeros(sequences, rows, dtype=dtype, device=device)
-        self.alone = {name: torch.zeros(sequences, 1, dtype=dtype, device=device) for name in copying}
+        self.gate: Tensor = torch.zeros(sequences, rows, dtype=dtype, device=device)
+        self.alone: dict[str, Tensor] = {
+            name: torch.zeros(sequences, 1, dtype=dtype, device=device) for name in copying
+        }
         shapes = {path: pool.locations[path][0] for path in scaled}
-        self.ratios = {path: torch.ones(sequences, s[1], dtype=s[2], device=s[3]) for path, s in shapes.items()}
+        self.ratios: dict[str, Tensor] = {
+            path: torch.ones(sequences, s[1], dtype=s[2], device=s[3]) for path, s in shapes.items()
+        }
 
     def fill(self, pool: RowPool, index: Tensor, gate_BR: Tensor) -> None:
         """Copy the rows `index` and their gates in.

@@ -96,7 +96,8 @@ class MixedPrompts(nn.Module):
             use_of: asked in each forward pass for the adapters of the mixture.
         """
         super().__init__()
-        self.width, self._use_of = width, use_of
+        self.width = width
+        self._use_of = use_of
         for name in ("trainable", "gate", *MLP):
             self.register_parameter(name, None)
         self.trainable: nn.Parameter | None

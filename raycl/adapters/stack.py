@@ -94,9 +94,9 @@ class AdapterStack:
         self._query_of = query_of
         self._hooks: list[RemovableHandle] = []
         self._attach(paths)
-        self.grows = rows is None
-        self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, rows or 0)
-        self.table = RowTable(rows or 0)
+        self.grows: bool = rows is None
+        self.pool: RowPool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, rows or 0)
+        self.table: RowTable = RowTable(rows or 0)
         self.source = source
         self.detach_loaded = False
         self.states: dict[str, AdapterState] = {}
@@ -104,12 +104,12 @@ class AdapterStack:
         self._ratios: dict[str, dict[str, Tensor]] = {}
         self._copies: dict[str, dict[str, Tensor]] = {}
         self.trainable: dict[str, int] = {}
-        self.trainable_scale = 1.0
-        self.dropout = 0.0
+        self.trainable_scale: float = 1.0
+        self.dropout: float = 0.0
         self.plan: MixturePlan | None = None
         self.static: StaticRows | None = None
         self.head_rule: HeadRule | None = None
-        self.is_open = False
+        self.is_open: bool = False
         self.heads: tuple[str, ...] = ()
 
     def _attach(self, paths: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from raycl.data.sources.slices import named_in
 from raycl.errors import DataError, counted
 from raycl.storage import Storage
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 FOLDER = "data"
 """A folder next to the runs: `data/NAME-HASH/train.jsonl` and so on."""

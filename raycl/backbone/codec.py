@@ -67,11 +67,11 @@ class HFCodec:
             raise BackboneError(f"{type(tokenizer).__name__} is not a fast tokenizer: expected a tokenizer.json")
         self.tokenizer = tokenizer
         self.kind = kind
-        self.capabilities = capabilities_of(kind)
-        self.needs_labels = self.capabilities.answers == "label"
+        self.capabilities: Capabilities = capabilities_of(kind)
+        self.needs_labels: bool = self.capabilities.answers == "label"
         self.max_source_tokens = max_source_tokens
         self.max_target_tokens = max_target_tokens
-        self.pad_id = _pad_id(tokenizer)
+        self.pad_id: int = _pad_id(tokenizer)
         if not self.needs_labels and tokenizer.eos_token_id is None:
             raise BackboneError(
                 f"the tokenizer of this {kind} backbone has no end-of-sequence token, so answers never end: "
@@ -80,15 +80,15 @@ class HFCodec:
         self.eos_id: int = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.mask_id: int = -1 if tokenizer.mask_token_id is None else tokenizer.mask_token_id
         self._special = SpecialStrings(tokenizer)
-        self.special_ids = self._special.ids
-        self.vocabulary = len(tokenizer)
-        self.chat_template = chat_template or _template_of(tokenizer)
+        self.special_ids: frozenset[Any] = self._special.ids
+        self.vocabulary: int = len(tokenizer)
+        self.chat_template: str = chat_template or _template_of(tokenizer)
         self.bos: Bos = bos
         if bos == "none":
             self._check_bos()
         self._end_tokens = _end_tokens(tokenizer) if self.capabilities.one_sequence else 0
         ids = f"{kind}|{self.pad_id}|{self.eos_id}|{'' if bos == 'tokenizer' else 'bos=none|'}"
-        self.fingerprint = hashlib.sha256(f"{ids}{tokenizer.backend_tokenizer.to_str()}".encode()).hexdigest()[:16]
+        self.fingerprint: str = hashlib.sha256(f"{ids}{tokenizer.backend_tokenizer.to_str()}".encode()).hexdigest()[:16]
 
     def _check_bos(self) -> None:
         """Check that there is a first token to leave out."""

@@ -78,8 +78,8 @@ class LanguageHead(nn.Module):
     def __init__(self, full_model: Any, model: Any, is_fresh: bool) -> None:
         """Take the head from `full_model`; `model` is the encoder that it will read."""
         super().__init__()
-        self.architecture = type(full_model).__name__
-        self.prefix = str(full_model.base_model_prefix)
+        self.architecture: str = type(full_model).__name__
+        self.prefix: str = str(full_model.base_model_prefix)
         self.is_fresh = is_fresh
         if getattr(full_model.config, "tie_word_embeddings", True):
             full_model.get_output_embeddings().weight = model.get_input_embeddings().weight
@@ -120,7 +120,7 @@ class EncoderBackbone(Backbone):
         self.pooling = pooling
         self.head: Head = LabelHead(self.model.config.hidden_size)
         self.language = language
-        self.has_untrained_language_head = language is not None and language.is_fresh
+        self.has_untrained_language_head: bool = language is not None and language.is_fresh
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """Add head rows for labels not seen before."""

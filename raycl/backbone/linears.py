@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 
 from raycl.errors import BackboneError
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 CPU_INFO = Path("/proc/cpuinfo")
 

@@ -44,7 +44,7 @@ from raycl.types import Capabilities
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 DROPOUTS = (
     "hidden_dropout_prob",

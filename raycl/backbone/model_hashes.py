@@ -23,7 +23,7 @@ from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
 from raycl.storage.unfinished import finished_beside
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 RECORD = ".raycl-hashes.json"
 FORMAT = 1

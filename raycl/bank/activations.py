@@ -60,9 +60,10 @@ class Activations:
     """Decisions for the endpoints that follow one branch of a bank."""
 
     def __init__(self, bank: Bank, branch: str = MAIN) -> None:
-        self.bank, self.branch = bank, Branch(bank, branch)
-        self.folder = f"{FOLDER}/{branch}"
-        self.records = NumberedRecords(bank.storage, self.folder, self._read)
+        self.bank = bank
+        self.branch: Branch = Branch(bank, branch)
+        self.folder: str = f"{FOLDER}/{branch}"
+        self.records: NumberedRecords[Activation] = NumberedRecords(bank.storage, self.folder, self._read)
 
     def latest(self) -> Activation | None:
         """Return the decision that counts; None before the first.

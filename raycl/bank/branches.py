@@ -108,9 +108,10 @@ class Branch:
     """One branch of a bank; it exists once it has moved."""
 
     def __init__(self, bank: Bank, name: str = MAIN) -> None:
-        self.bank, self.name = bank, check_branch(name)
-        self.folder = f"{FOLDER}/{name}"
-        self.records = NumberedRecords(bank.storage, self.folder, self.move)
+        self.bank = bank
+        self.name: str = check_branch(name)
+        self.folder: str = f"{FOLDER}/{name}"
+        self.records: NumberedRecords[Move] = NumberedRecords(bank.storage, self.folder, self.move)
 
     def numbers(self) -> list[int]:
         """Return numbers of all moves, ascending."""

@@ -41,7 +41,7 @@ from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
 T = TypeVar("T")
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 FULL = (ObjectStoreFullError, OutOfDiskError)
 """Ray's errors when an object fits neither in shared memory nor, spilled, on the node's disk."""
@@ -79,7 +79,7 @@ class CacheActor:
     """
 
     def __init__(self, address: str, capacity: int) -> None:
-        self.bank = Bank.at(address)
+        self.bank: Bank = Bank.at(address)
         self.capacity = capacity
         self.packs: OrderedDict[Any, dict[str, Location]] = OrderedDict()
         self.locations: dict[str, Location] = {}
@@ -223,8 +223,10 @@ class ObjectStoreCache:
         self.bank = bank
         self._said_full = False
         self._wait_s = WAIT_S
-        self.name = "adapter-cache-" + hashlib.sha256(bank.storage.address.encode()).hexdigest()[:16]
-        self.capacity = int(capacity_mb * 2**20 if capacity_mb else ray.cluster_resources()["object_store_memory"] / 2)
+        self.name: str = "adapter-cache-" + hashlib.sha256(bank.storage.address.encode()).hexdigest()[:16]
+        self.capacity: int = int(
+            capacity_mb * 2**20 if capacity_mb else ray.cluster_resources()["object_store_memory"] / 2
+        )
         self._options = {"lifetime": "detached"} if detached else {}
         self._closed = False
         self._actor = self._open()

@@ -106,7 +106,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __init__(self, buffer: Buffer, what: str, info: ObjectInfo) -> None:
         """Read the header; see `views`."""
-        self.info = info
+        self.info: ObjectInfo = info
         self._memory = memoryview(buffer).cast("B")
         self._header, self._start = _opened(self._memory, what)
 

@@ -16,7 +16,7 @@ from raycl.config.assignment import Tree
 from raycl.config.names import shown
 from raycl.errors import ConfigError
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 TEXTS = ("labels", "words", "definition", "prompt", "system", "chat_template")
 """Settings that hold texts, which may look like addresses."""

@@ -58,7 +58,9 @@ MARK = "# Every setting, written by raycl.\n"
 class Section(BaseModel):
     """Base of every config section: unknown keys are errors, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=()
+    )
 
     folders: ClassVar[tuple[str, ...]] = ()
     """Settings of the section that name folders of samples, which a run reads."""

@@ -124,9 +124,10 @@ class Loader:
         Raises:
             ConfigError: see `check_batch`.
         """
-        self.accumulation = check_batch(order.batch_size, micro_batch_size, world_size)
+        self.accumulation: int = check_batch(order.batch_size, micro_batch_size, world_size)
         assert order.count == collate.count, "the order must cover exactly the rows of the tables"
-        self._collate, self.order = collate, order
+        self.order = order
+        self._collate = collate
         self._rank, self._world, self._micro = rank, world_size, micro_batch_size
 
     def named(self, rows: Sequence[int]) -> list[str]:

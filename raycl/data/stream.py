@@ -32,7 +32,7 @@ from raycl.types import Task, TextCodec
 
 __all__ = ["ColumnNames", "Stream", "StreamConfig", "TaskSpec", "open_stream"]
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 BUILTIN_TRAIN_ROWS = 320
 BUILTIN_TEST_ROWS = 150

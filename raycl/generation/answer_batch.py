@@ -81,7 +81,7 @@ class AnswerBatch(ContinuousBatch[_Row]):
             max_rows: most rows that are decoded together.
         """
         super().__init__(backbone, activate, max_rows)
-        self.read_rows = max(1, min(max_rows, max(READ_ROWS, max_rows // 4)))
+        self.read_rows: int = max(1, min(max_rows, max(READ_ROWS, max_rows // 4)))
         self._start: _SharedPrompt | None = None
         self._ends = _end_ids(backbone)
 

@@ -73,9 +73,11 @@ class ContinuousBatch(Generic[RowT]):
             max_rows: most rows that are decoded together.
             activate_static: decode at fixed addresses (`raycl.generation.static_cache`); None: in caches that grow.
         """
-        self.backbone, self.max_rows = backbone, max_rows
+        self.backbone = backbone
+        self.max_rows = max_rows
         self.rows: list[RowT] = []
-        self.tokens = self.steps = 0
+        self.tokens: int = 0
+        self.steps: int = 0
         self._activate, self._activate_static = activate, activate_static
         self._static = None if activate_static is None else StaticKVCache(backbone, max_rows)
         self._graph_key = 0

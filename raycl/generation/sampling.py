@@ -80,7 +80,8 @@ class DecodedText:
     """
 
     def __init__(self, tokenizer: Any, eos_id: int, settings: Sampling) -> None:
-        self._tokenizer, self._eos, self.settings = tokenizer, eos_id, settings
+        self.settings = settings
+        self._tokenizer, self._eos = tokenizer, eos_id
         self._tidies = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self.ids: list[int] = []
         self.finish: str | None = None

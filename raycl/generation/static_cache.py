@@ -24,7 +24,7 @@ from raycl.backbone.base import Backbone
 from raycl.backbone.positions import attends_to_all
 from raycl.generation.dynamic_cache import DynamicKVCache
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 COLUMNS = 256
 """The number of columns of the first caches."""
@@ -58,7 +58,9 @@ class StaticCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         super().__init__()
-        self.keys, self.values, self.positions = keys, values, positions
+        self.keys = keys
+        self.values = values
+        self.positions = positions
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -127,10 +129,12 @@ class StaticKVCache:
         Args:
             columns: columns of the first caches. graphs: capture steps where there is a GPU.
         """
-        self.backbone, self.rows, self.columns = backbone, rows, columns
+        self.backbone = backbone
+        self.rows = rows
+        self.columns: int = columns
         self.order: list[int] = []
         self._order_index = self._indexed([])
-        self.captures = 0
+        self.captures: int = 0
         self._lengths = [0] * rows
         device = backbone.device
         self._ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
@@ -270,7 +274,8 @@ class StaticKVCache:
         longer = [(pad(layer.keys, (0, 0, 0, gap)), pad(layer.values, (0, 0, 0, gap))) for layer in self._layers]
         for layer, (keys, values) in zip(self._layers, longer, strict=True):
             layer.keys, layer.values = keys, values
-        self._mask, self.columns = mask, columns
+        self.columns = columns
+        self._mask = mask
 
     def _closed(self, columns: int) -> Tensor:
         """Return `[B, 1, 1, T]` to add to the scores of attention, under which only the first column is attended to."""

@@ -31,7 +31,7 @@ from raycl.launch.console import repeating
 from raycl.training.definition.job import Resources
 from raycl.training.workers.stopping import exit_on_sigterm, exits_on_sigterm
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 PORTS = range(20_000, 32_000)
 """Ports of the head of a command's own Ray: below the system's ephemeral ports, above those of Ray's workers."""

@@ -28,7 +28,7 @@ from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by
 if TYPE_CHECKING:
     from raycl.launch.warm_workers import WarmWorkers
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from raycl.launch.driver import RunOptions
     from raycl.launch.prepared_run import Prepared
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 class LocalProcess:
@@ -44,7 +44,7 @@ class LocalProcess:
             LaunchError: the config asks for a GPU, and there is none.
         """
         self._prepared, self._options = prepared, options
-        self.resources = options.in_process or own_resources(prepared.config.launch)
+        self.resources: Resources = options.in_process or own_resources(prepared.config.launch)
 
     def work(self, job: TrainingJob) -> None:
         """Do the job here.

@@ -40,7 +40,7 @@ from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Task
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 FILE = "probe.json"
 

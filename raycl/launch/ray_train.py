@@ -64,7 +64,8 @@ class RayTrain:
     """
 
     def __init__(self, prepared: Prepared, options: RunOptions, resources: Resources) -> None:
-        self._prepared, self._options, self.resources = prepared, options, resources
+        self.resources = resources
+        self._prepared, self._options = prepared, options
 
     @classmethod
     @contextmanager

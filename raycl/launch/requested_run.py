@@ -21,7 +21,7 @@ from raycl.training.setup.run_config import RunConfig
 if TYPE_CHECKING:
     from raycl.launch.prepared_run import Prepared
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 def prepared(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from raycl.launch.driver import RunOptions
     from raycl.launch.prepared_run import Prepared
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 LOOK_S = 1.0
 """Seconds between two looks at what a run waits for."""
@@ -199,7 +199,7 @@ class WarmRun:
             LaunchError: the cluster can never provide the worker.
         """
         self._workers, self._prepared, self._options = workers, prepared, options
-        self.resources = worker_resources(prepared.config, options.share)
+        self.resources: Resources = worker_resources(prepared.config, options.share)
 
     def work(self, job: TrainingJob) -> None:
         """Do the job on a worker, and where that fails or dies on a new one, up to `launch.max_failures` times.

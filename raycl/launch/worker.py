@@ -41,7 +41,7 @@ from raycl.training.workers.control import Control, hang_file
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Score
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 BEFORE = "before"
 """Folder of the answers of the snapshot that a revision starts from."""
@@ -232,7 +232,7 @@ class RunLog(logging.Handler):
         self.setLevel(logging.INFO)
         self.setFormatter(logging.Formatter("%(message)s"))
         self.storage = storage
-        self.name_on_storage = f"{LOGS}/attempt-{attempt:04d}.txt"
+        self.name_on_storage: str = f"{LOGS}/attempt-{attempt:04d}.txt"
         self._text = ""
 
     def emit(self, record: logging.LogRecord) -> None:

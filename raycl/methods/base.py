@@ -326,9 +326,9 @@ class Method:
         self.is_wrapped = False
         self.local_adaptation: LocalAdaptation | None = None
         self.allocation: Callable[[Phase], None] | None = None
-        self.transforms_gradients = type(self).transform_gradients is not Method.transform_gradients
-        self.mixes_gradients = self.transforms_gradients and not self.scales_gradients
-        self.adds_penalty = type(self).penalty is not Method.penalty
+        self.transforms_gradients: bool = type(self).transform_gradients is not Method.transform_gradients
+        self.mixes_gradients: bool = self.transforms_gradients and not self.scales_gradients
+        self.adds_penalty: bool = type(self).penalty is not Method.penalty
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Check before any work that all tasks of the stream can be learned, and that their inputs exist.

@@ -62,7 +62,8 @@ class GradientModifier:
         Raises:
             RayclError: the backbone lacks what the settings name.
         """
-        self.config, self.method = config, method
+        self.config = config
+        self.method = method
 
     def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
         """Observe trainable parameters, after the method's `begin_task` and before the first batch.
@@ -129,7 +130,7 @@ class Modifiers:
     """
 
     def __init__(self, members: Mapping[str, GradientModifier] | None = None) -> None:
-        self.members = dict(members or {})
+        self.members: dict[str, GradientModifier] = dict(members or {})
 
     @property
     def parameter_names(self) -> list[str]:

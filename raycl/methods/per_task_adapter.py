@@ -93,7 +93,7 @@ class PerTaskAdapter(Method, ABC):
         paths = linear_names(backbone.model, tuple(form.targets)) if form.targets else []
         paths += expert_names(backbone.model, form.parameters)
         self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=form.activation, query_of=query_of)
-        self.scale = form.scale
+        self.scale: float = form.scale
         self.owners: dict[str, list[str]] = {}
         self._learned: dict[str, AdapterState] = {}
         self._previous: dict[str, AdapterState] = {}

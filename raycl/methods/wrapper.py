@@ -98,9 +98,9 @@ class Wrapper(Method):
         self.router_module = self.learner.router_module
         self.constraint = self.learner.constraint
         overridden = type(self).transform_gradients is not Wrapper.transform_gradients
-        self.transforms_gradients = overridden or self.learner.transforms_gradients
-        self.mixes_gradients = (overridden and not self.scales_gradients) or self.learner.mixes_gradients
-        self.adds_penalty = type(self).penalty is not Wrapper.penalty or self.learner.adds_penalty
+        self.transforms_gradients: bool = overridden or self.learner.transforms_gradients
+        self.mixes_gradients: bool = (overridden and not self.scales_gradients) or self.learner.mixes_gradients
+        self.adds_penalty: bool = type(self).penalty is not Wrapper.penalty or self.learner.adds_penalty
         self._check_learner()
 
     def _check_learner(self) -> None:

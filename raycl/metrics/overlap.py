@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from raycl.metrics.answers import Answers, mean_best
+from raycl.metrics.answers import Answers, Compute, mean_best
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
@@ -67,10 +67,10 @@ def _rouge_l(prediction: str, reference: str, ascii_only: bool = False) -> float
     return float(_scorer(ascii_only).score(target=reference, prediction=prediction)["rougeL"].fmeasure)
 
 
-rouge = mean_best(_rouge_l)
+rouge: Compute = mean_best(_rouge_l)
 """Rouge-L, F-measure, English words stemmed."""
 
-rouge_ascii = mean_best(partial(_rouge_l, ascii_only=True))
+rouge_ascii: Compute = mean_best(partial(_rouge_l, ascii_only=True))
 """Rouge-L as rouge_score computes it: letters and digits outside ASCII are dropped."""
 
 
@@ -96,5 +96,5 @@ def _similarity(prediction: str, reference: str) -> float:
     return float(ratio(prediction, reference)) / 100.0
 
 
-edit_similarity = mean_best(_similarity)
+edit_similarity: Compute = mean_best(_similarity)
 """Share of characters that need no insertion or deletion: `1 - edits / characters of both`."""

@@ -90,10 +90,10 @@ class Attention(KeyedRouting):
         super().__init__(dimensions)
         self.config = config
         draw = torch.Generator().manual_seed(seed)
-        self.down = nn.Parameter(uniform((config.width, dimensions), dimensions**-0.5, draw).to(device))
-        self.up = nn.Parameter(uniform((dimensions, config.width), config.width**-0.5, draw).to(device))
-        self.norm_weight = nn.Parameter(torch.ones(dimensions, device=device))
-        self.norm_bias = nn.Parameter(torch.zeros(dimensions, device=device))
+        self.down: nn.Parameter = nn.Parameter(uniform((config.width, dimensions), dimensions**-0.5, draw).to(device))
+        self.up: nn.Parameter = nn.Parameter(uniform((dimensions, config.width), config.width**-0.5, draw).to(device))
+        self.norm_weight: nn.Parameter = nn.Parameter(torch.ones(dimensions, device=device))
+        self.norm_bias: nn.Parameter = nn.Parameter(torch.zeros(dimensions, device=device))
         self.register_parameter("key", None)
         self.center: Tensor | None = None
         self.spread: Tensor | None = None
@@ -211,7 +211,9 @@ class AttentionRouter(PromptRouter):
     kind: ClassVar[str] = "attention"
 
     def __init__(self, attention: Attention, hard: bool = False, bare: BareTexts | None = None) -> None:
-        self.attention, self.hard, self.bare = attention, hard, bare or BareTexts()
+        self.attention = attention
+        self.hard = hard
+        self.bare: BareTexts = bare or BareTexts()
         self.dimensions = attention.dimensions
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:

@@ -44,12 +44,12 @@ class ClassStatistics:
         Args:
             counts_C: texts of each class, at least one.
         """
-        self.counts_C = counts_C.to(device, torch.float64)
+        self.counts_C: Tensor = counts_C.to(device, torch.float64)
         varied_C = self.counts_C > 1
         number = varied_C.sum().clamp(min=1)
         self._weights_C = torch.where(varied_C, 1 / ((self.counts_C - 1).clamp(min=1) * number), 0.0)
-        self.sums_CD = torch.zeros(len(counts_C), dimensions, dtype=torch.float64, device=device)
-        self.products_DD = torch.zeros(dimensions, dimensions, dtype=torch.float64, device=device)
+        self.sums_CD: Tensor = torch.zeros(len(counts_C), dimensions, dtype=torch.float64, device=device)
+        self.products_DD: Tensor = torch.zeros(dimensions, dimensions, dtype=torch.float64, device=device)
 
     def add(self, queries_BD: Tensor, classes_B: Tensor) -> None:
         """Count texts with their classes."""
@@ -180,7 +180,8 @@ class ClassGaussiansRouter(PromptRouter):
     kind: ClassVar[str] = "class_gaussians"
 
     def __init__(self, gaussians: ClassGaussians) -> None:
-        self.gaussians, self.dimensions = gaussians, gaussians.dimensions
+        self.gaussians = gaussians
+        self.dimensions: int = gaussians.dimensions
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
         queries_BD = mean_pooled(embeddings_BLD, mask_BL)

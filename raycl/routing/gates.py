@@ -45,13 +45,15 @@ class TaskGates(TrainedRouting):
             width: p.
         """
         super().__init__()
-        self.dimensions, self.width, self.device = dimensions, width, device
+        self.dimensions = dimensions
+        self.width = width
+        self.device = device
         for part in PARTS:
             self.register_parameter(part, None)
         self.down: nn.Parameter | None
         self.up: nn.Parameter | None
         self.key: nn.Parameter | None
-        self.trainable = ""
+        self.trainable: str = ""
         self.frozen: dict[str, dict[str, Tensor]] = {}
         self._stacked: dict[str, Tensor] = {}
 
@@ -128,7 +130,8 @@ class GateRouter(PromptRouter):
     kind: ClassVar[str] = "gates"
 
     def __init__(self, gates: TaskGates) -> None:
-        self.gates, self.dimensions = gates, gates.dimensions
+        self.gates = gates
+        self.dimensions: int = gates.dimensions
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
         return Mixture(self.gates.names, self.gates(mean_embedding(embeddings_BLD, mask_BL)).cpu())

@@ -31,7 +31,8 @@ class AdapterPool(TrainedRouting, ABC):
 
     def __init__(self, names: Sequence[str], dimensions: int) -> None:
         super().__init__()
-        self.names, self.dimensions = tuple(names), dimensions
+        self.names: tuple[str, ...] = tuple(names)
+        self.dimensions = dimensions
 
     @abstractmethod
     def selected(self, query_BD: Tensor) -> Tensor:
@@ -54,7 +55,8 @@ class PromptPool(AdapterPool):
     def __init__(self, names: Sequence[str], dimensions: int, top_k: int, seed: int, device: Any = "cpu") -> None:
         """Draw keys from U(-1, 1); in the authors' code they are from U(0, 0.01), in EPI's L2P zeros."""
         super().__init__(names, dimensions)
-        self.top_k, self.keys = top_k, self._drawn(1.0, seed, device)
+        self.top_k = top_k
+        self.keys: nn.Parameter = self._drawn(1.0, seed, device)
 
     def forward(self, query_BD: Tensor) -> Tensor:
         """Return cosines `[B, N]` of each query with each key."""
@@ -84,7 +86,7 @@ class ExpertGate(AdapterPool):
     def __init__(self, names: Sequence[str], dimensions: int, seed: int, device: Any = "cpu") -> None:
         """Draw G as torch draws linears."""
         super().__init__(names, dimensions)
-        self.weight = self._drawn(dimensions**-0.5, seed, device)
+        self.weight: nn.Parameter = self._drawn(dimensions**-0.5, seed, device)
 
     def forward(self, query_BD: Tensor) -> Tensor:
         """Return weights `[B, N]` that sum to 1, float32."""
@@ -112,7 +114,9 @@ class PoolRouter(PromptRouter):
     needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states"})
 
     def __init__(self, pool: AdapterPool, always: Sequence[str] = ()) -> None:
-        self.pool, self.always, self.dimensions = pool.requires_grad_(False), tuple(always), pool.dimensions
+        self.pool: AdapterPool = pool.requires_grad_(False)
+        self.always: tuple[str, ...] = tuple(always)
+        self.dimensions: int = pool.dimensions
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
         pool = self.pool.to(embeddings_BLD.device)

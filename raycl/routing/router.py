@@ -52,7 +52,7 @@ class KeyedRouting(TrainedRouting):
         super().__init__()
         self.dimensions = dimensions
         self.keys: dict[str, Tensor] = {}
-        self.trainable = ""
+        self.trainable: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -123,7 +123,8 @@ class TextRouter(Router):
     encoder: SentenceEncoder
 
     def __init__(self, router: SlotRouter, encoder: SentenceEncoder, owners: Owners) -> None:
-        self.router, self.encoder = router, encoder
+        self.router = router
+        self.encoder = encoder
         owned = {task_name: owners.get(router.adapters(task_name)[0], ()) for task_name in router.tasks}
         self._phases = {task: task_name for task_name, tasks in owned.items() for task in tasks}
         if router.samples:

@@ -30,7 +30,7 @@ from raycl.progress import counted_off
 from raycl.storage import Storage
 from raycl.storage.sealed import read_sealed, record_of, write_sealed
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 SAMPLE = "Which of these texts is about the same thing?"
@@ -83,8 +83,8 @@ class SentenceEncoder:
             BackboneError: it does not exist.
         """
         self.config = config
-        self.fingerprint = fingerprint_of(config.name, config.revision, config.allow_pickle)
-        self.truncated = 0
+        self.fingerprint: str = fingerprint_of(config.name, config.revision, config.allow_pickle)
+        self.truncated: int = 0
         self._cache, self._keeps = Storage.at(cache) if cache is not None else None, keeps
         self._device = device
         self._model: Any = None

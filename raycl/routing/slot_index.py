@@ -47,7 +47,8 @@ class CodeIndex:
         self._index = faiss.IndexPQFastScan(width, parts, 4, faiss.METRIC_INNER_PRODUCT)
         self._index.train(self._keys)
         self._index.add(self._keys)
-        self._count, self._scored, self.recall = count, 0, 0.0
+        self._count, self._scored = count, 0
+        self.recall: float = 0.0
         self._tune(unit_NH, top_k)
 
     def search(self, unit_BH: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -102,8 +103,8 @@ class KeyIndex:
             top_k: K of the searches to come, for which recall is measured.
         """
         self.count, self.groups, _ = keys_NgH.shape
-        self.exact = self.count <= EXACT_UP_TO or keys_NgH.device.type != "cpu" or find_spec("faiss") is None
-        self.recall = 1.0
+        self.exact: bool = self.count <= EXACT_UP_TO or keys_NgH.device.type != "cpu" or find_spec("faiss") is None
+        self.recall: float = 1.0
         unit_NgH = nn.functional.normalize(keys_NgH, dim=-1)
         self._unit_gHN = unit_NgH.permute(1, 2, 0).contiguous() if self.exact else None
         if not self.exact:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raycl.config import Section, Size
 from raycl.errors import RetrievalError
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 EVERY_S = 5.0
 """Seconds between two log lines about the progress."""

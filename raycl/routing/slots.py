@@ -36,7 +36,10 @@ class SlotRouter:
     """
 
     def __init__(self, kind: Kind, groups: int, config: RetrievalConfig, per_group: bool = False) -> None:
-        self.kind, self.groups, self.config, self.per_group = kind, groups, config, per_group
+        self.groups = groups
+        self.config = config
+        self.per_group = per_group
+        self.kind = kind
         self.tasks: list[str] = []
         self.dev: dict[str, Tensor] = {}
         self.samples: dict[str, Tensor] = {}

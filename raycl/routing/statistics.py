@@ -131,7 +131,8 @@ class Discriminant:
     """
 
     def __init__(self, statistics: Mapping[str, Statistics], ridge: float = RIDGE) -> None:
-        self.tasks, self.ridge = tuple(statistics), ridge
+        self.tasks: tuple[str, ...] = tuple(statistics)
+        self.ridge = ridge
         parts = list(statistics.values())
         means = torch.stack([task.mean for task in parts]).double()
         shared = torch.zeros_like(parts[0].scatter, dtype=torch.float64)

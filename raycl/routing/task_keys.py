@@ -30,7 +30,8 @@ class TaskKeys(KeyedRouting):
 
     def __init__(self, dimensions: int, weighting: Weighting, scale: float, device: Any = "cpu") -> None:
         super().__init__(dimensions)
-        self.weighting, self.scale = weighting, scale
+        self.scale = scale
+        self.weighting = weighting
         self.register_parameter("key", None)
         self._device = torch.device(device)
 
@@ -79,7 +80,8 @@ class TaskKeysRouter(PromptRouter):
     kind: ClassVar[str] = "task_keys"
 
     def __init__(self, keys: TaskKeys, owners: Owners) -> None:
-        self.keys, self.dimensions = keys, keys.dimensions
+        self.keys = keys
+        self.dimensions: int = keys.dimensions
         self._columns = {task: column for column, name in enumerate(keys.names) for task in owners.get(name, ())}
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:

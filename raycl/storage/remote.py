@@ -101,7 +101,7 @@ def _library(name: str, store: str, extra: str, full: str) -> Any:
 
 
 T = TypeVar("T")
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 PAUSE_S, LONGEST_S = 0.5, 20.0
 """The first pause, and the one after which they no longer double."""

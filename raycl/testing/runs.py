@@ -22,6 +22,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.generation.batch_answers import predict
 from raycl.generation.task_prompts import route_batch
 from raycl.methods.registry import method_class
+from raycl.routing.router import Router
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.request_mixtures import heads_of
 from raycl.serve.snapshots.parts import adapters_of, backbone_of, router_of
@@ -112,8 +113,8 @@ class Lab:
     def __init__(self, root: Path) -> None:
         gc.freeze()  # closed engines collect garbage; what the libraries made on import need not be looked through
         self.root = root
-        self.tasks = save_tasks(root / "tasks")
-        self.unseen = save_unseen(root / "tasks")
+        self.tasks: list[dict[str, Any]] = save_tasks(root / "tasks")
+        self.unseen: dict[str, Any] = save_unseen(root / "tasks")
 
     def model_folder(self, kind: str) -> Path:
         """Return the saved model of that kind, made when first asked for."""
@@ -190,9 +191,11 @@ class SnapshotModel:
     """A snapshot that answers batches by plain passes, without an engine: what engines are compared with."""
 
     def __init__(self, backbone: Backbone, bank: Bank, snapshot: Snapshot) -> None:
-        self.backbone, self.snapshot, self.router = backbone, snapshot, router_of(bank, snapshot)
-        self.model = MultiSnapshotModel(backbone)
-        self.loaded = LoadedSnapshot.of(snapshot, self.router, adapters_of(bank, snapshot))
+        self.backbone = backbone
+        self.snapshot = snapshot
+        self.router: Router = router_of(bank, snapshot)
+        self.model: MultiSnapshotModel = MultiSnapshotModel(backbone)
+        self.loaded: LoadedSnapshot = LoadedSnapshot.of(snapshot, self.router, adapters_of(bank, snapshot))
         self.model.add(self.loaded)
 
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:

@@ -111,7 +111,8 @@ class StoppingEngine:
     """An engine whose `step` number `after + 1`, counted over all phases, never happens."""
 
     def __init__(self, engine: Engine, left: list[int]) -> None:
-        self.engine, self.left = engine, left
+        self.engine = engine
+        self.left = left
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

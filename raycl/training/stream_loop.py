@@ -29,7 +29,7 @@ from raycl.training.workers.memory import peak_memory_mb, resident_memory_mb
 from raycl.training.workers.stopping import StopRequested
 from raycl.types import Phase
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 class StreamLoop:
@@ -50,7 +50,7 @@ class StreamLoop:
         self.control = control or Control(storage, world)
         self.recorder = Recorder(context, storage, world, listeners or Listeners(), self.control.driver, shared)
         self._untrained: dict[str, Any] = {}
-        self.trainer = TaskTrainer(context, open_engine, world, self.recorder, self.control)
+        self.trainer: TaskTrainer = TaskTrainer(context, open_engine, world, self.recorder, self.control)
 
     @property
     def journal(self) -> Journal | None:

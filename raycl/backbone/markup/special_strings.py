@@ -31,7 +31,7 @@ class SpecialStrings:
         self._tokenizer = tokenizer
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
-        self.ids = frozenset(special.values()) | frozenset(tokenizer.all_special_ids)
+        self.ids: frozenset[Any] = frozenset(special.values()) | frozenset(tokenizer.all_special_ids)
         self._names = tuple(special)
         names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)"
         folds = any(token.special and token.normalized for token in added.values())

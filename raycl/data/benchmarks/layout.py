@@ -18,7 +18,7 @@ from raycl.data.sources.source import SourceFile, SourceFiles
 from raycl.errors import DataError, MissingTasksError, counted
 from raycl.storage import Storage
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 LABELS_FILE = "labels.json"
 SPLITS = ("train", "dev", "test")

@@ -26,7 +26,7 @@ from raycl.storage import Storage
 from raycl.storage.sealed import Seal, check_sealed, read_seal, record_of, write_seal
 from raycl.storage.unfinished import unfinished
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 Info = dict[str, Any]
 """JSON-able description of an entry."""

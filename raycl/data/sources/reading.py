@@ -39,7 +39,8 @@ class BadRow(DataError):
 
     def __init__(self, message: str, row: int = 0, problem: str = "") -> None:
         super().__init__(message)
-        self.row, self.problem = row, problem
+        self.row = row
+        self.problem = problem
         self.item: Any = None
 
 

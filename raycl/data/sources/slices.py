@@ -6,7 +6,11 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-NAMES = {"train": ("train",), "dev": ("dev", "validation", "val", "eval"), "test": ("test",)}
+NAMES: dict[str, tuple[str, ...]] = {
+    "train": ("train",),
+    "dev": ("dev", "validation", "val", "eval"),
+    "test": ("test",),
+}
 """Split -> the names that it may have, in files, columns and datasets."""
 
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\]", re.DOTALL)

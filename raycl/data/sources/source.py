@@ -23,7 +23,7 @@ from raycl.errors import DamagedError, DataError, StorageError
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 _FORMAT = 1
 """The format of the cache's records of hashes."""

@@ -42,7 +42,7 @@ class RunReader:
 
     def __init__(self, folder: str, fresh_s: float = FRESH_S) -> None:
         self._fresh_s = fresh_s
-        self.storage = Storage.at(folder)
+        self.storage: Storage = Storage.at(folder)
         self._journal, self._trace = JournalReader(self.storage), TraceReader(self.storage)
         self._lock = threading.Lock()
         self._found = self._read()

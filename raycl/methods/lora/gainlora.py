@@ -47,7 +47,7 @@ from raycl.methods.lora.olora import OLora, OLoraSettings
 from raycl.routing.gates import PARTS, TaskGates, features, mean_embedding, router_state
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 READ_AT_ONCE = 64
 """Prompts embedded together."""
@@ -92,9 +92,11 @@ class GainLora(OLora, InfLora):
     def __init__(self, config: GainLoraConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
         width = int(backbone.model.get_input_embeddings().weight.shape[1])
-        self.gates = self.router_module = TaskGates(width, config.gate_width, backbone.device)
+        self.gates: TaskGates = TaskGates(width, config.gate_width, backbone.device)
+        self.router_module = self.gates
         backbone.add_module("gates", self.gates)
-        self.spaces = self.constraint = FeatureSubspaces()
+        self.spaces: FeatureSubspaces = FeatureSubspaces()
+        self.constraint = self.spaces
 
     def check(self, tasks: Sequence[Task]) -> None:
         super().check(tasks)

@@ -250,7 +250,7 @@ class ObservedInputs:
 
     def __init__(self, backbone: Backbone, layers: Mapping[str, StackedLora]) -> None:
         self.backbone = backbone
-        self.totals = {
+        self.totals: dict[str, Tensor] = {
             path: torch.zeros(layer.inputs, layer.inputs, dtype=torch.float64, device=layer.weight.device)
             for path, layer in layers.items()
         }

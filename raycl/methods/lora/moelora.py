@@ -59,7 +59,8 @@ class MoeLora(Method):
         torch.manual_seed(seed)
         config.begin_training(self.stack, names)
         width = int(backbone.model.config.hidden_size)
-        self.gate = self.router_module = ExpertGate(names, width, seed, backbone.device)
+        self.gate: ExpertGate = ExpertGate(names, width, seed, backbone.device)
+        self.router_module = self.gate
         backbone.add_module("expert_gate", self.gate)
         self._queries = TextQueries(backbone, self.stack)
 

@@ -86,7 +86,8 @@ class SdLora(IncLora):
     def __init__(self, config: SdLoraConfig, backbone: Backbone, seed: int) -> None:
         PerTaskAdapter.__init__(self, config, backbone, seed, AdapterForm(config.target_modules, config.scaling, "sum"))
         self.stack.detach_loaded = config.stop_grad_old_blocks
-        self.magnitudes = self.router_module = TaskMagnitudes(self.stack.device)
+        self.magnitudes: TaskMagnitudes = TaskMagnitudes(self.stack.device)
+        self.router_module = self.magnitudes
         backbone.add_module("magnitudes", self.magnitudes)
 
     def _create(self, task: str) -> None:

@@ -44,7 +44,7 @@ from raycl.config import Tree
 from raycl.methods.base import Learned, MethodConfig, State
 from raycl.methods.context import TaskContext
 from raycl.methods.finetune import Finetune
-from raycl.methods.masks.units import Units, parameters_of, units_of
+from raycl.methods.masks.units import Sides, Units, parameters_of, units_of
 from raycl.methods.queries import mean_by_positions
 from raycl.types import Batch, Phase
 
@@ -102,12 +102,12 @@ class Das(Finetune):
             ConfigError: the backbone's layers have no units of this kind.
         """
         super().__init__(config, backbone, seed)
-        self.units = units_of(backbone.model, attention_outputs=False)
+        self.units: list[Units] = units_of(backbone.model, attention_outputs=False)
         ends = list(accumulate(unit.count for unit in self.units))
-        self.slices = {
+        self.slices: dict[GatePoint, slice] = {
             unit.gate_point: slice(end - unit.count, end) for unit, end in zip(self.units, ends, strict=True)
         }
-        self.sides = parameters_of(backbone.model, self.units)
+        self.sides: dict[str, Sides] = parameters_of(backbone.model, self.units)
         self.importance: Tensor | None = None
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:

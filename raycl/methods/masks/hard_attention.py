@@ -51,11 +51,13 @@ class HardAttention(nn.Module):
         """Start without a task in training; `sizes`: units of each layer, `scale`: s of now."""
         super().__init__()
         ends = list(accumulate(sizes.values()))
-        self.places = {key: slice(end - size, end) for (key, size), end in zip(sizes.items(), ends, strict=True)}
+        self.places: dict[Key, slice] = {
+            key: slice(end - size, end) for (key, size), end in zip(sizes.items(), ends, strict=True)
+        }
         self.max_scale = max_scale
         self.masks: dict[str, Tensor] = {}
-        self.embedding = nn.Parameter(torch.zeros(ends[-1], device=device), requires_grad=False)
-        self.used = torch.zeros(ends[-1], device=device)
+        self.embedding: nn.Parameter = nn.Parameter(torch.zeros(ends[-1], device=device), requires_grad=False)
+        self.used: Tensor = torch.zeros(ends[-1], device=device)
         self._scale = scale
         self._read: tuple[Tensor, float] | None = None
 

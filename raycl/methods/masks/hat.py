@@ -29,7 +29,7 @@ from raycl.methods.base import Learned, MethodConfig, in_head
 from raycl.methods.context import TaskContext
 from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, freedom
 from raycl.methods.masks.hat_adapter import BehindMasks, HatSettings
-from raycl.methods.masks.units import parameters_of, units_of
+from raycl.methods.masks.units import Sides, Units, parameters_of, units_of
 from raycl.methods.per_task_adapter import AdapterForm
 from raycl.methods.trained_adapters import end_training
 from raycl.types import AdapterState
@@ -58,8 +58,8 @@ class Hat(BehindMasks):
         """
         super().__init__(config, backbone, seed, AdapterForm((), 1.0, "probability"))
         units = units_of(backbone.model, attention_outputs=True)
-        self.units = {unit.gate_point: unit for unit in units}
-        self.sides = parameters_of(backbone.model, units)
+        self.units: dict[GatePoint, Units] = {unit.gate_point: unit for unit in units}
+        self.sides: dict[str, Sides] = parameters_of(backbone.model, units)
         self.mask_units({point: unit.count for point, unit in self.units.items()})
         attach(backbone.model, {point: self._gate(point) for point in self.units})
         self._tables: dict[tuple[str, ...], Tensor] = {}

@@ -54,7 +54,7 @@ class BehindMasks(ChosenByTask):
 
     def mask_units(self, sizes: Mapping[Key, int]) -> None:
         """Put masks over so many units of each layer."""
-        self.masks = HardAttention(sizes, self.config.max_scale, self.backbone.device, self._scale)
+        self.masks: HardAttention = HardAttention(sizes, self.config.max_scale, self.backbone.device, self._scale)
         self.backbone.add_module(MODULE, self.masks)
         self.constraint = Bounds()
         self._context: TaskContext | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raycl.adapters.layer import StackedLora, plain_weight
-from raycl.methods.migu.observed_layers import Layout
+from raycl.methods.migu.observed_layers import LayerPart, Layout
 
 ROUNDS = 10
 """Rounds of k-means, which converges much earlier."""
@@ -103,7 +103,7 @@ class CoMagnitude:
     """`G += |h| |h|^T` per real token, for every group of units, over the examples that are shown."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.affinities = {
+        self.affinities: dict[tuple[str, LayerPart], list[Tensor]] = {
             key: [torch.zeros(size, size, device=device) for size in units.groups]
             for key, units in layout.units.items()
         }

@@ -137,7 +137,7 @@ class Migu(GradientModifier):
                 "set one of them to false"
             )
         observed_layers(method.backbone, config.layers, config.include_lm_head)
-        self.record = RowCounts()
+        self.record: RowCounts = RowCounts()
         self._active = self._measured = self._sparse_only = False
         self._passes_left, self._seed = 0, 0
         self._reduce: Reduce = lambda tensor: tensor  # over one worker

@@ -29,7 +29,7 @@ class RowCounts:
 
     def __init__(self) -> None:
         self.summary: dict[str, Any] = {}
-        self.steps = 0
+        self.steps: int = 0
         self._counts = torch.zeros(0, dtype=torch.int32)
         self._squared_norms = torch.zeros(2, dtype=torch.float64)
         """Squared norm of what was kept, and of everything."""

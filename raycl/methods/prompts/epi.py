@@ -75,7 +75,7 @@ class Epi(ModulePerTask):
             BackboneError: `target_modules` matches no linear, or a prefix none that it could be at.
         """
         super().__init__(config, backbone, seed, config.form("probability"))
-        self.gaussians = ClassGaussians(config.ridge)
+        self.gaussians: ClassGaussians = ClassGaussians(config.ridge)
         self._queries = TextQueries(backbone, self.stack)
 
     def check(self, tasks: Sequence[Task]) -> None:

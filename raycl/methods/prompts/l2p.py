@@ -77,7 +77,8 @@ class L2p(Method):
         use = partial(used_alike, "concat")
         backbone.prefix = drawn_prompts(backbone, self.stack, config.prompt_length, seed, use)
         width = int(backbone.model.config.hidden_size)
-        self.pool = self.router_module = PromptPool(names, width, config.top_k, seed, backbone.device)
+        self.pool: PromptPool = PromptPool(names, width, config.top_k, seed, backbone.device)
+        self.router_module = self.pool
         backbone.add_module("prompt_pool", self.pool)
         self._queries = TextQueries(backbone, self.stack)
 

@@ -33,6 +33,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
+from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone, Output
 from raycl.data.tokens import HeldRows, TokenRows, TokenTable
 from raycl.errors import ConfigError
@@ -150,9 +151,9 @@ class Lfpt5(Method):
         super().__init__(config, backbone, seed)
         self.stack: AdapterStack = AdapterStack(backbone.model, [])
         self.stack.begin_training({PROMPT: 0}, 1.0)
-        self.prompts = drawn_prompts(backbone, self.stack, config.prompt_length, seed)
+        self.prompts: MixedPrompts = drawn_prompts(backbone, self.stack, config.prompt_length, seed)
         backbone.suffix = self.prompts
-        self.form = SampleFormat(backbone.codec, config.max_tokens, config.separator)
+        self.form: SampleFormat = SampleFormat(backbone.codec, config.max_tokens, config.separator)
         self.counts: dict[str, int] = {}
         self.previous: Tensor | None = None
         self.samples: dict[str, PseudoSamples] = {}

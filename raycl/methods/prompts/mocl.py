@@ -101,7 +101,8 @@ class Mocl(ModulePerTask):
         rule: HeadRule = "probability" if config.weights == "softmax" else "logit"
         super().__init__(config, backbone, seed, config.form(rule))
         width = int(backbone.model.config.hidden_size)
-        self.keys = self.router_module = TaskKeys(width, config.weights, config.scale, backbone.device)
+        self.keys: TaskKeys = TaskKeys(width, config.weights, config.scale, backbone.device)
+        self.router_module = self.keys
         backbone.add_module("task_keys", self.keys)
         self._rule = rule
         self._queries = TextQueries(backbone, self.stack)

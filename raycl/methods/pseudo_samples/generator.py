@@ -44,13 +44,13 @@ from raycl.methods.lora_settings import InputDropout, LoraSettings, TargetModule
 from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, drawn_rows
 from raycl.types import IGNORE, Mixture, Task
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 NAME = "generator"
 TRIES = 4
 """Rounds of sampling, each of as many texts as are wanted."""
 
-OWN = {
+OWN: dict[str, tuple[str, ...]] = {
     "lora": (*LoraSettings.model_fields, "steps", "rate"),
     "prompt": ("prompt_length", "epochs", "prompt_rate"),
 }
@@ -157,7 +157,8 @@ class Generator:
             stack: over `backbone`, perhaps with adapters in training, which stay as they are; over no linear at all,
                 it is not used.
         """
-        self.config, self.seed = config, seed
+        self.config = config
+        self.seed = seed
         self.backbone, own = backbone, stack if stack is not None and stack.layers else None
         if config.backbone is not None:
             codec = load_codec(config.backbone, 1, 1)

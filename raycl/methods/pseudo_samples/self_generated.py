@@ -24,7 +24,7 @@ from raycl.data.loader import batch_of, padded
 from raycl.errors import ConfigError
 from raycl.types import IGNORE, Batch, Task
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 START = "__gen__"
 """The text before a task's name."""

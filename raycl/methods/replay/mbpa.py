@@ -238,7 +238,7 @@ class Mbpa(Wrapper):
             )
         device = "cuda" if backbone.device.type == "cuda" else "cpu"
         self.encoder: SentenceEncoder = SentenceEncoder(config.encoder, cache_folder(None) / "queries", device)
-        self.memory = ExampleMemory()
+        self.memory: ExampleMemory = ExampleMemory()
         self.adapted: list[str] = []
         adapt = config.adapt
         if adapt.steps:

@@ -49,7 +49,7 @@ class StoredRows:
         tables = [context.stream.table(task, "train", codec).part(rows) for task, rows in entries]
         labels = backbone.label_ids() if codec.needs_labels else None
         objective = _same_each_time(context.stream.text_objective(codec, seed))
-        self.counts = [len(rows) for _, rows in entries]
+        self.counts: list[int] = [len(rows) for _, rows in entries]
         self._collate = Collate(tables, codec.pad_id, labels, texts=texts, text_objective=objective) if tables else None
 
     def __len__(self) -> int:

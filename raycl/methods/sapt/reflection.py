@@ -98,7 +98,8 @@ class Reflection:
     """
 
     def __init__(self, config: ReflectionConfig, weight: float) -> None:
-        self.config, self.weight = config, weight
+        self.config = config
+        self.weight = weight
         self.entries: dict[str, ReplayEntry] = {}
         self.pooled: dict[str, Tensor] = {}
 
@@ -173,7 +174,10 @@ class PseudoReplay:
             labels: row of the label head of every label of each entry, in its order.
             rows: training rows of the current phase.
         """
-        self.samples, self.labels, self.rows, self.seed = samples, labels, rows, seed
+        self.samples = samples
+        self.labels = labels
+        self.rows = rows
+        self.seed = seed
         self._indices = [(entry, number) for entry, held in enumerate(samples) for number in range(len(held))]
         self._assigned = lru_cache(maxsize=1)(self._assign)
 

@@ -40,7 +40,7 @@ from raycl.methods.pseudo_samples.samples import (
 )
 from raycl.methods.pseudo_samples.sources import SampleSource
 from raycl.methods.sapt.reflection import PseudoReplay, Reflection, ReplayEntry
-from raycl.methods.sapt.settings import ABLATIONS, SaptConfig
+from raycl.methods.sapt.settings import ABLATIONS, Ablation, SaptConfig
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.attention import LEAST_WEIGHT, Attention, AttentionRouter, learn_selector, max_pooled, mixture_of
 from raycl.routing.statistics import KINDS_OF_OUTLINES, BareTexts
@@ -82,13 +82,14 @@ class Sapt(PerTaskAdapter):
         self.config: SaptConfig
         self.stack.detach_loaded = config.stop_grad_old_blocks
         width = int(backbone.model.get_input_embeddings().weight.shape[1])
-        self.attention = self.router_module = Attention(width, config.attention, seed, backbone.device)
+        self.attention: Attention = Attention(width, config.attention, seed, backbone.device)
+        self.router_module = self.attention
         backbone.add_module("attention", self.attention)
-        self.bare = BareTexts()
+        self.bare: BareTexts = BareTexts()
         self.selector: Attention | None = None
-        self.ablation = ABLATIONS[config.ablation]
+        self.ablation: Ablation = ABLATIONS[config.ablation]
         weight = config.arm.weight_on(backbone.capabilities) if self.ablation.reflects else 0.0
-        self.reflection = Reflection(config.arm, weight)
+        self.reflection: Reflection = Reflection(config.arm, weight)
         self._replay: PseudoReplay | None = None
         self.context: TaskContext | None = None
 

@@ -180,7 +180,7 @@ class Slm(PerTaskAdapter):
         self.encoder: SentenceEncoder = encoder
         per_group = config.value_layout == "per_group"
         kind: Kind = "discriminant" if config.router == "discriminant" else "keys"
-        self.router = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
+        self.router: SlotRouter = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
         self._ahead = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
 
     @property

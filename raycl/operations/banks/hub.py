@@ -46,7 +46,7 @@ from raycl.training.records.journal import read_state
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 OURS = (f"{ROOT}/*", *(f"*/{name}" for name in (TENSORS, CONFIG, HEAD, LABELS, METADATA, CARD)))
 """Files of a repository that a push replaces; others stay."""

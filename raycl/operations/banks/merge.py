@@ -24,7 +24,7 @@ from raycl.training.definition.inputs import changes, different_versions, joined
 from raycl.training.setup.snapshot_start import LIMITS
 from raycl.types import RouterState
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 Entry = AdapterManifest | tuple[SnapshotAdapter, Layout]
 

@@ -29,7 +29,7 @@ from raycl.training.records.bank_start import PARAMETERS, adapters_of_task, with
 from raycl.training.setup.snapshot_start import settings_by_task
 from raycl.types import Score
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by
 if TYPE_CHECKING:
     from raycl.launch.driver import RunOptions
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 class ComparisonEntry(Section):

@@ -34,7 +34,7 @@ from raycl.training.setup import checks, run_config
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 SMALL = 1.0
 """Bytes of memory that a trial's own process reserves on the cluster: its workers take what it needs, mostly CPUs."""

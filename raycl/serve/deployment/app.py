@@ -25,12 +25,13 @@ from raycl.serve.http.web import make_web
 from raycl.serve.resources import gate_device, gate_takes, replica_takes, settled_device
 from raycl.serve.service.metrics import Metrics
 from raycl.serve.service.opening import close_service, open_service
+from raycl.serve.service.service import Service
 from raycl.serve.settings import ServeConfig, at_bank
 from raycl.serve.snapshots.parts import backbone_of, decide_first
 from raycl.serve.upstream.export import open_choice, read_record
 from raycl.serve.upstream.web import make_front_web
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 class Endpoint:
@@ -39,13 +40,13 @@ class Endpoint:
     def __init__(self, tree: dict[str, Any], gate_actor: DeploymentHandle | None = None) -> None:
         """Load the backbone and the first snapshot."""
         logging.getLogger("raycl").setLevel(logging.INFO)
-        self.config = configs.validate(ServeConfig, tree)
-        self.service = open_service(self.config, object_store_cache=True)
+        self.config: ServeConfig = configs.validate(ServeConfig, tree)
+        self.service: Service = open_service(self.config, object_store_cache=True)
         if gate_actor is not None:
             poll_gate(gate_actor, self.service)
-        self.metrics = Metrics(self.service)
-        self.web = make_web(self.service, check_access(self.config))
-        self.listener = Listener(self.web, self.config) if self.config.ingress == "direct" else None
+        self.metrics: Metrics = Metrics(self.service)
+        self.web: Any = make_web(self.service, check_access(self.config))
+        self.listener: Listener | None = Listener(self.web, self.config) if self.config.ingress == "direct" else None
 
     def __serve_build_asgi_app__(self) -> Any:
         return self.web
@@ -69,8 +70,8 @@ class Forward:
         """Load the router of the exported snapshot."""
         logging.getLogger("raycl").setLevel(logging.INFO)
         config = configs.validate(ServeConfig, tree)
-        self.web = make_front_web(open_choice(config), config, check_access(config))
-        self.listener = Listener(self.web, config) if config.ingress == "direct" else None
+        self.web: Any = make_front_web(open_choice(config), config, check_access(config))
+        self.listener: Listener | None = Listener(self.web, config) if config.ingress == "direct" else None
 
     def __serve_build_asgi_app__(self) -> Any:
         return self.web

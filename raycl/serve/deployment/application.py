@@ -23,7 +23,7 @@ from raycl.serve.http.access import PROXY_HOOK, limit_proxy
 from raycl.serve.resources import gate_takes, total_resources
 from raycl.serve.settings import ServeConfig
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 NAMESPACE = "serve"
 
@@ -174,7 +174,7 @@ class Watch:
     """
 
     def __init__(self, name: str, stopped: threading.Event) -> None:
-        self.gone = False
+        self.gone: bool = False
         self._name, self._stopped = name, stopped
         threading.Thread(target=self._look, name="raycl-watch", daemon=True).start()
 

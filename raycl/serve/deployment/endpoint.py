@@ -26,7 +26,7 @@ from raycl.serve.service.metrics import metrics_urls
 from raycl.serve.settings import ServeConfig
 from raycl.text_tables import grid, render
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 LOOK_S = 1.0
 """Seconds between two looks for what is new in the bank."""

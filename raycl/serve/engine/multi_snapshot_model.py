@@ -33,7 +33,7 @@ from raycl.routing.routers import routed_text
 from raycl.serve.errors import UnavailableError
 from raycl.types import Activation, AdapterState, Mixture
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 MARK = "~"
 """Separates an adapter's name and version from the suffix that distinguishes it from another one of both."""
@@ -189,15 +189,15 @@ class MultiSnapshotModel:
         Args:
             max_loaded_rows: ranks of adapters on the device at once; None: no limit.
         """
-        self.backbone = backbone.eval()
+        self.backbone: Backbone = backbone.eval()
         self._all: list[LoadedSnapshot] = []
-        self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
+        self.counts: dict[str, int] = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
         self._sources: dict[str, tuple[Source, str]] = {}
         self.alone: set[str] = set()
         self._copying: set[str] = set()
         self._ranks: dict[str, int] = {}
         self._prompts: dict[str, tuple[bool, PromptUse]] = {}
-        self.stack = AdapterStack(backbone.model, [], max_loaded_rows, self._fetch, query_of=query_of)
+        self.stack: AdapterStack = AdapterStack(backbone.model, [], max_loaded_rows, self._fetch, query_of=query_of)
         self._room: StaticRows | None = None
         self._room_for: object = None
         self._room_number = 0

@@ -38,7 +38,7 @@ from raycl.serve.engine.truncation import PromptRequest, RoutedPrompt, Truncatio
 from raycl.serve.errors import InternalError
 from raycl.types import Capabilities, Mixture
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TREES = 64

@@ -77,8 +77,11 @@ class Truncation:
             max_source: tokens of an input; longer ones are truncated, as in training.
             max_prompt: tokens of a prompt that is not an input, and is never cut.
         """
-        self.codec, self.positions, self.answer_positions = codec, positions, answer_positions
-        self.max_source, self.max_prompt = max_source, max_prompt
+        self.codec = codec
+        self.positions = positions
+        self.answer_positions = answer_positions
+        self.max_source = max_source
+        self.max_prompt = max_prompt
 
     def fit(self, prompt_request: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
         """Return the ids of texts with their prompts around them; equal texts are encoded once.

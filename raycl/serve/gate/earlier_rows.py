@@ -21,7 +21,7 @@ from raycl.serve.snapshots.parts import recorded_data
 from raycl.training.setup.fingerprints import rows_of
 from raycl.types import Task
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 def stream_of(snapshot: Snapshot, config: ServeConfig) -> Stream:

@@ -28,7 +28,7 @@ from raycl.serve.service.metrics import GateMetrics
 from raycl.serve.service.service import Service
 from raycl.serve.settings import ServeConfig
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
 """The first pause before a failed evaluation is repeated, doubled each time, and the longest."""
@@ -42,7 +42,7 @@ class GateWorker:
 
     def __init__(self, tree: dict[str, Any]) -> None:
         logging.getLogger("raycl").setLevel(logging.INFO)
-        self.config = configs.validate(ServeConfig, tree)
+        self.config: ServeConfig = configs.validate(ServeConfig, tree)
 
     def ready(self) -> None:
         """Return when the actor has its resources."""
@@ -84,7 +84,8 @@ class GateActor:
             tree: settings of the endpoint, the device that of the gate. takes: Ray's options of a worker.
         """
         logging.getLogger("raycl").setLevel(logging.INFO)
-        self.config, self._tree, self._takes = configs.validate(ServeConfig, tree), tree, takes
+        self.config: ServeConfig = configs.validate(ServeConfig, tree)
+        self._tree, self._takes = tree, takes
         self._activations = Activations(Bank.at(self.config.bank), self.config.branch)
         self._problem, self._pending = "", _Pending(0, 0)
         self._metrics = GateMetrics()

@@ -22,7 +22,7 @@ from raycl.serve.service.opening import close_service, open_service
 from raycl.serve.settings import ServeConfig
 from raycl.types import Score, Task
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 @dataclass(frozen=True)

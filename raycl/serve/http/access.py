@@ -145,8 +145,10 @@ class AccessMiddleware:
     """ASGI middleware: keys, size of bodies and time for them; behind it the whole body is there."""
 
     def __init__(self, app: Any, keys: Keys, limits: LimitsConfig) -> None:
-        self.app, self.keys = app, keys
-        self.body_bytes, self.timeout_s = limits.body_kb * 1024, limits.timeout_s
+        self.app = app
+        self.keys = keys
+        self.body_bytes: int = limits.body_kb * 1024
+        self.timeout_s: float = limits.timeout_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, or reject it."""

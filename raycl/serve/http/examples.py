@@ -12,7 +12,7 @@ from raycl.serve.gate.earlier_rows import stream_of
 from raycl.serve.settings import ServeConfig
 from raycl.types import Task
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 DEFAULT = 2
 """Examples of each task where the setting is null and only this machine is answered."""

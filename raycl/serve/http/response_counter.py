@@ -14,7 +14,8 @@ class ResponseCounter:
     """ASGI middleware; an error inside a stream comes after its status, and is not counted as one."""
 
     def __init__(self, app: Any, history: History) -> None:
-        self.app, self.history = app, history
+        self.app = app
+        self.history = history
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on."""

@@ -117,7 +117,7 @@ class Wire(BaseModel):
     Known fields that would change the answer and are not supported are rejected (`Unsupported`).
     """
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore", strict=True)
 
 
 class Pins(Wire):
@@ -126,7 +126,7 @@ class Pins(Wire):
     No client of OpenAI's sends this object, so an unknown field in it is a mistake, and would change the answer.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     snapshot: int | None = Field(None, ge=1, le=MAX_NUMBER, description="answer from this snapshot")
     adapters: Annotated[dict[Name, Weight] | None, BeforeValidator(_check_few)] = Field(

@@ -22,7 +22,7 @@ from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, 
 from raycl.serve.service.history import History
 from raycl.serve.service.service import ServedAnswer, Service, take
 
-EVENT = {
+EVENT: dict[str, Any] = {
     "type": "object",
     "description": "data is a chunk, in the shape of OpenAI's, an error, or [DONE]",
     "properties": {"data": {"type": "string"}},

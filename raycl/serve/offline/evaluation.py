@@ -22,7 +22,7 @@ from raycl.serve.offline.model import OfflineModel, Text
 from raycl.serve.offline.prediction_input import Input
 from raycl.types import Score, Task
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 def score_snapshot(

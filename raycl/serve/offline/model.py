@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from raycl.backbone.codec import HFCodec
 from raycl.bank import Bank, Snapshot
 from raycl.bank.manifest import TaskInfo
 from raycl.data.prepare import fit_targets
@@ -32,7 +33,7 @@ from raycl.serve.service.service import ServedAnswer, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import adapters_of, router_of
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 Text = str | Sequence[Message]
 """A text, or the messages of a conversation, whose last one is answered."""
@@ -90,8 +91,9 @@ class OfflineModel:
 
     def __init__(self, engine: ServingEngine, loaded: LoadedSnapshot) -> None:
         """Wrap a snapshot that an engine has loaded."""
-        self.snapshot, self.answers = loaded.snapshot, engine.capabilities.answers
-        self.codec = engine.model.backbone.codec
+        self.snapshot: Snapshot = loaded.snapshot
+        self.answers = engine.capabilities.answers
+        self.codec: HFCodec = engine.model.backbone.codec
         self._engine, self._loaded, self._has_warned = engine, loaded, False
 
     @classmethod

@@ -32,7 +32,7 @@ from raycl.storage.sealed import read_sealed, write_sealed
 if TYPE_CHECKING:
     from raycl.serve.offline.model import OfflineModel, Prediction, Text
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 MANIFEST, SUMMARY = "predictions.json", "summary.json"
 FORMAT = 1
@@ -200,7 +200,7 @@ class PredictionProgress:
     """
 
     def __init__(self) -> None:
-        self.rows = 0
+        self.rows: int = 0
         self._began = self._logged = time.monotonic()
 
     def add(self, rows: int) -> None:

@@ -17,7 +17,7 @@ from raycl.data.sources.reading import BadRow, Findings, ReadLimits
 from raycl.data.sources.source import SourceFile
 from raycl.storage import Storage
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
 

@@ -60,7 +60,7 @@ class History:
     """Intervals of one replica; used on the event loop's thread alone."""
 
     def __init__(self) -> None:
-        self.replica = f"{socket.gethostname()}:{os.getpid()}"
+        self.replica: str = f"{socket.gethostname()}:{os.getpid()}"
         self._intervals: deque[Interval] = deque(maxlen=INTERVALS)
 
     def add_response(self, status: int) -> None:

@@ -29,8 +29,8 @@ class GateMetrics:
     """Metrics of the gate, in addition to those of replicas."""
 
     def __init__(self) -> None:
-        self.problem = Gauge("raycl_gate_problem", "1 while the gate cannot evaluate the newest snapshot")
-        self.waiting = Gauge("raycl_gate_waiting_s", "how long the newest snapshot has not been decided")
+        self.problem: Gauge = Gauge("raycl_gate_problem", "1 while the gate cannot evaluate the newest snapshot")
+        self.waiting: Gauge = Gauge("raycl_gate_waiting_s", "how long the newest snapshot has not been decided")
 
 
 class Metrics:
@@ -40,9 +40,9 @@ class Metrics:
         """Report from now on, on a thread of its own for what is counted inside the engine."""
         assert isinstance(service.engine, ServingEngine), "replicas with the model report"
         self._service, self._engine = service, service.engine
-        self.answers = Counter("raycl_answers", "answers that were finished")
-        self.tokens = Counter("raycl_tokens", "tokens that were generated", tag_keys=("kind",))
-        self.times = {
+        self.answers: Counter = Counter("raycl_answers", "answers that were finished")
+        self.tokens: Counter = Counter("raycl_tokens", "tokens that were generated", tag_keys=("kind",))
+        self.times: dict[str, Histogram] = {
             name: Histogram(f"raycl_{name}_ms", what, boundaries=MS)
             for name, what in (
                 ("queue", "waiting before the text was routed"),
@@ -51,7 +51,7 @@ class Metrics:
                 ("total", "until its end"),
             )
         }
-        self.engine = {
+        self.engine: dict[str, Counter] = {
             name: Counter(f"raycl_{name}", what)
             for name, what in (
                 ("batches", "mixtures that were opened: batches of labels, and running batches whenever they change"),
@@ -61,10 +61,10 @@ class Metrics:
                 ("misses", "adapters that had to be loaded there"),
             )
         }
-        self.snapshot = Gauge("raycl_snapshot", "number of the snapshot that answers")
-        self.age = Gauge("raycl_snapshot_age_s", "how long it has answered")
-        self.load = Gauge("raycl_unfinished", "answers that are not finished")
-        self.problem = Gauge("raycl_follow_problem", "1 while the newest snapshot cannot be used")
+        self.snapshot: Gauge = Gauge("raycl_snapshot", "number of the snapshot that answers")
+        self.age: Gauge = Gauge("raycl_snapshot_age_s", "how long it has answered")
+        self.load: Gauge = Gauge("raycl_unfinished", "answers that are not finished")
+        self.problem: Gauge = Gauge("raycl_follow_problem", "1 while the newest snapshot cannot be used")
         self._counted = dict.fromkeys(self.engine, 0.0)
         service.observe = self.finished
         service.metrics_url = next(iter(metrics_urls(ray.get_runtime_context().get_node_id())), None)

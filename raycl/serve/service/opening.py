@@ -22,7 +22,7 @@ from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.manager import SnapshotManager
 from raycl.serve.snapshots.parts import backbone_of, readable_snapshot, wanted_snapshots
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 SOURCE_TOKENS, TARGET_TOKENS = 256, 64
 """Token limits of snapshots that no run created."""

@@ -29,8 +29,9 @@ from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.errors import BusyError, DeadlineExceededError, LimitExceededError, NotFoundError
 from raycl.serve.settings import LimitsConfig, ServeConfig
 from raycl.serve.snapshots.manager import SnapshotManager
+from raycl.types import Capabilities
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 LOADS = 8
 """Snapshots that requests may have loaded at once: each takes a thread."""
@@ -99,8 +100,11 @@ class Service:
 
     def __init__(self, config: ServeConfig, engine: ServingEngine, snapshot_manager: SnapshotManager) -> None:
         self.max_loads = LOADS
-        self.config, self.engine, self.snapshot_manager = config, engine, snapshot_manager
-        self.kind, self.capabilities = engine.kind, engine.capabilities
+        self.config = config
+        self.engine = engine
+        self.snapshot_manager = snapshot_manager
+        self.kind: str = engine.kind
+        self.capabilities: Capabilities = engine.capabilities
         self.observe: Observe = lambda answer: None
         self.gate_problem = ""
         self.metrics_url: str | None = None

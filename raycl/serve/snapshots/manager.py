@@ -26,7 +26,7 @@ from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import adapters_of, router_of, wanted_snapshots
 from raycl.storage.records import Stamp
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 DECISIONS = 8
@@ -75,9 +75,12 @@ class SnapshotManager:
         Raises:
             BankError: there is none, or all are damaged or were made for another backbone.
         """
-        self.bank, self.engine, self.config = bank, engine, config
-        self.activations = Activations(bank, config.branch)
-        self.problem = self.rejection = ""
+        self.bank = bank
+        self.engine = engine
+        self.config = config
+        self.activations: Activations = Activations(bank, config.branch)
+        self.problem: str = ""
+        self.rejection: str = ""
         self._identity, self._cache = identity, object_store_cache
         self._integrity = (
             IntegrityCheck.of(bank) if object_store_cache is None else IntegrityCheck(object_store_cache.check)
@@ -94,7 +97,7 @@ class SnapshotManager:
         self._stopped = threading.Event()
         self.active, error = self._best(wanted_snapshots(bank, self.activations, config))
         self._report_problem(error)
-        self.active_since = time.time()
+        self.active_since: float = time.time()
         self._thread = threading.Thread(target=self._watch, name="raycl-follow", daemon=True)
         self._thread.start()
 
@@ -273,7 +276,8 @@ class SnapshotManager:
             except RayclError as none:
                 return none
             with self._lock:
-                self.active, self.active_since = loaded, time.time()
+                self.active = loaded
+                self.active_since = time.time()
             self._make_room()
             log.info("snapshot %d is active", loaded.snapshot.number)
             return error

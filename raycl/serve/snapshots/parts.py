@@ -24,7 +24,7 @@ from raycl.routing.routers import make_router
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.serve.settings import ServeConfig
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permissions = NONE_GIVEN) -> BackboneConfig:

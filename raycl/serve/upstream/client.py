@@ -36,7 +36,7 @@ class UpstreamClient:
 
     def __init__(self, config: ServeConfig) -> None:
         assert config.upstream.url is not None, "settings without an engine have no client"
-        self.url = config.upstream.url.rstrip("/").removesuffix("/v1")
+        self.url: str = config.upstream.url.rstrip("/").removesuffix("/v1")
         self._key = os.environ.get(config.upstream.key_env, "")
         self._limits = config.limits
         self._pending = 0

@@ -72,7 +72,8 @@ class AdapterChoice:
     """
 
     def __init__(self, record: ExportRecord, loaded: LoadedSnapshot | None) -> None:
-        self.record, self.loaded = record, loaded
+        self.record = record
+        self.loaded = loaded
 
     def adapters(self, texts: Sequence[str], task: str | None = None, is_chat: bool = False) -> list[str]:
         """Return the adapter of each text; `base` where the router activates none.

@@ -75,7 +75,9 @@ class Front:
     """Requests on their way to the engine."""
 
     def __init__(self, choice: AdapterChoice, client: UpstreamClient, config: ServeConfig) -> None:
-        self.choice, self.client, self.config = choice, client, config
+        self.choice = choice
+        self.client = client
+        self.config = config
         self._thread = ThreadPoolExecutor(1, "raycl-route")  # the sentence encoder is one thread's
 
     async def answer(self, path: str, request: Request, body: dict[str, Any], is_chat: bool) -> Response:

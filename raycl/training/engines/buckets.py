@@ -73,7 +73,7 @@ class GradientBuckets:
         self._buckets: list[_Bucket] = []
         self._next = 0
         self._handles: list[Any] = []
-        self.step_bytes = 0
+        self.step_bytes: int = 0
         if world.size == 1:
             return
         for parameter in reversed(parameters):

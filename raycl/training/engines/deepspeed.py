@@ -28,7 +28,7 @@ from raycl.methods.modifier import Modifiers
 from raycl.training.definition.settings import DeepSpeedConfig
 from raycl.training.engines.engine import NO_RATES, NONE, Share, Transform
 from raycl.training.engines.zero import hooks_of, put_parameters, remove_traces, zero_config
-from raycl.training.optimizers.base import ParameterSpec
+from raycl.training.optimizers.base import OptimizerKind, ParameterSpec
 from raycl.training.optimizers.parameters import advance, groups_of, schedule, specs_of
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.optimizers.settings import TrainConfig
@@ -68,14 +68,15 @@ class DeepSpeedEngine:
     ) -> None:
         self.backbone = backbone
         self.world = world
-        self.stage = config.zero_stage
+        self.stage: int = config.zero_stage
         self.accumulation = accumulation
-        self.library = _library(world)
-        self.trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
+        self.library: Any = _library(world)
+        self.trained: dict[str, nn.Parameter] = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
         assert self.trained, "the method left no parameter to train"
-        self.kind, specs = optimizer_kind(train), specs_of(backbone, train, rates)
+        self.kind: OptimizerKind = optimizer_kind(train)
+        specs = specs_of(backbone, train, rates)
         self.optimizer = self.kind.build(groups_of(self.trained, specs, self.kind.separates_matrices))
-        self.moments = {name: tuple(self.kind.state(specs[name])) for name in self.trained}
+        self.moments: dict[str, tuple[str, ...]] = {name: tuple(self.kind.state(specs[name])) for name in self.trained}
         self._hooks, self._linear = hooks_of(backbone), functional.linear
         self._mapped = _mapped_weights(backbone)
         wanted = zero_config(train, config, accumulation, backbone, world.size)

@@ -18,6 +18,7 @@ from raycl.backbone import Backbone, Output
 from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
 from raycl.training.engines.buckets import GradientBuckets
+from raycl.training.optimizers.base import OptimizerKind, ParameterSpec
 from raycl.training.optimizers.parameters import (
     advance,
     groups_of,
@@ -155,17 +156,23 @@ class TorchEngine:
         """
         self.backbone = backbone
         self.world = world
-        self.max_grad_norm = train.max_grad_norm
-        self.trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
+        self.max_grad_norm: float = train.max_grad_norm
+        self.trained: dict[str, nn.Parameter] = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
         assert self.trained, "the method left no parameter to train"
-        self.parts = {name: self._part_of(parameter) for name, parameter in self.trained.items()}
+        self.parts: dict[str, nn.Parameter] = {
+            name: self._part_of(parameter) for name, parameter in self.trained.items()
+        }
         copied = [self.parts[name] for name in self.trained if not self._is_shared(name)]
-        self.buckets = GradientBuckets(copied, world, accumulation)
-        self.kind = optimizer_kind(train)
+        self.buckets: GradientBuckets = GradientBuckets(copied, world, accumulation)
+        self.kind: OptimizerKind = optimizer_kind(train)
         specs = specs_of(backbone, train, rates)
-        self.specs = {name: replace(specs[name], shape=part.shape) for name, part in self.parts.items()}
-        self.optimizer = self.kind.build(groups_of(self.parts, self.specs, self.kind.separates_matrices))
-        self.schedule = schedule(self.optimizer, train, steps)
+        self.specs: dict[str, ParameterSpec] = {
+            name: replace(specs[name], shape=part.shape) for name, part in self.parts.items()
+        }
+        self.optimizer: torch.optim.Optimizer = self.kind.build(
+            groups_of(self.parts, self.specs, self.kind.separates_matrices)
+        )
+        self.schedule: torch.optim.lr_scheduler.LambdaLR = schedule(self.optimizer, train, steps)
 
     @property
     def separate_masters(self) -> bool:

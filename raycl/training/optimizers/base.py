@@ -72,7 +72,9 @@ class OptimizerKind(ABC):
     def __init__(self, train: TrainConfig) -> None:
         self.train = train
         given = {name: getattr(train, name) for name in self.settings}
-        self.values = {name: own if given[name] is None else given[name] for name, own in self.settings.items()}
+        self.values: dict[str, Any] = {
+            name: own if given[name] is None else given[name] for name, own in self.settings.items()
+        }
 
     @classmethod
     def check(cls, device: str) -> None:

@@ -224,7 +224,7 @@ class Parts(Optimizer):
         of_others: Callable[[list[Group]], Optimizer],
     ) -> None:
         super().__init__(groups, {})
-        self.parts = []
+        self.parts: list[Optimizer] = []
         for wanted, build in ((True, of_matrices), (False, of_others)):
             if own := [group for group in self.param_groups if group["is_matrix"] is wanted]:
                 self.parts.append(build(own))

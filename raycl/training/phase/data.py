@@ -23,7 +23,7 @@ from raycl.training.definition.training_context import TrainingContext
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Phase, Task
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 SPLITS: tuple[Split, ...] = ("train", "dev")
 """Splits whose texts are encoded for the method."""
@@ -33,7 +33,9 @@ class PhaseData:
     """The worker's side of a task context (`raycl.methods.context.PhaseWorker`), and the loader of the phase."""
 
     def __init__(self, context: TrainingContext, phase: Phase, world: DistributedContext) -> None:
-        self.context, self.phase, self.world = context, phase, world
+        self.context = context
+        self.phase = phase
+        self.world = world
 
     def encoded(self) -> tuple[tuple[Phase, ...], dict[int, dict[Split, Tensor]]]:
         """Embed the texts of the phase, or in the first one those of all phases if the method fits ahead.

@@ -33,7 +33,7 @@ from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Mixture, Phase, Score, Task
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 OBJECTIVE_SEED = 0
 """Hides the same words of a text in every evaluation of every run, so that scores can be compared."""

@@ -38,9 +38,10 @@ class GradientMaskCheck:
             moment: name and decay rate of the optimizer's running average of gradients; None: it has none, and nothing
                 is checked.
         """
-        self.engine, self.modifiers = engine, modifiers
+        self.engine = engine
+        self.modifiers = modifiers
         self.moment, self.decay = moment or ("", 0.0)
-        self.names = _sampled_names(modifiers.parameter_names) if moment else []
+        self.names: list[str] = _sampled_names(modifiers.parameter_names) if moment else []
         self.steps_left = STEPS if self.names else 0
         self._before: dict[str, Tensor] = {}
 

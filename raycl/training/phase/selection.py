@@ -20,7 +20,7 @@ from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 KEPT = "selected"
 """`<parameter>/selected` in a checkpoint inside a task: the best weights, beside the moments of the optimizer."""

@@ -33,7 +33,7 @@ from raycl.training.workers.distributed import DistributedContext, load_paramete
 from raycl.training.workers.stopping import StopRequested
 from raycl.types import Phase
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 class OpenEngine(Protocol):
@@ -55,8 +55,11 @@ class TaskTrainer:
         recorder: Recorder,
         control: Control,
     ) -> None:
-        self.context, self.open_engine, self.world = context, open_engine, world
-        self.recorder, self.control = recorder, control
+        self.context = context
+        self.open_engine = open_engine
+        self.world = world
+        self.recorder = recorder
+        self.control = control
         self._disk_is_checked = False
 
     def train(self, phase: Phase, resume: Checkpoint | None) -> Checkpoint:

@@ -26,7 +26,7 @@ from raycl.training.records.journal import Journal, read_state
 from raycl.training.records.schema import PhaseRecord
 from raycl.training.records.tensor_objects import TensorObjects
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 FORK_POINT = "fork_point.json"
 FORMAT = 4

@@ -35,7 +35,7 @@ from raycl.progress import counted_off
 from raycl.storage import Storage
 from raycl.storage.records import MAX_BYTES, read_fields
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 HUB = "hf://"
 FORMAT = 1

@@ -100,7 +100,7 @@ class Journal:
     def __init__(self, storage: Storage, attempt: int, state: RunState) -> None:
         self.storage = storage
         self.attempt = attempt
-        self.state = state
+        self.state: RunState = state
         self._records, self._began = 1, time.monotonic()
 
     @staticmethod

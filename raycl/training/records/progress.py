@@ -14,7 +14,7 @@ from raycl.progress import report
 from raycl.storage import Storage
 from raycl.types import Phase
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 FOLDER = "trace"
 _TRACE = re.compile(r"attempt-\d{4,}\.jsonl")
 
@@ -41,7 +41,7 @@ class Trace:
 
     def __init__(self, storage: Storage, attempt: int) -> None:
         self.storage = storage
-        self.name = f"{FOLDER}/attempt-{attempt:04d}.jsonl"
+        self.name: str = f"{FOLDER}/attempt-{attempt:04d}.jsonl"
         self._lines: list[str] = []
 
     def add(self, phase: Phase, step: int, result: StepResult, seconds: float) -> None:

@@ -37,7 +37,7 @@ from raycl.training.tracking.tracker import Tracker
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 OnPhase = Callable[[dict[str, Any]], bool | None]
 """Called on every worker after each phase with its record; False: the run stops there."""
@@ -89,19 +89,22 @@ class Recorder:
             shared: see `TensorObjects`.
             driver: the process that started the workers, for the journal.
         """
-        self.context, self.storage, self.listeners = context, storage, listeners
+        self.context = context
+        self.storage = storage
+        self.listeners = listeners
         bank = open_bank(context.bank, storage).storage if context.bank.publish or context.bank.start else None
-        self.objects = TensorObjects(storage, bank, shared, context.bank.copies)
+        self.objects: TensorObjects = TensorObjects(storage, bank, shared, context.bank.copies)
         nodes = world.gather({"host": socket.gethostname(), "pid": os.getpid()})
         tasks, phases = _names(context)
         summary = {"workers": world.size, "driver": driver, "nodes": nodes, "stream": context.stream.name}
         summary |= {"tasks": tasks, "phases": phases, "versions": versions(context.info.plugins)}
-        self.journal = Journal.claim(storage, context.info, **summary) if world.is_first else None
+        self.journal: Journal | None = Journal.claim(storage, context.info, **summary) if world.is_first else None
         self.state: RunState = world.broadcast(self.journal.state if self.journal else RunState())
-        self.world, self.attempt = world, world.broadcast(self.journal.attempt if self.journal else 0)
-        self.trace = Trace(storage, self.journal.attempt) if self.journal else None
+        self.world = world
+        self.attempt: int = world.broadcast(self.journal.attempt if self.journal else 0)
+        self.trace: Trace | None = Trace(storage, self.journal.attempt) if self.journal else None
         self._saving: _Saving | None = None
-        self.progress = Progress(context.train.log_every_s, len(context.phases))
+        self.progress: Progress = Progress(context.train.log_every_s, len(context.phases))
 
     def go_back(self, checkpoint_names: list[str], phases: list[dict[str, Any]], reason: str) -> None:
         """Continue from an older checkpoint: what was recorded after it does not count."""

@@ -17,7 +17,7 @@ from raycl.errors import DamagedError, ResumeError
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 CONFIG = "config.yaml"
 """The first file that a run writes."""

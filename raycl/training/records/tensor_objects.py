@@ -43,7 +43,10 @@ class TensorObjects:
     def __init__(
         self, storage: Storage, bank: Storage | None = None, shared: SharedReader | None = None, copies: bool = False
     ) -> None:
-        self.storage, self.bank, self.shared, self.copies = storage, bank, shared, copies
+        self.storage = storage
+        self.bank = bank
+        self.shared = shared
+        self.copies = copies
         self._hashed: dict[str, tuple[list[tuple[Tensor, int]], ObjectInfo]] = {}
         self._stored: set[str] = set()
         self._published: dict[str, str] = {}

@@ -53,7 +53,7 @@ from raycl.types import Task, TextCodec
 PER_LABEL, PER_TASK = 5, 20
 """Stored samples of a label, or of a task without labels, below which little of a task is kept."""
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def check(config: RunConfig) -> Stream:

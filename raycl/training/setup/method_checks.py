@@ -19,7 +19,7 @@ from raycl.training.optimizers.registry import optimizer_class, optimizer_names
 from raycl.training.setup.run_config import RunConfig
 from raycl.types import Task
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 def check_engine(config: RunConfig) -> None:

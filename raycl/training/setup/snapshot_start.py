@@ -24,7 +24,7 @@ from raycl.training.records.bank_start import adapters_of_task
 from raycl.training.records.hub import HubAddress, on_hub, pull
 from raycl.training.records.named_bank import snapshot_at
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 OWN = ("launch", "tracking", "output", "bank")
 """Sections that say where and how a run runs: they are never taken over from the snapshot's run."""

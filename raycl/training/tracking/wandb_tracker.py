@@ -19,7 +19,7 @@ import wandb
 from raycl.errors import ConfigError
 from raycl.training.tracking.tracker import PROJECT, Axis, Cell, TrackedRun
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 class WandbTracker:

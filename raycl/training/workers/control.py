@@ -21,7 +21,7 @@ from raycl.storage import Storage
 from raycl.training.workers.distributed import DistributedContext
 from raycl.training.workers.stopping import HostStop, StopPoll
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 HEARTBEAT = "heartbeat.json"
 BEAT_S = 5.0
@@ -65,11 +65,13 @@ class Control:
             host: a sweep or a comparison that can stop the run as well; None: there is none.
             beat_s: seconds between two heartbeats.
         """
-        self.storage = storage.with_retries(0)  # what it reads and writes can wait for the next time
-        self.world, self.driver = world, driver
-        self.hang_s, self._beat_s = hang_s, beat_s
-        self.stop = StopPoll(self.storage, world, driver, host, poll_s)
-        self.activity = "starting"
+        self.storage: Storage = storage.with_retries(0)  # what it reads and writes can wait for the next time
+        self.world = world
+        self.driver = driver
+        self.hang_s = hang_s
+        self._beat_s = beat_s
+        self.stop: StopPoll = StopPoll(self.storage, world, driver, host, poll_s)
+        self.activity: str = "starting"
         self.failed_rows: list[str] = []
         self._summary: dict[str, Any] = {}
         self._progress = time.monotonic()

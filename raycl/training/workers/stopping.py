@@ -28,7 +28,7 @@ from raycl.storage.records import read_fields, seal
 if TYPE_CHECKING:
     from raycl.training.workers.distributed import DistributedContext
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 FOLDER = "stop"
 FORMAT = 1
@@ -155,9 +155,11 @@ class StopOnSignal:
             storage: storage of the run, or of the sweep or comparison of many runs. driver: the process that started
                 the workers. grace_s: seconds that they get. has_begun: whether there is a worker to wait for.
         """
-        self.storage = storage.with_retries(0)  # there is no time to wait for one that is away
-        self.driver, self.grace_s, self.has_begun = driver, grace_s, has_begun
-        self.reason = ""
+        self.storage: Storage = storage.with_retries(0)  # there is no time to wait for one that is away
+        self.driver = driver
+        self.grace_s = grace_s
+        self.has_begun = has_begun
+        self.reason: str = ""
         self._late = False
         self._over = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
@@ -208,8 +210,11 @@ class StopPoll:
         self, storage: Storage, world: DistributedContext, driver: str, host: HostStop | None, poll_s: float
     ) -> None:
         """Read nothing yet; see `raycl.training.workers.control.Control` for the arguments."""
-        self.storage, self.world, self.driver = storage, world, driver
-        self.host, self.poll_s = host, poll_s
+        self.storage = storage
+        self.world = world
+        self.driver = driver
+        self.host = host
+        self.poll_s = poll_s
         self._looked, self._calls, self._skip, self._stop = time.monotonic(), 0, 0, False
 
     def requested(self, now: bool = False) -> bool:

@@ -54,9 +54,9 @@ class DisentangledHead(NamedRows):
         self.features: Features | None = None
         self._seed = seed
         self._task_head = (task_head,)  # in a tuple: not a module of this one
-        self.generic = _linear(states, width, device)
-        self.specific = _linear(states, width, device)
-        self.order = _linear(width, 2, device)
+        self.generic: nn.Linear = _linear(states, width, device)
+        self.specific: nn.Linear = _linear(states, width, device)
+        self.order: nn.Linear = _linear(width, 2, device)
         self.weight = nn.Parameter(torch.zeros(0, 2 * width, device=device))
         self.bias = nn.Parameter(torch.zeros(0, device=device))
         self._draw()
@@ -88,13 +88,14 @@ class TaskHead(nn.Module):
     def __init__(self, width: int, device: torch.device) -> None:
         """Create a head on F (`width`) features."""
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(0, width, device=device))
-        self.bias = nn.Parameter(torch.zeros(0, device=device))
+        self.weight: nn.Parameter = nn.Parameter(torch.zeros(0, width, device=device))
+        self.bias: nn.Parameter = nn.Parameter(torch.zeros(0, device=device))
 
     def resize(self, tasks: int) -> None:
         """Resize to one row per task: zero rows are appended, or the last ones dropped."""
         more = max(tasks - len(self.bias), 0)
-        self.weight, self.bias = grown(self.weight, more, tasks), grown(self.bias, more, tasks)
+        self.weight = grown(self.weight, more, tasks)
+        self.bias = grown(self.bias, more, tasks)
 
     def forward(self, specific_BF: Tensor) -> Tensor:
         """Map `[B, F]` to `[B, T]`."""

@@ -116,8 +116,8 @@ class Idbr(Method):
                 "encoder-only backbone, or a method such as der++ or replay"
             )
         width = int(backbone.model.config.hidden_size)
-        self.task_head = TaskHead(config.width, backbone.device)
-        self.head = DisentangledHead(width, config.width, seed, backbone.device, self.task_head)
+        self.task_head: TaskHead = TaskHead(config.width, backbone.device)
+        self.head: DisentangledHead = DisentangledHead(width, config.width, seed, backbone.device, self.task_head)
         backbone.head = self.head
         backbone.add_module("task_head", self.task_head)
         self.stored: dict[str, Indices] = {}

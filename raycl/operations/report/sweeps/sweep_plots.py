@@ -162,10 +162,11 @@ class Column:
     """
 
     def __init__(self, heights: list[float], ticks: list[tuple[float, str]]) -> None:
-        self.heights, self.ticks = heights, ticks
+        self.heights = heights
+        self.ticks = ticks
         levels = sorted(set(heights))
         room = min([BAND, *(0.5 * (high - low) for low, high in pairwise(levels))])
-        self.spread = list(heights)
+        self.spread: list[float] = list(heights)
         for level in levels:
             mine = [index for index, height in enumerate(heights) if height == level]
             for number, index in enumerate(mine[: None if len(mine) > 1 else 0]):

@@ -25,7 +25,7 @@ from raycl.training.records.run_folder import is_stopped
 from raycl.training.setup.run_config import plugins_of
 from raycl.training.workers.stopping import HostStop
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 
 class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
@@ -37,7 +37,8 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
 
     def __init__(self, sweep: SweepConfig, folder: SweepFolder) -> None:
         super().__init__()
-        self.sweep, self.folder = sweep, folder
+        self.sweep = sweep
+        self.folder = folder
         self.numbers: dict[str, int] = {}
         self.stop: HostStop | None = None
 
@@ -71,7 +72,7 @@ class Planned(RecordingSearcher):
 
     def __init__(self, sweep: SweepConfig, folder: SweepFolder, trials: Mapping[int, Settings]) -> None:
         super().__init__(sweep, folder)
-        self.left = dict(trials)
+        self.left: dict[int, Settings] = dict(trials)
 
     def next_trial(self) -> tuple[int, Settings] | None:
         """Return the first that is left."""
@@ -104,15 +105,15 @@ class TpeSearcher(RecordingSearcher):
     def __init__(self, sweep: SweepConfig, folder: SweepFolder, again: Mapping[int, Settings]) -> None:
         """Begin with the trials in `again`, which an earlier session proposed and did not finish."""
         super().__init__(sweep, folder)
-        self.again = dict(again)
-        self.study = _study(sweep)
+        self.again: dict[int, Settings] = dict(again)
+        self.study: Any = _study(sweep)
         self.open_trials: dict[int, Any] = {}
         self.curves: dict[int, dict[int, Sequence[float | None]]] = {}
-        self.keys = {number: key_of(settings) for number, settings in folder.settings().items()}
+        self.keys: dict[int, str] = {number: key_of(settings) for number, settings in folder.settings().items()}
         self.results: dict[str, Result] = {}
         self.waiting: dict[str, list[Any]] = {}
         repeated = folder.repeated()
-        self.proposed = max([*self.keys, *repeated, -1]) + 1
+        self.proposed: int = max([*self.keys, *repeated, -1]) + 1
         for settings in repeated.values():
             self._repeat(key_of(sweep.collapsed(settings)), self._ask_for(settings))
 

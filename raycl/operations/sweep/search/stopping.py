@@ -20,7 +20,7 @@ from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
 from raycl.progress import report
 from raycl.training.records.run_folder import read_decision, write_decision
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 SCORE = f"{SCORES}0"
 NEVER = float("inf")

@@ -23,7 +23,7 @@ from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
 from raycl.training.setup.run_config import RunConfig, plugins_of
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 FOLDER = "separate"
 FORMAT = 1

@@ -43,7 +43,7 @@ from raycl.training.setup import run_config
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.stopping import HostStop
 
-log = logging.getLogger("raycl")
+log: logging.Logger = logging.getLogger("raycl")
 
 TASKS, SCORES, FAILED = "tasks", "score", "failed"
 """Keys of reports: tasks done, `score0`, `score1`, ... for the metrics in order, and why the trial failed."""
@@ -110,8 +110,12 @@ class Trial:
     def __init__(
         self, sweep: SweepConfig, folder: SweepFolder, number: int, config: RunConfig, work: TrialWork
     ) -> None:
-        self.sweep, self.folder, self.number, self.config, self.work = sweep, folder, number, config, work
-        self.reported = 0
+        self.sweep = sweep
+        self.folder = folder
+        self.number = number
+        self.config = config
+        self.work = work
+        self.reported: int = 0
 
     def learn(self) -> None:
         """Learn to the end of the stream, or until the trial is stopped.
