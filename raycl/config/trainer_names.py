@@ -21,7 +21,9 @@ PATHS = {name: f"train.{name}" for name in (*SAME, "group_by_length")} | {
     "lr_scheduler_type": "train.lr_scheduler",
     "optim": "train.optimizer",
     "bf16": "backbone.dtype",
+    "train_sampling_strategy": "train.group_by_length",
     "gradient_checkpointing": "backbone.gradient_checkpointing",
+    "activation_checkpointing": "backbone.gradient_checkpointing",
     "per_device_train_batch_size": "train.per_device_train_batch_size",
     "gradient_accumulation_steps": "train.gradient_accumulation_steps",
     "save_steps": "checkpoint.every_steps",
@@ -31,6 +33,7 @@ PATHS = {name: f"train.{name}" for name in (*SAME, "group_by_length")} | {
 
 VALUES: dict[str, dict[Any, Any]] = {
     "bf16": {True: "bfloat16", False: "float32"},
+    "train_sampling_strategy": {"group_by_length": True, "random": False},
     "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit"},
 }
 """Name -> its values that are written differently here."""
@@ -57,6 +60,10 @@ def renamed(key: str, value: Any, source: str) -> tuple[str, Any]:
         value = int(value)
     if name == "bf16" and value not in (True, False):
         raise ConfigError(f"{source}: bf16 is {value!r}: expected true or false")
+    if name == "train_sampling_strategy" and value not in VALUES[name]:
+        raise ConfigError(f"{source}: train_sampling_strategy is {value!r}: expected {' or '.join(VALUES[name])}")
+    if name == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
+        name = "warmup_ratio"  # as in version 5 of Transformers
     known = VALUES.get(name, {})
     value = known[value] if isinstance(value, bool | str) and value in known else value
     return f"{base}.{PATHS[name]}" if base else PATHS[name], value

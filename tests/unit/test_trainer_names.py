@@ -13,17 +13,19 @@ from raycl.training.setup.run_config import from_tree, load_config
 
 
 def test_the_names_are_those_of_transformers() -> None:
-    of_version_4 = {"group_by_length", "warmup_ratio"}
-    assert set(PATHS) - of_version_4 <= set(TrainingArguments.__dataclass_fields__)
+    of_other_versions = {"group_by_length", "warmup_ratio", "activation_checkpointing"}
+    assert set(PATHS) - of_other_versions <= set(TrainingArguments.__dataclass_fields__)
 
 
 def test_each_name_sets_what_it_means() -> None:
     names = {"num_train_epochs": 5.0, "lr_scheduler_type": "cosine", "optim": "adamw_torch", "bf16": True}
-    names |= {"learning_rate": 2e-4, "max_grad_norm": 0.5, "save_steps": 7, "gradient_checkpointing": True}
+    names |= {"learning_rate": 2e-4, "max_grad_norm": 0.5, "save_steps": 7, "activation_checkpointing": True}
+    names |= {"train_sampling_strategy": "group_by_length", "warmup_steps": 0.25}
     for tree in (names, {"train": names}):
         config = from_tree(tree)
         train = config.train
         assert (train.epochs, train.lr_scheduler, train.optimizer, train.max_grad_norm) == (5, "cosine", "adamw", 0.5)
+        assert train.group_by_length and (train.warmup_ratio, train.warmup_steps) == (0.25, 0)
         assert train.learning_rate == 2e-4 and config.checkpoint.every_steps == 7
         assert config.backbone.dtype == "bfloat16" and config.backbone.gradient_checkpointing
     assert names["num_train_epochs"] == 5.0, "what a caller gives stays as it is"
@@ -58,6 +60,7 @@ def test_the_examples_of_a_step_are_those_of_a_device_times_workers_times_accumu
         (["train.per_device_batch_size=3"], "did you mean 'train.per_device_train_batch_size'"),
         (["num_train_epochs=2.5"], "num_train_epochs is 2.5: expected whole passes"),
         (["bf16=maybe"], "bf16 is 'maybe': expected true or false"),
+        (["train_sampling_strategy=sequential"], "is 'sequential': expected group_by_length or random"),
         (["gradient_accumulation_steps=2"], "per_device_train_batch_size is missing"),
         (["per_device_train_batch_size=3", "train.batch_size=10"], "train.batch_size is 10, and"),
         (["per_device_train_batch_size=none"], "per_device_train_batch_size is 'none'"),

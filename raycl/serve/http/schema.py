@@ -6,7 +6,7 @@ Field names and shapes are OpenAI's (platform.openai.com/docs/api-reference); wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
