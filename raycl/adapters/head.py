@@ -77,7 +77,7 @@ class MixedHead(nn.Module):
 
     def fill(self, states: Mapping[str, AdapterState]) -> None:
         """Initialize rows in training from these adapters, where both have the label."""
-        for number, name in enumerate(self._stack.trainable):
+        for number, name in enumerate(() if self.frozen else self._stack.trainable):
             state = states.get(name)
             if state is None or state.head_weight is None or state.head_bias is None:
                 continue

@@ -19,15 +19,14 @@ adapter of the task before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from raycl.backbone import Backbone
 from raycl.config import Tree
-from raycl.methods.base import MethodConfig, State, phase_labels
+from raycl.methods.base import MethodConfig, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.per_task_adapter import AdapterForm, BottleneckSettings, ChosenByTask
@@ -61,7 +60,6 @@ class Demix(ChosenByTask):
 
     def __init__(self, config: DemixConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed, AdapterForm(config.target_modules, 1.0, "probability", "relu"))
-        self.starts: dict[str, str] = {}
         self._compared = ""
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
@@ -91,15 +89,3 @@ class Demix(ChosenByTask):
     def route(self, batch: Batch) -> Mixture:
         """Return the adapter of each text's task; while adapters are compared, the one in question."""
         return Mixture.same({self._compared: 1.0}, len(batch)) if self._compared else super().route(batch)
-
-    def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return what each task's adapter began as."""
-        return {"starts": dict(self.starts)}
-
-    def state_dict(self) -> State:
-        values, tensors = super().state_dict()
-        return {**values, "starts": self.starts}, tensors
-
-    def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self.starts = dict(values["starts"])
-        super().load_state_dict(values, tensors)

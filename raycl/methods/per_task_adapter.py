@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.experts import expert_names
@@ -21,7 +22,7 @@ from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names, query_of
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import RunError
-from raycl.methods.base import Learned, Method, MethodConfig, State, packed, phase_labels, under, unpacked
+from raycl.methods.base import Learned, Method, MethodConfig, RoutedConfig, State, packed, phase_labels, under, unpacked
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import InputDropout, TargetModules
 from raycl.methods.trained_adapters import end_training, is_trainable
@@ -37,6 +38,47 @@ PromptFormSetting = Annotated[
         "gate: also a factor that starts at zero, P' = gate P (SLM, appendix A.5, eq. 10 and 11); the bank keeps P'"
     ),
 ]
+
+
+StartThreshold = Annotated[
+    float,
+    Field(
+        ge=-1,
+        le=1,
+        description="start_from=nearest: smallest cosine of two tasks' mean texts, by the router's statistics, at "
+        "which one begins with the other's values; 1: never",
+    ),
+]
+
+
+class StartSettings(RoutedConfig):
+    """Settings of the values that a task's adapters begin with."""
+
+    start_from: Literal["new", "nearest"] = Field(
+        "new",
+        description="values that a task's adapters begin with. new: drawn ones; nearest: those of the known task whose "
+        "texts are most similar, label rows of equal name included, so that what is known is not learned again. Those "
+        "of the known task stay as they are",
+    )
+    start_threshold: StartThreshold = 0.85
+
+    unused_in_first_phase: ClassVar[tuple[str, ...]] = ("start_from", "start_threshold")
+
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
+        """Yield the threshold where nothing is compared."""
+        yield from super().unused_settings()
+        if self.start_from == "new":
+            yield "start_threshold", "start_from=new"
+
+    @model_validator(mode="after")
+    def _sizes_are_alike(self) -> Self:
+        sizes = [path for path in self.by_task if path != "keys.slots_by_task" and self.settings_by_task()[path]]
+        if self.start_from == "nearest" and sizes:
+            raise ValueError(
+                f"start_from=nearest copies values between adapters, which {sizes[0]} makes differ in size: expected "
+                "one size, or start_from=new"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -67,6 +109,8 @@ class PerTaskAdapter(Method, ABC):
 
     Attributes:
         owners: adapter -> names of its tasks.
+        starts: task -> the task whose adapters its own began with; others began anew.
+        nearest: task -> the known task with the most similar texts when it was learned, and the cosine.
 
     Class attributes:
         starts_anew: where the task id is given, each task starts as the first one: with its seed, without other labels.
@@ -97,6 +141,8 @@ class PerTaskAdapter(Method, ABC):
         self.owners: dict[str, list[str]] = {}
         self._learned: dict[str, AdapterState] = {}
         self._previous: dict[str, AdapterState] = {}
+        self.starts: dict[str, str] = {}
+        self.nearest: dict[str, tuple[str, float]] = {}
         self._task = ""
         self._form = form
         if form.prompts is not None:
@@ -134,6 +180,25 @@ class PerTaskAdapter(Method, ABC):
     def _router(self) -> RouterState:
         """Return how adapters are chosen for a text."""
         return RouterState("task")
+
+    def _start_near(self, task: str, mean_C: Tensor, means: Mapping[str, Tensor], threshold: float) -> None:
+        """Let a task's adapters begin with those of the known task whose texts are most similar, if they are enough so.
+
+        Args:
+            mean_C: mean of the task's texts. means: known task -> mean of its texts.
+        """
+        if self.task_id_given or self._previous or not means:
+            return
+        cosines = {name: float(cosine_similarity(mean_C, mean, dim=0)) for name, mean in means.items()}
+        name = max(cosines, key=cosines.__getitem__)
+        self.nearest[task] = name, cosines[name]
+        if cosines[name] >= threshold:
+            self.starts[task] = name
+            self._previous = {own: self._learned[known] for own, known in self._pairs(task, name).items()}
+
+    def _pairs(self, task: str, known: str) -> dict[str, str]:
+        """Return adapter of a new task -> adapter of a known one with whose values it begins."""
+        return {task: known}
 
     # ---- hooks -----------------------------------------------------------------------------------------------
 
@@ -209,6 +274,12 @@ class PerTaskAdapter(Method, ABC):
         for name, state in states.items():
             self.stack.load(name, state, later=later)
 
+    def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what adapters began with, where any began with another's values or was compared."""
+        nearest = {task: {"task": name, "cosine": round(cosine, 4)} for task, (name, cosine) in self.nearest.items()}
+        held: dict[str, dict[str, Any]] = {"starts": dict(self.starts), "nearest": nearest}
+        return {kind: begun for kind, begun in held.items() if begun}
+
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
         head = self.backbone.head
@@ -218,6 +289,7 @@ class PerTaskAdapter(Method, ABC):
         values["owners"] = list(self.owners.items())
         values["previous"] = [[name, list(state.labels)] for name, state in self._previous.items()]
         scales = {name: state.scale for name, state in (self._learned | self._previous).items()}
+        values |= {"starts": self.starts, "nearest": {task: list(pair) for task, pair in self.nearest.items()}}
         values["scales"] = {name: scale for name, scale in scales.items() if scale != self.scale}
         return values, tensors | packed(self._learned) | packed(self._previous, PREVIOUS)
 
@@ -226,6 +298,8 @@ class PerTaskAdapter(Method, ABC):
         for name in self._learned:
             self.stack.drop(name)
         self._learned, self.owners = {}, {name: list(tasks) for name, tasks in values["owners"]}
+        self.starts = dict(values.get("starts", {}))
+        self.nearest = {task: (name, cosine) for task, (name, cosine) in values.get("nearest", {}).items()}
         pairs = (*values["learned"], *values.get("previous", ()))
         scales = {name: values.get("scales", {}).get(name, self.scale) for name, _ in pairs}
         learned = unpacked(dict(values["learned"]), tensors, scales, self.stack.activation)
@@ -252,6 +326,8 @@ class PerTaskAdapter(Method, ABC):
         labels = [label for label in values["labels"] if label in known]
         owners = [pair for pair in values["owners"] if pair[0] not in adapters]
         values = {**values, "learned": learned, "owners": owners, "previous": previous, "labels": labels}
+        begun = {kind: values.get(kind, {}) for kind in ("starts", "nearest")}
+        values |= {kind: {name: of for name, of in held.items() if name != task} for kind, held in begun.items()}
         return cls._without(values, left, task, adapters)
 
     @classmethod

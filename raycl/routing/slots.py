@@ -101,6 +101,20 @@ class SlotRouter:
         """Return task -> `[m, g, h]`."""
         return dict(self._keys)
 
+    def means(self) -> dict[str, Tensor]:
+        """Return task -> `[c]`, the mean of its texts' normalized queries."""
+        return {task: self._statistics[task].mean for task in self.tasks}
+
+    def nearest_slots(self, task: str, other: str) -> list[str]:
+        """Return for each adapter of a task (`adapters`) that of another task whose key is most similar."""
+        keys_MgH, others_NgH = self._keys[task], self._keys[other]
+        nearest_gM = cosines(keys_MgH, others_NgH).transpose(0, 1)
+        if not self.per_group:
+            nearest_gM = nearest_gM.mean(0, keepdim=True)
+        slots, names = len(others_NgH), self.adapters(other)
+        groups = enumerate(nearest_gM.argmax(-1).tolist())
+        return [names[group * slots + slot] for group, chosen in groups for slot in chosen]
+
     def slots(self, task: str) -> list[str]:
         """Return names of a task's slots."""
         return [f"{task}.{number}" for number in range(len(self._keys[task]))]

@@ -263,6 +263,17 @@ class BareTexts:
         self._outlines[name] = Outline.of(queries_ND[:, :WIDEST].cpu())
         self._found = None
 
+    def means(self) -> dict[str, Tensor]:
+        """Return adapter -> mean of its texts, as `mean_of` has it."""
+        return {name: outline.mean for name, outline in self._outlines.items()}
+
+    @staticmethod
+    def mean_of(queries_ND: Tensor) -> Tensor:
+        """Return the mean of texts of which no outline is kept; zeros without texts."""
+        return nn.functional.normalize(queries_ND[:, :WIDEST].cpu().double(), dim=1).sum(0).float() / max(
+            1, len(queries_ND)
+        )
+
     def weights(self, names: Sequence[str], queries_BD: Tensor) -> Mixture | None:
         """Return how probable each of these adapters is for each text, on the CPU; None: one lacks an outline."""
         if not names or any(name not in self._outlines for name in names):

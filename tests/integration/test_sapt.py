@@ -23,7 +23,6 @@ from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError, RayclError
 from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate_batch
-from raycl.methods.pseudo_samples.samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import evaluate, forget
@@ -118,7 +117,7 @@ def test_shared_statistics_are_estimated_from_a_random_subset(lab: Lab, monkeypa
     begin_phase(context, 0)
     assert method.context is not None and looked == [5]
     blind = Attention(method.attention.dimensions, method.config.attention, 0)
-    blind.look_at(pooled(method, sources_of(method.context, "train")[:5]))
+    blind.look_at(pooled(method, method.context.routed_ids("train")[:5]))
     assert method.attention.center is not None and blind.center is not None
     assert not torch.equal(method.attention.center, blind.center)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate, trained_names
-from raycl.methods.pseudo_samples.samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
 from raycl.routing.attention import max_pooled
 from raycl.training.assembly import build
@@ -41,9 +40,9 @@ def test_mean_weights_are_over_the_configured_split(lab: Lab, split: str) -> Non
         rows = begin_phase(context, phase.index)
         end_phase(context, rows)
     means = {
-        name: method.attention(method._pooled(sources_of(rows, name))).exp().mean(0).detach()
+        name: method.attention(method._pooled(rows.routed_ids(name))).exp().mean(0).detach()
         for name in ("train", "dev", "test")
-        if sources_of(rows, name)
+        if rows.routed_ids(name)
     }
     assert len(means) == (2 if split == "train" else 3)
     kept = method.reflection.entries["animal"].abar

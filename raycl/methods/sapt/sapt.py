@@ -117,6 +117,10 @@ class Sapt(PerTaskAdapter):
                 f"of {', '.join(removed)} were removed: expected ablation none, or a bank that keeps its samples"
             )
         is_first = not self._learned and not context.resumed
+        if self.config.start_from == "nearest" and not context.resumed and self._learned:
+            means = {task: mean for task, mean in self.bare.means().items() if task in self._learned}
+            mean_D = BareTexts.mean_of(self._bare_queries(context))
+            self._start_near(phase.name, mean_D, means, self.config.start_threshold)
         super().begin_task(phase, context)
         if is_first and not self._is_alone and self.config.attention.standardize:
             draw = torch.Generator().manual_seed(self.seed)
@@ -180,8 +184,9 @@ class Sapt(PerTaskAdapter):
         self.attention.end({**self.attention.tensors(), **key, **trained})
         if self.task_id_given:
             return self._published(context, states)
-        if sources := self._bare_sources(context):
-            self.bare.add(task, self._pooled(sources, lambda embedded, mask: mean_pooled(embedded.float(), mask)))
+        queries_ND = self._bare_queries(context)
+        if len(queries_ND):
+            self.bare.add(task, queries_ND)
         samples = self._samples(context)
         self.reflection.entries[task] = ReplayEntry(samples, self._mean_weights(context))
         if self.ablation.selects:
@@ -232,6 +237,13 @@ class Sapt(PerTaskAdapter):
         ]
         return [ids for ids in fit_sources(texts, Prompt(), codec, limit)[0] if ids]
 
+    def _bare_queries(self, context: TaskContext) -> Tensor:
+        """Return `[n, d]`, the mean token embeddings of texts that come without their tasks."""
+        sources = self._bare_sources(context)
+        if not sources:
+            return torch.zeros(0, self.attention.dimensions)
+        return self._pooled(sources, lambda embedded, mask: mean_pooled(embedded.float(), mask))
+
     @torch.no_grad()
     def _pooled(self, sources: Sequence[Sequence[int]], pool: Pool | None = None) -> Tensor:
         """Return `[n, d]` on the model's device; `pool` pools embeddings and mask (None: the attention's function)."""
@@ -255,7 +267,8 @@ class Sapt(PerTaskAdapter):
         abar = {task: _rounded(entry.abar) for task, entry in self.reflection.entries.items()}
         test = {task: _rounded(weights) for task, weights in observed.items()}
         kept = {task: entry.samples for task, entry in self.reflection.entries.items()}
-        return {"attention": {"keys": list(self.attention.names), "train": abar, "test": test, **counts_of(kept)}}
+        weights = {"keys": list(self.attention.names), "train": abar, "test": test, **counts_of(kept)}
+        return super().summary(observed) | {"attention": weights}
 
     def state_dict(self) -> State:
         values, tensors = super().state_dict()

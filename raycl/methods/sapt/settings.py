@@ -9,9 +9,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from raycl.config import Size, Tree
-from raycl.methods.base import RoutedConfig
 from raycl.methods.lora_settings import BY_LINEAR, LoraSettings, Rank
-from raycl.methods.per_task_adapter import PromptFormSetting
+from raycl.methods.per_task_adapter import PromptFormSetting, StartSettings, StartThreshold
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.routing.attention import AttentionConfig, SelectorConfig
@@ -48,7 +47,7 @@ ABLATIONS: dict[str, Ablation] = {
 """Name of `method.ablation` -> what is done."""
 
 
-class SaptConfig(LoraSettings, RoutedConfig):
+class SaptConfig(LoraSettings, StartSettings):
     """SAPT: an adapter for each task under shared attention (defaults: its appendix C, and the authors' scripts)."""
 
     name: Literal["sapt"] = "sapt"
@@ -61,6 +60,7 @@ class SaptConfig(LoraSettings, RoutedConfig):
         description="task name -> prompt_length, where it differs; in the weighted sum shorter ones are zero in front",
     )
     prompt_form: PromptFormSetting = "plain"
+    start_threshold: StartThreshold = 0.95
     attention: AttentionConfig = AttentionConfig()
     attention_learning_rate: float | None = Field(
         None, gt=0, description="learning rate of the projection D and U (attn_lr); null: train.learning_rate"
@@ -85,6 +85,8 @@ class SaptConfig(LoraSettings, RoutedConfig):
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = (
         "router_text",
+        "start_from",
+        "start_threshold",
         "attention",
         "attention_learning_rate",
         "arm",
@@ -149,6 +151,7 @@ class SaptConfig(LoraSettings, RoutedConfig):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of the other kind of adapter, of a component that is left out, or of another source."""
+        yield from super().unused_settings()
         prompt = ("prompt_length", "prompt_length_by_task", "prompt_form")
         others = (*LoraSettings.model_fields, "r_by_task") if self.value == "prompt" else prompt
         yield from ((name, f"value={self.value}") for name in others)

@@ -27,10 +27,10 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.config import Size, Tree
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
-from raycl.methods.base import Learned, RoutedConfig, RouterTextSetting, State, under
+from raycl.methods.base import Learned, RouterTextSetting, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import Rank, TargetModules
-from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter, PromptFormSetting
+from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter, PromptFormSetting, StartSettings
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.key_maps import newest_rows, plane, similarity
 from raycl.routing.routers import without
@@ -45,7 +45,7 @@ ACTIVATIONS: dict[str, Activation] = {"adapter": "relu", "prefix": "softmax"}
 """Value of a slot -> activation of its adapters, where they are no weight increments."""
 
 
-class SlmConfig(RoutedConfig):
+class SlmConfig(StartSettings):
     """SLM: memory slots selected for each text (sections 3.2 and 4.2, tables 10 and 14, the authors' scripts)."""
 
     name: Literal["slm"] = "slm"
@@ -101,7 +101,7 @@ class SlmConfig(RoutedConfig):
 
     by_task: ClassVar[tuple[str, ...]] = ("r_by_task", "prompt_length_by_task", "keys.slots_by_task")
 
-    unused_for_single_task: ClassVar[tuple[str, ...]] = ("keys.centrifugal",)
+    unused_for_single_task: ClassVar[tuple[str, ...]] = ("keys.centrifugal", "start_from", "start_threshold")
     """There are no keys of other tasks."""
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
@@ -121,6 +121,7 @@ class SlmConfig(RoutedConfig):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield what slots of another kind hold."""
+        yield from super().unused_settings()
         rank, length = ("r", "r_by_task"), ("prompt_length", "prompt_length_by_task")
         prompt = ("prompt_mixing", "prompt_form")
         others = {"prompt": (*rank, "a_init_std", "target_modules"), "prefix": (*rank, *prompt)}.get(self.value)
@@ -144,7 +145,8 @@ class SlmConfig(RoutedConfig):
     @property
     def independent_tasks(self) -> bool:
         """Slots that are trained alone, with keys and label heads of their own."""
-        return self.train_scope == "own" and self.head_rule != "label_count" and not self.keys.centrifugal
+        alone = self.train_scope == "own" and self.head_rule != "label_count" and not self.keys.centrifugal
+        return alone and self.start_from == "new"
 
     @property
     def selects_router(self) -> bool:
@@ -196,6 +198,10 @@ class Slm(PerTaskAdapter):
                 )
             if self.config.fits_ahead:
                 self.router.take(phase.name, self._ahead)
+            if self.config.start_from == "nearest":
+                means = self.router.means()
+                mean_C = means.pop(phase.name)
+                self._start_near(phase.name, mean_C, means, self.config.start_threshold)
         super().begin_task(phase, context)
 
     def fit(self, phase: Phase, queries_NC: Tensor, dev_MC: Tensor) -> None:
@@ -221,6 +227,11 @@ class Slm(PerTaskAdapter):
         if self.config.value == "prompt":
             form = PromptForm(self.config.prompt_form)
             self._begin_prompts(len(ranks), length, form)
+
+    def _pairs(self, task: str, known: str) -> dict[str, str]:
+        """Slots begin with the slot of the known task whose keys are most similar."""
+        pairs = zip(self.router.adapters(task), self.router.nearest_slots(task, known), strict=True)
+        return dict(pairs)
 
     def _number(self) -> int:
         return len(self.router.tasks)
@@ -269,7 +280,7 @@ class Slm(PerTaskAdapter):
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the share of dev texts in percent that each router sends to their task, and which router is used."""
-        return {
+        return super().summary(observed) | {
             "router": "task" if self._knows_task else self.router.kind,
             "found": self.router.dev_accuracy(),
             "novelty": self.router.novelty(),

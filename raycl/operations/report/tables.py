@@ -80,7 +80,7 @@ def matrix_table(result: Tree) -> Page:
     signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+z.1f')}" for name in ("fwt", "bwt")]
     over_m, weighted = _number(metric_of(result, "bwt_m"), "+z.1f"), _number(metric_of(result, "average_accuracy"))
     headline = f"{'  '.join([*plain, *signed])} (over M: {over_m})  weighted AP {weighted}"
-    parts = (_other_row, _accuracies, _unseen, _revision, _routing, _notes)
+    parts = (_other_row, _accuracies, _unseen, _revision, _starts, _routing, _notes)
     below = [content for part in parts for content in part(result)]
     return Page(Text(title_of(result)), table, Text(headline), *below)
 
@@ -281,6 +281,21 @@ def _unseen(result: Tree) -> list[RenderableType]:
     types = list(dict.fromkeys(name for run_result in rows.values() for name in unseen_types(run_result)))
     lines = ([name, *(_number(unseen_types(scored).get(kind)) for kind in types)] for name, scored in rows.items())
     return [table, grid(["by type", *types], lines)] if types else [table]
+
+
+def _starts(result: Tree) -> list[RenderableType]:
+    """Return which tasks' adapters began with the values of another task's, and how similar the texts are."""
+    last = (result.get("phase_summaries") or [{}])[-1]
+    nearest, starts = last.get("nearest", {}), last.get("starts", {})
+    begun = [
+        f"{task} with those of {known}" + (f" (cosine {nearest[task]['cosine']:.3f})" if task in nearest else "")
+        for task, known in starts.items()
+    ]
+    anew = [
+        f"{task} (nearest {near['task']}, {near['cosine']:.3f})" for task, near in nearest.items() if task not in starts
+    ]
+    lines = {"adapters began": begun, "adapters began anew": anew}
+    return [Text(f"{head}: {', '.join(tasks)}") for head, tasks in lines.items() if tasks]
 
 
 def _routing(result: Tree) -> list[RenderableType]:

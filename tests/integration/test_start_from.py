@@ -1,0 +1,128 @@
+"""`method.start_from=nearest`: a task's adapters begin with those of the known task whose texts are most similar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Lab, Stop, exported, run, trace
+
+from raycl.adapters.head import MixedHead
+from raycl.config import validate
+from raycl.errors import ConfigError
+from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.registry import method_config
+from raycl.operations.report.tables import matrix_table
+from raycl.routing.slot_keys import cosines
+from raycl.storage import Storage
+from raycl.training.assembly import build
+from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.distributed import DistributedContext
+
+NEAR = {"start_from": "nearest", "start_threshold": 0.999}
+
+
+def three(lab: Lab, kind: str, method: dict[str, Any]) -> RunConfig:
+    """Return a config whose third task has the texts of the first one."""
+    tasks = [*lab.tasks, {**lab.tasks[0], "name": "again"}]
+    return validate(RunConfig, lab.tree(kind, {**NEAR, **method}, stream={"tasks": tasks}))
+
+
+def slots(lab: Lab) -> dict[str, Any]:
+    return lab.slots(a_init_std=0.1)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+@pytest.mark.parametrize("name", ["slm", "sapt", "soft"])
+def test_a_task_begins_with_the_adapter_of_the_most_similar_one(lab: Lab, tmp_path: Path, kind: str, name: str) -> None:
+    """Label rows of equal name come along; the known adapter stays; results and report say so."""
+    method = {
+        "slm": slots(lab),
+        "sapt": {"name": "sapt"},
+        "soft": {"name": "sapt", "value": "prompt", "prompt_length": 2},
+    }[name]
+    config, storage = three(lab, kind, method), Storage.at(tmp_path / "run")
+    seen: dict[str, Any] = {}
+    begin = PerTaskAdapter._begin
+
+    def spy(self: PerTaskAdapter, task: str, labels: list[str]) -> None:
+        begin(self, task, labels)
+        if task == "again":
+            known = self._learned
+            for number, own in enumerate(self.stack.trainable):
+                old = seen.setdefault("pairs", dict(self._pairs("again", "colour")))[own]
+                for path, (low, high) in known[old].linears.items():
+                    layer = self.stack.layers[path]
+                    rows = layer.update.rows(number)
+                    assert layer.lora_A[rows].equal(low)
+                    assert torch.allclose(layer.lora_B[:, rows] * layer.update.factor, high)
+                if known[old].prompt is not None:
+                    assert self.backbone.prefix.trainable[number].equal(known[old].prompt)
+                if isinstance(head := self.backbone.head, MixedHead):
+                    start = head._trainable_rows(number).start
+                    assert known[old].head_weight.abs().sum() > 0
+                    assert head.weight[start : start + len(labels)].equal(known[old].head_weight)
+            seen["colour"] = {k: {n: t.clone() for n, t in s.tensors().items()} for k, s in known.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PerTaskAdapter, "_begin", spy)
+        done = run(config, storage)
+    assert seen["pairs"], "it never began"
+    learner = done.context.method
+    assert isinstance(learner, PerTaskAdapter)
+    for adapter, tensors in seen["colour"].items():
+        now = learner._learned[adapter].tensors()
+        assert all(now[part].equal(tensor) for part, tensor in tensors.items())
+    results = storage.read_json("results.json")
+    first, second, last = results["phase_summaries"]
+    assert "starts" not in second and last["starts"] == {"again": "colour"}
+    assert last["nearest"]["again"] == {"task": "colour", "cosine": 1.0}
+    assert second["nearest"]["animal"]["task"] == "colour" and second["nearest"]["animal"]["cosine"] < 0.999
+    shown = str(matrix_table(results))
+    assert "adapters began: again with those of colour (cosine 1.000)" in shown
+    assert "adapters began anew: animal (nearest colour, 0." in shown
+    assert "starts" not in first
+
+
+def test_slots_begin_with_the_slot_of_the_nearest_key(lab: Lab, tmp_path: Path) -> None:
+    config = three(lab, "llama", lab.slots(keys={"groups": 4, "steps": 40, "slots": 3}, retrieval={"top_k": 1}))
+    done = run(config, Storage.at(tmp_path))
+    router = done.context.method.router  # type: ignore[attr-defined]
+    keys = router.keys()
+    nearest = cosines(keys["animal"], keys["colour"]).mean(1).argmax(1).tolist()
+    assert router.nearest_slots("animal", "colour") == [f"colour.{slot}" for slot in nearest]
+
+
+@pytest.mark.parametrize("name", ["slm", "sapt"])
+def test_a_run_continues_as_if_it_had_not_stopped(lab: Lab, tmp_path: Path, name: str) -> None:
+    config = three(lab, "llama", slots(lab) if name == "slm" else {"name": "sapt"})
+    whole, broken = (Storage.at(tmp_path / folder) for folder in ("whole", "broken"))
+    run(config, whole)
+    with pytest.raises(Stop):
+        run(config, broken, after=11)
+    run(config, broken)
+    assert trace(broken)[-1] == trace(whole)[-1] and exported(broken) == exported(whole)
+    assert broken.read_json("results.json")["phase_summaries"][-1]["starts"] == {"again": "colour"}
+
+
+def test_a_task_alone_and_a_low_similarity_start_anew(lab: Lab) -> None:
+    config = three(lab, "llama", {"name": "sapt", "start_threshold": 1.0})
+    context, _ = build(config, DistributedContext.alone(torch.device("cpu")))
+    learner = context.method
+    assert isinstance(learner, PerTaskAdapter)
+    learner._start_near("late", torch.ones(3), {}, 0.0)
+    learner._learned = {"known": learner._learned.get("known")}  # type: ignore[dict-item]
+    learner._start_near("late", torch.tensor([1.0, 0.0]), {"known": torch.tensor([0.6, 0.8])}, 0.7)
+    assert learner.nearest == {"late": ("known", pytest.approx(0.6))} and not learner.starts
+    learner.task_id_given = True
+    learner._start_near("other", torch.ones(2), {"known": torch.ones(2)}, 0.0)
+    assert "other" not in learner.nearest
+
+
+def test_settings_that_contradict_it_are_refused(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match=r"start_from=nearest copies values between adapters, which r_by_task makes"):
+        method_config({"name": "sapt", "start_from": "nearest", "r_by_task": {"colour": 2}})
+    assert method_config({"name": "slm"}).independent_tasks
+    assert not method_config({"name": "slm", "start_from": "nearest"}).independent_tasks
