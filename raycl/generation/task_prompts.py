@@ -157,6 +157,21 @@ class TaskPrompts:
             for weights, reading, other in zip(mixture.weights.tolist(), readings, others, strict=True)
         ]
 
+    def prompt_of(self, task: str, reading: PromptReading, codec: TextCodec) -> Prompt:
+        """Return the prompt around a text for the model: its task's, or else the model's own chat template.
+
+        The latter is for conversations, and for all texts where tasks were learned from conversations, so that the bare
+        backbone and adapters without a known task read turns as the model was tuned to. It is no prompt where the
+        model has no chat template.
+
+        Args:
+            task: name of the task; "": none is known.
+        """
+        if task in self.prompts:
+            return self.prompts[task]
+        has_turns = (reading.is_chat or self.has_chats) and not codec.needs_labels
+        return Prompt(chat_template=codec.chat_template) if has_turns else Prompt()
+
     def read(
         self,
         batch: Batch,
@@ -173,8 +188,9 @@ class TaskPrompts:
             snapshot: the snapshot, which has the token limits of its tasks.
         """
 
-        def within(names: Sequence[str], of: Callable[[PromptReading, Prompt], str]) -> Batch:
-            prompts = [self.prompts.get(name, Prompt()) for name in names]
+        def within(
+            names: Sequence[str], prompts: Sequence[Prompt], of: Callable[[PromptReading, Prompt], str]
+        ) -> Batch:
             texts = [of(reading, prompt) for reading, prompt in zip(readings, prompts, strict=True)]
             longest = codec.max_source_tokens
             limits = {name: min(snapshot.token_limits(name)[0] or longest, longest) for name in dict.fromkeys(names)}
@@ -184,11 +200,14 @@ class TaskPrompts:
             return replace(batch, source_ids=fresh.source_ids, source_mask=fresh.source_mask)
 
         def mixture_of(names: Sequence[str]) -> Mixture:
+            prompts = [self.prompts.get(name, Prompt()) for name in names]
             texts = tuple(self.seen(reading, name) for reading, name in zip(readings, names, strict=True))
-            return route(replace(within(names, PromptReading.for_router), texts=texts, tasks=("",) * len(batch)))
+            seen = within(names, prompts, PromptReading.for_router)
+            return route(replace(seen, texts=texts, tasks=("",) * len(batch)))
 
         mixture, names = self.route(readings, mixture_of)
-        return within(names, PromptReading.for_model), mixture
+        prompts = [self.prompt_of(name, reading, codec) for name, reading in zip(names, readings, strict=True)]
+        return within(names, prompts, PromptReading.for_model), mixture
 
     def _known(self, tasks: tuple[str, ...] | None) -> str:
         """Return the first of these tasks, if all have the same prompt."""

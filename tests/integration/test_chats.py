@@ -59,17 +59,43 @@ def config(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Config:
     def get(second: str) -> RunConfig:
         stream = {"tasks": [specs["chat"], specs[second]], "max_source_tokens": 16}
         train = {"epochs": 10, "learning_rate": 0.005}
-        return lab.config("llama", "slm", stream=stream, backbone={"chat_template": TEMPLATE}, train=train)
+        sections = {"stream": stream, "train": train, "eval": {"untrained": True}}
+        return lab.config("llama", "slm", backbone={"chat_template": TEMPLATE}, **sections)
 
     return get
 
 
+@pytest.fixture(scope="module")
+def talks(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    """Return a run whose tasks are conversations both."""
+    return run(config("talk"), Storage.at(tmp_path_factory.mktemp("talks") / "run")).storage
+
+
+def evaluated(storage: Storage, phase: str) -> list[dict[str, Any]]:
+    """Return the texts and answers of the task `chat` in an evaluation."""
+    (file,) = (name for name in storage.files("predictions") if name.endswith("/chat.jsonl") and f"/{phase}" in name)
+    return [json.loads(line) for line in storage.read_text(file).splitlines()]
+
+
+def test_the_bare_backbone_gets_the_turns_of_its_own_row(talks: Storage) -> None:
+    """As `base`, by its weights, and beside a task, whichever text is asked."""
+    measured = evaluated(talks, "untrained")
+    assert any(row["answer"] for row in measured)
+    with serving(talks.sub("bank").uri) as served:
+        for row in measured:
+            messages = [message._asdict() for message in messages_of(row["text"])]
+            for pins in ({"model": "base"}, {"raycl": {"adapters": {}}}, {"model": "base", "raycl": {"task": "chat"}}):
+                body = {"temperature": 0, "messages": messages, **pins}
+                status, result = served.ask("/v1/chat/completions", body)
+                assert status == 200 and result["choices"][0]["message"]["content"] == row["answer"], pins
+                assert result["raycl"]["adapters"] == {}
+
+
 def test_the_endpoint_and_files_get_the_answers_of_the_evaluation(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Config, talks: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = run(config("talk"), Storage.at(tmp_path / "run")).storage
-    (last,) = (name for name in storage.files("predictions") if name.endswith("chat.jsonl") and "/001" in name)
-    measured = [json.loads(line) for line in storage.read_text(last).splitlines()]
+    storage = talks
+    measured = evaluated(storage, "001")
     bank, snapshot = snapshot_at(storage.sub("bank").uri)
     assert snapshot.tasks[0].chat_template == TEMPLATE and snapshot.tasks[0].prompt == ("", "")
     texts = [row["text"] for row in measured]

@@ -365,12 +365,14 @@ class ServingEngine:
         pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
         weights = {loaded.names[key]: weight for key, weight in pairs}
         task = template_of(loaded, request, mixture) if request.templated else ""
-        prompt = loaded.prompts.get(task, Prompt())
+        codec = self.model.backbone.codec
+        prompt = loaded.prompt_of(task, request.reading, codec) if request.templated else Prompt()
         ahead = loaded.prompt_positions(weights.keys())
         is_input = request.templated or request.sampling is None
         source, target = loaded.snapshot.token_limits(task)
         prompt_request = PromptRequest(request.reading.for_model(prompt), prompt, is_input, ahead, source, request.ids)
-        return RoutedPrompt(weights, task if prompt != Prompt() else "", prompt_request, target or self.max_target)
+        template = task if loaded.prompts.get(task, Prompt()) != Prompt() else ""
+        return RoutedPrompt(weights, template, prompt_request, target or self.max_target)
 
     # ---- labels ----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from raycl.generation.task_prompts import TaskPrompts
 from raycl.routing.attention import AttentionRouter
 from raycl.routing.router import Router
 from raycl.routing.routers import SingleRouter, TextRouter
-from raycl.types import Mixture
+from raycl.types import Mixture, TextCodec
 
 CHAT = {name: Prompt(chat_template="any", system=f"Sort {name}.\n") for name in ("news", "food")}
 OWNERS = {name: (name,) for name in CHAT}
@@ -36,6 +38,27 @@ def test_a_system_message_reaches_the_router_only_as_a_tasks_instruction() -> No
     assert prefixed.tasks == ("news",) and prefixed.for_model(plain.prompts["news"]) == "who won?"
     hidden = plain.reading(other.text, is_chat=True)
     assert plain.seen(hidden) == "who won?" and hidden.for_model(Prompt()) == "Be brief.\nwho won?"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "is_chat", "answers", "expected"),
+    [
+        (CHAT, True, "text", "own"),
+        (CHAT, False, "text", "own"),
+        ({name: superni(name) for name in CHAT}, True, "text", "own"),
+        ({name: superni(name) for name in CHAT}, False, "text", ""),
+        ({name: superni(name) for name in CHAT}, True, "label", ""),
+    ],
+)
+def test_without_a_task_turns_get_the_models_own_template(
+    prompts: dict[str, Prompt], is_chat: bool, answers: str, expected: str
+) -> None:
+    result = tasks(TextRouter, prompts)
+    codec = cast(TextCodec, SimpleNamespace(chat_template="own", needs_labels=answers == "label"))
+    reading = result.reading("who won?", is_chat)
+    assert result.prompt_of("", reading, codec) == Prompt(chat_template=expected)
+    assert result.prompt_of("other", reading, codec) == Prompt(chat_template=expected), "an adapter's unknown task"
+    assert result.prompt_of("food", reading, codec) == prompts["food"]
 
 
 @pytest.mark.parametrize(
