@@ -172,6 +172,17 @@ class Backbone(nn.Module, ABC):
         return positions_of(self.model.get_decoder()) if self.capabilities.separate_encoder else self.max_positions
 
     @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end an answer: end-of-sequence, and those of the model's generation settings.
+
+        Many tuned models end a turn with another token than a text. Ids that are ordinary words are left out: a config
+        without an end has its class's default, whatever the tokenizer is.
+        """
+        named = getattr(self.model, "generation_config", None) and self.model.generation_config.eos_token_id
+        ids = named if isinstance(named, list) else [] if named is None else [named]
+        return frozenset([self.codec.eos_id, *(number for number in ids if number in self.codec.special_ids)])
+
+    @property
     def device(self) -> torch.device:
         """The device of the parameters."""
         return next(self.parameters()).device

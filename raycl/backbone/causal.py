@@ -129,7 +129,7 @@ class CausalBackbone(Backbone):
         inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
         padded = pad_left(*inputs.values())
         prompt = 0 if "inputs_embeds" in inputs else batch.source_ids.shape[1]
-        special = {"pad_token_id": self.codec.pad_id, "eos_token_id": self.codec.eos_id}
+        special = {"pad_token_id": self.codec.pad_id, "eos_token_id": sorted(self.end_ids)}
         return GenerationInputs({**dict(zip(inputs, padded, strict=True)), **special}, prompt, prompt)
 
 

@@ -81,6 +81,7 @@ class HFCodec:
         self.mask_id: int = -1 if tokenizer.mask_token_id is None else tokenizer.mask_token_id
         self._special = SpecialStrings(tokenizer)
         self.special_ids: frozenset[Any] = self._special.ids
+        self.special_strings: tuple[str, ...] = self._special.names
         self.vocabulary: int = len(tokenizer)
         self.chat_template: str = chat_template or _template_of(tokenizer)
         self.bos: Bos = bos
@@ -172,7 +173,7 @@ class HFCodec:
             name = "of the tokenizer" if template == _template_of(self.tokenizer) else shown
             problem = self._special.unbroken(str(error))
             raise ConversationError(
-                f"the chat template {name} {problem}; repair the data, or name another template in "
+                f"the chat template {name} {problem}; change the messages, or name another template in "
                 "backbone.chat_template",
                 len(pairs),
             ) from error

@@ -42,7 +42,8 @@ class Seq2SeqBackbone(Backbone):
     def generation_inputs(self, batch: Batch) -> GenerationInputs:
         """Return the source for the encoder; an answer follows the decoder's start token."""
         inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
-        return GenerationInputs(dict(inputs), 1, 0, self.model.generation_config.forced_bos_token_id)
+        arguments = {**inputs, "eos_token_id": sorted(self.end_ids)}
+        return GenerationInputs(arguments, 1, 0, self.model.generation_config.forced_bos_token_id)
 
 
 def _labels(batch: Batch) -> Tensor:

@@ -169,26 +169,31 @@ def fit_sources(
 ) -> tuple[list[list[int]], list[int]]:
     """Return the prompt ids of `texts`, at most `limit` each, and the tokens above it of each text that was cut.
 
-    Only the input text is shortened (`Prompt.shortened`). A tokenizer may split the joint of text and suffix otherwise
-    than it split the parts, so a text that still does not fit is shortened again by its excess.
+    Only the input text is shortened (`Prompt.shortened`), by what its prompt has too much: a tokenizer may split the
+    joint of text and suffix otherwise than it splits the parts.
     """
     ids = prompt.encode(texts, codec)
-    template = len(prompt.encode([""], codec)[0])
-    room = dict.fromkeys((row for row, row_ids in enumerate(ids) if len(row_ids) > limit), limit - template)
-    cut = [len(ids[row]) - limit for row in room]
-    while room:
-        rows = list(room)
+    room = limit - len(prompt.encode([""], codec)[0])
+    long = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
+    cut = [len(ids[row]) - limit for row in long]
+    shortened = {row: prompt.shortened(texts[row], limit, room, codec) for row in long}
+    tried = {row: next(shorter) for row, shorter in shortened.items()}
+    tried_ids: dict[tuple[int, str], list[int]] = {}
+    while tried:
+        rows = list(tried)
         try:
-            shorter = prompt.encode([prompt.shortened(texts[row], room[row], codec) for row in rows], codec)
+            encoded = prompt.encode(list(tried.values()), codec)
         except ConversationError as error:
             raise ConversationError(error.problem, rows[error.index]) from error
-        for row, row_ids in zip(rows, shorter, strict=True):
-            if len(row_ids) <= limit:
-                ids[row] = row_ids
-                del room[row]
-            else:
-                assert room[row] > 0, "check_codec leaves room for text"
-                room[row] = max(0, room[row] - (len(row_ids) - limit))
+        for row, row_ids in zip(rows, encoded, strict=True):
+            tried_ids[row, tried[row]] = row_ids
+            try:
+                tried[row] = shortened[row].send(len(row_ids))
+            except StopIteration as end:
+                ids[row] = tried_ids[row, end.value]
+                del tried[row]
+            except ConversationError as error:
+                raise ConversationError(error.problem, row) from error
     return ids, cut
 
 

@@ -7,11 +7,12 @@ get the chat template of a tokenizer instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raycl.data.sources.conversation import Message, messages_of, plain_text, text_of
+from raycl.errors import ConversationError
 from raycl.types import TextCodec
 
 
@@ -87,32 +88,72 @@ class Prompt:
             return codec.encode_chat_answers([self.messages(text) for text in texts], answers, self.chat_template)
         return codec.encode_target(answers)
 
-    def shortened(self, text: str, tokens: int, codec: TextCodec) -> str:
-        """Return about `tokens` tokens of `text`: its beginning; of a conversation the last message and what fits
-        before.
+    def shortened(self, text: str, limit: int, room: int, codec: TextCodec) -> Generator[str, int, str]:
+        """Return the longest part of `text` whose prompt has at most `limit` tokens.
+
+        Of a text it is the beginning, of a conversation the end.
 
         A conversation loses its oldest turns first, then the end of its system message, then that of its last message.
+
+        Args:
+            room: tokens that the prompt leaves for a text alone.
+
+        Yields:
+            texts to try; what is sent back is the number of tokens of each with its prompt.
+
+        Raises:
+            ConversationError: not even a conversation without contents fits.
         """
-        messages = list(messages_of(text)) if self.chat_template else []
-        if len(messages) < 2:
-            return codec.clip(text, tokens)
-        system, turns = (messages[:1], messages[1:]) if messages[0].role == "system" else ([], messages)
-        last = turns[-1]._replace(content=codec.clip(turns[-1].content, tokens))
-        left = tokens - _tokens(last, codec)
-        system = [message._replace(content=codec.clip(message.content, left)) for message in system]
-        left -= sum(_tokens(message, codec) for message in system)
-        recent = [last]
-        for user, assistant in reversed(list(zip(turns[:-1:2], turns[1:-1:2], strict=True))):
-            left -= _tokens(user, codec) + _tokens(assistant, codec)
-            if left < 0:
-                break
-            recent = [user, assistant, *recent]
-        return text_of([*system, *recent])
+        messages = messages_of(text)
+        if not self.chat_template or messages == (Message("user", text),):
+            while (tokens := (yield (shorter := codec.clip(text, room)))) > limit:
+                assert room > 0, "check_codec leaves room for text"
+                room = max(0, room - (tokens - limit))
+            return shorter
+        system, turns = (messages[:1], messages[1:]) if messages[0].role == "system" else ((), messages)
+        starts = [0, *(number for number, message in enumerate(turns) if number and message.role == "user")]
+        few, many, tokens = 0, len(starts), limit + 1
+        while many - few > 1:  # the most exchanges that fit; each begins with a message of the user
+            half = (few + many) // 2
+            tokens = yield text_of([*system, *turns[starts[-half] :]])
+            few, many = (half, many) if tokens <= limit else (few, half)
+        last = turns[starts[-1] :]
+        if few:
+            return text_of([*system, *turns[starts[-few] :]])
+        if system:
+            content, tokens = yield from _clipped(system, 0, last, limit, codec)
+            system = (Message("system", content),)
+            if not content:  # without the message, the template or the prompt may write one of their own
+                without = yield text_of(last)
+                system, tokens = ((), without) if without < tokens else (system, tokens)
+        for index in reversed(range(len(last))):
+            if tokens > limit:
+                content, tokens = yield from _clipped((*system, *last), len(system) + index, (), limit, codec)
+                last = (*last[:index], last[index]._replace(content=content), *last[index + 1 :])
+        if tokens <= limit:
+            return text_of([*system, *last])
+        raise ConversationError(
+            f"a conversation of {len(last)} messages has {tokens} tokens without its contents, and prompts have at "
+            f"most {limit}: send fewer messages"
+        )
 
 
-def _tokens(message: Message, codec: TextCodec) -> int:
-    """Return tokens of a content; those of its template are not counted."""
-    return len(codec.encode_target([message.content])[0])
+def _clipped(
+    messages: Sequence[Message], index: int, others: Sequence[Message], limit: int, codec: TextCodec
+) -> Generator[str, int, tuple[str, int]]:
+    """Return the longest beginning of a message's content with which all messages fit, and the tokens of the prompt.
+
+    The content is empty where they do not fit at all. Texts are tried as in `Prompt.shortened`.
+    """
+    content = messages[index].content
+    tokens = yield text_of([*messages, *others])
+    room = len(codec.encode_source([content])[0])
+    while tokens > limit and content:
+        room -= tokens - limit
+        content = codec.clip(messages[index].content, room)
+        shorter = messages[index]._replace(content=content)
+        tokens = yield text_of([*messages[:index], shorter, *messages[index + 1 :], *others])
+    return content, tokens
 
 
 def superni(definition: str) -> Prompt:

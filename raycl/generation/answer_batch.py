@@ -83,7 +83,7 @@ class AnswerBatch(ContinuousBatch[_Row]):
         super().__init__(backbone, activate, max_rows)
         self.read_rows: int = max(1, min(max_rows, max(READ_ROWS, max_rows // 4)))
         self._start: _SharedPrompt | None = None
-        self._ends = _end_ids(backbone)
+        self._ends = backbone.end_ids
 
     @torch.no_grad()
     def answers(self, prompts: Iterable[Prompts]) -> Iterator[RowAnswer]:
@@ -134,14 +134,6 @@ class AnswerBatch(ContinuousBatch[_Row]):
 def _one(mixture: Mixture | None, row: int) -> Mixture | None:
     """Return the mixture of one row."""
     return None if mixture is None else Mixture(mixture.names, mixture.weights[row : row + 1])
-
-
-def _end_ids(backbone: Backbone) -> frozenset[int]:
-    """Return tokens that end an answer, as `generate` takes them."""
-    end_ids = backbone.model.generation_config.eos_token_id if backbone.capabilities.separate_encoder else None
-    if end_ids is None:
-        return frozenset([backbone.codec.eos_id])
-    return frozenset(end_ids if isinstance(end_ids, list) else [int(end_ids)])
 
 
 # ---- common beginnings -------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -73,36 +74,69 @@ def _placed(chances_DV: Tensor, points_D1: Tensor) -> Tensor:
 
 
 class DecodedText:
-    """An answer's tokens as text that may be sent, without white space around it, as it is scored.
+    """An answer's tokens as text that may be sent.
+
+    Stops are looked for in all that the tokens say, white space included, and special tokens too where a stop has one.
 
     Attributes:
         ids: tokens so far. finish: why it ended, None while it continues.
     """
 
-    def __init__(self, tokenizer: Any, eos_id: int, settings: Sampling) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        ends: Collection[int],
+        settings: Sampling,
+        continues: Sequence[int] | None = None,
+        special: Collection[str] = (),
+    ) -> None:
+        """Start empty.
+
+        Args:
+            ends: tokens that end the answer and are no part of it.
+            continues: the last tokens of the text that the answer continues, exactly as its tokens say; None: it is an
+                answer by itself, without white space around it, as it is scored.
+            special: strings of the special tokens.
+        """
         self.settings = settings
-        self._tokenizer, self._eos = tokenizer, eos_id
-        self._tidies = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        self._tokenizer, self._ends = tokenizer, ends
+        self._continues, self._strips = list(continues or ()), continues is None
+        self._tidies = self._strips and bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        self._reading = {} if self._strips else {"clean_up_tokenization_spaces": False}
+        is_sought = any(name in stop for name in special for stop in settings.stop)
+        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+        self._special = re.compile(names) if is_sought else None
+        self._before = len(self._decoded([]).rstrip("\N{REPLACEMENT CHARACTER}"))
         self.ids: list[int] = []
         self.finish: str | None = None
         self._sent = 0
 
     def push(self, token: int) -> str:
         """Add a token, and return the text that can be sent now, which may be empty."""
-        if token == self._eos:
+        if token in self._ends:
             self.finish = "stop"
         else:
             self.ids.append(token)
-        text: str = self._tokenizer.decode(self.ids, skip_special_tokens=True).lstrip()
+        text = self._decoded(self.ids)[self._before :]
         ends = [position for stop in self.settings.stop if (position := text.find(stop)) >= 0]
         if ends:
             text, self.finish = text[: min(ends)], "stop"
         if self.finish is None and len(self.ids) >= self.settings.max_tokens:
             self.finish = "length"
         sure = text if self.finish else text[: len(text) - self._withheld(text)]
-        upto = max(self._sent, len(sure.rstrip()))
-        piece, self._sent = text[self._sent : upto], upto
+        if self._special is not None:
+            sure = self._special.sub("", sure)
+        if self._strips:
+            sure = sure.strip()
+        piece, self._sent = sure[self._sent :], max(self._sent, len(sure))
         return piece
+
+    def _decoded(self, ids: list[int]) -> str:
+        """Return the text of tokens and of those that they continue; with special tokens where a stop has one."""
+        text: str = self._tokenizer.decode(
+            [*self._continues, *ids], skip_special_tokens=self._special is None, **self._reading
+        )
+        return text
 
     def _withheld(self, text: str) -> int:
         """Return the number of characters at the end that may still change.

@@ -321,6 +321,34 @@ def test_a_stop_ends_the_text_before_it(taught: Taught, tmp_path: Path) -> None:
         assert isinstance(ended.last, TextDelta) and ended.last.tokens == 5
 
 
+def test_each_end_token_of_the_model_ends_the_text(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is no part of it: many tuned models end a turn with another special token than a text."""
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    with serving(bank) as client:
+        words = client.ask("fire is", weights={}).text.split()
+        backbone = client.engine.model.backbone
+        number = backbone.codec.tokenizer.convert_tokens_to_ids(words[3])
+        monkeypatch.setattr(backbone.model.generation_config, "eos_token_id", [backbone.codec.eos_id, number])
+        assert client.ask("fire is", weights={}).text.split() == words, "an ordinary word is no end"
+        monkeypatch.setattr(backbone.codec, "special_ids", backbone.codec.special_ids | {number})
+        ended = client.ask("fire is", weights={})
+        assert ended.text.split() == words[: words.index(words[3])] and ended.finish == "stop"
+
+
+def test_a_completion_is_what_its_tokens_say(taught: Taught, tmp_path: Path) -> None:
+    """An answer to an input or to messages is without white space around it, as it is scored."""
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    with serving(bank) as client:
+        whole = client.ask("fire is", weights={}, templated=False).text
+        assert whole.startswith(" ") and client.ask("fire is", weights={}).text.strip()
+        assert client.ask("fire is", weights={}, templated=False, is_chat=True).text == whole.strip()
+        sampling = Sampling(LIMIT, stop=(whole[:3],))
+        stopped = client.ask("fire is", weights={}, templated=False, sampling=sampling)
+        assert (stopped.text, stopped.finish) == ("", "stop")
+
+
 def test_inputs_that_do_not_fit_are_truncated_or_refused(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)  # 128 positions, inputs of 24 tokens
     with serving(bank) as client:

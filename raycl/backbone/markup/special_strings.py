@@ -24,7 +24,7 @@ class SpecialStrings:
     """The special tokens of a fast tokenizer.
 
     Attributes:
-        ids: ids of all special tokens, which decoding leaves out.
+        ids: ids of all special tokens, which decoding leaves out. names: their strings.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -32,7 +32,7 @@ class SpecialStrings:
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
         self.ids: frozenset[Any] = frozenset(special.values()) | frozenset(tokenizer.all_special_ids)
-        self._names = tuple(special)
+        self.names: tuple[str, ...] = tuple(special)
         names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)"
         folds = any(token.special and token.normalized for token in added.values())
         self._found = re.compile(names, re.IGNORECASE if folds else 0)
@@ -83,7 +83,7 @@ class SpecialStrings:
         Its vocabulary has them too, since a model of pieces or words would find them there."""
         backend = self._tokenizer.backend_tokenizer
         tree = json.loads(backend.to_str())
-        names = {name: f"{_MARK}{name}{_MARK}" for name in self._names}
+        names = {name: f"{_MARK}{name}{_MARK}" for name in self.names}
         for token in tree["added_tokens"]:
             if token["content"] in names:
                 token |= {"content": names[token["content"]], "normalized": False}

@@ -33,11 +33,7 @@ class Message(NamedTuple):
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Return the text that stands for `messages`: the content of a single user message, else all below their roles.
-
-    An empty system message is left out.
-    """
-    messages = [message for message in messages if message.role != "system" or message.content]
+    """Return the text that stands for `messages`: the content of a single user message, else all below their roles."""
     if len(messages) == 1 and messages[0].role == "user" and not _LIKE_ROLE_LINE.search(messages[0].content):
         return messages[0].content
     return "\n".join(f"<|{role}|>\n{_LIKE_ROLE_LINE.sub(_escape, content)}" for role, content in messages)

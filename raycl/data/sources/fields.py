@@ -228,7 +228,8 @@ def _rows_of(item: Any, number: int, columns: Columns, refuse: RefuseRow) -> Ite
     if _is_instruction(item, columns):  # with a system message and the turns before it
         system, earlier = system_of(item, refuse), earlier_turns(item.get(HISTORY), refuse)
         if has_turns := bool({SYSTEM, HISTORY} & set(item)):
-            text = text_of([Message("system", system), *earlier, Message("user", text)])
+            opening = [Message("system", system)] if system else []
+            text = text_of([*opening, *earlier, Message("user", text)])
     if not columns.label:
         yield SourceRow(number, text, ("",), has_turns)
         return

@@ -148,7 +148,7 @@ class Sampler:
                 logits_processor=LogitsProcessorList([penalty]),
                 remove_invalid_values=True,
             )
-        return [_until_end(row[inputs.prompt_columns :], codec.eos_id) for row in ids.tolist()]
+        return [_until_end(row[inputs.prompt_columns :], backbone.end_ids) for row in ids.tolist()]
 
 
 class RepetitionPenalty:
@@ -168,8 +168,8 @@ class RepetitionPenalty:
         return penalized
 
 
-def _until_end(ids: list[int], end: int) -> list[int]:
-    return ids[: ids.index(end)] if end in ids else ids
+def _until_end(ids: list[int], ends: frozenset[int]) -> list[int]:
+    return ids[: next((position for position, token in enumerate(ids) if token in ends), len(ids))]
 
 
 def batch_of_pairs(pairs: Sequence[Pair | None], pad_id: int) -> Batch:

@@ -50,7 +50,13 @@ class RequestRow(BatchRow):
         prompt_ids = prepared.ids if backbone.capabilities.one_sequence else ()
         super().__init__(prepared.mixture, prepared.sampling, prompt_ids)
         self.request, self._send = prepared.request, send
-        self._decoded = DecodedText(backbone.codec.tokenizer, backbone.codec.eos_id, prepared.sampling)
+        codec, continues = backbone.codec, None
+        if not (
+            prepared.request.templated or prepared.request.is_chat
+        ):  # the answer follows the prompt's last character
+            continues = prepared.ids[-4:] if codec.capabilities.one_sequence else []
+        special = codec.special_strings if prepared.sampling.stop else ()
+        self._decoded = DecodedText(codec.tokenizer, backbone.end_ids, prepared.sampling, continues, special)
         self.ids = self._decoded.ids
 
     def push(self, token: int) -> bool:

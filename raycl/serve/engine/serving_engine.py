@@ -78,7 +78,7 @@ class ServingEngine:
         """
         self.model, self.max_batch = model, max_batch
         self._keeps_to_labels = keeps_to_labels
-        self.grammars = Grammars(model.backbone.codec.tokenizer, [model.backbone.codec.eos_id])
+        self.grammars = Grammars(model.backbone.codec.tokenizer, sorted(model.backbone.end_ids))
         self._tree = lru_cache(maxsize=TREES)(self._new_tree)
         self.max_target = max_target_tokens
         backbone = model.backbone

@@ -102,7 +102,9 @@ def test_an_encoder_gets_its_special_tokens_around_the_conversation() -> None:
 
 def test_what_the_template_refuses_is_one_sentence() -> None:
     made = codec(LLAMA)
-    with pytest.raises(BackboneError, match=r"cannot render a conversation of system, user: no system role; repair"):
+    with pytest.raises(
+        BackboneError, match=r"render a conversation of system, user: no system role; change the messages"
+    ):
         made.encode_chat([(Message("system", "the"), Message("user", "sky"))], made.chat_template)
 
 
@@ -119,6 +121,59 @@ def test_a_long_conversation_loses_its_oldest_turns_then_its_system_message_then
     assert [len(kept[limit]) for limit in (whole, whole - 1, 30, 21, 8)] == [7, 5, 5, 3, 2]
     assert kept[whole - 1][0].split()[:4] == ["system", "the", "the", "the"], "the system message outlives old turns"
     assert kept[8][0].split()[0] == "user" and kept[8][-1].split() == ["assistant"]
+
+
+PERSONA = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system the sky is very much blue<|im_end|> {% endif %}"
+    + CHATML
+)
+"""It introduces the assistant where no system message does, as many public ones."""
+
+LONG = "the sky is very much blue the sea is cold"
+SHAPES = {
+    "alternating": ("user", "assistant", "user", "assistant", "user"),
+    "without-answers": ("user", "user", "user"),
+    "ends-with-assistant": ("user", "assistant", "user", "assistant"),
+    "begins-with-assistant": ("assistant", "user"),
+    "late-system": ("user", "assistant", "system", "user"),
+    "assistant-alone": ("assistant", "assistant"),
+    "alone": ("user",),
+    "system-alone": ("system",),
+}
+
+
+@pytest.mark.parametrize("system", ["", "a dog runs very cold"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_conversation_can_be_cut_to_any_length(shape: str, system: str) -> None:
+    """Turns are left out whole, oldest first, and as few as fit: the template's own tokens count."""
+    made = codec(PERSONA, ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
+    turns = [Message(role, f"a cat {LONG}") for role in SHAPES[shape]]  # type: ignore[arg-type]
+    head = [Message("system", system)] if system else []
+    prompt, text = Prompt(chat_template=PERSONA, system="warm sea " * 3), text_of([*head, *turns])
+    whole = len(prompt.encode([text], made)[0])
+    starts = [number for number, role in enumerate(SHAPES[shape]) if role == "user" or not number]
+    lengths = {start: len(prompt.encode([text_of([*head, *turns[start:]])], made)[0]) for start in starts}
+    for limit in range(30 if shape != "late-system" else 36, whole):
+        (ids,), cut = fit_sources([text], prompt, made, limit)
+        assert len(ids) <= limit and cut == [whole - limit]
+        kept = next((start for start in starts if lengths[start] <= limit), None)
+        if kept is not None:
+            assert ids == prompt.encode([text_of([*head, *turns[kept:]])], made)[0]
+
+
+def test_a_system_message_that_is_cut_away_is_not_replaced() -> None:
+    """Neither by the template's persona nor by the task's instruction; an empty one stays what it is."""
+    made = codec(PERSONA, ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
+    prompt = Prompt(chat_template=PERSONA, system="warm " * 8)
+    text = text_of([Message("system", "cold " * 8), Message("user", f"{LONG} {LONG}")])
+    for limit in range(12, 30):
+        (ids,), _ = fit_sources([text], prompt, made, limit)
+        shown = made.shown(ids)
+        assert len(ids) <= limit and shown.startswith("<|im_start|> system") and "warm" not in shown
+        assert "much" not in shown.partition("user")[0] and shown.endswith("<|im_start|> assistant")
+    (empty,) = prompt.encode([text_of([Message("system", ""), Message("user", "a")])], made)
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": "a"}]
+    assert empty == made.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 def test_the_instruction_is_the_system_message_unless_the_conversation_has_one() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import Lab, save_model
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.soft_prompts import MixedPrompts
@@ -113,6 +115,38 @@ def test_log_probabilities_of_a_prompt_are_those_of_its_tokens_one_by_one(
     for one, logprobs in zip(found, expected, strict=True):
         assert one.logprob == pytest.approx(float(logprobs[one.token]), abs=1e-4)
         assert [other.logprob for other in one.top] == pytest.approx(logprobs.topk(2).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize("is_special", [True, False])
+def test_each_end_token_of_the_model_ends_an_answer(kind: str, is_special: bool, tmp_path: Path) -> None:
+    """Tuned models end turns with another token than texts; an ordinary word ends nothing, whatever a config says."""
+    sources = ("the sky is", "a dog sleeps", "sea")
+
+    def answers(folder: Path) -> list[str]:
+        config = BackboneConfig(name=str(folder))
+        backbone = load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0).eval()
+        batch = batch_of(backbone.codec.encode_source(sources), backbone.codec.pad_id)
+        batch.rows += torch.arange(len(sources)) - batch.rows
+        evaluated = AnswerBatch(backbone, lambda _: nullcontext(), 9).answers([Prompts("task", batch, 8)])
+        by_row = {answer.row: answer.text for answer in evaluated}
+        answers = predict(backbone, batch, 8)
+        assert answers == [by_row[row] for row in range(len(sources))]
+        return answers
+
+    folder = save_model(kind, tmp_path / "before")
+    whole = answers(folder)
+    word = next(word for text in whole for word in text.split() if word not in " ".join(sources))
+    loaded = AutoTokenizer.from_pretrained(folder)
+    number = loaded.convert_tokens_to_ids(word)
+    if is_special:
+        loaded.add_special_tokens({"additional_special_tokens": [word]})
+        loaded.save_pretrained(folder)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings["eos_token_id"] = [settings["eos_token_id"], number]
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    parts = [text.partition(word)[0].strip() if is_special else text for text in whole]
+    assert answers(folder) == parts and is_special == (parts != whole)
 
 
 def test_models_whose_answers_are_not_the_most_likely_tokens_use_generate(

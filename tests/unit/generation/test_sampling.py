@@ -126,6 +126,10 @@ def test_half_precision_logits_are_drawn_in_double() -> None:
 # ---- Spoken ----------------------------------------------------------------------------------------------------------
 
 
+TURN = "<|end|>"
+"""A special token."""
+
+
 class Words:
     """Ids to pieces, put together without anything between."""
 
@@ -133,17 +137,25 @@ class Words:
         self.pieces = ["", *pieces]
         self.clean_up_tokenization_spaces = tidies
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        text = "".join(self.pieces[number] for number in ids)
-        return text.replace(" 's", "'s").replace(" .", ".") if self.clean_up_tokenization_spaces else text
+    def decode(
+        self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool | None = None
+    ) -> str:
+        pieces = (self.pieces[number] for number in ids)
+        text = "".join(piece for piece in pieces if not (skip_special_tokens and piece == TURN))
+        tidies = self.clean_up_tokenization_spaces and clean_up_tokenization_spaces is not False
+        return text.replace(" 's", "'s").replace(" .", ".") if tidies else text
 
 
 def decoded(
-    pieces: list[str], tidies: bool = False, eos: bool = True, **settings: Any
+    pieces: list[str],
+    tidies: bool = False,
+    eos: bool = True,
+    continues: list[int] | None = None,
+    **settings: Any,
 ) -> tuple[list[str], DecodedText]:
     """Return what is sent for each token, one a piece, up to the end."""
-    decoded_text = DecodedText(Words(pieces, tidies), EOS, Sampling(**{"max_tokens": 100, **settings}))
+    sampling = Sampling(**{"max_tokens": 100, **settings})
+    decoded_text = DecodedText(Words(pieces, tidies), {EOS}, sampling, continues, [TURN])
     sent = []
     for token in [*range(1, len(pieces) + 1), *([EOS] if eos else [])]:
         sent.append(decoded_text.push(token))
@@ -156,6 +168,53 @@ def test_white_space_around_the_answer_is_not_sent() -> None:
     sent, first = decoded([" ", "\n", " Hel", "lo ", "  ", "world", " \n"])
     assert sent == ["", "", "Hel", "lo", "", "   world", "", ""]
     assert first.finish == "stop" and len(first.ids) == 7, "the end token is none of the answer's"
+
+
+def test_a_continuation_is_exactly_what_its_tokens_say() -> None:
+    sent, first = decoded([" Paris", " \n", "    return", " it", " 's"], tidies=True, continues=[1])
+    assert sent == [" Paris", " \n", "    return", " it", " 's", ""] and first.finish == "stop"
+    assert decoded([" "], continues=[])[0] == [" ", ""] and decoded([" "])[0] == ["", ""]
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_a_continuation_keeps_the_space_that_a_decoder_drops_from_a_first_word(scheme: str) -> None:
+    """SentencePiece's decoder: `_is` `_Paris` is " Paris" behind "is", and "Paris" alone."""
+    vocabulary = {"</s>": EOS, "\u2581is": 1, "\u2581Paris": 2}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    for continues, expected in (([1], " Paris"), ([], "Paris"), (None, "Paris")):
+        decoded_text = DecodedText(tokenizer, {EOS}, Sampling(9), continues)
+        assert decoded_text.push(2) + decoded_text.push(EOS) == expected
+
+
+@pytest.mark.parametrize("continues", [None, [1]])
+def test_a_stop_may_be_the_white_space_that_an_answer_begins_with(continues: list[int] | None) -> None:
+    sent, first = decoded(["\n", "Paris"], stop=("\n",), continues=continues)
+    assert (sent, first.finish, len(first.ids)) == ([""], "stop", 1)
+    sent, _ = decoded([" ", "\n", "Par", "is"], stop=(" \nParis",), continues=continues)
+    assert "".join(sent) == ""
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "expected"),
+    [
+        (["4", TURN, "\n", "more"], TURN, "4"),
+        (["4", TURN, "\n", "more"], f"{TURN}\n", "4"),
+        (["4", TURN, "user", "5"], f"{TURN}assistant", "4user5"),
+        (["4", TURN, "5"], "5", "4"),
+    ],
+)
+def test_a_stop_may_hold_a_special_token_which_is_never_sent(pieces: list[str], stop: str, expected: str) -> None:
+    for continues in (None, []):
+        sent, first = decoded(pieces, stop=(stop,), continues=continues)
+        assert "".join(sent) == expected and first.finish == "stop"
+
+
+def test_each_end_token_ends_an_answer() -> None:
+    decoded_text = DecodedText(Words(["a", "b"]), {EOS, 2}, Sampling(9))
+    assert [decoded_text.push(1), decoded_text.push(2)] == ["a", ""]
+    assert decoded_text.finish == "stop" and decoded_text.ids == [1]
 
 
 def test_the_limit_ends_the_answer() -> None:
@@ -191,11 +250,11 @@ def test_a_stop_is_found_across_tokens_and_never_sent(
 )
 def test_deltas_join_to_the_answer_at_any_token_borders(pieces: list[str], stop: list[str], eos: bool) -> None:
     sent, first = decoded(pieces, stop=tuple(stop), eos=eos, max_tokens=max(1, len(pieces)))
-    whole = "".join(pieces).lstrip()
+    whole = "".join(pieces)
     ends = [whole.find(first) for first in stop if first in whole]
     told = "".join(sent)
     if first.finish:
-        assert told == whole[: min(ends, default=len(whole))].rstrip()
+        assert told == whole[: min(ends, default=len(whole))].strip()
     else:
         assert not pieces, "max_tokens ends it"
     assert not any(first in told for first in stop)
@@ -211,11 +270,11 @@ def test_what_a_tokenizer_tidies_up_is_not_sent_before() -> None:
 def test_no_part_of_a_character_is_sent(kind: str) -> None:
     text = "a😀é😀b"
     tokenizer, ids = _bytes(kind, text)
-    decoded_text = DecodedText(tokenizer, EOS, Sampling(100, stop=("é😀b!",)))
+    decoded_text = DecodedText(tokenizer, {EOS}, Sampling(100, stop=("é😀b!",)))
     sent = [decoded_text.push(token) for token in [*ids, EOS]]
     assert "".join(sent) == text and not any("�" in piece for piece in sent)
     assert sent[:5] == ["a", "", "", "", "😀"]
-    stopped = DecodedText(tokenizer, EOS, Sampling(100, stop=("é😀",)))
+    stopped = DecodedText(tokenizer, {EOS}, Sampling(100, stop=("é😀",)))
     sent = []
     for token in ids:
         sent.append(stopped.push(token))
