@@ -40,7 +40,8 @@ class CardTask:
 
     Attributes:
         prompt: the text before and after its inputs.
-        chat_template: Jinja source that renders them as a user's messages, behind the message `system`; "": none does.
+        chat_template: Jinja source that renders them, with `prompt` around them, as a user's messages, behind the
+            message `system`; "": none does.
     """
 
     name: str
@@ -202,7 +203,8 @@ def _input_code(metadata: CardMetadata) -> list[str]:
         return [*start, prompt, *cut]
     # all that a chat template writes before an answer is prompt (`raycl.backbone.markup`)
     system = ['{"role": "system", "content": task["system"]}'] if first.system else []
-    messages = ", ".join([*system, '{"role": "user", "content": text}'])
+    user = 'task["prompt"][0] + text + task["prompt"][1]' if any(first.prompt) else "text"
+    messages = ", ".join([*system, f'{{"role": "user", "content": {user}}}'])
     special_tokens = not metadata.capabilities.one_sequence
     return [
         *start,
@@ -265,12 +267,17 @@ def _tasks(metadata: CardMetadata) -> str:
     if not metadata.tasks:
         return ""
     rows = [
-        f"| {task.name} | {'chat template' if task.chat_template else _cell(task.prompt[0])} | "
+        f"| {task.name} | {_before_text(task)} | "
         f"{_cell(task.prompt[1])} | {', '.join(task.labels or ())} | {task.metric} |"
         for task in metadata.tasks
     ]
     head = "| task | before the text | behind it | labels | metric |\n|---|---|---|---|---|"
     return "\n".join(["## Tasks and their templates", "", head, *rows])
+
+
+def _before_text(task: CardTask) -> str:
+    parts = ["chat template" if task.chat_template else "", _cell(task.prompt[0])]
+    return " ".join(part for part in parts if part)
 
 
 def _cell(text: str) -> str:

@@ -77,7 +77,8 @@ def check_codec(task: Task, prompt: Prompt, codec: TextCodec, lengths: TokenLimi
     try:
         template = len(prompt.encode([""], codec)[0])
     except ConversationError as error:
-        raise ConfigError(f"task '{task.name}': {error}") from error
+        advice = ", or put the instruction into the user's turn (stream.instruction_turn=user)" if prompt.system else ""
+        raise ConfigError(f"task '{task.name}': {error}{advice}") from error
     if template + MIN_TEXT_TOKENS > lengths.source:
         raise ConfigError(
             f"the prompt of task '{task.name}' takes {template} tokens before any input text, but sources hold "

@@ -7,9 +7,10 @@ get the chat template of a tokenizer instead.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from raycl.data.sources.conversation import Message, messages_of, plain_text, text_of
 from raycl.errors import ConversationError
@@ -35,7 +36,7 @@ class Prompt:
 
     Attributes:
         chat_template: Jinja source, as tokenizers have it: the text is a conversation that it renders
-            (`raycl.data.sources.conversation`), and prefix and suffix are empty; "": none.
+            (`raycl.data.sources.conversation`), with prefix and suffix around the first message of the user; "": none.
         system: system message of conversations that have none of their own.
         definition: the task's instruction as the prefix has it; "" where there is none.
     """
@@ -62,7 +63,7 @@ class Prompt:
         return self.system or self.definition
 
     def around(self, text: str) -> str:
-        """Return the whole prompt of one example, where there is no chat template."""
+        """Return a text between prefix and suffix: the whole prompt of one example, where there is no chat template."""
         return f"{self.prefix}{text}{self.suffix}"
 
     def written(self, text: str) -> str:
@@ -72,6 +73,10 @@ class Prompt:
     def messages(self, text: str) -> tuple[Message, ...]:
         """Return the messages that the chat template renders."""
         messages = messages_of(text)
+        if self.prefix or self.suffix:
+            first = next((number for number, message in enumerate(messages) if message.role == "user"), len(messages))
+            asked = [message._replace(content=self.around(message.content)) for message in messages[first : first + 1]]
+            messages = (*messages[:first], *asked, *messages[first + 1 :])
         if self.system and messages[0].role != "system":
             return (Message("system", self.system), *messages)
         return messages
@@ -154,6 +159,20 @@ def _clipped(
         shorter = messages[index]._replace(content=content)
         tokens = yield text_of([*messages[:index], shorter, *messages[index + 1 :], *others])
     return content, tokens
+
+
+def chat(instruction: str, template: str, turn: Literal["system", "user"]) -> Prompt:
+    """Format a conversation, with the task's instruction as its system message, or before what the user says first."""
+    if turn == "system" or not instruction:
+        return Prompt(chat_template=template, system=instruction)
+    return Prompt(f"{instruction.rstrip()}\n\n", chat_template=template, definition=instruction)
+
+
+def naming_labels(instruction: str, labels: Sequence[str]) -> str:
+    """Return an instruction that names all labels: itself, or else with a line that lists them."""
+    if all(re.search(rf"(?<!\w){re.escape(label)}(?!\w)", instruction, re.IGNORECASE) for label in labels):
+        return instruction
+    return f"{instruction.rstrip()}\nAnswer with one of: {', '.join(labels)}".lstrip()
 
 
 def superni(definition: str) -> Prompt:

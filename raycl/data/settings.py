@@ -215,6 +215,16 @@ class StreamConfig(Section):
         "encoders; chat: the tokenizer's chat template, with the text as the user's message and the task's definition "
         "as the system message",
     )
+    instruction_turn: Literal["system", "user"] = Field(
+        "system",
+        description="chat prompts: the task's instruction is the system message, or stands before the text in the "
+        "user's first message, for templates without system messages",
+    )
+    list_labels: bool = Field(
+        True,
+        description="chat prompts of tasks with labels: the instruction ends with a list of them, unless it names "
+        "all; not those of conversations",
+    )
     turns: Turns = Field(
         "all",
         description="which of the assistant's turns of a conversation are learned and scored: all, or the last one; a "

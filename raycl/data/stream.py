@@ -195,7 +195,9 @@ class Stream:
                 "backbone that was tuned on conversations, or set backbone.chat_template to a Jinja file or to chatml"
             )
         if name == "chat":
-            return Prompt(chat_template=codec.chat_template, system=definition)
+            lists = self.config.list_labels and not codec.needs_labels and not opened.is_chat
+            instruction = prompts.naming_labels(definition, task.labels or ()) if lists else definition
+            return prompts.chat(instruction, codec.chat_template, self.config.instruction_turn)
         published = {"superni": prompts.superni, "long": prompts.long, "llama2_chat": prompts.llama2_chat}
         if name in published:
             return published[name](definition)

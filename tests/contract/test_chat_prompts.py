@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from chat_samples import CONTROL, TEMPLATES, TOKENIZERS, chat_codec
@@ -14,6 +14,7 @@ from raycl.backbone.codec import HFCodec
 from raycl.bank.manifest import TaskInfo
 from raycl.data.prompts import Prompt
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
+from raycl.errors import ConfigError
 from raycl.serve.engine.truncation import PromptRequest, Truncation
 from raycl.serve.http.schema import ChatRequest
 
@@ -83,3 +84,29 @@ def test_prompts_of_shared_models_under_shared_templates(name: str, shared: Path
         template = file.read_text().replace("System role not supported", "no system role")
         (tmp_path / file.stem).mkdir()
         compare(HFCodec(tokenizer, "decoder", 200, 40, template), tmp_path / file.stem)
+
+
+@pytest.mark.parametrize("template", ["trims", "no-system"])
+@pytest.mark.parametrize("turn", ["system", "user"])
+def test_labels_are_named_where_the_settings_say(
+    template: str, turn: Literal["system", "user"], tmp_path: Path
+) -> None:
+    """As the template itself writes them; one that refuses system messages is told of the other place."""
+    codec = chat_codec("bytes", template)
+    for split in ("train", "test"):
+        rows = [{"text": f"it is {number}", "label": ["warm", "cold"][number % 2]} for number in range(6)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = TaskSpec(name="weather", path=str(tmp_path), definition="How is it?", labels=("warm", "cold"))
+    settings = {"dev_fraction": 0, "prompt": "chat", "instruction_turn": turn, "cache_dir": str(tmp_path / "cache")}
+    for lists, instruction in ((True, "How is it?\nAnswer with one of: warm, cold"), (False, "How is it?")):
+        stream = open_stream(StreamConfig(tasks=(task,), list_labels=lists, **settings), seed=0)
+        if (template, turn) == ("no-system", "system"):
+            with pytest.raises(ConfigError, match=r"no system role; .* \(stream.instruction_turn=user\)"):
+                stream.check(codec)
+            continue
+        table, (text, *_) = stream.table(stream.tasks[0], "train", codec), ["it is 0"]
+        said = {"system": [("system", instruction), ("user", text)], "user": [("user", f"{instruction}\n\n{text}")]}
+        messages = [{"role": role, "content": content} for role, content in said[turn]]
+        wanted = codec.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert table.columns([0]).source_ids[0].tolist() == wanted
+        assert stream.instruction(stream.tasks[0], codec) == instruction

@@ -79,7 +79,10 @@ def cards(taught: Taught, fork_server: ForkServer, tmp_path_factory: pytest.Temp
     exports["unlike"] = (banks["unlike"], ",".join(f"{name}={weight}" for name, weight in UNLIKE.items()))
     chat = {"prompt": ("", ""), "chat_template": TEMPLATE, "system": "runs warm"}
     banks["chat"] = with_prompts(bank_of(taught("llama", "slm"), root / "chat"), lambda name: chat)
-    exports["chat"] = (banks["chat"], adapters)
+    asked = {"prompt": ("runs warm ", " much"), "chat_template": TEMPLATE, "definition": "runs warm"}
+    banks["asked"] = with_prompts(bank_of(taught("llama", "slm"), root / "asked"), lambda name: asked)
+    exports |= {name: (banks[name], adapters) for name in ("chat", "asked")}
+    exports["vllm"] = (banks["chat"], adapters, "--engine", "vllm")
     for name, (bank, *options) in exports.items():
         export(bank, root / "out" / name, *options)
     files = [Path(taught(kind, "slm").config.backbone.name) / "generation_config.json" for kind in TYPES]
@@ -88,11 +91,16 @@ def cards(taught: Taught, fork_server: ForkServer, tmp_path_factory: pytest.Temp
         own = json.loads(text)
         file.write_text(json.dumps({**own, "repetition_penalty": 3.0, "eos_token_id": [own["eos_token_id"], 5]}))
     try:
-        result = printed(fork_server, root, [root / "out" / name for name in exports])
+        result = printed(fork_server, root, [folder_of(root / "out" / name) for name in exports])
     finally:
         for file, text in zip(files, before, strict=True):
             file.write_text(text)
     return Cards(root / "out", banks, dict(zip(exports, result, strict=True)))
+
+
+def folder_of(export: Path) -> Path:
+    """Return the folder of an export's adapter, which for vLLM is one of several."""
+    return next((file.parent for file in export.glob("*/adapter_config.json")), export)
 
 
 def with_prompts(bank: Bank, prompt_of: Callable[[str], dict[str, Any]]) -> Bank:
@@ -168,11 +176,16 @@ def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, ca
             assert answer.strip() == reply.text.strip() and reply.metadata.template == "animal"
 
 
-def test_a_card_of_conversations_reads_a_text_as_the_endpoint_does(taught: Taught, cards: Cards) -> None:
-    """With all that the chat template writes before an answer, behind the task's system message."""
-    card = (cards.root / "chat" / "README.md").read_text()
-    assert "| colour | chat template |" in card
-    with serving(cards.banks["chat"]) as client:
-        for text, answer in cards.said["chat"].items():
+@pytest.mark.parametrize("name", ["chat", "asked", "vllm"])
+def test_a_card_of_conversations_reads_a_text_as_the_endpoint_does(taught: Taught, cards: Cards, name: str) -> None:
+    """With all that the chat template writes before an answer, and the task's instruction in its turn."""
+    folder = folder_of(cards.root / name)
+    before = "chat template `runs warm `" if name == "asked" else "chat template"
+    assert f"| colour | {before} |" in (folder / "README.md").read_text()
+    about = json.loads((folder / "raycl.json").read_text())
+    assert {task["chat_template"] for task in about["tasks"]} == {TEMPLATE}
+    with serving(cards.banks["asked" if name == "asked" else "chat"]) as client:
+        for text, answer in cards.said[name].items():
             reply = client.ask(text, weights=WEIGHTS, sampling=limit_of(taught("llama", "slm")))
             assert answer.strip() == reply.text.strip() and reply.metadata.template == "animal"
+    assert name != "vllm" or (cards.root / name / "chat_template.jinja").read_text() == TEMPLATE

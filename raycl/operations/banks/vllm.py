@@ -38,7 +38,7 @@ TOGETHER = 8
 REMOTE = ("s3://", "gs://", "abfss://", "azure://")
 """Addresses from which `ray.serve.llm` loads adapters."""
 
-CONFIG, MIXTURE = "serve.yaml", "mixture"
+CONFIG, MIXTURE, TEMPLATE = "serve.yaml", "mixture", "chat_template.jinja"
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,9 @@ def export_vllm(
     config = serve_config(base, model, list(states), rank, uri, accelerator) if uri.startswith(REMOTE) else None
     if config is not None:
         storage.write(CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
+    templates = {task.chat_template for card in cards.values() for task in card.tasks} - {""}
+    if len(templates) == 1:
+        storage.write(TEMPLATE, next(iter(templates)).encode())
     models = {name: f"{model}:{name}" for name in states}
     parts = {name: dict(weights) for name, weights in mixtures.items()}
     ExportRecord(snapshot=snapshot.number, sha256=snapshot.sha256, base=model, models=models, mixtures=parts).write(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from raycl.data.prompts import Prompt, llama2_chat, long, olora, superni
+import pytest
+
+from raycl.bank.manifest import TaskInfo
+from raycl.data.prompts import Prompt, chat, llama2_chat, long, naming_labels, olora, superni
+from raycl.data.sources.conversation import Message, text_of
 
 
 def test_superni() -> None:
@@ -33,3 +37,30 @@ def test_llama2_chat() -> None:
 def test_braces_in_data_stay_braces() -> None:
     assert long("Fill {0} and {x}.").around("{y}") == "Fill {0} and {x}.\n{y}\nOutput: "
     assert Prompt().around("{}") == "{}"
+
+
+@pytest.mark.parametrize(
+    ("instruction", "labels", "expected"),
+    [
+        ("", ("yes", "no"), "Answer with one of: yes, no"),
+        ("Judge the text.\n", ("good", "bad"), "Judge the text.\nAnswer with one of: good, bad"),
+        ("Is it Good or bad?", ("good", "bad"), "Is it Good or bad?"),
+        ("Nothing is said of it.", ("no", "is"), "Nothing is said of it.\nAnswer with one of: no, is"),
+        ("Rate it (C++ or C).", ("C", "C++"), "Rate it (C++ or C)."),
+        ("Write.", (), "Write."),
+    ],
+)
+def test_an_instruction_names_all_labels(instruction: str, labels: tuple[str, ...], expected: str) -> None:
+    assert naming_labels(instruction, labels) == expected
+
+
+def test_an_instruction_is_the_system_message_or_stands_before_the_first_text() -> None:
+    assert chat("Judge.", "any", "system").messages("x") == (Message("system", "Judge."), Message("user", "x"))
+    asked, said = Message("user", "Judge.\n\nx"), (Message("assistant", "good"), Message("user", "y"))
+    prompt = chat("Judge.\n", "any", "user")
+    assert prompt.messages("x") == (asked,) and prompt.instruction == "Judge.\n"
+    assert prompt.messages(text_of([Message("user", "x"), *said])) == (asked, *said)
+    other = Message("system", "Be brief.")
+    assert prompt.messages(text_of([other, Message("user", "x")])) == (other, asked)
+    assert Prompt.of(TaskInfo(name="task", **prompt.record())) == prompt
+    assert chat("", "any", "user") == chat("", "any", "system") == Prompt(chat_template="any")
