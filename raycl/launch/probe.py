@@ -129,7 +129,7 @@ def _last(config: RunConfig, storage: Storage, state: RunState, world: Distribut
                 f"the weights of '{storage.uri}' are gone: its checkpoints were removed, and a method that trains the "
                 "whole model publishes to no bank; train it again"
             )
-        at = Bank.at(published["bank"])
+        at = Bank.at(published["bank"]) if published["bank"] else bank
         return read_training_state(at, at.open(published["snapshot"]), TensorObjects(storage, at.storage))[0]
     checkpoint = newest_resume_point(storage, state, world, objects).checkpoint
     assert checkpoint is not None, "phases are recorded"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -164,6 +164,14 @@ class Router(ABC):
             dev: task -> queries of its dev texts.
         """
         return state
+
+    @classmethod
+    def own_weights(cls, state: RouterState, adapters: Collection[str]) -> dict[str, float] | None:
+        """Return one weight for each of the adapters of a task that has several, for use without a router.
+
+        They are the means over texts of the task; None: this kind has none.
+        """
+        return None
 
     @classmethod
     def with_task(

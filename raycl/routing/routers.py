@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol, Self
 
@@ -167,6 +167,13 @@ class TextRouter(Router):
             router.hold_out(task, dev[task])
         router.select()
         return replace(state, kind=router.kind)
+
+    @classmethod
+    def own_weights(cls, state: RouterState, adapters: Collection[str]) -> dict[str, float] | None:
+        router = SlotRouter.restored(state)
+        owned = (task for task in router.tasks if set(router.adapters(task)) == set(adapters))
+        task = next(owned, None)
+        return None if task is None else router.own_weights(task)
 
     @classmethod
     def with_task(

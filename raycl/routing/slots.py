@@ -344,6 +344,13 @@ class SlotRouter:
             self._discriminant = Discriminant({task: self._statistics[task] for task in self.tasks})
         return self._discriminant
 
+    def own_weights(self, task: str) -> dict[str, float]:
+        """Return the mean weight that the task's texts give each of its adapters: over kept queries, else the mean
+        one."""
+        queries_BC = self.samples.get(task, self._statistics[task].mean[None])
+        mixture = self.route(queries_BC, [task] * len(queries_BC))
+        return dict(zip(mixture.names, mixture.weights.mean(0).tolist(), strict=True))
+
     # ---- keeping ---------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:

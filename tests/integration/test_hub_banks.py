@@ -13,6 +13,7 @@ from hub_server import Hub, asked_by_this_process
 from test_bank_start import begun, tree_of
 from tiny import Complete, Lab, matrix
 
+from raycl.adapters import AdapterStack
 from raycl.adapters.state import fold
 from raycl.bank import Bank
 from raycl.bank.branches import head_of
@@ -24,8 +25,9 @@ from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.sample_listing import stored_samples
 from raycl.serve.settings import at_bank, load_serve_config
 from raycl.storage.records import seal, unseal
-from raycl.training.records.hub import HubAddress, pull
+from raycl.training.records.hub import HubAddress, pull, shared, shared_record
 from raycl.training.records.named_bank import snapshot_at
+from raycl.types import Mixture
 
 PARTS = ("objects", "adapters", "snapshots", "states")
 
@@ -38,12 +40,31 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def contents(bank: Bank) -> dict[str, bytes]:
-    """Return the bank's files of adapters, snapshots and training states."""
-    return {file: bank.storage.read(file) for file in bank.storage.files() if file.partition("/")[0] in PARTS}
+    """Return the bank's files of adapters, snapshots and training states, as others get them."""
+    files = [file for file in bank.storage.files() if file.partition("/")[0] in PARTS]
+    return {file: shared_record(file, bank.storage.read(file)) for file in files}
 
 
 def pulled(to: Path, address: str = "hf://me/bank") -> Bank:
     return pull(HubAddress.of(address), lambda _: Bank.at(to))[0]
+
+
+@pytest.fixture
+def here(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, in which a record's relative names mean the models and tasks."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for kind in ("bert", "llama", "t5"):
+        (folder / kind).symlink_to(lab.model_folder(kind))
+    for task in lab.tasks:
+        (folder / task["name"]).symlink_to(task["path"])
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def bank_at(hub: Hub, repository: str) -> Bank:
+    """Return the bank in the newest commit of a repository."""
+    return Bank.at(hub.commits[repository][-1] / "raycl")
 
 
 def bank_of(complete: Complete, kind: str, method: str) -> Bank:
@@ -63,15 +84,87 @@ def test_what_is_pulled_is_what_was_pushed_bit_for_bit(
     there = pulled(tmp_path / "pulled")
     theirs = contents(there)
     assert theirs.items() <= contents(bank).items() and snapshot.file in theirs
-    assert head_of(there).sha256 == snapshot.sha256
+    assert head_of(there).sha256 == shared(snapshot).sha256 and shared(head_of(there)) == head_of(there)
     assert verify(there).problems == [] and verify(there).leftovers == []
     sent = {str(file.relative_to(hub.commits["me/bank"][-1])) for file in hub.commits["me/bank"][-1].rglob("*")}
     card = (hub.commits["me/bank"][-1] / "README.md").read_text()
+    if method == "slm-prompt-mlp":
+        assert not done.folders and set(done.own) == {"animal", "colour"}
+        assert "| animal |  | raycl's own format: " in card and "soft prompt" in card
+        return
+    held = {name: folder for folder, weights in done.folders.items() for name in weights}
+    assert held.keys() == {entry.name for entry in snapshot.adapters} and not done.own
     for entry in snapshot.adapters:
-        is_lora = entry.prompt is None
-        assert (f"raycl/{entry.tensors.file}" in sent) != is_lora
-        assert (entry.name in done.folders) == is_lora != (entry.name in done.own)
-        assert is_lora or f"| {entry.name} | {entry.tasks[0]} | raycl's own format: a soft prompt" in card
+        alone = len(done.folders[held[entry.name]]) == 1
+        assert (f"raycl/{entry.tensors.file}" in sent) != alone, "each is there once"
+        assert f"{held[entry.name]}/adapter_model.safetensors" in sent
+
+
+def test_no_folder_of_this_machine_is_sent(hub: Hub, complete: Complete, lab: Lab) -> None:
+    """Records name data, runs and models by their last part, also those of a bank in which they are complete."""
+    for kind, method in (("bert", "slm"), ("llama", "lora-copies"), ("t5", "sapt")):
+        bank = bank_of(complete, kind, method)
+        assert str(lab.root).encode() in bank.storage.read(head_of(bank).file)
+        push(bank, head_of(bank), "main", f"me/{method}", CardFields())
+        for file in hub.commits[f"me/{method}"][-1].rglob("*"):
+            held = file.read_bytes() if file.is_file() else b""
+            for folder in (lab.root, bank.storage.root, Path.home()):
+                assert str(folder).encode() not in held, f"{file} has {folder}"
+        there = bank_at(hub, f"me/{method}").newest()
+        assert there is not None
+        stream = there.provenance["config"]["stream"]
+        assert [task["path"] for task in stream["tasks"]] == ["./colour", "./animal"]
+        assert there.backbone.name == f"./{kind}" and there.tasks == head_of(bank).tasks
+
+
+def test_a_bank_takes_back_what_it_pushed(hub: Hub, complete: Complete, tmp_path: Path) -> None:
+    """Its own records, with their folders, stay; adapters of experts, which PEFT stores in other tensors, come too."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    done = complete("mixtral", "lora-experts", "torch")
+    own = Bank(done.copy(tmp_path).sub("bank"))
+    before = {file: own.storage.read(file) for file in own.storage.files()}
+    push(own, head_of(own), "main", "me/bank", CardFields())
+    back, snapshot, _ = pull(HubAddress.of("hf://me/bank"), lambda _: own)
+    assert snapshot == head_of(own) and {file: back.storage.read(file) for file in before} == before
+    assert verify(pulled(tmp_path / "pulled")).problems == []
+    entry = snapshot.adapter("lora")
+    base = AutoModelForCausalLM.from_pretrained(done.config.backbone.name, dtype=torch.float32)
+    ids = torch.arange(3, 11)[None]
+    theirs = PeftModel.from_pretrained(base, "me/bank", subfolder="lora").eval()(ids).logits
+    ours = AutoModelForCausalLM.from_pretrained(done.config.backbone.name, dtype=torch.float32)
+    fold(ours, own.fetch(entry, snapshot.layouts[entry.layout]))
+    torch.testing.assert_close(theirs, ours(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_plain_peft_loads_the_mixture_of_a_task_of_several_slots(hub: Hub, complete: Complete, lab: Lab) -> None:
+    """One folder holds the slots with the mean weights of the task's texts; pulled, they are slots again."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    bank = bank_of(complete, "llama", "slm")
+    snapshot = head_of(bank)
+    done = push(bank, snapshot, "main", "me/bank", CardFields())
+    assert set(done.folders) == {"animal", "colour"} and not done.own
+    ids = torch.arange(3, 11)[None]
+    answers = []
+    for task, weights in done.folders.items():
+        assert {snapshot.adapter(name).tasks for name in weights} == {(task,)} and len(weights) > 1
+        assert sum(weights.values()) == pytest.approx(1) and min(weights.values()) >= 0
+        base = AutoModelForCausalLM.from_pretrained(lab.model_folder("llama"), dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(base, "me/bank", subfolder=task).eval()(ids).logits
+        ours = AutoModelForCausalLM.from_pretrained(lab.model_folder("llama"), dtype=torch.float32)
+        states = {name: bank.fetch(entry := snapshot.adapter(name), snapshot.layouts[entry.layout]) for name in weights}
+        stack = AdapterStack(ours, sorted({path for state in states.values() for path in state.linears}))
+        for name, state in states.items():
+            stack.load(name, state)
+        with stack.activate(Mixture.same(weights, 1)):
+            torch.testing.assert_close(theirs, ours(ids).logits, atol=1e-4, rtol=1e-4)
+        answers.append(theirs)
+    assert (answers[0] - answers[1]).abs().max() > 1e-3
+    card = (hub.commits["me/bank"][-1] / "README.md").read_text()
+    assert "| `animal/` | animal | the mean mixture of the task's texts: animal." in card
 
 
 def test_plain_peft_loads_each_task_from_the_hub_and_gives_the_same_logits(
@@ -133,7 +226,7 @@ def test_an_interrupted_pull_shows_nothing_and_fetches_the_rest_when_it_is_repea
 ) -> None:
     bank = bank_of(complete, "bert", "slm")
     push(bank, head_of(bank), "main", "me/bank", CardFields())
-    last = f"{next(reversed(head_of(bank).adapters)).name}/adapter_model.safetensors"
+    last = f"raycl/{next(reversed(head_of(bank).adapters)).tensors.file}"
     hub.refused = lambda name: name == last
     with pytest.raises(BankError, match=r"cannot pull hf://me/bank@.*403.*; what has come stays: try again"):
         pulled(tmp_path / "pulled")
@@ -147,7 +240,7 @@ def test_an_interrupted_pull_shows_nothing_and_fetches_the_rest_when_it_is_repea
     "pattern", ["*/adapter_model.safetensors", "raycl/objects/*/*", "raycl/snapshots/*", "raycl/hub.json"]
 )
 def test_a_damaged_file_is_refused(hub: Hub, complete: Complete, pattern: str, tmp_path: Path) -> None:
-    bank = bank_of(complete, "bert", "slm")
+    bank = bank_of(complete, *(("bert", "slm") if "objects" in pattern else ("llama", "olora")))
     push(bank, head_of(bank), "main", "me/bank", CardFields())
     file = next(hub.commits["me/bank"][-1].glob(pattern))
     data = bytearray(file.read_bytes())
@@ -175,7 +268,7 @@ def test_code_and_pickles_of_a_repository_stay_there(hub: Hub, complete: Complet
 
 
 def test_a_record_cannot_name_files_outside_its_repository(hub: Hub, complete: Complete, tmp_path: Path) -> None:
-    bank = bank_of(complete, "bert", "slm")
+    bank = bank_of(complete, "llama", "olora")
     push(bank, head_of(bank), "main", "me/bank", CardFields())
     file = hub.commits["me/bank"][-1] / "raycl/hub.json"
     record = unseal(file.read_bytes(), "", 1)
@@ -184,9 +277,7 @@ def test_a_record_cannot_name_files_outside_its_repository(hub: Hub, complete: C
         pulled(tmp_path / "pulled")
 
 
-def test_a_run_starts_from_the_hub_and_learns_one_more_task(
-    hub: Hub, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_starts_from_the_hub_and_learns_one_more_task(hub: Hub, lab: Lab, tmp_path: Path, here: Path) -> None:
     """It learns what it learns from the bank that was pushed, and publishes into a folder beside the runs."""
     begun(tree_of(lab, "slm", lab.tasks, tmp_path / "bank"), tmp_path / "runs/first")
     bank = Bank.at(tmp_path / "bank")
@@ -203,7 +294,7 @@ def test_a_run_starts_from_the_hub_and_learns_one_more_task(
 
 
 def test_stored_samples_are_left_out_unless_they_are_asked_for(
-    hub: Hub, lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: Hub, lab: Lab, tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = tree_of(lab, "sapt", lab.tasks, tmp_path / "bank")
     tree["method"] = {"name": "sapt", "arm": {"fraction": 0.5, "max_samples": 3}}
@@ -262,8 +353,8 @@ def test_commands_take_a_bank_of_the_hub(
     complete: Complete,
     lab: Lab,
     tmp_path: Path,
+    here: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bank = bank_of(complete, "bert", "slm")
     assert main.main(["push", bank.storage.uri, "me/bank"]) == 0
@@ -276,8 +367,7 @@ def test_commands_take_a_bank_of_the_hub(
     sent = len(hub.sent)
     assert main.main(["evaluate", f"hf://me/bank@{hub.commits['me/bank'][-1].name}", rows]) == 0
     assert len(hub.sent) == sent, "it is in the cache"
-    assert snapshot_at("hf://me/bank")[1].sha256 == head_of(bank).sha256
-    monkeypatch.chdir(tmp_path)
+    assert snapshot_at("hf://me/bank")[1].sha256 == shared(head_of(bank)).sha256
     assert main.main(["pull", "hf://me/bank"]) == 0
     assert main.main(["bank", "verify", "bank"]) == 0
     served = parsed("serve", ["hf://me/bank", "port=0"])
@@ -289,10 +379,12 @@ def test_commands_take_a_bank_of_the_hub(
     other = bank_of(complete, "llama", "olora")
     push(other, head_of(other), "main", "me/bank", CardFields())
     with pytest.raises(BankError, match=r"has another 'snapshots/000002\.json': pull hf://me/bank into another folder"):
-        pulled(tmp_path / "bank")
+        pulled(here / "bank")
 
 
-def test_a_later_pull_moves_the_branch_on_unless_something_else_is_on_it(hub: Hub, lab: Lab, tmp_path: Path) -> None:
+def test_a_later_pull_moves_the_branch_on_unless_something_else_is_on_it(
+    hub: Hub, lab: Lab, tmp_path: Path, here: Path
+) -> None:
     """Snapshots between two pushes are in neither; what was learned after a pull is not taken off its branch."""
     tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
     begun(tree_of(lab, "inclora", tasks, tmp_path / "bank"), tmp_path / "runs/first")
@@ -321,4 +413,4 @@ def test_two_pushes_at_once_do_not_mix(hub: Hub, complete: Complete, monkeypatch
     monkeypatch.setattr("raycl.operations.banks.hub.bank_card", meanwhile)
     with pytest.raises(BankError, match=r"cannot push to hf://me/bank: .*412.*; what was sent stays there: try again"):
         push(bank, bank.open(1), "main", "me/bank", CardFields())
-    assert snapshot_at("hf://me/bank")[1].sha256 == head_of(other).sha256
+    assert snapshot_at("hf://me/bank")[1].sha256 == shared(head_of(other)).sha256

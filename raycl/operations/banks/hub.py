@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -19,8 +19,8 @@ from raycl.backbone.codec import capabilities_of
 from raycl.backbone.model_files import published_name
 from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import info_of
-from raycl.bank.manifest import SnapshotAdapter, snapshot_file
-from raycl.bank.states import get_record
+from raycl.bank.manifest import snapshot_file
+from raycl.bank.states import get_record, get_router
 from raycl.errors import AdapterError, BankError, RunError, StorageError, counted
 from raycl.operations.banks.exchange import CARD, CONFIG, LABELS, card_metadata, export_peft, mixed
 from raycl.operations.banks.sample_listing import samples_in_state
@@ -39,6 +39,8 @@ from raycl.training.records.hub import (
     cause_of,
     objects_to_pull,
     records_of,
+    shared,
+    shared_record,
     tensors_in,
 )
 from raycl.training.records.journal import read_state
@@ -76,12 +78,13 @@ class Pushed:
     """A pushed snapshot.
 
     Attributes:
-        commit: of the repository. folders: adapter -> its folder in PEFT's layout.
-        own: adapter -> why it is in raycl's own format alone.
+        commit: of the repository.
+        folders: folder in PEFT's layout -> its adapters, and the weight of each: those of a task.
+        own: folder that was not written -> why its adapters are in raycl's own format alone.
     """
 
     commit: str
-    folders: dict[str, str]
+    folders: dict[str, dict[str, float]]
     own: dict[str, str]
 
 
@@ -109,6 +112,7 @@ def push(
 
     disable_progress_bars()  # a command has bars of its own
     without = () if with_samples else tuple(sorted(_sample_files(bank, snapshot)))
+    rows, snapshot = accuracy_rows(bank, snapshot), shared(snapshot)
     with TemporaryDirectory() as folder:
         pushed = _stage(bank, snapshot, branch, without, Storage.at(folder))
         try:
@@ -117,7 +121,7 @@ def push(
             parent = api.model_info(repository).sha
             there = api.list_repo_files(repository, revision=parent)
             known = ModelCard.load(repository, ignore_metadata_errors=True).data if CARD in there else None
-            text = bank_card(bank, snapshot, repository, _filled(fields, known, snapshot), pushed, without)
+            text = bank_card(snapshot, rows, repository, _filled(fields, known, snapshot), pushed, without)
             Path(folder, CARD).write_text(text, encoding="utf-8")
             files = {str(path.relative_to(folder)): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
             additions = [CommitOperationAdd(name, path) for name, path in files.items()]
@@ -145,30 +149,31 @@ def _sample_files(bank: Bank, snapshot: Snapshot) -> set[str]:
 
 def _stage(bank: Bank, snapshot: Snapshot, branch: str, without: Sequence[str], folder: Storage) -> Pushed:
     """Write everything but the card to a folder."""
-    folders: dict[str, str] = {}
+    written: dict[str, dict[str, float]] = {}
     own: dict[str, str] = {}
-    whole: set[str] = set()
-    for entry in snapshot.adapters:
-        name = _folder_name(snapshot, entry)
+    exact: dict[str, str] = {}
+    linear_heads = snapshot.router.settings.get("head_rule") in ("logit", "sum")
+    for name, weights in counted_off(_folders(bank, snapshot).items(), "writing folders for PEFT"):
         try:
-            state = mixed(bank, snapshot, {entry.name: 1.0})
-            export_peft(state, card_metadata(snapshot, {entry.name: 1.0}), folder.sub(name).address)
+            state = mixed(bank, snapshot, weights, head=len(weights) == 1 or linear_heads)
+            export_peft(state, card_metadata(snapshot, weights), folder.sub(name).address)
         except AdapterError as error:
-            own[entry.name] = str(error)
+            own[name] = str(error)
             continue
-        folders[entry.name] = name
-        if info_of(tensors_in(folder.sub(name))) == entry.tensors:
-            whole.add(entry.tensors.file)
+        written[name] = weights
+        entry = snapshot.adapter(next(iter(weights)))
+        if len(weights) == 1 and info_of(tensors_in(folder.sub(name))) == entry.tensors:
+            exact[entry.name] = name
+    whole = {snapshot.adapter(name).tensors.file for name in exact}
     ours = folder.sub(ROOT)
     for file, info in counted_off(objects_to_pull(bank, snapshot, without).items(), "reading what is pushed"):
         if file not in whole:
             ours.write(file, bank.read_object(info, f"snapshot {snapshot.number} ({file})"))
     for file in records_of(snapshot):
-        ours.write(file, bank.storage.read(file))
-    exact = {entry.name: folders[entry.name] for entry in snapshot.adapters if entry.tensors.file in whole}
+        ours.write(file, shared_record(file, bank.storage.read(file)))
     record = HubRecord(snapshot.number, snapshot.sha256, branch, _ancestors(bank, snapshot), exact, tuple(without))
     ours.write(RECORD, seal({"format": FORMAT, **vars(record)}))
-    return Pushed("", folders, own)
+    return Pushed("", written, own)
 
 
 def _ancestors(bank: Bank, snapshot: Snapshot) -> dict[int, str]:
@@ -176,16 +181,32 @@ def _ancestors(bank: Bank, snapshot: Snapshot) -> dict[int, str]:
     hashes: dict[int, str] = {}
     while snapshot.parent is not None and bank.storage.exists(snapshot_file(snapshot.parent)):
         snapshot = bank.open(snapshot.parent)
-        hashes[snapshot.number] = snapshot.sha256
+        hashes[snapshot.number] = shared(snapshot).sha256
     return hashes
 
 
-def _folder_name(snapshot: Snapshot, entry: SnapshotAdapter) -> str:
-    """Return the task's name where it has one adapter, and this adapter one task; otherwise the adapter's."""
-    task = entry.tasks[0] if len(entry.tasks) == 1 else entry.name
-    named = [other.name for other in snapshot.adapters if task in (other.name, *other.tasks)]
-    name = task if named == [entry.name] else entry.name
-    return f"{name}-adapter" if name.casefold() in (ROOT, CARD.casefold()) else name
+def _folders(bank: Bank, snapshot: Snapshot) -> dict[str, dict[str, float]]:
+    """Return folder -> adapter -> weight: a folder for each task that has adapters of its own, else for each adapter.
+
+    Several adapters of a task have the weights that its texts give them on average.
+    """
+    owned: dict[str, list[str]] = {}
+    for entry in snapshot.adapters:
+        for task in entry.tasks:
+            owned.setdefault(task, []).append(entry.name)
+    folders: dict[str, dict[str, float]] = {}
+    for entry in snapshot.adapters:
+        task = entry.tasks[0] if len(entry.tasks) == 1 else ""
+        names = owned.get(task, [])
+        weights: dict[str, float] | None = {entry.name: 1.0}
+        if len(names) > 1:
+            are_own = all(snapshot.adapter(name).tasks == (task,) for name in names)
+            weights = router_class(snapshot.router).own_weights(get_router(bank, snapshot), names) if are_own else None
+        is_named = any(task == other.name for other in snapshot.adapters if other.name not in names)
+        name = task if task and weights and not is_named else entry.name
+        name = f"{name}-adapter" if name.casefold() in (ROOT, CARD.casefold()) else name
+        folders[name] = weights or {entry.name: 1.0}
+    return folders
 
 
 def accuracy_rows(bank: Bank, snapshot: Snapshot) -> Rows:
@@ -228,12 +249,11 @@ def _filled(given: CardFields, known: Any, snapshot: Snapshot) -> CardFields:
 
 
 def bank_card(
-    bank: Bank, snapshot: Snapshot, repository: str, fields: CardFields, pushed: Pushed, without: Sequence[str]
+    snapshot: Snapshot, rows: Rows, repository: str, fields: CardFields, pushed: Pushed, without: Sequence[str]
 ) -> str:
     """Return the model card: metadata with the accuracy matrix as results, and how the bank is used."""
     from huggingface_hub import ModelCard
 
-    rows = accuracy_rows(bank, snapshot)
     settings = snapshot.provenance.get("config", {}).get("backbone", {})
     base = published_name(settings.get("name", snapshot.backbone.name))
     data = _metadata(snapshot, repository, base, fields, rows)
@@ -291,16 +311,16 @@ def _shown(base: str) -> str:
 
 def _adapters(snapshot: Snapshot, repository: str, pushed: Pushed) -> str:
     rows = [
-        (entry.name, ", ".join(entry.tasks), f"`{folder}/`" if folder else f"raycl's own format: {reason}")
-        for entry in snapshot.adapters
-        for folder, reason in [(pushed.folders.get(entry.name), pushed.own.get(entry.name))]
+        (f"`{folder}/`", ", ".join(_tasks_of(snapshot, weights)), _weighted(weights))
+        for folder, weights in pushed.folders.items()
     ]
-    text = f"## Adapters\n\n{_table(('adapter', 'tasks', 'folder'), rows)}"
+    rows += [(folder, "", f"raycl's own format: {reason}") for folder, reason in pushed.own.items()]
+    text = f"## Adapters\n\n{_table(('folder', 'tasks', 'adapters'), rows)}"
     if not pushed.folders:
         return text
     auto = {"CAUSAL_LM": "ModelForCausalLM", "SEQ_2_SEQ_LM": "ModelForSeq2SeqLM"}
     loader = f"Auto{auto.get(capabilities_of(snapshot.backbone.kind).task_type, 'Model')}"
-    folder = next(iter(pushed.folders.values()))
+    folder = next(iter(pushed.folders))
     lines = (
         "from peft import PeftModel",
         f"from transformers import {loader}",
@@ -313,6 +333,17 @@ def _adapters(snapshot: Snapshot, repository: str, pushed: Pushed) -> str:
         f"{text}\n\nPEFT loads each folder by itself, and the card in it has the prompt of its task, labels and lines "
         f"to run:\n\n```python\n{code}\n```"
     )
+
+
+def _tasks_of(snapshot: Snapshot, adapters: Collection[str]) -> list[str]:
+    return list(dict.fromkeys(task for name in adapters for task in snapshot.adapter(name).tasks))
+
+
+def _weighted(weights: Mapping[str, float]) -> str:
+    if len(weights) == 1:
+        return next(iter(weights))
+    shares = ", ".join(f"{name} {weight:.3f}" for name, weight in weights.items() if weight)
+    return f"the mean mixture of the task's texts: {shares}"
 
 
 def _matrix(snapshot: Snapshot, rows: Rows) -> str:

@@ -67,8 +67,18 @@ def groups_of(done: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
 
 def _values(done: Checkpoint, phases: list[dict[str, Any]]) -> dict[str, Any]:
     values = {name: getattr(done, name) for name in VALUES}
-    bare = [{**record, "summary": {}} for record in phases]  # summaries grow with the number of tasks, times phases
-    return {**values, "phases": bare}
+    bare = [  # summaries grow with the number of tasks, times phases
+        {**record, "summary": {}, "bank": record["bank"] and {**record["bank"], "bank": ""}} for record in phases
+    ]
+    return {**values, "phases": bare, "router": _at(done.router, "")}
+
+
+def _at(router: Mapping[str, Any], encoder: str) -> dict[str, Any]:
+    """Return a router's values with this place of its sentence encoder.
+
+    A training state names no places, since others get it as it is: the snapshot has that of the encoder.
+    """
+    return {**router, "encoder": {**router["encoder"], "name": encoder}} if router.get("encoder") else dict(router)
 
 
 def without_task(
@@ -138,6 +148,7 @@ def read_training_state(
     except CheckpointError as error:
         raise BankError(f"the training state of snapshot {snapshot.number} cannot be read: {error}") from error
     versions = {entry.name: entry.version for entry in snapshot.adapters}
+    values["router"] = _at(values["router"], snapshot.encoder.name if snapshot.encoder else "")
     checkpoint = Checkpoint(
         **{name: values[name] for name in VALUES},
         step=values["steps"],

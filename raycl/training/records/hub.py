@@ -1,9 +1,9 @@
 """Banks on the Hugging Face hub: a snapshot of one is pulled into a bank on storage.
 
     README.md                                     the model card
-    <folder>/adapter_model.safetensors, ...       an adapter in PEFT's layout, which plain PEFT loads from the hub
+    <task>/adapter_model.safetensors, ...         a task's adapters in PEFT's layout, which plain PEFT loads
     raycl/hub.json                                the snapshot, its branch, adapter -> its folder, what was left out
-    raycl/snapshots/, adapters/, states/          the bank's records
+    raycl/snapshots/, adapters/, states/          the bank's records, without folders of the machine that pushed
     raycl/objects/                                tensors that PEFT's layout cannot hold: prompts, bottlenecks, routers
 
 An object that is in PEFT's layout is put together from there, and its hash is that of the bank that was pushed. Only
@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -25,9 +26,22 @@ from raycl.adapters.peft import names_in_bank
 from raycl.backbone.model_files import download
 from raycl.bank import AdapterRef, Bank, Snapshot
 from raycl.bank.branches import MAIN, Branch, BranchName, is_ancestor
-from raycl.bank.manifest import Name, ObjectInfo, Sha256, SnapshotAdapter, check_name, manifest_file, snapshot_file
+from raycl.bank.manifest import (
+    AdapterManifest,
+    Name,
+    ObjectInfo,
+    Sha256,
+    SnapshotAdapter,
+    adapter_of,
+    check_name,
+    dump,
+    manifest_file,
+    parse_manifest,
+    parse_snapshot,
+    snapshot_file,
+)
 from raycl.bank.pruning import record_removal, removed_from
-from raycl.bank.states import state_file, state_objects
+from raycl.bank.states import ENCODER, state_file, state_objects
 from raycl.bank.tensors import HEAD_BIAS, HEAD_WEIGHT, views
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import BankError, StorageError, counted
@@ -109,7 +123,7 @@ class HubRecord:
     Attributes:
         number, sha256: of the snapshot. branch: branch that points at it.
         ancestors: number -> SHA-256 of the snapshots that it descends from, which are not pushed.
-        peft: adapter -> its folder, of adapters in PEFT's layout.
+        peft: adapter -> its folder, of adapters that are in PEFT's layout bit for bit.
         without: files of stored samples that were left out.
     """
 
@@ -138,6 +152,44 @@ def records_of(snapshot: Snapshot) -> list[str]:
     states = [state_file(snapshot.training)] if snapshot.training is not None else []
     manifests = [manifest_file(entry.name, entry.version) for entry in snapshot.adapters]
     return [*states, *manifests, snapshot_file(snapshot.number)]
+
+
+def shared(snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot as others get it: of folders and files of this machine only the last part, `./tickets`.
+
+    Equal snapshots become equal ones, and one that was shared stays as it is.
+    """
+    return parse_snapshot(shared_record(snapshot.file, dump(snapshot)), snapshot.file)
+
+
+def shared_record(file: str, data: bytes) -> bytes:
+    """Return the file of a snapshot or a manifest in the same way; of another record the same bytes."""
+    record: AdapterManifest | Snapshot
+    if file.startswith("snapshots/"):
+        record = parse_snapshot(data, file)
+    elif adapter_of(file):
+        record = parse_manifest(data, file)
+    else:
+        return data
+    tree = record.model_dump(mode="json")
+    for name in ("backbone", "encoder", "provenance"):
+        tree[name] = _without_folders(tree.get(name))
+    if encoder := tree.get("router", {}).get("settings", {}).get(ENCODER):
+        tree["router"]["settings"][ENCODER] = _without_folders(encoder)
+    return dump(
+        type(record).model_validate({key: value for key, value in tree.items() if key in type(record).model_fields})
+    )
+
+
+def _without_folders(value: Any) -> Any:
+    """Return JSON whose absolute paths are `./` and their last part; labels are none, whatever they look like."""
+    if isinstance(value, dict):
+        return {key: item if key == "labels" else _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    if not isinstance(value, str) or not (value.startswith("file:") or Path(value).is_absolute()):
+        return value
+    return f"./{Path(value).name}"
 
 
 def tensors_in(folder: Storage) -> dict[str, Tensor]:
@@ -192,6 +244,7 @@ def pull(address: HubAddress, target: Callable[[str], Bank]) -> tuple[Bank, Snap
     for file in files:
         if not bank.storage.exists(file):
             bank.storage.create(file, source.storage.read(file, MAX_BYTES))
+    snapshot = bank.open(record.number)
     _move(bank, snapshot, record.branch, pinned)
     log.info("pulled %s: snapshot %d, %s", pinned, snapshot.number, counted(len(snapshot.tasks), "task"))
     return bank, snapshot, record.branch
@@ -216,7 +269,10 @@ def entry_ref(entry: SnapshotAdapter) -> AdapterRef:
 
 def _check_same(bank: Bank, source: Bank, files: Sequence[str], address: HubAddress) -> None:
     for file in files:
-        if bank.storage.exists(file) and bank.storage.read(file, MAX_BYTES) != source.storage.read(file, MAX_BYTES):
+        if not bank.storage.exists(file):
+            continue
+        theirs, ours = source.storage.read(file, MAX_BYTES), bank.storage.read(file, MAX_BYTES)
+        if theirs not in (ours, shared_record(file, ours)):
             raise BankError(f"the bank '{bank.storage.uri}' has another '{file}': pull {address} into another folder")
 
 
@@ -225,7 +281,8 @@ def _check_line(bank: Bank, snapshot: Snapshot, ancestors: Mapping[int, str], ad
     there = set(bank.snapshots())
     unknown = {snapshot.parent: ""} if snapshot.parent is not None else {}
     for number, sha256 in {**unknown, **ancestors}.items():
-        if number in there and bank.open(number).sha256 != sha256:
+        ours = bank.open(number) if number in there else None
+        if ours is not None and sha256 not in (ours.sha256, shared(ours).sha256):
             raise BankError(
                 f"the bank '{bank.storage.uri}' has another snapshot {number} than the one before snapshot "
                 f"{snapshot.number}: pull {address} into another folder"
