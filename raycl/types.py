@@ -180,7 +180,9 @@ class TextCodec(Protocol):
         """Return ids of answers, ending in the end-of-sequence id, not truncated; empty lists if `needs_labels`."""
         ...
 
-    def encode_chat(self, conversations: Sequence[Sequence[tuple[str, str]]], template: str) -> list[list[int]]:
+    def encode_chat(
+        self, conversations: Sequence[Sequence[tuple[str, str]]], template: str, tools: str = ""
+    ) -> list[list[int]]:
         """Return ids of conversations of (role, content) up to where the assistant answers, **not** truncated."""
         ...
 

@@ -4,6 +4,7 @@ backbone that it is for."""
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -120,7 +121,7 @@ class HFCodec:
             return [[] for _ in texts]
         return [[*answer, self.eos_id] for answer in self._encode(texts, special=False)]
 
-    def encode_chat(self, conversations: Sequence[Conversation], template: str) -> list[list[int]]:
+    def encode_chat(self, conversations: Sequence[Conversation], template: str, tools: str = "") -> list[list[int]]:
         """Return ids of conversations up to where the assistant answers (`Around.prompt`), not truncated.
 
         A template writes a decoder-only model's special tokens; those of an encoder are added as for any text.
@@ -128,7 +129,7 @@ class HFCodec:
         Raises:
             ConversationError: the template cannot render a conversation.
         """
-        prompts = [prompt for prompt, _ in self._turns(conversations, template)]
+        prompts = [prompt for prompt, _ in self._turns(conversations, template, tools=tools)]
         return self._special.encode(prompts, not self.capabilities.one_sequence)
 
     def encode_chat_answers(
@@ -156,16 +157,23 @@ class HFCodec:
         return [ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id] for ids in answer_ids]
 
     def _turns(
-        self, conversations: Sequence[Conversation], template: str, answers: Sequence[str] | None = None
+        self,
+        conversations: Sequence[Conversation],
+        template: str,
+        answers: Sequence[str] | None = None,
+        tools: str = "",
     ) -> list[tuple[str, str]]:
         """Return the prompt and answer of each conversation, for `SpecialStrings.encode`; else empty ones."""
         messages = [
             [(role, self._special.broken(content)) for role, content in conversation] for conversation in conversations
         ]
         given = None if answers is None else list(map(self._special.broken, answers))
+        names = dict(self.tokenizer.special_tokens_map)
+        if tools:
+            names["tools"] = json.loads(self._special.broken(tools))
         pairs = []
         try:
-            for around, written in turns(template, self.tokenizer.special_tokens_map, messages, given):
+            for around, written in turns(template, names, messages, given):
                 answer = "" if given is None else f"{around.lead}{written}{self._special.ending(around.tail)}"
                 pairs.append((around.prompt, answer))
         except ValueError as error:

@@ -39,6 +39,7 @@ class Prompt:
             (`raycl.data.sources.conversation`), with prefix and suffix around the first message of the user; "": none.
         system: system message of conversations that have none of their own.
         definition: the task's instruction as the prefix has it; "" where there is none.
+        tools: JSON of the tools that a request offers, for the chat template; "": none.
     """
 
     prefix: str = ""
@@ -46,6 +47,7 @@ class Prompt:
     chat_template: str = ""
     system: str = ""
     definition: str = ""
+    tools: str = ""
 
     @staticmethod
     def of(record: PromptRecord) -> Prompt:
@@ -84,7 +86,7 @@ class Prompt:
     def encode(self, texts: Sequence[str], codec: TextCodec) -> list[list[int]]:
         """Return ids of whole prompts, not truncated."""
         if self.chat_template:
-            return codec.encode_chat([self.messages(text) for text in texts], self.chat_template)
+            return codec.encode_chat([self.messages(text) for text in texts], self.chat_template, self.tools)
         return codec.encode_source([self.around(text) for text in texts])
 
     def encode_answers(self, texts: Sequence[str], answers: Sequence[str], codec: TextCodec) -> list[list[int]]:

@@ -80,6 +80,7 @@ class Sampling:
         seed: seed of this answer's draws, which depend on nothing else.
         stop: the answer ends before any of these.
         allowed: the limit of the tokens; None: all.
+        keeps_special: special tokens stay in the text, which is parsed for calls of tools.
         choices: the only answers, which are written as the prompt's task writes them; (): all.
         top_k: only this many of the most likely tokens are drawn; 0: all.
         min_p: only tokens are drawn that have at least this share of the most likely one's probability.
@@ -99,6 +100,7 @@ class Sampling:
     as_trained: bool = False
     allowed: TokenConstraint | None = None
     choices: tuple[str, ...] = ()
+    keeps_special: bool = False
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0

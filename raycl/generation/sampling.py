@@ -124,7 +124,7 @@ class DecodedText:
         if self.finish is None and len(self.ids) >= self.settings.max_tokens:
             self.finish = "length"
         sure = text if self.finish else text[: len(text) - self._withheld(text)]
-        if self._special is not None:
+        if self._special is not None and not self.settings.keeps_special:
             sure = self._special.sub("", sure)
         if self._strips:
             sure = sure.strip()
@@ -133,9 +133,8 @@ class DecodedText:
 
     def _decoded(self, ids: list[int]) -> str:
         """Return the text of tokens and of those that they continue; with special tokens where a stop has one."""
-        text: str = self._tokenizer.decode(
-            [*self._continues, *ids], skip_special_tokens=self._special is None, **self._reading
-        )
+        skips = self._special is None and not self.settings.keeps_special
+        text: str = self._tokenizer.decode([*self._continues, *ids], skip_special_tokens=skips, **self._reading)
         return text
 
     def _withheld(self, text: str) -> int:

@@ -22,7 +22,7 @@ from raycl.bank.manifest import Snapshot
 from raycl.data.loader import batch_of
 from raycl.data.prepare import fit_prompts
 from raycl.data.prompts import Prompt
-from raycl.data.sources.conversation import messages_of, plain_text, text_of
+from raycl.data.sources.conversation import messages_of, plain_text, text_of, without_tool_turns
 from raycl.errors import BankError
 from raycl.routing.router import Router
 from raycl.routing.routers import READS_STATES, routed_text, router_class
@@ -110,13 +110,14 @@ class TaskPrompts:
         """
         tasks = None if task is None else (task,)
         messages = messages_of(text) if is_chat else ()
+        routed = without_tool_turns(text) if is_chat else text
         if len(messages) < 2 or messages[0].role != "system":
-            return PromptReading(text, text, tasks, is_chat)
+            return PromptReading(text, routed, tasks, is_chat)
         others = text_of(messages[1:])
         named = self._by_instruction.get(messages[0].content.strip(), ())
         if named and task in (None, *named):
-            return PromptReading(others, others, tasks or named, is_chat)
-        return PromptReading(text, others if task is None else text, tasks, is_chat)
+            return PromptReading(others, without_tool_turns(others), tasks or named, is_chat)
+        return PromptReading(text, without_tool_turns(others) if task is None else routed, tasks, is_chat)
 
     def seen(self, reading: PromptReading, task: str = "") -> str:
         """Return what a router of texts sees: of a conversation all contents, where no task was learned from any.

@@ -87,8 +87,8 @@ def _answer(
     render: Callable[..., Any],
     refusal: type[Exception],
 ) -> dict[str, str]:
-    named = [{"role": role, "content": content} for role, content in messages]
     try:
+        named = _named(messages)
         (text,), _ = render(
             [named], chat_template=request["template"], add_generation_prompt=generates, **request["names"]
         )
@@ -103,6 +103,21 @@ def _answer(
         return {"problem": str(error)[:LONGEST_PROBLEM]}
     except FAILURES as error:
         return {"problem": f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM]}
+
+
+def _named(messages: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return messages as templates take them; calls of tools belong to the assistant's turn before."""
+    named: list[dict[str, Any]] = []
+    for role, content in messages:
+        if role == "tool_calls":
+            if not named or named[-1]["role"] != "assistant":
+                named.append({"role": "assistant", "content": ""})
+            named[-1]["tool_calls"] = json.loads(content)
+        elif role == "tool":
+            named.append({"role": role, **json.loads(content)})
+        else:
+            named.append({"role": role, "content": content})
+    return named
 
 
 if __name__ == "__main__":

@@ -19,16 +19,19 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
 from raycl.errors import DataError
 
 Role = Literal["system", "user", "assistant"]
+ToolRole = Literal["tool_calls", "tool"]
+"""Turns of requests with tools, as JSON: the calls of the assistant's turn before, and a result."""
 
-ROLE_LINE = re.compile(r"^<\|(system|user|assistant)\|>$")
-_LIKE_ROLE_LINE = re.compile(r"^(?:\\)*<\|(?:system|user|assistant)\|>$", re.MULTILINE)
-_ESCAPED = re.compile(r"^\\((?:\\)*<\|(?:system|user|assistant)\|>)$", re.MULTILINE)
+_NAMES = "|".join((*get_args(Role), *get_args(ToolRole)))
+ROLE_LINE = re.compile(rf"^<\|({_NAMES})\|>$")
+_LIKE_ROLE_LINE = re.compile(rf"^(?:\\)*<\|(?:{_NAMES})\|>$", re.MULTILINE)
+_ESCAPED = re.compile(rf"^\\((?:\\)*<\|(?:{_NAMES})\|>)$", re.MULTILINE)
 
 
 class Message(NamedTuple):
     """One turn."""
 
-    role: Role
+    role: Role | ToolRole
     content: str
 
 
@@ -44,14 +47,26 @@ def messages_of(text: str) -> tuple[Message, ...]:
     lines = text.split("\n")
     if not ROLE_LINE.match(lines[0]):
         return (Message("user", text),)
-    turns: list[tuple[Role, list[str]]] = []
+    turns: list[tuple[Role | ToolRole, list[str]]] = []
     for line in lines:
         role = ROLE_LINE.match(line)
         if role:
-            turns.append((cast(Role, role[1]), []))
+            turns.append((cast(Role | ToolRole, role[1]), []))
         else:
             turns[-1][1].append(line)
     return tuple(Message(role, _ESCAPED.sub(r"\1", "\n".join(content))) for role, content in turns)
+
+
+def has_tool_turns(text: str) -> bool:
+    """Return whether a conversation has calls of tools or their results."""
+    return "<|tool" in text and any(message.role in get_args(ToolRole) for message in messages_of(text))
+
+
+def without_tool_turns(text: str) -> str:
+    """Return a conversation without calls of tools and their results."""
+    if not has_tool_turns(text):
+        return text
+    return text_of([message for message in messages_of(text) if message.role in get_args(Role)])
 
 
 def plain_text(messages: Sequence[Message]) -> str:

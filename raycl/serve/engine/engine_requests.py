@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from raycl.data.sources.conversation import has_tool_turns
 from raycl.errors import RayclError
 from raycl.generation.requests import Event, GenerationRequest, PromptLogprobs, Started, TextDelta
 from raycl.generation.task_prompts import PromptReading
@@ -45,6 +46,7 @@ class EngineRequest(GenerationRequest):
         route_only: with `sampling` None, answer with the mixture only, not with a label.
         templated: the text is an input, and gets the prompt that its task was trained with.
         is_chat: the text stands for the messages of a conversation (`raycl.data.sources.conversation`).
+        tools: JSON of the tools that are offered, for the chat template; "": none.
         ids: the prompt's tokens, which `text` stands for; None: those of the text.
         template: set by routing: task whose prompt the text gets; "": not known yet, or none.
     """
@@ -54,8 +56,14 @@ class EngineRequest(GenerationRequest):
     route_only: bool = False
     templated: bool = True
     is_chat: bool = False
+    tools: str = ""
     ids: tuple[int, ...] | None = None
     template: str = ""
+
+    @cached_property
+    def has_tools(self) -> bool:
+        """Return whether it offers tools, or its conversation used some: it is never cut."""
+        return bool(self.tools) or (self.is_chat and has_tool_turns(self.text))
 
     @cached_property
     def reading(self) -> PromptReading:

@@ -5,7 +5,7 @@ Field names and shapes are OpenAI's (platform.openai.com/docs/api-reference); wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
@@ -17,6 +17,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     StringConstraints,
+    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -24,6 +25,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from raycl.data.sources.conversation import ROLES, text_of
 from raycl.data.sources.conversation import Message as Turn
 from raycl.errors import meant
+from raycl.serve.http.tool_calls import forced_schema
 
 MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER, MAX_PINNED = 16, 256, 200, 1000.0, 10**9, 1000
 """Stops of an answer, characters of one, characters of a name, an adapter's weight either way, a snapshot's number,
@@ -31,6 +33,9 @@ adapters that a request pins."""
 
 MAX_CHOICES = 1000
 """Texts of which an answer may be one."""
+
+MAX_TOOLS = 128
+"""Tools that a request offers; OpenAI's limit."""
 
 MAX_LOGPROBS = 20
 """The most likely tokens that are sent with each; OpenAI's limit in chats."""
@@ -292,27 +297,96 @@ class Part(Wire):
     text: AnyText
 
 
-class ChatMessage(Wire):
-    """One turn."""
+class CalledFunction(Wire):
+    """A function with the arguments of a call, as JSON."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: AnyText | Annotated[list[Part], Field(fail_fast=True)]
+    name: Name
+    arguments: AnyText
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, value: str) -> str:
+        try:
+            is_object = isinstance(json.loads(value or "{}"), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise PydanticCustomError("arguments", "Input should be a JSON object as text")
+        return value
+
+
+class CalledTool(Wire):
+    """A call of a tool in an earlier turn of the assistant."""
+
+    id: AnyText | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
 
     @property
-    def turn(self) -> Turn:
-        """It, as tasks of conversations have it."""
-        return Turn(ROLES[self.role], self.text)
+    def tree(self) -> dict[str, Any]:
+        """It, as chat templates take it: with arguments that are no text."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
+
+
+class ChatMessage(Wire):
+    """One turn; only turns of the assistant that call tools do without content."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: AnyText | Annotated[list[Part], Field(fail_fast=True)] | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: AnyText | None = None
+    name: AnyText | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("content", "content is missing: expected text")
+        return self
+
+    @property
+    def turns(self) -> list[Turn]:
+        """It, as conversations have it."""
+        if self.role == "tool":
+            named = {"tool_call_id": self.tool_call_id, "name": self.name}
+            given = {name: value for name, value in named.items() if value is not None}
+            return [Turn("tool", json.dumps({"content": self.text, **given}, ensure_ascii=False))]
+        calls = [call.tree for call in self.tool_calls or () if self.role == "assistant"]
+        called = [Turn("tool_calls", json.dumps(calls, ensure_ascii=False))] if calls else []
+        return [Turn(ROLES[self.role], self.text), *called]
 
     @property
     def text(self) -> str:
         """The text of the message."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
-def conversation(messages: Sequence[ChatMessage]) -> str:
-    """Return messages as one text (`raycl.data.sources.conversation`); "" where they say nothing."""
-    turns = [message.turn for message in messages]
-    return text_of(turns) if any(turn.content.strip() for turn in turns) else ""
+class FunctionSpec(Wire):
+    """A function that may be called; its parameters are a JSON schema."""
+
+    name: Name
+    description: AnyText | None = None
+    parameters: Schema | None = None
+
+
+class ToolSpec(Wire):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class NamedFunction(Wire):
+    """A function by its name."""
+
+    name: Name
+
+
+class NamedTool(Wire):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(Generation):
@@ -322,8 +396,9 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Unsupported = None
-    tool_choice: NoneOrAuto = None
+    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
     functions: Unsupported = None
     function_call: NoneOrAuto = None
     audio: Unsupported = None
@@ -346,10 +421,48 @@ class ChatRequest(Generation):
         """See `Generation`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @model_validator(mode="after")
+    def _choice_is_offered(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            name = self.tool_choice.function.name
+            raise PydanticCustomError("tool_choice", "tool_choice names '{name}', which tools lacks", {"name": name})
+        if self.tool_choice == "required" and not names:
+            raise PydanticCustomError("tool_choice", "tool_choice is 'required' and tools is empty")
+        return self
+
+    @property
+    def offered(self) -> list[FunctionSpec]:
+        """The functions that the answer may call."""
+        if isinstance(self.tool_choice, NamedTool):
+            wanted = self.tool_choice.function.name
+            return [tool.function for tool in self.tools or () if tool.function.name == wanted]
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+
+    @property
+    def is_forced(self) -> bool:
+        """Return whether the answer must be a call."""
+        return isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required"
+
+    @property
+    def tools_json(self) -> str:
+        """The tools for a chat template; "": none."""
+        trees = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in self.offered]
+        return json.dumps(trees, ensure_ascii=False) if trees else ""
+
+    @property
+    def forms(self) -> list[Form]:
+        """See `Generation`; a call that must be made is a form too."""
+        if not self.is_forced:
+            return super().forms
+        schemas = {function.name: function.parameters or {} for function in self.offered}
+        return [Form("tool_choice", "json", forced_schema(schemas)), *super().forms]
+
     @property
     def prompt(self) -> str:
-        """The conversation as one text (`raycl.data.sources.conversation`)."""
-        return conversation(self.messages)
+        """The conversation as one text (`raycl.data.sources.conversation`); "" where it says nothing."""
+        turns = [turn for message in self.messages for turn in message.turns]
+        return text_of(turns) if any(turn.content.strip() for turn in turns) else ""
 
 
 class CompletionRequest(Generation):
@@ -431,14 +544,30 @@ class Usage(BaseModel):
     total_tokens: int
 
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class WrittenFunction(BaseModel):
+    """A function that the answer calls."""
+
+    name: str
+    arguments: str
+
+
+class WrittenCall(BaseModel):
+    """A call in an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: WrittenFunction
 
 
 class AssistantMessage(BaseModel):
-    """The assistant's turn."""
+    """The assistant's turn; null is the content of one that only calls tools."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: list[WrittenCall] | None = None
 
 
 class ResponseChoice(BaseModel):

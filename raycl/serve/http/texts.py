@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +14,13 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from raycl.errors import RayclError
-from raycl.generation.requests import PromptLogprobs, Started, TextDelta, TokenLogprobs
+from raycl.generation.requests import PromptLogprobs, ResponseMetadata, Started, TextDelta, TokenLogprobs
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.errors import InvalidRequestError, error_response
 from raycl.serve.http.logprobs import chat_logprobs, text_logprobs
 from raycl.serve.http.request_selection import details_of, sampling_of, select
 from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
+from raycl.serve.http.tool_calls import CallParser, ToolCall
 from raycl.serve.service.history import History
 from raycl.serve.service.service import ServedAnswer, Service, take
 
@@ -61,6 +63,10 @@ def add_texts(app: FastAPI, service: Service, history: History) -> None:
         """Return the answer to the messages, with the prompt or chat template of the task that they belong to."""
         most = request.max_completion_tokens or request.max_tokens
         options = await _options(service, request, [request.prompt], most, chat=True)
+        if request.offered:
+            samplings = [replace(sampling, keeps_special=True) for sampling in options.settings["sampling"]]
+            offered = {"sampling": samplings, "tools": request.tools_json}
+            options = replace(options, settings={**options.settings, **offered})
         return await _answered(service, history, options)
 
     @app.post("/v1/completions", response_model=None, responses={200: {"model": TextAnswer, "content": STREAM}})
@@ -150,16 +156,49 @@ async def _complete(service: Service, history: History, options: GenerationOptio
     for number, answer in enumerate(answers):
         assert answer.metadata is not None, "an answer begins with how it is made"
         text = options.echoes[number] + answer.text
-        content = {"message": {"role": "assistant", "content": text}} if options.chat else {"text": text}
+        content: dict[str, Any] = {"text": text}
+        finish = answer.finish
+        if options.chat:
+            calls = _parser(service, options, loaded, answer.metadata)
+            parts = calls.feed(answer.text, True) if calls else [text]
+            said, called = _separated(parts, _most_calls(options))
+            content = {"message": {"role": "assistant", "content": said or (None if called else "")}}
+            if called:
+                content["message"]["tool_calls"] = [call.tree() for call in called]
+                finish = "tool_calls" if finish == "stop" else finish
         details = details_of(loaded, answer.metadata).model_dump()
         history.add_answer(answer, details["tasks"])
         logprobs = _logprobs(service, options, answer.logprobs, prompt=answer.prompt_logprobs)
-        choices.append(
-            {"index": number, **content, "finish_reason": answer.finish, "logprobs": logprobs, "raycl": details}
-        )
+        choices.append({"index": number, **content, "finish_reason": finish, "logprobs": logprobs, "raycl": details})
     kind = "chat.completion" if options.chat else "text_completion"
     body = {**options.head(), "object": kind, "choices": choices, "usage": usage(answers, options.request.answers)}
     return JSONResponse({**body, "raycl": choices[0]["raycl"]})
+
+
+def _parser(
+    service: Service, options: GenerationOptions, loaded: LoadedSnapshot, metadata: ResponseMetadata
+) -> CallParser | None:
+    """Return what finds calls of tools in an answer; None: no tools are offered."""
+    request = options.request
+    if not isinstance(request, ChatRequest) or not request.offered:
+        return None
+    prompt, codec = loaded.prompts.get(metadata.template), service.engine.codec
+    template = prompt.chat_template if prompt else codec.chat_template
+    return CallParser(codec, template, frozenset(tool.name for tool in request.offered), request.is_forced)
+
+
+def _most_calls(options: GenerationOptions) -> int | None:
+    """Return the most calls of an answer; None: any number."""
+    is_single = isinstance(options.request, ChatRequest) and options.request.parallel_tool_calls is False
+    return 1 if is_single else None
+
+
+def _separated(parts: Iterable[str | ToolCall], most: int | None) -> tuple[str, list[ToolCall]]:
+    """Return the text of a part of an answer, and its first calls."""
+    known = list(parts)
+    calls = [part for part in known if isinstance(part, ToolCall)]
+    text = "".join(part for part in known if isinstance(part, str))
+    return (text.strip() if calls else text), calls[:most]
 
 
 async def _pieces(
@@ -176,11 +215,13 @@ async def _pieces(
     ):
         for number, queue in enumerate(queues):
             answer, began, tasks, offset = ServedAnswer(), time.perf_counter(), {}, 0
+            calls, called = None, 0
             async for event in service.events(queue, deadline):
                 take(answer, event, began)
                 if isinstance(event, Started):
                     details = details_of(loaded, event.metadata).model_dump()
                     tasks = details["tasks"]
+                    calls = _parser(service, options, loaded, event.metadata)
                     yield _chunk(options, head, number, options.echoes[number], None, first=True) | {"raycl": details}
                     continue
                 found = event.logprobs if isinstance(event, TextDelta) else ()
@@ -188,7 +229,16 @@ async def _pieces(
                 logprobs = _logprobs(service, options, found, offset, prompt)
                 if logprobs and "tokens" in logprobs:
                     offset += sum(map(len, logprobs["tokens"]))
-                if isinstance(event, TextDelta):
+                if isinstance(event, TextDelta) and calls is not None:
+                    most = _most_calls(options)
+                    parts = calls.feed(event.text, event.finish is not None)
+                    text, written = _separated(parts, None if most is None else most - called)
+                    for call in written:
+                        yield _chunk(options, head, number, "", None, call={"index": called, **call.tree()})
+                        called += 1
+                    finish = "tool_calls" if called and event.finish == "stop" else event.finish
+                    yield _chunk(options, head, number, text, finish, logprobs)
+                elif isinstance(event, TextDelta):
                     yield _chunk(options, head, number, event.text, event.finish, logprobs)
                 else:
                     yield _chunk(options, head, number, "", None, logprobs)
@@ -225,8 +275,13 @@ def _chunk(
     finish: str | None,
     logprobs: dict[str, Any] | None = None,
     first: bool = False,
+    call: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    delta = {**({"role": "assistant"} if first else {}), **({"content": text} if text or first else {})}
+    delta: dict[str, Any] = {"role": "assistant"} if first else {}
+    if text or first:
+        delta["content"] = text
+    if call is not None:
+        delta["tool_calls"] = [call]
     content = {"delta": delta} if options.chat else {"text": text}
     choice = {"index": number, **content, "finish_reason": finish, "logprobs": logprobs}
     return {**head, "object": _kind(options), "choices": [choice]}

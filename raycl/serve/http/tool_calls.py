@@ -1,0 +1,120 @@
+"""Calls of tools in generated text, for chat templates of a known form: the one that Transformers reads by the
+tokenizer's `response_template`, and those of Hermes and Qwen, Mistral, and Llama 3."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from transformers.utils.chat_parsing import ResponseParser
+
+from raycl.backbone.codec import HFCodec
+
+
+def _form(opened: str, closed: str) -> dict[str, Any]:
+    """Return a response template whose calls are JSON between two marks."""
+    calls = {"open": opened, "close": closed, "content": "json", "content_args": {"allow_non_json": True}}
+    text = {"content": "text", "content_args": {"strip": False}}
+    return {"start_anchor": opened, "fields": {"content": text, "tool_calls": {**calls, "repeats": True}}}
+
+
+FORMS: Mapping[str, Mapping[str, Any] | None] = {
+    "<tool_call>": _form("<tool_call>", "</tool_call>"),
+    "[TOOL_CALLS]": _form("[TOOL_CALLS]", "</s>"),
+    "<|python_tag|>": None,
+    '"parameters": dictionary': None,
+}
+"""Mark in a chat template -> its response template; None: the whole answer is JSON, as Llama 3 writes a call."""
+
+
+class ToolCall(NamedTuple):
+    """A call that the model wrote."""
+
+    name: str
+    arguments: str
+
+    def tree(self) -> dict[str, Any]:
+        """Return the call as the endpoint sends it; templates of Mistral want ids of nine letters."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
+
+
+class CallParser:
+    """Separates calls from the other text of an answer while it is written."""
+
+    def __init__(self, codec: HFCodec, template: str, names: frozenset[str], is_forced: bool) -> None:
+        """Find the form of calls.
+
+        Args:
+            template: chat template of the prompt. names: names of the tools that are offered.
+            is_forced: the answer is a call, as `forced_schema` describes it.
+        """
+        self._names, self._whole, self._parser = names, "", None
+        form = getattr(codec.tokenizer, "response_template", None) if template == codec.chat_template else None
+        form = form or next((form for mark, form in FORMS.items() if mark in template), {})
+        self._waits = is_forced or form is None
+        if form and not is_forced:
+            self._parser = ResponseParser(dict(form), prefix="")
+
+    def feed(self, text: str, is_last: bool) -> Iterator[str | ToolCall]:
+        """Yield what the text adds: pieces of text, and calls."""
+        if self._waits:
+            self._whole += text
+            if is_last:
+                marked = self._whole.strip().removeprefix("<|python_tag|>")
+                yield from self._calls(_json_of(marked)) or [self._whole]
+        elif self._parser is None:
+            yield text
+        else:
+            yield from self._parsed(text, is_last)
+
+    def _parsed(self, text: str, is_last: bool) -> Iterator[str | ToolCall]:
+        assert self._parser is not None, "there is a form"
+        self._whole += text
+        try:
+            events = self._parser.feed(text)
+            events += self._parser.finalize()[1] if is_last else []
+        except (LookupError, TypeError, ValueError):  # what stands in the place of a call is none
+            self._parser, left = None, self._whole
+            yield left
+            return
+        for event in events:
+            if event["field"] == "content" and event["type"] == "region_chunk":
+                yield event["text"]
+            elif event["field"] == "tool_calls" and event["type"] == "region_close":
+                yield from self._calls(event["value"]) or [str(event["value"])]
+
+    def _calls(self, value: Any) -> list[str | ToolCall]:
+        """Return calls of tools that are offered; nothing where it is something else."""
+        found: list[str | ToolCall] = []
+        for item in value if isinstance(value, list) else [value]:
+            call = item.get("function", item) if isinstance(item, dict) else {}
+            if not isinstance(call, dict) or call.get("name") not in self._names:
+                return []
+            given = call.get("arguments", call.get("parameters", {}))
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            found.append(ToolCall(call["name"], arguments))
+        return found
+
+
+def forced_schema(tools: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the JSON schema of a call of one of these tools, whose parameters have schemas."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": parameters or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, parameters in tools.items()
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _json_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,210 @@
+"""Tools: rendered by the chat template as Transformers renders them, and calls found in what the model writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from chat_samples import CONTROL, TOKENIZERS
+from http_client import Wire, listening, problem
+from tiny import Lab, run
+
+from raycl.serve.http.tool_calls import CallParser, ToolCall
+from raycl.storage import Storage
+from raycl.testing.tiny_models import tiny_model
+from raycl.training.records.named_bank import snapshot_at
+
+TEMPLATE = (
+    "{% if tools %}<|turn|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call one so: <tool_call>"
+    "</tool_call><|end|>\n{% endif %}{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for call in m['tool_calls'] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+"""As Qwen's and Hermes' ones."""
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "It is <|end|>.", "parameters": PARAMETERS},
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+TOOLS: Any = [WEATHER, CLOCK]
+ASK: list[Any] = [{"role": "user", "content": "is it warm?"}]
+CALLED: list[Any] = [
+    *ASK,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "abc", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "abc", "content": "7 degrees <|end|>"},
+]
+WRITTEN = r'is <tool_call>\{"name": "weather", "arguments": \{"city": "[a-z]{3}"\}\}</tool_call>'
+TWICE = r'(<tool_call>\{"name": "clock", "arguments": \{\}\}</tool_call>\n){2}'
+
+
+@pytest.fixture(scope="module")
+def wire(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
+    folder = tmp_path_factory.mktemp("tools")
+    tokenizer = TOKENIZERS["bytes"]()
+    tokenizer.add_special_tokens({"additional_special_tokens": CONTROL})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "model")
+    tiny_model("llama", len(tokenizer), positions=1024).save_pretrained(folder / "model")
+    changes = {"backbone": {"name": str(folder / "model")}, "stream": {"max_source_tokens": 64, "max_target_tokens": 8}}
+    storage = run(lab.config("llama", "slm", **changes), Storage.at(folder / "run")).storage
+    with listening(snapshot_at(storage.sub("bank").uri)[0]) as result:
+        yield result
+
+
+def answered(wire: Wire, messages: list[Any], **settings: Any) -> Any:
+    body = {"model": "base", "max_tokens": 150, "messages": messages, "temperature": 1.0, "seed": 3, **settings}
+    return wire.openai.chat.completions.create(**body)
+
+
+@pytest.mark.parametrize("messages", [ASK, CALLED], ids=["asked", "called"])
+def test_the_prompt_is_that_of_transformers(wire: Wire, messages: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token for token, but for strings of control tokens in the request, which stay text."""
+    seen: list[list[int]] = []
+    fit = wire.engine._truncation.fit
+
+    def recorded(requests: Any) -> Any:
+        result = fit(requests)
+        seen.append(result[-1].ids)
+        return result
+
+    monkeypatch.setattr(wire.engine._truncation, "fit", recorded)
+    answered(wire, messages, tools=TOOLS, max_tokens=1)
+    arguments = json.loads('{"city": "Bern"}')
+    taken = [
+        {**m, "content": m["content"] or "", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+        if m.get("tool_calls")
+        else m
+        for m in messages
+    ]
+    tokenizer = wire.engine.codec.tokenizer
+    text = tokenizer.apply_chat_template(taken, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    assert wire.engine.codec.shown(seen[-1]) == text and "weather" in text
+    control = tokenizer.convert_tokens_to_ids("<|end|>")
+    written = len(messages) + 1  # turns, and the system's
+    assert seen[-1].count(control) == written < text.count("<|end|>")
+    answered(wire, messages, tools=TOOLS, tool_choice="none", max_tokens=1)
+    assert "description" not in wire.engine.codec.shown(seen[-1]), "tools that must not be called are not offered"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_are_found_in_the_text(wire: Wire, stream: bool) -> None:
+    settings = {"tools": TOOLS, "extra_body": {"guided_regex": WRITTEN}}
+    if stream:
+        chunks = list(answered(wire, ASK, **settings, stream=True))
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(delta.content or "" for delta in deltas).strip() == "is"
+        (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert call.index == 0
+        finish = chunks[-1].choices[0].finish_reason
+    else:
+        (choice,) = answered(wire, ASK, **settings).choices
+        assert choice.message.content == "is"
+        (call,) = choice.message.tool_calls
+        finish = choice.finish_reason
+    assert finish == "tool_calls" and call.type == "function" and call.function.name == "weather"
+    assert len(json.loads(call.function.arguments)["city"]) == 3 and len(call.id) == 9
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_calls_or_one_alone(wire: Wire, stream: bool) -> None:
+    for parallel, count in ((True, 2), (False, 1)):
+        settings = {"tools": TOOLS, "parallel_tool_calls": parallel, "extra_body": {"guided_regex": TWICE}}
+        if stream:
+            chunks = answered(wire, ASK, **settings, stream=True)
+            calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+            assert [call.index for call in calls] == list(range(count))
+        else:
+            message = answered(wire, ASK, **settings).choices[0].message
+            calls = message.tool_calls
+            assert message.content is None
+        assert len(calls) == count and len({call.id for call in calls}) == count
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_must_be_made_is_made(wire: Wire, choice: Any) -> None:
+    tools = [WEATHER] if choice == "required" else TOOLS
+    (found,) = answered(wire, ASK, tools=tools, tool_choice=choice).choices
+    assert found.finish_reason == "tool_calls" and found.message.content is None
+    (call,) = found.message.tool_calls
+    assert call.function.name == "weather" and set(json.loads(call.function.arguments)) == {"city"}
+    (whole,) = answered(wire, CALLED, tools=tools, tool_choice="none", max_tokens=3).choices
+    assert whole.message.tool_calls is None and isinstance(whole.message.content, str)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        (
+            '{{ "<tool_call>" }}',
+            'a<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
+            ["a", ("f", '{"x": 1}')],
+        ),
+        ('{{ "<tool_call>" }}', 'a<tool_call>{"name": "g"}</tool_call>', ["a{'name': 'g'}"]),
+        ('{{ "<tool_call>" }}', "a<tool_call>no JSON</tool_call> b", ["ano JSON b"]),
+        (
+            "[TOOL_CALLS]",
+            '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]',
+            [("f", "{}")] * 2,
+        ),
+        ("<|python_tag|>", '<|python_tag|>{"name": "f", "parameters": {"x": "é"}}', [("f", '{"x": "é"}')]),
+        ("<|python_tag|>", "{ but no call", ["{ but no call"]),
+        ("tools of another form", '{"name": "f", "arguments": {}}', ['{"name": "f", "arguments": {}}']),
+    ],
+)
+def test_known_forms_are_read_piece_by_piece(
+    wire: Wire, template: str, text: str, expected: list[str | tuple[str, str]]
+) -> None:
+    for size in (1, 7, len(text)):
+        parser = CallParser(wire.engine.codec, template, frozenset("f"), False)
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        parts = [part for i, piece in enumerate(pieces) for part in parser.feed(piece, i + 1 == len(pieces))]
+        calls = [(part.name, part.arguments) for part in parts if isinstance(part, ToolCall)]
+        said = "".join(part for part in parts if isinstance(part, str))
+        assert ([said] if said.strip() else []) + calls == expected, (size, parts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tool_choice": "required"}, "tool_choice is 'required' and tools is empty"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice names 'f'"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+        ({"messages": [{"role": "user"}]}, "messages.0: content is missing"),
+        (
+            {"messages": [{**CALLED[1], "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+            "messages.0.tool_calls.0.function.arguments: Input should be a JSON object as text",
+        ),
+        ({"tools": TOOLS, "model": "colour"}, "the prompt of task 'colour' has no chat template that renders tools"),
+        (
+            {"tools": TOOLS, "messages": [{"role": "user", "content": "fire " * 2000}]},
+            "this endpoint reads at most 2047",
+        ),
+    ],
+)
+def test_what_cannot_be_offered_is_refused(wire: Wire, settings: dict[str, Any], words: str) -> None:
+    status, message = problem(wire.post("/v1/chat/completions", {"messages": ASK, "model": "base", **settings}))
+    assert status == 400 and words in message, message
+
+
+def test_the_router_reads_no_calls_and_results(wire: Wire) -> None:
+    plain = wire.post("/v1/chat/completions", {"messages": ASK, "max_tokens": 1}).json()["raycl"]["tasks"]
+    with pytest.raises(openai.BadRequestError, match="no chat template that renders tools"):
+        answered(wire, CALLED, model="auto")
+    reading = wire.loaded().reading("<|user|>\nis it warm?\n<|tool_calls|>\n[]\n<|tool|>\n{}", is_chat=True)
+    assert reading.routed == "is it warm?" and plain
