@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -32,22 +32,6 @@ class Step:
     index: int = 0
     seed: int = 0
     micro_batches: int = 1
-
-
-class PhaseWorker(Protocol):
-    """Operations of the trainer: passes over data that need the model, and sums over all workers; see `TaskContext`."""
-
-    def sum(self, tensor: Tensor) -> Tensor: ...
-    def forward_pass(self, before: Callable[[Batch], None], examples: int | None) -> None: ...
-    def mean_loss(self, examples: int | None) -> float: ...
-    def gate_gradients(
-        self, gates: Sequence[Tensor], loss: Callable[[Batch], Tensor], examples: int | None
-    ) -> list[Tensor]: ...
-    def visit(self, read: Callable[[Batch], None]) -> None: ...
-    def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]: ...
-    def row_gradients(
-        self, rows: Sequence[tuple[Task, Indices]], of: Quantity
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]: ...
 
 
 @dataclass
@@ -80,8 +64,10 @@ class TaskContext:
     earlier_tasks: tuple[Task, ...] = ()
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     added: list[TokenRows] = field(default_factory=list, repr=False)
+
+    is_trained: ClassVar[bool] = False
+    """Whether there are workers that pass rows through the model; else shapes alone are wanted."""
     routed_text: RouterText | None = None
-    worker: PhaseWorker | None = field(default=None, repr=False)
 
     def tables(self, split: Split) -> list[TokenTable]:
         """Return the token table of each of the phase's tasks that has rows in `split`."""
@@ -146,7 +132,7 @@ class TaskContext:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all workers, in place. Collective."""
-        return tensor if self.worker is None else self.worker.sum(tensor)
+        return tensor
 
     def forward_pass(self, before: Callable[[Batch], None], examples: int | None = None) -> None:
         """Run the phase's training rows through the model as it is, without gradients. Collective.
@@ -157,8 +143,7 @@ class TaskContext:
             before: called with each batch before it is computed.
             examples: so many rows at most, over all workers; None: each row once.
         """
-        assert self.worker is not None, "a forward pass needs a trainer"
-        self.worker.forward_pass(before, examples)
+        raise AssertionError("a forward pass needs a trainer")
 
     def mean_loss(self, examples: int | None = None) -> float:
         """Return the mean task loss on the phase's training rows, by the model as it is and the method routes them.
@@ -167,8 +152,7 @@ class TaskContext:
         Args:
             examples: so many rows at most, over all workers; None: each row once.
         """
-        assert self.worker is not None, "a loss needs a trainer"
-        return self.worker.mean_loss(examples)
+        raise AssertionError("a loss needs a trainer")
 
     def gate_gradients(
         self, gates: Sequence[Tensor], loss: Callable[[Batch], Tensor], examples: int | None = None
@@ -181,8 +165,7 @@ class TaskContext:
             loss: loss of a batch, summed over its examples.
             examples: so many rows at most, over all workers; None: each row once.
         """
-        assert self.worker is not None, "gradients need a trainer"
-        return self.worker.gate_gradients(gates, loss, examples)
+        raise AssertionError("gradients need a trainer")
 
     def each_batch(self, read: Callable[[Batch], None]) -> None:
         """Give every worker its own share of the phase's training rows, once, in equally many batches on its device.
@@ -190,8 +173,7 @@ class TaskContext:
         No mixture is active, and nothing is computed but what `read` does; examples of weight 0 fill batches up. An
         example's `rows` is its place among the rows of all the phase's tasks, in the order of `tables`.
         """
-        assert self.worker is not None, "batches need a trainer"
-        self.worker.visit(read)
+        raise AssertionError("batches need a trainer")
 
     def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
         """Return gradients of the mean task loss on training rows of any tasks, at the present parameters. Collective.
@@ -201,8 +183,7 @@ class TaskContext:
         Returns:
             parameter -> whole float32 gradient over all workers; the optimizer's own gradients stay as they are.
         """
-        assert self.worker is not None, "gradients need a trainer"
-        return self.worker.gradients(rows)
+        raise AssertionError("gradients need a trainer")
 
     def row_gradients(
         self, rows: Sequence[tuple[Task, Indices]], of: Quantity = "loss"
@@ -215,5 +196,4 @@ class TaskContext:
         Yields:
             place among all `rows`, and parameter -> float32 gradient.
         """
-        assert self.worker is not None, "gradients need a trainer"
-        return self.worker.row_gradients(rows, of)
+        raise AssertionError("gradients need a trainer")

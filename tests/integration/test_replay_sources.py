@@ -22,7 +22,6 @@ from raycl.methods.replay.replay import Replay
 from raycl.methods.sapt.sapt import Sapt
 from raycl.storage import Storage
 from raycl.training.assembly import build
-from raycl.training.phase.data import PhaseData
 from raycl.training.setup.checks import check
 from raycl.training.setup.run_config import load_config
 from raycl.training.workers.distributed import DistributedContext
@@ -129,9 +128,7 @@ def test_samples_are_shuffled_among_the_rows_of_every_epoch(lab: Lab, tmp_path: 
     method = done.context.method
     assert isinstance(method, Replay)
     kept = method.samples["colour"]
-    data = PhaseData(done.context, done.context.phases[1], WORLD)
-    phase = begin_phase(done.context, 1, resumed=True)
-    loader = data.loader(phase)
+    loader = begin_phase(done.context, 1, resumed=True).loader()
     order = loader.order
     assert order.count == TRAIN_ROWS + 4 and order.steps_per_epoch == 5
     rows = {label: row for row, label in enumerate(done.context.backbone.label_ids())}

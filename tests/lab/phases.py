@@ -19,10 +19,12 @@ from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Mixture, Phase
 
 
-def begin_phase(context: TrainingContext, index: int = 0, resumed: bool = False) -> TaskContext:
+def begin_phase(context: TrainingContext, index: int = 0, resumed: bool = False) -> PhaseData:
     """The method begins a phase; modifiers do not."""
     world = DistributedContext.alone(torch.device("cpu"))
-    return trainer.begin_phase(PhaseData(context, context.phases[index], world), resumed)
+    data = PhaseData(context, context.phases[index], world, resumed)
+    trainer.begin_phase(data)
+    return data
 
 
 def end_phase(context: TrainingContext, task_context: TaskContext) -> Learned | None:

@@ -113,8 +113,7 @@ class Das(Finetune):
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Measure importance to general knowledge, before the first task."""
         super().begin_task(phase, context)
-        trains = context.worker is not None  # else shapes alone are wanted
-        if self.config.general and trains and self.importance is None and not context.resumed:
+        if self.config.general and context.is_trained and self.importance is None and not context.resumed:
             torch.manual_seed(self.seed)
             self._add(self._measured(context, self._disagreement))
 

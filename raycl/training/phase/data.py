@@ -29,50 +29,53 @@ SPLITS: tuple[Split, ...] = ("train", "dev")
 """Splits whose texts are encoded for the method."""
 
 
-class PhaseData:
-    """The worker's side of a task context (`raycl.methods.context.PhaseWorker`), and the loader of the phase."""
+class PhaseData(TaskContext):
+    """The context of a phase that is trained, on one worker, and the loader of the phase."""
 
-    def __init__(self, context: TrainingContext, phase: Phase, world: DistributedContext) -> None:
+    is_trained = True
+
+    def __init__(
+        self, context: TrainingContext, phase: Phase, world: DistributedContext, resumed: bool = False
+    ) -> None:
+        super().__init__(phase, context.train.batch_size, context.stream, context.backbone.codec, resumed)
         self.context = context
-        self.phase = phase
         self.world = world
+        self.routed_text = context.method.config.routed_text
+        before = () if context.schedule.one_model_per_task else context.phases[: phase.index]
+        self.earlier_tasks = tuple(task for done in before for task in done.tasks)
 
-    def encoded(self) -> tuple[tuple[Phase, ...], dict[int, dict[Split, Tensor]]]:
+    def encode(self) -> None:
         """Embed the texts of the phase, or in the first one those of all phases if the method fits ahead.
 
         Every text is encoded once, shared by the workers; the encoder keeps the embeddings for routing. Collective.
-
-        Returns:
-            phases that are new to the method; phase index -> split -> `[rows, C]` sentence embeddings.
         """
         context, encoder, world = self.context, self.context.method.encoder, self.world
         if encoder is None:
-            return (), {}
-        new: tuple[Phase, ...] = (self.phase,)
+            return
+        self.phases = (self.phase,)
         if context.method.config.fits_ahead:
-            new = context.phases if self.phase.index == 0 else ()
-        queries: dict[int, dict[Split, Tensor]] = {}
-        for phase in new or (self.phase,):
+            self.phases = context.phases if self.phase.index == 0 else ()
+        for phase in self.phases or (self.phase,):
             began, count = time.perf_counter(), 0
             for split in SPLITS:
                 tasks = [task for task in phase.tasks if len(context.stream.rows(task, split))]
                 tables = [context.stream.table(task, split, context.backbone.codec) for task in tasks]
                 rows = [(table.task, text) for table in tables for text in table.texts(range(len(table)))]
                 texts = [context.router_texts.words(task, text) for task, text in rows]
-                of_phase = queries.setdefault(phase.index, {})
+                of_phase = self.queries.setdefault(phase.index, {})
                 of_phase[split] = encoder.embed_all(texts, (world.rank, world.size), world.gather)
                 count += len(texts)
             if world.is_first:
                 log.info("    %d texts encoded in %.1f s", count, time.perf_counter() - began)
-        return new, queries
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all workers, in place."""
         return self.world.sum(tensor)
 
-    def loader(self, task_context: TaskContext) -> Loader:
+    def loader(self) -> Loader:
         """Return batches of the phase's rows and those that the method added, shuffled together in every epoch."""
-        tables = [*self._tables(), *task_context.added]
+        return self._loader([*self._tables(), *self.added])
+
+    def _loader(self, tables: Sequence[TokenRows]) -> Loader:
         order = order_of(self.context, self.phase, sum(map(len, tables)))
         if self.context.train.group_by_length:
             order = replace(order, lengths=np.concatenate([table.source_lengths for table in tables]))
@@ -80,11 +83,9 @@ class PhaseData:
         return Loader(self._joined(tables), order, micro, self.world.rank, self.world.size)
 
     def forward_pass(self, before: Callable[[Batch], None], examples: int | None = None) -> None:
-        """Run the phase's training rows through the model, without gradients; see `TaskContext.forward_pass`."""
-        self.each_batch(self._own_rows(), self.context.backbone, examples, before)
+        self.compute_each(self._loader(self._tables()), self.context.backbone, examples, before)
 
     def mean_loss(self, examples: int | None = None) -> float:
-        """Return the mean task loss on the phase's first training rows; see `TaskContext.mean_loss`."""
         total, count = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
 
         def add(batch: Batch) -> None:
@@ -92,13 +93,12 @@ class PhaseData:
             total.add_(self.context.backbone(batch).loss_sum)
             count += loss_count(batch)
 
-        self.each_batch(self._own_rows(), add, examples)
+        self.compute_each(self._loader(self._tables()), add, examples)
         return float(self.world.sum(total)) / max(self.world.total(count)[0], 1.0)
 
     def gate_gradients(
         self, gates: Sequence[Tensor], loss: Callable[[Batch], Tensor], examples: int | None = None
     ) -> list[Tensor]:
-        """Return gradients with regard to gates; see `TaskContext.gate_gradients`."""
         sums = [torch.zeros_like(gate) for gate in gates]
 
         def add(batch: Batch) -> None:
@@ -108,20 +108,16 @@ class PhaseData:
                 if part is not None:
                     total.add_(part)
 
-        self.each_batch(self._own_rows(), add, examples)
+        self.compute_each(self._loader(self._tables()), add, examples)
         return [self.world.sum(total) for total in sums]
 
-    def _own_rows(self) -> Loader:
-        return self.loader(TaskContext(self.phase, 0, self.context.stream, self.context.backbone.codec))
-
-    def visit(self, read: Callable[[Batch], None]) -> None:
-        """Give the phase's training rows to `read`; see `TaskContext.each_batch`."""
+    def each_batch(self, read: Callable[[Batch], None]) -> None:
         collate = self._joined(self._tables())
         rows = collate.by_length(np.arange(collate.count))
         for batch in self._shared(collate, rows, self.context.evaluation.batch_size):
             read(batch)
 
-    def each_batch(
+    def compute_each(
         self,
         loader: Loader,
         forward: Callable[[Batch], object],
@@ -146,7 +142,6 @@ class PhaseData:
                     forward(now)
 
     def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
-        """Return gradients of the mean task loss on these rows; see `TaskContext.gradients`."""
         context, world, collate, trained = self.context, self.world, self._collate(rows), self._trained()
         sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
         count = 0
@@ -162,9 +157,8 @@ class PhaseData:
         return {name: world.sum(gradient) / total for name, gradient in sums.items()}
 
     def row_gradients(
-        self, rows: Sequence[tuple[Task, Indices]], of: Quantity
+        self, rows: Sequence[tuple[Task, Indices]], of: Quantity = "loss"
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield gradients on each of this worker's rows alone; see `TaskContext.row_gradients`."""
         backbone, method, world = self.context.backbone, self.context.method, self.world
         collate, trained = self._collate(rows), self._trained()
         backbone.train()  # labels compete as in training

@@ -73,14 +73,14 @@ class TaskTrainer:
         """
         began, context = time.perf_counter(), self.context
         method, modifiers, backbone = context.method, context.modifiers, context.backbone
-        data = PhaseData(context, phase, self.world)
-        task_context = begin_phase(data, resumed=resume is not None)
+        data = PhaseData(context, phase, self.world, resumed=resume is not None)
+        begin_phase(data)
         backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
         modifiers.begin_task(phase, only=len(context.phases) == 1, resumed=resume is not None)
-        loader = data.loader(task_context)
+        loader = data.loader()
         if resume is None:  # modifiers observe rows before anything is trained
             observe = partial(modifiers.observe_forward, backbone)
-            modifiers.observe_rows(partial(data.each_batch, loader, observe), self.world.sum)
+            modifiers.observe_rows(partial(data.compute_each, loader, observe), self.world.sum)
         by_phase = [order_of(context, other).steps for other in context.phases]
         self._check_disk(phase, by_phase, resume)
         trained = sum(parameter.numel() for parameter in backbone.parameters() if parameter.requires_grad)
@@ -101,7 +101,7 @@ class TaskTrainer:
             began = time.perf_counter()
             batches = loader.micro_batches(index)
             seed = stable_seed(context.info.seed, "step", phase.index, index)
-            task_context.step = Step(index, seed, len(batches))
+            data.step = Step(index, seed, len(batches))
             mask_check.before_step()
             with ExitStack() as stack:
                 stack.push(partial(self._name_rows, loader))
@@ -114,9 +114,9 @@ class TaskTrainer:
             selection.after_step(index + 1, steps)
             self._checkpoint_if_due(phase, engine, index + 1, steps, spent, selection)
         spent |= {**selection.spent, "step_bytes": float(engine.step_bytes), "trained_parameters": float(trained)}
-        share, task_context.parameters = self._close(engine, selection)
+        share, data.parameters = self._close(engine, selection)
         done = self._checkpoint(phase, share, steps, steps, spent)
-        self._end(phase, task_context, done)
+        self._end(phase, data, done)
         return done
 
     def _name_rows(self, loader: Loader, kind: object, error: BaseException | None, trace: object) -> None:
@@ -217,24 +217,10 @@ class TaskTrainer:
         done.parameters = {}  # they may be the engine's own memory, which evaluation can use
 
 
-def begin_phase(data: PhaseData, resumed: bool) -> TaskContext:
+def begin_phase(data: PhaseData) -> None:
     """Let the method begin a phase with its context. Collective."""
-    context, phase = data.context, data.phase
-    new, queries = data.encoded()
-    before = () if context.schedule.one_model_per_task else context.phases[: phase.index]
-    task_context = TaskContext(
-        phase,
-        context.train.batch_size,
-        context.stream,
-        context.backbone.codec,
-        resumed,
-        queries=queries,
-        phases=new,
-        earlier_tasks=tuple(task for done in before for task in done.tasks),
-        worker=data,
-        routed_text=context.method.config.routed_text,
-    )
-    if not resumed:
-        context.schedule.begin(context.method)
-    context.method.begin_task(phase, task_context)
-    return task_context
+    data.encode()
+    method = data.context.method
+    if not data.resumed:
+        data.context.schedule.begin(method)
+    method.begin_task(data.phase, data)

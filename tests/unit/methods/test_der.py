@@ -15,7 +15,7 @@ from torch import Tensor
 from raycl.backbone.base import loss_count
 from raycl.errors import ConfigError
 from raycl.methods.base import activate_batch
-from raycl.methods.context import Step, TaskContext
+from raycl.methods.context import Step
 from raycl.methods.replay.der import Der, DerConfig, StoredOutputs, positions, squared_error
 from raycl.methods.replay.stored_rows import StoredRows, numbers_of
 from raycl.storage import Storage
@@ -29,7 +29,7 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 KINDS = ("bert", "t5", "llama", "masked")
 
 
-def second_task(lab: Lab, kind: str, micro: int | None = None, **settings: Any) -> tuple[TrainingContext, TaskContext]:
+def second_task(lab: Lab, kind: str, micro: int | None = None, **settings: Any) -> tuple[TrainingContext, PhaseData]:
     """Return the second task begun, its weights other than those whose outputs were stored."""
     learner = "finetune" if kind == "masked" else "lora"
     method = {"name": "der++", "learner": learner, "share": 0.5, **settings}
@@ -52,9 +52,9 @@ def changed(context: TrainingContext, seed: int) -> None:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
 
 
-def prepared(context: TrainingContext, task: TaskContext) -> tuple[list[Batch], list[Batch]]:
+def prepared(context: TrainingContext, task: PhaseData) -> tuple[list[Batch], list[Batch]]:
     """Return the first step's micro-batches as the loader gives them, and as the method prepares them."""
-    loader = PhaseData(context, context.phases[1], WORLD).loader(task)
+    loader = task.loader()
     batches = loader.micro_batches(0)
     task.step = Step(0, 5, len(batches))
     return batches, [context.method.prepare_batch(batch) for batch in batches]
@@ -157,7 +157,7 @@ def test_stored_outputs_of_rows_keep_their_positions() -> None:
 
 def test_every_stored_row_is_replayed_equally_often(lab: Lab) -> None:
     context, task = second_task(lab, "bert", share=0.2)  # 2 stored rows for 14 new ones
-    loader = PhaseData(context, context.phases[1], WORLD).loader(task)
+    loader = task.loader()
     order = loader.order
     seen: Counter[int] = Counter()
     for index in range(order.steps):

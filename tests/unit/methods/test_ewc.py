@@ -83,7 +83,7 @@ def test_outputs_of_a_text_are_the_logits_of_its_tokens(lab: Lab, kind: str) -> 
     backbone, rows = context.backbone, np.array([1])
     ((_, gradients),) = task.row_gradients([(context.stream.tasks[0], rows)], of="outputs")
     probabilities = {name: p for name, p in backbone.named_parameters() if name in gradients}
-    data = task.worker._collate([(context.stream.tasks[0], rows)])(np.array([0]), 1)
+    data = task._collate([(context.stream.tasks[0], rows)])(np.array([0]), 1)
     logits_MV = backbone(data).logits
     tokens = data.target_ids[0].tolist()
     summed = torch.stack([logits_MV[index, token] for index, token in enumerate(tokens)]).sum()

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, linear, mse_loss
 
 from raycl.backbone.base import loss_count
 from raycl.errors import BankError, ConfigError
-from raycl.methods.context import Step, TaskContext
+from raycl.methods.context import Step
 from raycl.methods.replay.idbr.disentangled import DisentangledHead, TaskHead
 from raycl.methods.replay.idbr.examples import HALVES, halves_of, is_halves, is_real, nearest_to_centroids, orders
 from raycl.methods.replay.idbr.idbr import Idbr, IdbrConfig
@@ -33,7 +33,7 @@ STORED = 4
 """Rows: 0.3 of 14."""
 
 
-def second_task(lab: Lab, micro: int | None = None) -> tuple[Idbr, TrainingContext, TaskContext]:
+def second_task(lab: Lab, micro: int | None = None) -> tuple[Idbr, TrainingContext, PhaseData]:
     """Return the second task begun, and weights other than those that gave the features before."""
     context, _ = build(lab.config("bert", {"name": "idbr", **SETTINGS}, train={"micro_batch_size": micro}), WORLD)
     first = begin_phase(context, 0)
@@ -52,8 +52,8 @@ def changed(context: TrainingContext, seed: int) -> None:
             parameter += 0.05 * torch.randn(parameter.shape, generator=draw)
 
 
-def prepared(context: TrainingContext, task: TaskContext, index: int) -> list[Batch]:
-    loader = PhaseData(context, context.phases[1], WORLD).loader(task)
+def prepared(context: TrainingContext, task: PhaseData, index: int) -> list[Batch]:
+    loader = task.loader()
     batches = loader.micro_batches(index)
     task.step = Step(index, 5, len(batches))
     return [context.method.prepare_batch(batch) for batch in batches]
@@ -119,7 +119,7 @@ def test_the_first_task_is_held_to_nothing(lab: Lab) -> None:
     method = context.method
     assert isinstance(method, Idbr) and not method.before
     task.step = Step(1, 5, 1)
-    loader = PhaseData(context, context.phases[0], WORLD).loader(task)
+    loader = task.loader()
     mixed = method.prepare_batch(loader.micro_batches(1)[0])
     assert len(mixed) == 8 and int(is_real(mixed).sum()) == 4, "nothing is replayed"
     end_phase(context, task)

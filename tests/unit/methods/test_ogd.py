@@ -80,8 +80,7 @@ def test_a_step_along_what_is_left_keeps_the_outputs_of_stored_rows(lab: Lab, ki
         assert method._basis["head.weight"].shape[1] == 4 and not bool(method._basis["head.weight"][:, 2:].any())
     gradients = second.gradients([(context.stream.tasks[1], second.stored_rows(context.stream.tasks[1]))])
     left = method.transform_gradients(gradients)
-    worker: Any = first.worker
-    batch = worker._collate([(context.stream.tasks[0], first.stored_rows(context.stream.tasks[0]))])(range_of(14), 14)
+    batch = first._collate([(context.stream.tasks[0], first.stored_rows(context.stream.tasks[0]))])(range_of(14), 14)
     own = dict(backbone.named_parameters())
 
     @torch.no_grad()

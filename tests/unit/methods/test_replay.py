@@ -17,7 +17,6 @@ from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import ConfigError
 from raycl.storage import Storage
 from raycl.training.assembly import build
-from raycl.training.phase.data import PhaseData
 from raycl.training.workers.distributed import DistributedContext
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
@@ -26,7 +25,7 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 def texts_of_each_step(lab: Lab, folder: Path, phase: int, method: Any, epochs: int = 1) -> list[list[bytes]]:
     """Return what every optimizer step of a phase reads, as sorted token rows."""
     parts, _ = build(lab.config("t5", method, train={"epochs": epochs}), WORLD)
-    loader = PhaseData(parts, parts.phases[phase], WORLD).loader(begin_phase(parts, phase))
+    loader = begin_phase(parts, phase).loader()
     order = loader.order
     steps = []
     for step in range(order.steps):

@@ -18,7 +18,6 @@ from raycl.cli.commands import parsed
 from raycl.cli.runs import train
 from raycl.errors import BackboneError, ConfigError
 from raycl.methods.base import activate_batch
-from raycl.methods.context import TaskContext
 from raycl.operations.plan.arithmetic import (
     GPUS,
     PROCESS,
@@ -52,15 +51,15 @@ def begun(config: RunConfig, world: DistributedContext | None = None) -> tuple[T
     """Return a run in its first phase, with the micro-batches of its first step."""
     alone = DistributedContext.alone(torch.device("cpu"))
     context, _ = build(config, alone)
-    phase, codec = context.phases[0], context.backbone.codec
-    task = TaskContext(phase, 4, context.stream, codec, worker=PhaseData(context, phase, alone))
+    phase = context.phases[0]
+    task = PhaseData(context, phase, alone)
     if context.method.encoder is not None:  # any queries do
         draws = torch.randn(8, context.method.encoder.width, generator=torch.Generator().manual_seed(0))
         task.queries, task.phases = {0: {"train": draws, "dev": draws[:0]}}, (phase,)
     context.method.begin_task(phase, task)
-    loader = PhaseData(context, phase, world or alone).loader(task)
+    task.world = world or alone
     context.backbone.train()
-    return context, loader.micro_batches(0)
+    return context, task.loader().micro_batches(0)
 
 
 def sized(config: RunConfig) -> tuple[ModelLoad, StepLoad]:
