@@ -134,7 +134,7 @@ def load(kind: Kind, name: str, expected: type[Any] = object) -> Any:
     return loaded
 
 
-def used(names_by_kind: Mapping[Kind, list[str]], builtin: Mapping[Kind, Mapping[str, Any]]) -> Used:
+def used(names_by_kind: Mapping[Kind, list[str]], builtin: Mapping[Kind, Collection[str]]) -> Used:
     """Return those of the names that are not built in, each with its package; names of no package are left out."""
     plugins = [
         plugin

@@ -240,27 +240,22 @@ class Collate:
         return {"input_ids": padded(ids, self._pad_id, 1), "input_mask": padded(masks, 0, 1)}
 
     def _tasks_and_texts(self, rows: Indices) -> list[tuple[Task, str]]:
-        places = [(self._tables[number], row - int(self._starts[number])) for row, number in self._positions(rows)]
-        return [(table.task, table.texts([row])[0]) for table, row in places]
-
-    def _positions(self, rows: Indices) -> list[tuple[int, int]]:
-        return [(row, self._table_of(row)) for row in rows.tolist()]
+        return [(table.task, table.texts([place])[0]) for table, place in map(self._place, rows.tolist())]
 
     def named(self, rows: Sequence[int]) -> list[str]:
         """See `Loader.named`."""
-        places = [
-            (self._tables[number], row - int(self._starts[number])) for row, number in self._positions(np.array(rows))
-        ]
-        numbered = [(int(table.row_numbers([row])[0]), table.task.name) for table, row in places]
+        places = map(self._place, rows)
+        numbered = [(int(table.row_numbers([place])[0]), table.task.name) for table, place in places]
         return [f"{f'row {number}' if number else 'a sample'} of task '{task}'" for number, task in numbered]
 
-    def _table_of(self, row: int) -> int:
-        return int(np.searchsorted(self._starts, row, side="right")) - 1
+    def _place(self, row: int) -> tuple[TokenRows, int]:
+        """Return the table of a row, and its place there."""
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._tables[number], row - int(self._starts[number])
 
     def _example(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
-        number = self._table_of(row)
-        table = self._tables[number]
-        columns = table.columns([row - int(self._starts[number])])
+        table, place = self._place(row)
+        columns = table.columns([place])
         return columns.source_ids[0], columns.target_ids[0], self._label_id(table, int(columns.labels[0]))
 
     def _label_id(self, table: TokenRows, code: int) -> int:

@@ -99,12 +99,14 @@ def missing_files(config: StreamConfig) -> str:
         RayclError: the store is out of reach.
     """
     try:
-        files = [file for task in resolve(config).tasks for file in task.files.values()]
-        return next((f"'{file.uri}' does not exist" for file in files if not file.exists()), "")
+        for task in resolve(config).tasks:
+            for file in task.files.values():
+                file.require()
     except (ConfigError, DataError) as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
             raise
         return str(error)
+    return ""
 
 
 def _plans(

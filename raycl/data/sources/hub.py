@@ -81,11 +81,6 @@ class HubSplit(NamedSource):
         """Return the same split with these limits."""
         return replace(self, limits=limits)
 
-    def exists(self) -> bool:
-        """Return whether it can be read; raises what `require` does where it cannot."""
-        self.require()
-        return True
-
     def require(self) -> None:
         """Make sure that the split can be read; files that are not on this machine are downloaded.
 

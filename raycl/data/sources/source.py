@@ -225,10 +225,6 @@ class SourceFiles(NamedSource):
         """Return the same with these limits."""
         return replace(self, files=tuple(file.within(limits) for file in self.files))
 
-    def exists(self) -> bool:
-        """Return whether all files exist."""
-        return all(file.exists() for file in self.files)
-
     def require(self) -> None:
         """Make sure that all files exist; see `SourceFile.require`."""
         for file in self.files:

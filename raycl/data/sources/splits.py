@@ -49,10 +49,6 @@ class SplitPart(NamedSource):
         """Return the same with these limits."""
         return replace(self, source=self.source.within(limits))
 
-    def exists(self) -> bool:
-        """Return whether the source exists."""
-        return self.source.exists()
-
     def require(self) -> None:
         """Make sure that the source exists; see `SourceFile.require`."""
         self.source.require()

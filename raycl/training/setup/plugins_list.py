@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from raycl import plugins
-from raycl.data.benchmarks.orders import ALIASES, BUILTIN, ORDERS, find
-from raycl.data.sources.formats import AUTO, FORMATS, reader_of
+from raycl.data.benchmarks.orders import find
+from raycl.data.sources.formats import reader_of
 from raycl.errors import RayclError
-from raycl.methods.registry import METHODS, MODIFIERS, method_class, modifier_class
-from raycl.metrics.per_example import METRICS, check_metric
+from raycl.methods.registry import method_class, modifier_class
+from raycl.metrics.per_example import check_metric
 from raycl.plugins import Kind, Plugin
-from raycl.routing.routers import ROUTERS, router_class
-from raycl.training.optimizers.registry import OPTIMIZERS, optimizer_class
+from raycl.routing.routers import router_class
+from raycl.training.optimizers.registry import optimizer_class
+from raycl.training.setup.run_config import BUILT_IN
 from raycl.types import RouterState
 
 LOADERS: Mapping[Kind, Callable[[str], object]] = {
@@ -25,17 +26,6 @@ LOADERS: Mapping[Kind, Callable[[str], object]] = {
     "order": find,
 }
 """Kind -> what gives the object of a name, as a run does."""
-
-BUILT_IN: Mapping[Kind, frozenset[str]] = {
-    "method": frozenset(METHODS),
-    "router": frozenset(ROUTERS),
-    "modifier": frozenset(MODIFIERS),
-    "metric": frozenset(METRICS),
-    "optimizer": frozenset(OPTIMIZERS),
-    "format": frozenset({AUTO, *FORMATS}),
-    "order": frozenset({BUILTIN, *(name.lower() for name in ORDERS), *ALIASES}),
-}
-"""Kind -> names that no package can have."""
 
 
 def _problem_of(plugin: Plugin) -> str:

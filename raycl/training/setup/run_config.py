@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -21,7 +21,7 @@ from raycl.config.addresses import announce
 from raycl.config.names import problem_of, shown
 from raycl.config.trainer_names import batch_of_workers, rename_in
 from raycl.config.unused import refuse, unused_written
-from raycl.data.benchmarks.orders import BUILTIN, ORDERS
+from raycl.data.benchmarks.orders import ALIASES, BUILTIN, ORDERS
 from raycl.data.resolve import resolve
 from raycl.data.settings import TaskSpec
 from raycl.data.sources.formats import AUTO, FORMATS
@@ -40,6 +40,7 @@ from raycl.methods.registry import (
 )
 from raycl.metrics.per_example import METRICS
 from raycl.metrics.settings import EvalConfig
+from raycl.routing.routers import ROUTERS
 from raycl.storage import Storage
 from raycl.training.definition.inputs import Inputs
 from raycl.training.definition.settings import (
@@ -65,6 +66,17 @@ if TYPE_CHECKING:
     EngineChoice = EngineConfig
 else:
     EngineChoice = Annotated[TorchConfig | FSDPConfig | DeepSpeedConfig, Field(discriminator="name")]
+
+BUILT_IN: Mapping[plugins.Kind, frozenset[str]] = {
+    "method": frozenset(METHODS),
+    "router": frozenset(ROUTERS),
+    "modifier": frozenset(MODIFIERS),
+    "metric": frozenset(METRICS),
+    "optimizer": frozenset(OPTIMIZERS),
+    "format": frozenset({AUTO, *FORMATS}),
+    "order": frozenset({BUILTIN, *ORDERS, *map(str.lower, ORDERS), *ALIASES}),
+}
+"""Kind -> names that no package can have."""
 
 LABEL_HEAD = ("train.head_learning_rate", "train.label_loss")
 GENERATION = ("stream.max_target_tokens", "stream.max_target_tokens_by_task", "eval.max_new_tokens")
@@ -206,25 +218,17 @@ def info_of(
 
 def plugins_of(config: RunConfig) -> plugins.Used:
     """Return what the run uses of other packages, by its config; routers are named in its snapshots."""
-    method = config.method
     own = [task for task in (*(config.stream.tasks or ()), *(config.stream.unseen or ())) if isinstance(task, TaskSpec)]
     return plugins.used(
         {
-            "method": list(dict.fromkeys((method.name, method.innermost.name))),
+            "method": [config.method.name, config.method.innermost.name],
             "modifier": list(config.modifiers),
             "optimizer": [config.train.optimizer],
             "metric": [task.metric for task in own if task.metric],
-            "format": [task.format for task in own if task.format != AUTO],
-            "order": [config.stream.name] if config.stream.name != BUILTIN else [],
+            "format": [task.format for task in own],
+            "order": [config.stream.name],
         },
-        {
-            "method": METHODS,
-            "modifier": MODIFIERS,
-            "optimizer": OPTIMIZERS,
-            "metric": METRICS,
-            "format": FORMATS,
-            "order": ORDERS,
-        },
+        BUILT_IN,
     )
 
 
