@@ -5,8 +5,6 @@ One model learns tasks that arrive one after another; accuracy and forgetting ar
 `import raycl` stays instant on every worker.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -5,8 +5,6 @@ points are read when a name is not built in, and a package is imported when it i
 and a package that is broken stops no run without it.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping

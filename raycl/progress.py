@@ -1,7 +1,5 @@
 """Progress of long work, as log records: a command draws them as bars on a terminal, and as a few lines elsewhere."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tables as plain text: what a command prints has the same form everywhere."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Collection, Iterable, Sequence
 

@@ -4,8 +4,6 @@ Tensors and a config do not contain the prompt around a text, how states are poo
 metadata is kept as `raycl.json`, which the printed lines read.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -11,8 +11,6 @@ added, as in LLaMA-Adapter (Zhang et al. 2023). Keys in the place of A and value
 with f = softmax, in each head (He et al. 2022, section 3.1).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear

@@ -3,8 +3,6 @@
 PEFT only warns about keys it does not know; here they are errors.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 Everything is computed once when the mixture is activated, not once per layer or decoding step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

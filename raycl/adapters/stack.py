@@ -5,8 +5,6 @@ with stack.activate(mixture):   # stays active until backward has ended: recompu
     loss.backward()
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

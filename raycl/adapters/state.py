@@ -4,8 +4,6 @@ A mixture of LoRAs is one LoRA of the ranks added up, exactly: A's rows stand be
 other. (Averaging A and B, or a truncated SVD, is 50-370 % off.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 import torch

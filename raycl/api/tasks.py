@@ -1,7 +1,5 @@
 """Tasks of rows in memory, as files that a run can read again when it is resumed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -3,8 +3,6 @@
 Large models of the papers and of `cluster/README.md` are known by their published sizes, so that nothing is fetched.
 """
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, T5Config
 

@@ -1,7 +1,5 @@
 """The interface of a backbone: a loss over a batch, answers for a batch, and which linears it has."""
 
-from __future__ import annotations
-
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Prompt and answer are joined in one right-padded row, loss on the answer only; i
 row. Generation shifts the padding to the left, so that every row continues at the same column.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -6,8 +6,6 @@
 Layers without an open gate are unchanged; a gate is called in each pass with the number of the layer's examples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal

@@ -12,8 +12,6 @@ Transformers chooses the linears: all but the output embeddings and what a model
 T5's feed-forward blocks).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Locations of pretrained models: packages, local folders, and hub ids with the files that are fetched."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -5,8 +5,6 @@ inode. A folder that cannot be written to has it in the cache, `hashes/` of `$RA
 several processes of a node ask at once, one reads the file and the others wait.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

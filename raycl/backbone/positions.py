@@ -12,8 +12,6 @@ they have fewer positions than rows, and BART keeps two rows in front of the fir
 ones) can be computed beyond those that a model was trained on, but are not.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

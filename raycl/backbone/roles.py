@@ -1,7 +1,5 @@
 """The roles of a model's linear layers, so that `attention.query` means the same everywhere."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import takewhile

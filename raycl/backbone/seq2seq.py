@@ -1,7 +1,5 @@
 """Encoder-decoder backbones (T5 and its family)."""
 
-from __future__ import annotations
-
 import re
 
 from torch import Tensor

@@ -4,8 +4,6 @@ Replicas on any node, and after any restart, must agree, and a rollback must hol
 snapshots are there.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import suppress

@@ -10,8 +10,6 @@ and the other gets an error (compare-and-swap without a lock). Writers move a br
 ancestor of the new one. Only `Branch.go_back` moves it back to a snapshot that it had before.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ Mapped objects stay valid and unchanged. Readers read objects that a full object
 themselves.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

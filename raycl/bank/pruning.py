@@ -7,8 +7,6 @@ A lease names the snapshots that an unfinished run may continue from. A run that
 lease behind, which expires after `LEASE_S`. A missing snapshot is a loss unless a record says that it was removed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import time

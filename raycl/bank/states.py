@@ -5,8 +5,6 @@
 Tensors of adapters and routers are stored once, as the same objects.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping

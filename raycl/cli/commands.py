@@ -4,8 +4,6 @@ A command's module has `add_arguments(parser)` and `run(options)`, which returns
 command's help. It imports what it needs in `run`, so that `--help` does not wait for heavy libraries.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

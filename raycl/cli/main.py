@@ -1,7 +1,5 @@
 """`raycl`: the entry point of the command line."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

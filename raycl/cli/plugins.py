@@ -5,8 +5,6 @@ raycl plugins
 Exits with 1 if something of a package cannot be used; the reasons are on standard error.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -1,7 +1,5 @@
 """Strict configuration: sections, overrides, unused settings, and what may run code of others."""
 
-from __future__ import annotations
-
 from raycl.config.assignment import Tree, apply_override, assign, read_override
 from raycl.config.sections import (
     MARK,

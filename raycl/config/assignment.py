@@ -4,8 +4,6 @@
 treat a named node as a plain mapping.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sections of which a `name` chooses one, where the choice is larger than the built-in ones: packages add to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args

@@ -4,8 +4,6 @@ A config of another author could put any variable, a key for example, into an ad
 to. So only folders of data and models are read, and what the command allows by name.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Names that become files and folders: of runs, sweeps, tasks and adapters, in any script."""
 
-from __future__ import annotations
-
 import unicodedata
 from typing import Annotated
 

@@ -4,8 +4,6 @@ The reference in the documentation and the comments of `--print-config` are gene
 this version.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -13,8 +13,6 @@ A file may begin with another one: `extends: base.yaml`, relative to its own fol
 file's tree as overrides are: mappings key by key, all else replaced (`assignment.overlay`).
 """
 
-from __future__ import annotations
-
 import difflib
 import io
 import re

@@ -7,8 +7,6 @@ overrides are read, so an override replaces what a file says under either name.
 number of workers: see `batch_of_workers`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from raycl.errors import ConfigError

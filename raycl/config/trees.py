@@ -1,7 +1,5 @@
 """Config trees as flat maps of dotted paths: what differs between two, what is left without some, a fingerprint."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

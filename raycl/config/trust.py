@@ -4,8 +4,6 @@ A model's folder can bring Python code, and pickled weights can run some. A conf
 another author may request either; the user permits it on the command line, and workers inherit that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

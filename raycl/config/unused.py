@@ -4,8 +4,6 @@
 settings (`Section.unused_settings`). Trees that raycl wrote hold every setting, and load as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

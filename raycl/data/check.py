@@ -3,8 +3,6 @@
 Most mistakes in data are obvious to a person who looks at it before training.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

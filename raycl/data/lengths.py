@@ -1,7 +1,5 @@
 """Token lengths that fit the data, where a stream's config leaves them to it (`auto`), and what is cut nevertheless."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace

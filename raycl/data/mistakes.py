@@ -4,8 +4,6 @@ They make a result meaningless without making a run fail. `raycl data check` and
 each has a count, and the setting, command or change that mends it.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping

@@ -4,8 +4,6 @@ A prompt that is too long must lose the end of its *input*, never its instructio
 happened must be known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass

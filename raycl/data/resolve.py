@@ -3,8 +3,6 @@
 Named benchmarks, folders of tasks, custom tasks and the builtin stream all end in one list.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence

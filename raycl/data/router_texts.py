@@ -1,7 +1,5 @@
 """The texts that routers read: inputs alone, or inputs in their tasks' prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

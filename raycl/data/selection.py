@@ -5,8 +5,6 @@ drawn from a generator of its own. Where rows belong together (turns of a conver
 `groups` are their numbers, one for each row, in the order of their first rows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """The `stream` section of a run's config."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 

@@ -4,8 +4,6 @@ All errors in data are found here, in the driver, before any worker starts. Work
 the same rows from the node's cache.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -4,8 +4,6 @@ Which words are hidden must differ from epoch to epoch and yet follow from (seed
 stop and continue anywhere and N workers equal one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Sums are float32 whatever the output's type: a bfloat16 sum of thousands of toke
 bfloat16 do not exist.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ the forward pass; recomputation reads it again. The gradient keeps its full shap
 reduces and reads it as usual; it equals the masked dense one to rounding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

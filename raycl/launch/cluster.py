@@ -5,8 +5,6 @@ would wait for its CPUs and end with it. So several on one machine are normal, a
 address: without `RAY_ADDRESS`, Ray searches for others.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

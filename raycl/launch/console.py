@@ -1,7 +1,5 @@
 """What a command writes to standard error: lines, bars of work that takes long; and what a thread repeats beside it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

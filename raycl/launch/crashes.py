@@ -1,7 +1,5 @@
 """Exceptions of a worker that are none of ours, and where errors of ours are left for the process that started it."""
 
-from __future__ import annotations
-
 import socket
 import time
 import traceback

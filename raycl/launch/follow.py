@@ -1,7 +1,5 @@
 """Progress of workers in other processes, from the files of their run: the lines of its log, and a bar of steps."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

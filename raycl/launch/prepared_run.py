@@ -1,7 +1,5 @@
 """Runs in their folders: a new one that is checked, one that continues, and one with more tasks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ tokens of a task's test rows, of source and answer. The rows of a weight that it
 the large ones.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

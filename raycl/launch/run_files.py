@@ -3,8 +3,6 @@
 The text of `raycl status` and its page share one reading of a run's files.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 on Ray, and cannot tell whether a process is alive: a run counts as alive while its heartbeat is young.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A worker's job: it builds the parts of the run, learns the stream, and writes the run's log."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -1,8 +1,6 @@
 """Capabilities that a method may declare in addition to its hooks, for engines, the evaluator and passes for
 parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 

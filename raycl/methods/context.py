@@ -1,7 +1,5 @@
 """The context of a phase: what a method may ask about the tasks that it learns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal

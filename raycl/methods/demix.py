@@ -16,8 +16,6 @@ is infinite. Of equal losses the newest adapter's counts, so that where no label
 adapter of the task before it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal

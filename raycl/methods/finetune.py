@@ -1,7 +1,5 @@
 """Sequential fine-tuning of all weights (SeqFT, "FT" in MIGU, "Finetune" in SLM): the lower reference."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from raycl.methods.base import Learned, Method, MethodConfig, phase_labels

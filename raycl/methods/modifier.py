@@ -6,8 +6,6 @@ because neither depends on the other. A modifier does not depend on engines, wor
 files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar

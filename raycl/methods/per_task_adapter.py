@@ -1,7 +1,5 @@
 """Base class of methods with adapters of their own for every task: created, trained, frozen, published, restored."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

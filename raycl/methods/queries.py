@@ -1,7 +1,5 @@
 """Inputs of methods with keys: each text's query, and means over a batch's texts that N workers agree on."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from raycl.adapters import AdapterStack

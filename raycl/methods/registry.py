@@ -4,8 +4,6 @@ Why literal: the same on every worker, no import side effects, and a name that i
 that are not in a table are looked up in the entry points of installed packages (`raycl.plugins`).
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args

@@ -4,8 +4,6 @@ The adapter is active for every text with weight 1, the backbone is frozen, and 
 is trained with it. Where tasks begin and end need not be known, and no task id is needed at test.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar, Literal
 

@@ -1,8 +1,6 @@
 """What is kept of trained parameters at the end of a task: adapters with prompts and label rows, and tensors of
 parameters while the label head gains rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Base class of methods around another method, their learner: each hook calls the learner's unless overridden."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, Literal

@@ -14,8 +14,6 @@ differs from them by punctuation and is a label of another task as it stands. Su
 of overlapping text (`Metric.overlap`), and are counted in `Score.extra` under every metric.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import string

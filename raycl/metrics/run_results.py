@@ -7,8 +7,6 @@ A result tree is the parsed `results.json` of a run; the keys used here are `con
 `backbone`, `method`, perhaps `modifiers`), `stream` (with `tasks`), `phases`, `matrix`, `metrics`, perhaps `unseen`.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Sequence

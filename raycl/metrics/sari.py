@@ -6,8 +6,6 @@ downloading code, so it is implemented here. As in the script that Hugging Face'
 and texts are lower-cased and tokenised by sacrebleu.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Settings of evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A cell of the accuracy matrix where texts themselves are learned: the share of tokens that are guessed right."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 

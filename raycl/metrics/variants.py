@@ -7,8 +7,6 @@ paper states or one repository's code does, with the source in one line.
 training), or nothing. The notation is that of `matrix`; None where a number is undefined.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """The rows of a task that are answered, and their score: the same for the workers of a run and for an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -6,8 +6,6 @@
 Where the newest record is lost, the one before it would count again; the note says that there was one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar

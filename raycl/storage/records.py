@@ -6,8 +6,6 @@ Manifests, snapshots, activations, checkpoints and the journal decide what is lo
 bytes must be exactly those that `seal` gives; an edited file with the same meaning is refused too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

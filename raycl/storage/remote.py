@@ -3,8 +3,6 @@
 pyarrow.fs offers neither.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import re

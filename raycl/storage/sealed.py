@@ -7,8 +7,6 @@ A file is used again only if it is complete, unchanged and belongs to the reques
 another is refused like a damaged one.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import asdict, dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Local files that get their name when they are complete."""
 
-from __future__ import annotations
-
 import os
 import re
 import uuid

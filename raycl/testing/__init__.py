@@ -1,7 +1,5 @@
 """Checks for authors of packages that add to raycl, which raycl's own methods, routers and the like pass."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

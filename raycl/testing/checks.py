@@ -4,8 +4,6 @@ raycl's own contract suite calls the same ones. `check_method(MyMethod)` in a te
 for half a minute; nothing is downloaded, and no Ray is started.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Packages as pip installs them, written into a folder: how a test gives raycl a method that is not installed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The models are drawn from a fixed seed and saved as Hugging Face folders, so that raycl's real loading is exercised.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

@@ -3,8 +3,6 @@
 They are saved as Hugging Face folders, so that the real loading code runs; and engines that stop as in a crash.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast

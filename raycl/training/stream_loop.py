@@ -4,8 +4,6 @@ Every worker runs the same lines. A run that died resumes from its journal; a fi
 evaluated again.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import asdict

@@ -4,8 +4,6 @@ A template may trim an answer, put a block of thinking before it, or add tokens 
 for the end of the prompt and the text to learn, which are never searched for in its output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

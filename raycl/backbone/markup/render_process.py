@@ -4,8 +4,6 @@ It is started as a file, with the import path of the other process as its argume
 request is a line of JSON on its standard input; the answer is a line for each conversation, up to the first problem.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -5,8 +5,6 @@ attributes, but a loop, a number of a million digits or a text of gigabytes stop
 them within one step of Python. So the kernel ends another process, and only that conversation fails.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -4,8 +4,6 @@ A tokenizer makes a control token of every such string in a text, so a row that 
 `<|im_end|>`, would end a turn.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ raycl bank export runs/mine/bank@main --adapters agnews=0.7,yelp=0.3 --to folder
 raycl bank export runs/mine/bank@7 --engine vllm --to s3://bucket/adapters
 """
 
-from __future__ import annotations
-
 import argparse
 
 from raycl.cli.commands import add_output, log_to_stderr, show

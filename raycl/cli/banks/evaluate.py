@@ -4,8 +4,6 @@ raycl evaluate runs/mine/bank data/test.jsonl
 raycl evaluate runs/mine/bank@main test.csv --text body --label category --metric macro_f1 --png confusion.png
 """
 
-from __future__ import annotations
-
 import argparse
 
 from raycl.cli.banks import predict

@@ -4,8 +4,6 @@ raycl pull hf://me/tickets                      into the folder tickets
 raycl pull hf://me/tickets@COMMIT s3://team/bank
 """
 
-from __future__ import annotations
-
 import argparse
 
 from raycl.cli.commands import log_to_stderr, show

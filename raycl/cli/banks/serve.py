@@ -9,8 +9,6 @@ raycl serve runs/mine activate BRANCH       answer from the newest snapshot of a
 raycl serve runs/mine promote 4 --max-drop 1.0
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import asdict

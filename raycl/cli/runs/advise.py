@@ -6,8 +6,6 @@ raycl advise --kind decoder --task-known --serve
 raycl advise --backbone google-t5/t5-large --memory 24 --rows 2000 --json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 

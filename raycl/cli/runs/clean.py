@@ -6,8 +6,6 @@ raycl clean s3://team/runs --only checkpoints --remove
 Banks, and runs that are not finished, are never touched.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from raycl.cli.commands import echo, show

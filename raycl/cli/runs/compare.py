@@ -5,8 +5,6 @@ raycl compare jobs/configs/compare/builtin.yaml --only lora joint --png matrices
 raycl compare jobs/configs/compare/builtin.yaml --status        state of each run; starts nothing
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

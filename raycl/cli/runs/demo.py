@@ -3,8 +3,6 @@
 raycl demo
 """
 
-from __future__ import annotations
-
 import argparse
 
 from raycl.cli.commands import parsed

@@ -7,8 +7,6 @@ raycl probe runs --layer 'encoder.block.5.*wi'
 It works with every method, with and without the modifier migu. A run's probe.json keeps the measurements.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 from pathlib import Path

@@ -9,8 +9,6 @@ raycl report runs/slm --router-png router.png
 raycl report runs/sapt --attention-png attention.png
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

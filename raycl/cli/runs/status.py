@@ -4,8 +4,6 @@ raycl status RUN_DIR
 raycl status RUN_DIR --web          the same as a page that follows the run, until Ctrl-C
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import asdict

@@ -6,8 +6,6 @@ raycl sweep sweeps/migu_threshold.yaml --resume    continue it
 raycl train runs/migu-threshold/best.yaml          the best trial, alone: the same numbers
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -10,8 +10,6 @@ raycl train --resume RUN_DIR --revise TASK  a new run that learns one of its tas
 On a cluster: ray job submit --working-dir . -- python jobs/train_stream.py, with the same arguments.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 

@@ -4,8 +4,6 @@ Files do not contain which answers are allowed or how a paper scores them. Sourc
 and papers; metrics as each paper reports them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

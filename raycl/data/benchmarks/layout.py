@@ -5,8 +5,6 @@ task's folder may be in the root, in `SuperNI` or `Long_Sequence`, or in an O-Lo
 or with a folder of CSV files for each split (MMLU).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

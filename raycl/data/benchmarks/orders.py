@@ -4,8 +4,6 @@ SAPT's order 3 is GainLoRA's 4, and SLM's order 7 is not MIGU's 7; so each order
 numbers are aliases with the paper in front.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType

@@ -5,8 +5,6 @@ pages. An entry is `<key>.arrow` with the sealed record `<key>.json`, written la
 not what its record says is built again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -9,8 +9,6 @@ assistant's turns alone, each of which is an answer to all before it; this holds
 and each turn keeps as much of its own past as fits.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Every format ends in items with named fields, and people name them differently: 
 and output, prompt and completion, messages of a conversation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

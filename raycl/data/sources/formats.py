@@ -5,8 +5,6 @@ after the reader sees one type, `SourceRow`. Every error names file and row, the
 do.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Files may be larger than memory, and a damaged or hostile one must end in an err
 decoder is used, which limits depth and digits; parsers that call back at every bracket do not.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

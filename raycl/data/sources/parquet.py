@@ -5,8 +5,6 @@ known before it is read: from the headers of its pages, by which Arrow reads, an
 anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any

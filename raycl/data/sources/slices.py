@@ -1,7 +1,5 @@
 """Names of splits, and slices of them as `datasets` writes them: `train[:1000]`, `train[-100:]`, `train[10%:90%]`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

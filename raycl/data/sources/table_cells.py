@@ -4,8 +4,6 @@ Such files are written by many programs, and a wrong guess about quotes or separ
 used, not Arrow's: it goes row by row, so an error names the broken row.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

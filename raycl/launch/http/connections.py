@@ -4,8 +4,6 @@ Uvicorn has settings for idle connections after an answer, but none for the size
 the time until one is complete, for pipelined requests and for answers that a client does not read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import os

@@ -3,8 +3,6 @@
 The playground and the page of a run's status are served in the same way, and share colours and icon.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from importlib import resources

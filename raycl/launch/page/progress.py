@@ -1,7 +1,5 @@
 """The state and progress of a run as one JSON tree: `GET /status.json` of the page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The server of the page: `/` and its files, and `/status.json`, which the page requests every two seconds."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -12,8 +12,6 @@ The paper stores a number of examples per class; here a share of each task's row
 trains with plain SGD: with AdamW the guarantee holds for the gradient that the optimizer is given, not for its update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

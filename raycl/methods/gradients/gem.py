@@ -20,8 +20,6 @@ are drawn. They train with plain SGD: with AdamW the guarantee holds for the gra
 for its update. TRACE's code keeps one old gradient for each task instead of rows, and its solver's signs are reversed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

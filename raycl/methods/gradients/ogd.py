@@ -15,8 +15,6 @@ the gradient that the optimizer is given, not for its update. TRACE's code store
 step of the last epoch, and all its columns are the same one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Products of gradients, each one vector over all parameters, and the base class of methods that project them."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar

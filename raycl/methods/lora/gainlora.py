@@ -25,8 +25,6 @@ the A of its own inputs, as in `inflora`. Label rows of encoder-only backbones, 
 like the weights. Where the task id is given (schedule `separate`) there are no gates.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -11,8 +11,6 @@ as method `lora` has it, and yet nothing that an earlier snapshot holds changes.
 own labels only.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

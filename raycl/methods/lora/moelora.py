@@ -18,8 +18,6 @@ answer is decoded, and the served mixture is the trained one. The label head of 
 the experts, as in `lora`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 

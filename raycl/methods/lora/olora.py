@@ -11,8 +11,6 @@ rte and wic, and lambda_1 is 5 from dbpedia on (`lambda_1_by_task`, `lambda_2_by
 Earlier adapters are compared in the precision in which they are applied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 

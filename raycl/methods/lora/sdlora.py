@@ -24,8 +24,6 @@ lowers the scores of their labels. s = `lora_alpha` / `r` is 1, as in the paper,
 Where the task id is given (schedule `separate`), a task is trained alone and its magnitude goes into B.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -26,8 +26,6 @@ AdamW divides gradients by their own size, so a factor that stays the same for a
 epsilon; with train.optimizer=sgd it acts as a factor on the update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar, Literal

@@ -15,8 +15,6 @@ use are zero, or close to it. AdamW divides gradients by their own size: a weigh
 like a free one, and only those with gradients of zero stay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
 

@@ -13,8 +13,6 @@ What a phase exports is the model behind its task's masks, whose projections hav
 Nothing goes to the bank: the masks of the tasks are in layers, which adapters do not reach.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal

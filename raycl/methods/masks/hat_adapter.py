@@ -15,8 +15,6 @@ and one on the outputs, and the language head is frozen. Label heads of encoder-
 to their tasks, as in HAT.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 

@@ -5,8 +5,6 @@ gated feed-forward block has one value for each. Their weights are the rows of t
 columns of the linear that reads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

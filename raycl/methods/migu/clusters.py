@@ -4,8 +4,6 @@ The authors' code for this does not run as released, so equal sizes (they state 
 clustering that ends in the same balanced k-means, and rows normalised one by one are our reading.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ depend on how texts were put into batches. Forward passes outside a training ste
 nor does recomputation.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar

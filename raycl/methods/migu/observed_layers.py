@@ -1,7 +1,5 @@
 """The observed layers, the position of their units in the flat vector of magnitudes, and the rows that they mask."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -5,8 +5,6 @@ Rows of one weight that compete with each other are a group. All groups of all l
 vector, so that workers exchange one small tensor and groups of one size are ranked together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

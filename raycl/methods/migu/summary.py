@@ -3,8 +3,6 @@
 It is counted on the device, goes into checkpoints, and becomes small JSON at the end of the phase. No step reads it.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Mapping

@@ -14,8 +14,6 @@ through the embedding layer twice (model/epi.py: what line 188 gives goes in as 
 layer norm are applied again), which is not copied, and its classifier has a dropout of 0.1 in front.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 

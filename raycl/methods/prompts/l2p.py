@@ -21,8 +21,6 @@ Where code differs, the authors' for images (google-research/l2p), and for texts
 - Each example's pull counts by its loss positions, so that N workers equal one.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar, Literal, Self
 

@@ -21,8 +21,6 @@ SAPT's 2 % of pseudo-samples; theirs are 2 of each class. Deviations:
 - With `source=real` stored rows stand in the place of what it writes (not in the paper).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace

@@ -24,8 +24,6 @@ Where the authors' code differs:
 - Each example's matching loss counts by its loss positions, so that N workers equal one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 

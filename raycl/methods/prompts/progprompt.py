@@ -15,8 +15,6 @@ Where the authors' code differs: it cuts prompts and text together at 512 positi
 to task; here `stream.max_source_tokens` is the text's alone. Its early stopping is `eval.select=best_dev`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """Base class of methods whose task trains a LoRA, a prefix in every attention layer, or a soft prompt."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal

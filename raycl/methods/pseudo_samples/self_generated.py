@@ -7,8 +7,6 @@ separator of several out, which repeat each other. Inputs stand without instruct
 what was written as around real data. A long input is cut; their code cuts the end, which is the answer.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

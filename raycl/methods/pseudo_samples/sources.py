@@ -1,7 +1,5 @@
 """Sources of pseudo-samples: training rows, a generator, or files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

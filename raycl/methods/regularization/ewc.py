@@ -21,8 +21,6 @@ so that their weights are nominal here.
   divided by the accumulation, 8: 400 there is about 400 E / 64 here, or half of it where rows are independent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 

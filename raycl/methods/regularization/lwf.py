@@ -13,8 +13,6 @@ batches before a task, in their order; it takes KL(new, old), sums over prompt a
 size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 

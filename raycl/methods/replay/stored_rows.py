@@ -6,8 +6,6 @@ learned, the words that are hidden of a stored text follow from the seed and the
 it is read.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

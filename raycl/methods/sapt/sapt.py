@@ -10,8 +10,6 @@ attention's and reflection's too). Prompts are learned by the run's AdamW like a
 C).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """SAPT's settings: its adapters', and by section its attention's, reflection's, generator's and selector's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self

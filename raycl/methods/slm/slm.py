@@ -7,8 +7,6 @@ touched or replayed, and no task id is needed at test. Where the authors' code d
 batch, heads picked by the true number of labels, drifting old slots), this follows the paper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A recommendation for a case, with its reasons: the rows of a study that the case allows, by their AP."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A study is a comparison file and the runs that were made of it: `jobs/configs/co
 among the files that are installed with raycl.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass

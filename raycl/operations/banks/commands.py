@@ -1,7 +1,5 @@
 """The commands of `raycl bank`: each returns an answer as text and as a tree for scripts."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

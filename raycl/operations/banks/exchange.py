@@ -1,7 +1,5 @@
 """Adapters of the bank as folders that other libraries load, and back: PEFT both ways, merged Hugging Face models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -7,8 +7,6 @@ They are found on PATH. A LoRA in GGUF has one alpha, and llama.cpp scales each 
 other ranks are padded with zeros first (`of_one_rank`).
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

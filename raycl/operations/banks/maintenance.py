@@ -1,7 +1,5 @@
 """Looking after a bank: is it whole, what is no longer needed, what changed between two snapshots."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field

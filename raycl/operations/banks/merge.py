@@ -1,7 +1,5 @@
 """Merging: one snapshot with the tasks of two, for methods whose tasks do not depend on each other."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """An adapter that was trained elsewhere becomes a task that the router selects, known by a few of its texts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

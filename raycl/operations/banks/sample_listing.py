@@ -1,7 +1,5 @@
 """Stored samples of a bank: inputs of users, with adapters (SAPT's pseudo-samples) or in training states (Replay's)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile

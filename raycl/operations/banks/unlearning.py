@@ -3,8 +3,6 @@
 Old snapshots stay until they are pruned; with the last one that names them, the task's tensors go too.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Sequence

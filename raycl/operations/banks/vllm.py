@@ -7,8 +7,6 @@ largest is one of `RANKS`; no soft prompts, no heads; decoder-only models. A rec
 in front (`raycl.serve.upstream`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -12,8 +12,6 @@ where it is trained: 6 N a token for N trained weights, 4 N for frozen ones. Gra
 pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Every method allocates what it would train.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A plan: what a run needs on a cluster, whether it fits, and what limits it; as JSON and as text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 and trains, read from the classes (MIGU's table 1, SLM's table 1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

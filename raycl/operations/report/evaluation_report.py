@@ -1,7 +1,5 @@
 """An evaluation of files as a table, and the confusion of its labels as a picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

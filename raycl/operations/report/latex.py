@@ -1,7 +1,5 @@
 """Tables as LaTeX, for papers: the rules are those of the package booktabs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Group

@@ -1,7 +1,5 @@
 """The accuracy matrix of one run as a picture, without matplotlib until it is drawn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from raycl.config import Tree

@@ -4,8 +4,6 @@ The paper's figures 5, 15 and 16 show "the overlapping ratio of updated paramete
 100 samples per task", with MIGU and without. Runs that differ in their seed alone are one column with mean and spread.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

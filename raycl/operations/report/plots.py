@@ -4,8 +4,6 @@ Colours: viridis for heat maps, Okabe and Ito's eight for lines, both readable w
 grey print.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ Two tasks whose keys are confused are seen at a glance, in three panels that sha
 Colours as in `plots`. In the plane neighbouring tasks differ in colour and in marker; no pair comes twice in 56 tasks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

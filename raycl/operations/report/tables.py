@@ -1,7 +1,5 @@
 """Text tables of runs: the accuracy matrix and the routing of one, the comparison of several."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from rich.cells import cell_len

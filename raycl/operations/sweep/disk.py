@@ -3,8 +3,6 @@
 A bank is never removed, nor anything of a run that is not finished.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass

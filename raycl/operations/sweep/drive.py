@@ -1,7 +1,5 @@
 """A whole sweep: checked, run through Ray Tune, continued, and summed up."""
 
-from __future__ import annotations
-
 import logging
 import uuid
 from collections.abc import Iterator

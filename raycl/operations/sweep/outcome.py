@@ -1,7 +1,5 @@
 """The outcome of a sweep: a row for each trial, means over seeds or orders, the best trials, and their files."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

@@ -4,8 +4,6 @@ A run records the fingerprints of data and models with its first claim, and the 
 continues it (a later attempt, added tasks, a run that starts from its snapshots, a merge) is compared with them.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """The job of a run's workers: plain values, since they travel to other processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -6,8 +6,6 @@ test (PerTaskFT of MIGU, "separate fine-tune" of SLM). The last two are upper re
 method; FWT's single-task scores come from `separate` (SAPT's scorer hard-codes them instead).
 """
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Everything one worker needs to run a stream, as one bundle, and the metadata that goes into every result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ are sent. torch's DistributedDataParallel does the same around a module of fixed
 task, and a step's micro-batches share one sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ compiler makes and parameters keep their names. Evaluation and generation run th
 (`Backbone.inference`): caches and short texts would be compiled again and again.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ hooks and, at ZeRO-3, partitioned parameters and attributes that hold the whole 
 and puts plain parameters back.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

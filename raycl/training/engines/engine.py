@@ -4,8 +4,6 @@ The loss of a step is the token-summed cross-entropy over all micro-batches of a
 those tokens: not a mean of means. So N workers, or any accumulation, equal one worker on the joined batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType

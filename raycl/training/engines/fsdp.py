@@ -9,8 +9,6 @@ Library behaviour this file depends on (torch 2.13, observed): the first module 
 gradients are averaged unless their divisor is set; a unit's parameters must not be replaced afterwards.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 

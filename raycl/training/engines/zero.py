@@ -1,7 +1,5 @@
 """What DeepSpeed's ZeRO is given, and what it leaves behind: its config, and attributes and hooks on modules."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

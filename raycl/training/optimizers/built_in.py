@@ -1,7 +1,5 @@
 """The optimizers of `registry.OPTIMIZERS`: torch's, and those of other libraries behind the same interface."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Trained parameters as an optimizer has them: in groups, with their state, at a learning rate that changes by step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

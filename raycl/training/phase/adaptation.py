@@ -5,8 +5,6 @@ of its batch. Gradients go to no `.grad` and no optimizer: parameters are copied
 after each, in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 

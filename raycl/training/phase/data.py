@@ -1,7 +1,5 @@
 """The data of a phase on one worker: its batches, passes over them, and gradients on chosen rows."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

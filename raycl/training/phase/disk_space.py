@@ -3,8 +3,6 @@
 A run that fills the disk in its tenth task cannot go on with the nine that it has learned before space is freed.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

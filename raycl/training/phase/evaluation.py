@@ -3,8 +3,6 @@
 Every task's examples are spread over the workers.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

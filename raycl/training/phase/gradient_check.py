@@ -8,8 +8,6 @@ gradient, and nothing is changed: a trial step beforehand would have to put weig
 back under five engines, and would prove less, since it is not the step that counts.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Published runs choose a checkpoint by its dev score; the last one is what most methods here mean.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import replace

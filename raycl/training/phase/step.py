@@ -1,7 +1,5 @@
 """One optimizer step: the only place that calls backward and step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -5,8 +5,6 @@ it had been that run and got more tasks. It evaluates the snapshot's phase first
 snapshot was published.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -5,8 +5,6 @@ engine. Where workers share parameters out, each writes its rows to a file of it
 position and all randomness follow from the seed and the step, so they need no file.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Two runs with the same effective settings up to some phase are the same run up t
 starts with the checkpoint and journal records of the first, as if it had been resumed there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

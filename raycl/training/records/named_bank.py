@@ -9,8 +9,6 @@ A REF has no slash, so an @ in a folder's name belongs to the path. Branches wit
 number or hash of their snapshots.
 """
 
-from __future__ import annotations
-
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import MAIN, NOT_SERVED, missing_branch, resolve

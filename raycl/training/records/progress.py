@@ -1,7 +1,5 @@
 """Progress of a run: log lines, and a trace with one record per step."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -3,8 +3,6 @@
 Publishing the same again (an attempt that died before its checkpoint) gives the versions that are there already.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

@@ -3,8 +3,6 @@
 Rank 0 writes; on other workers every call returns at once.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """`results.json`: the matrix, the metrics, and what is needed to trust and repeat them."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any

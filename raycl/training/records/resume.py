@@ -6,8 +6,6 @@ files (a node's cache, a local copy): they read each checkpoint together, so tha
 with the same error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

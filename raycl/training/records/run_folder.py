@@ -5,8 +5,6 @@ occupied for most of a minute. So they read a sweep's decision, one small file o
 and exit by themselves.
 """
 
-from __future__ import annotations
-
 import logging
 import shlex
 import time

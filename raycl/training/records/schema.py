@@ -3,8 +3,6 @@
 Names become folders, which are read, copied and deleted: each is a plain one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired
 

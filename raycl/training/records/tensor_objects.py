@@ -7,8 +7,6 @@ published, or read from the bank that it started from, is in the bank alone; wit
 is stored here too. An object that is missing or damaged here is read from the bank.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Does not depend on Ray.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence

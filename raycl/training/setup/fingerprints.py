@@ -4,8 +4,6 @@ Rows count by what they say, so the same rows in another folder or format are th
 (`raycl.backbone.model_hashes`), those of rows are made once, when they are read.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from typing import Any

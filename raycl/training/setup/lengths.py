@@ -1,7 +1,5 @@
 """The token lengths of a run: those of its config, and where it leaves them open those of its data."""
 
-from __future__ import annotations
-
 import math
 
 from raycl.backbone.base import Backbone

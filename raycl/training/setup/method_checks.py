@@ -1,7 +1,5 @@
 """Checks before any work that a run's method, engine and backbone work together."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

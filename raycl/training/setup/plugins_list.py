@@ -1,7 +1,5 @@
 """The parts that installed packages add to raycl, and those that cannot be used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from raycl import plugins

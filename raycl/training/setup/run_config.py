@@ -1,7 +1,5 @@
 """The config tree of a run, and what follows from it: its fingerprint, folder and phases."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The config of a run that starts from a snapshot of a bank (`bank.start`): the snapshot's own, with more tasks."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Resuming: the run is found again by a tag.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

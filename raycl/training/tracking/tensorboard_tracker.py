@@ -1,7 +1,5 @@
 """TensorBoard: event files below the run's folder. The only place that imports it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a tracker is given, and what it does: numbers, tables and pictures of a run, continued where the run resumes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

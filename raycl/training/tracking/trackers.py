@@ -1,7 +1,5 @@
 """The settings `tracking`, and the trackers that they name, as one."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Iterator

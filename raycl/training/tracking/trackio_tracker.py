@@ -3,8 +3,6 @@
 Resuming: Trackio continues the run of the same name. It has one axis, so numbers after a task have the task as step.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

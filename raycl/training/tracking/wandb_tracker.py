@@ -4,8 +4,6 @@ Resuming: the wandb run id is derived from project and run name, so the same nam
 logged as a number of their own and made the x-axis, because wandb drops points whose own step counter goes back.
 """
 
-from __future__ import annotations
-
 import logging
 import netrc
 import os

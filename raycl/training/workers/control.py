@@ -4,8 +4,6 @@ The thread writes `heartbeat.json` (rank 0) and ends a worker that makes no prog
 file system raises no error, and only a new process recovers from it.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

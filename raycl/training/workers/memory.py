@@ -1,7 +1,5 @@
 """The memory of a worker: how much it holds, how much it held, and which setting to lower where there is not enough."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import re

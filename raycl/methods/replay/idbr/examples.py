@@ -1,7 +1,5 @@
 """Examples of IDBR: the halves of each in their own order or swapped (section 3.2), and those nearest to centroids."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 

@@ -28,8 +28,6 @@ Where it differs from that code:
 Two projections stand between backbone and label rows, which serving does not have, so nothing is published.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Tables of a sweep: its trials, the best first, means over seeds or orders, and the same as CSV."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -7,8 +7,6 @@ The language: numbers, strings, `True`, `False`, `None`, lists, dotted names, `+
 `and or not`, `a if b else c`, and the functions of `FUNCTIONS` or of the caller.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The metrics of a trial: AP, F.Ra, a task's score, or an expression of them, after each task."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Tune calls a `Searcher`; ours write every proposal into the sweep's folder befor
 there, so Tune's own (pickled) state is never read back.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from abc import ABC, abstractmethod

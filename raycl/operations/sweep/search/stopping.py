@@ -5,8 +5,6 @@ minute. Here the rule's decision goes to the run (`raycl.training.records.run_fo
 Tune gets the decision to continue: the trial ends as if its stream were over.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ followed. Kept besides the config: versions of raycl and of packages that add to
 their CPUs (sums of floats depend on both).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -4,8 +4,6 @@ The upper reference costs as much as the trial itself, and does not depend on th
 all that it does depend on, in a folder that sweeps of one directory share.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
