@@ -1,9 +1,9 @@
 """Five small English text tasks, generated when they are needed, so that `make demo` shows forgetting offline.
 
-A new user must see a stream, a matrix and a forgetting figure before downloading anything; real
-benchmarks are neither small nor redistributable.  Each task is a small grammar (`builtin_words`)
-and each row is one seeded walk through it.  One alternative in four of every list is kept from the
-training split, so the test split holds words and phrasings that training never showed.
+A new user must see a stream, a matrix and a forgetting figure before downloading anything; real benchmarks are neither
+small nor redistributable. Each task is a small grammar, a text of `grammars`, all of which were written for this
+project, and each row is one seeded walk through it. One alternative in four of every list is kept from the training
+split, so the test split holds words and phrasings that training never showed.
 
 This module does not know models, tokenizers, folders or streams: it yields `(text, label)` pairs,
 the same ones on every machine for the same `(task, split, seed)`.
@@ -29,14 +29,22 @@ from pathlib import Path
 
 import numpy as np
 
-from raycl.data.benchmarks import builtin_words
 from raycl.errors import DataError
 
 Grammar = Mapping[str, tuple[str, ...]]
 
-_LABELS: Mapping[str, tuple[str, ...]] = builtin_words.LABELS
+_LABELS: Mapping[str, tuple[str, ...]] = {
+    "topic": ("sport", "cooking", "finance", "health", "music", "gardening"),
+    "sentiment": ("positive", "negative", "mixed", "neutral"),
+    "question_type": ("person", "place", "quantity", "date", "reason", "method"),
+    "intent": ("book table", "set reminder", "send message", "find route", "play video", "order goods"),
+    "entailment": ("yes", "no"),
+}
 TASKS: tuple[str, ...] = tuple(_LABELS)
 """Task names in stream order."""
+
+GRAMMARS = Path(__file__).parent / "grammars"
+"""The grammar of each task, and the lists that they have in common."""
 
 _SPLITS = ("train", "test")
 _HELD_OUT_EVERY = 4  # each fourth alternative of a list appears in the test split only
@@ -99,7 +107,7 @@ def _new_text(
 
 def fingerprint() -> str:
     """Return a digest of everything the rows depend on, so that caches notice an edited word list."""
-    sources = (Path(__file__), Path(builtin_words.__file__))
+    sources = (Path(__file__), *sorted(GRAMMARS.glob("*.txt")))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
@@ -143,7 +151,7 @@ class _Walk:
 
 @cache
 def _grammar(task: str, split: str) -> Grammar:
-    lists = _parse(builtin_words.GRAMMARS[task] + builtin_words.COMMON)
+    lists = _parse("".join((GRAMMARS / f"{name}.txt").read_text(encoding="utf-8") for name in (task, "common")))
     if split == "test":
         return lists
     return {symbol: _kept_for_training(options) for symbol, options in lists.items()}

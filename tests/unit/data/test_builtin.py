@@ -1,6 +1,7 @@
 """The built-in tasks: same rows everywhere, honest splits, balanced, neither trivial nor hopeless."""
 
 import hashlib
+import shutil
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,7 @@ from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
-from raycl.data.benchmarks import builtin, builtin_words
+from raycl.data.benchmarks import builtin
 from raycl.data.benchmarks.builtin import TASKS, labels, rows
 from raycl.errors import DataError
 
@@ -123,9 +124,10 @@ def test_unknown_names_list_the_valid_ones() -> None:
 def test_fingerprint_changes_with_the_word_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = builtin.fingerprint()
     assert before == builtin.fingerprint()
-    edited = tmp_path / "words.py"
-    edited.write_bytes(Path(builtin_words.__file__).read_bytes() + b"#")
-    monkeypatch.setattr(builtin_words, "__file__", str(edited))
+    shutil.copytree(builtin.GRAMMARS, tmp_path / "grammars")
+    with (tmp_path / "grammars" / "topic.txt").open("a") as words:
+        words.write("town = Rome\n")
+    monkeypatch.setattr(builtin, "GRAMMARS", tmp_path / "grammars")
     assert builtin.fingerprint() != before
 
 
