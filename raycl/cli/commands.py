@@ -165,7 +165,7 @@ def echo(text: object = "", **options: Any) -> None:
 
 def show(options: argparse.Namespace, text: object, tree: Any) -> None:
     """Print the result of a command: as text, or with --json as one document."""
-    echo(json.dumps(tree, indent=1, ensure_ascii=False, default=str) if options.json else text)
+    echo(json.dumps(tree, indent=1, ensure_ascii=False, default=str) if options.json else text, flush=True)
 
 
 def note(options: argparse.Namespace, text: object, file: TextIO | None = None) -> None:

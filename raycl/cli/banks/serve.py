@@ -13,7 +13,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from raycl.cli.commands import add_allow_env, echo, is_override, log_to_stderr, note, show
+from raycl.cli.commands import add_allow_env, is_override, log_to_stderr, note, show
 
 UNNAMED = "RUN_DIR"
 """The bank in a printed config for which none is named."""
@@ -59,11 +59,12 @@ def run(options: argparse.Namespace) -> int:
     drop = [f"gate.max_drop={options.max_drop}"] if options.max_drop is not None else []
     given = [*bank, *drop, *options.overrides]
     if options.print_config:
-        from raycl.config import load_tree
+        from raycl.config import as_tree, load_tree
         from raycl.config.reference import commented_yaml
 
         named = "bank" in load_tree(options.config, given)
-        echo(commented_yaml(load_serve_config(options.config, given if named else [f"bank={UNNAMED}", *given])), end="")
+        settings = load_serve_config(options.config, given if named else [f"bank={UNNAMED}", *given])
+        show(options, commented_yaml(settings).rstrip("\n"), as_tree(settings))
         return 0
     config = at_bank(load_serve_config(options.config, given))
     note(options, f"reading the bank {config.bank}", sys.stderr)
@@ -78,5 +79,5 @@ def run(options: argparse.Namespace) -> int:
         show(options, text, {**asdict(result), "passed": result.passed, "reason": result.reason})
         return 0 if result.passed else 1
     else:
-        endpoint.serve_forever(config)
+        endpoint.serve_forever(config, lambda tree: show(options, "", tree) if options.json else None)
     return 0

@@ -6,6 +6,7 @@ import io
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout, suppress
 
 import ray
@@ -14,6 +15,7 @@ from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.branches import resolve
 from raycl.bank.integrity import IntegrityCheck
+from raycl.config import Tree
 from raycl.errors import BankError, LaunchError, StorageError
 from raycl.generation.task_prompts import check_templates
 from raycl.launch import cluster
@@ -32,8 +34,11 @@ LOOK_S = 1.0
 """Seconds between two looks for what is new in the bank."""
 
 
-def serve_forever(config: ServeConfig) -> None:
+def serve_forever(config: ServeConfig, ready: Callable[[Tree], None]) -> None:
     """Start the endpoint on this cluster, or on one of our own, and stay until a signal comes.
+
+    Args:
+        ready: called once it answers, with its bank, its URL and those of its metrics.
 
     Raises:
         LaunchError: it did not start, or others deleted it. RayclError: config or bank.
@@ -45,14 +50,14 @@ def serve_forever(config: ServeConfig) -> None:
         application, name = build_from(settled), name_of(settled)
         with nullcontext() if alone else reserved(name):
             try:
-                _serve(settled, application, name, replace=not alone)
+                _serve(settled, application, name, ready, replace=not alone)
             finally:
                 with redirect_stdout(io.StringIO()):  # Serve's controller ends in the midst of a call, which Ray prints
                     end(name, whole=alone)
                     ray.shutdown()
 
 
-def _serve(config: ServeConfig, application: object, name: str, replace: bool) -> None:
+def _serve(config: ServeConfig, application: object, name: str, ready: Callable[[Tree], None], replace: bool) -> None:
     """Start and stay."""
     stopped = threading.Event()
     with suppress(KeyboardInterrupt):
@@ -60,8 +65,10 @@ def _serve(config: ServeConfig, application: object, name: str, replace: bool) -
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets a handler of its own
             signal.signal(number, lambda *_: stopped.set())
         path = "" if config.ingress == "direct" else config.route_prefix.rstrip("/")
-        log.info("serving %s on %s (Ctrl-C ends it)", config.bank, url_of(config.host, config.port) + path)
-        log.info("metrics for Prometheus: %s", ", ".join(metrics_urls()))
+        url, metrics = url_of(config.host, config.port) + path, metrics_urls()
+        log.info("serving %s on %s (Ctrl-C ends it)", config.bank, url)
+        log.info("metrics for Prometheus: %s", ", ".join(metrics))
+        ready({"bank": config.bank, "url": url, "metrics": metrics})
         news, watch = _News(config), Watch(name, stopped)
         while not stopped.wait(LOOK_S):
             news.log()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from raycl.cli.commands import COMMANDS, note, parser_of, show
+from raycl.cli.commands import COMMANDS, note, parser_of, run, show
 from raycl.launch import console
 from raycl.progress import counted_off, report
+from raycl.serve import settings
+from raycl.serve.deployment import endpoint
 
 
 class Terminal(io.StringIO):
@@ -99,6 +103,20 @@ def test_flags_may_stand_on_both_sides_of_a_command_of_banks() -> None:
     for words in (["--json", "list", "x"], ["list", "x", "--json"]):
         options = parser_of("bank").parse_args(words)
         assert options.json and not options.quiet
+
+
+def test_serve_prints_one_document_where_it_answers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ready = {"bank": "b", "url": "http://127.0.0.1:8000", "metrics": ["http://127.0.0.1:9000"]}
+    monkeypatch.setattr(endpoint, "serve_forever", lambda config, told: told(ready))
+    monkeypatch.setattr(settings, "at_bank", lambda config: config)
+    assert run("serve", [str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == ready
+    assert run("serve", [str(tmp_path)]) == 0
+    assert capsys.readouterr().out == ""
+    assert run("serve", [str(tmp_path), "port=9", "--print-config", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["port"] == 9
 
 
 def test_a_result_is_one_document_and_notes_are_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
