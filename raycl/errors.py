@@ -176,6 +176,12 @@ def counted(number: float, noun: str) -> str:
     return " ".join([f"{number:,g}" if number % 1 else f"{number:,.0f}", first if number == 1 else f"{first}s", *rest])
 
 
+def some(names: list[str], most: int) -> str:
+    """Return the first names, and how many there are besides."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 _UNPRINTED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but tabs and line feeds, separators of lines, changes of direction, halves of characters."""
 

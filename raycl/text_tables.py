@@ -20,6 +20,12 @@ def grid(titles: Sequence[str], rows: Iterable[Sequence[str]] = (), left: int = 
     return table
 
 
+def short_number(value: float) -> str:
+    """Return `1.2k`, `3.4M` or `5.6B`, and smaller numbers whole."""
+    units = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
+    return next((f"{value / size:.3g}{unit}" for size, unit in units if value >= size), f"{value:.0f}")
+
+
 def edgeless(titles: Sequence[str], words: Collection[int] = (0,)) -> Table:
     """Return a table that begins at the edge, with columns of words at these places, and of numbers at the others."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from raycl.data.lengths import lines_of_cuts
-from raycl.data.mistakes import SPLITS, Mistake, mistakes_of, seen_rows
+from raycl.data.mistakes import Mistake, mistakes_of, seen_rows
 from raycl.data.prepare import naming_rows
 from raycl.data.selection import sample
 from raycl.data.sources.cache import Indices
 from raycl.data.sources.ingest import RawRows
 from raycl.data.stream import Stream
-from raycl.data.tokens import Split
+from raycl.data.tokens import SPLITS, Split
 from raycl.errors import RayclError
 from raycl.types import Task, TextCodec
 

@@ -8,11 +8,9 @@ from typing import Any
 from raycl.data.prepare import TokenLimits, leaves_room
 from raycl.data.settings import MOST_LENGTHS, USUAL_LENGTHS
 from raycl.data.stream import Stream
-from raycl.data.tokens import Split, TokenTable
+from raycl.data.tokens import SPLITS, TokenTable
 from raycl.errors import counted
 from raycl.types import Task, TextCodec
-
-SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
 STEP = 8
 """Lengths that follow the data are multiples of this, unless the backbone's positions end before."""

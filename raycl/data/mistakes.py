@@ -17,10 +17,9 @@ from raycl.data.sources.cache import Indices
 from raycl.data.sources.conversation import messages_of
 from raycl.data.sources.ingest import MAX_AUTO_LABELS, RawRows
 from raycl.data.stream import Stream
-from raycl.data.tokens import Split
+from raycl.data.tokens import SPLITS, Split
 from raycl.types import Task
 
-SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 MOST_COMPARED = 200_000
 """Rows of a task whose texts a new run compares; `raycl data check` compares all."""
 _SHOWN = 5

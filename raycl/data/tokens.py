@@ -14,6 +14,7 @@ from raycl.data.sources.cache import CacheEntry, ChunkedRows, RowIndices
 from raycl.types import Task
 
 Split = Literal["train", "dev", "test"]
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 

@@ -11,9 +11,8 @@ from rich.text import Text
 from raycl.errors import ConfigError, counted
 from raycl.methods.registry import DEFAULT_METHOD
 from raycl.operations.advise.studies import Measured, Study
-from raycl.operations.report.run_comparison import Spread
 from raycl.operations.report.tables import points
-from raycl.text_tables import edgeless, render
+from raycl.text_tables import edgeless, render, short_number
 
 SHOWN = 3
 FAR = 3.0
@@ -99,7 +98,10 @@ class Advice:
         )
         table = edgeless(("method", "seeds", "AP", "F.Ra", "time", "trained", "memory", "what it keeps"), words=(0, 7))
         for row in self.best:
-            cost = [_short(row.numbers["trained_parameters"]), f"{row.numbers['peak_memory_mb'].mean:,.0f} MiB"]
+            cost = [
+                short_number(row.numbers["trained_parameters"].mean),
+                f"{row.numbers['peak_memory_mb'].mean:,.0f} MiB",
+            ]
             scores = [points(row.ap), points(row.numbers["f_ra"]), f"{row.numbers['wall_s'].mean:.0f} s"]
             table.add_row(row.name, str(row.seeds), *scores, *cost, keeps(row))
         lines = [f"{self.best[0].name}: {_reason(self)}", *self.notes]
@@ -176,23 +178,15 @@ def _far(study: Study, case: Case, best: Measured) -> list[str]:
         "parameters": (case.parameters, study.parameters),
     }
     notes = [
-        f"not measured at your size: {_short(given)} {what}, {_short(measured)} in the study; the order may be "
-        "another, and so may the best rates"
+        f"not measured at your size: {short_number(given)} {what}, {short_number(measured)} in the study; the order "
+        "may be another, and so may the best rates"
         for what, (given, measured) in pairs.items()
         if given is not None and not 1 / FAR <= given / measured <= FAR
     ]
     if case.tasks is not None and case.tasks > FAR * study.tasks and best.own_adapters:
-        trained = _short(best.numbers["trained_parameters"])
+        trained = short_number(best.numbers["trained_parameters"].mean)
         notes.append(
             f"{counted(case.tasks, 'task')}, {study.tasks} in the study: {best.name} keeps an adapter of each, at most "
             f"{trained} parameters there"
         )
     return notes
-
-
-def _short(number: float | Spread) -> str:
-    value = number.mean if isinstance(number, Spread) else number
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.0f}"

@@ -13,6 +13,7 @@ from raycl.operations.plan.arithmetic import GPUS, Cluster
 from raycl.operations.plan.numbers import engine_of, numbers, opened, phases_of
 from raycl.operations.plan.report import Report, report
 from raycl.plugins import installed
+from raycl.text_tables import short_number
 from raycl.training.definition.settings import DeepSpeedConfig, EngineConfig, FSDPConfig, TorchConfig
 from raycl.training.setup.run_config import RunConfig
 
@@ -138,12 +139,5 @@ def _parameters(name: str) -> tuple[str, str]:
         second = list(phases_of(parts.context))[1]
         own = method_class(name).own_adapters
         where = "" if backbone == next(iter(COUNTED_ON)) else f" ({backbone})"
-        return f"{_short(second.count)}{where}", _short(second.adapters) if own else "0"
+        return f"{short_number(second.count)}{where}", short_number(second.adapters) if own else "0"
     raise ConfigError(f"method '{name}' works with none of {', '.join(COUNTED_ON)}")
-
-
-def _short(count: int) -> str:
-    for size, unit in ((1_000_000, "M"), (1_000, "k")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)

@@ -18,7 +18,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.manifest import AdapterRef, Layout, ObjectInfo, SnapshotAdapter, dump, manifest_of, parse_snapshot
 from raycl.bank.pruning import removed_from
 from raycl.bank.states import has_state, state_objects
-from raycl.errors import BankError, CheckpointError
+from raycl.errors import BankError, CheckpointError, some
 from raycl.methods.base import under
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
@@ -104,7 +104,7 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
     left = published.restore(lost_objects(bank, snapshots.values()))
     wanted = [lost for lost in left if lost.info.sha256 in needed and keeps_adapters]
     if missing := wanted or left:
-        files = _listed([f"'{lost.info.file}'" for lost in missing])
+        files = some([f"'{lost.info.file}'" for lost in missing], LISTED)
         built_on = ", and the next phase is built on them" if wanted else ""
         message = f"{_gone(missing, bank)}{built_on}: no checkpoint of the run holds them; restore {files} from a copy"
         if wanted:
@@ -304,17 +304,12 @@ def _restore_manifests(bank: Bank, snapshots: Mapping[int, Snapshot], removed: C
             bank.storage.write(lost.file, dump(lost))
             again.append(str(entry))
     if again:
-        names = _listed(again)
+        names = some(again, LISTED)
         log.warning(
             "the manifest of %s is gone from the bank '%s' or damaged: published again", names, bank.storage.uri
         )
 
 
 def _gone(objects: Sequence[BankObject], bank: Bank) -> str:
-    names = _listed([item.what for item in objects])
+    names = some([item.what for item in objects], LISTED)
     return f"the tensors of {names} are gone from the bank '{bank.storage.uri}' or damaged"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

@@ -19,7 +19,7 @@ from raycl.data.mistakes import MOST_COMPARED, mistakes_of
 from raycl.data.prepare import MIN_TEXT_TOKENS
 from raycl.data.settings import USUAL_LENGTHS
 from raycl.data.stream import Stream, open_stream
-from raycl.errors import ConfigError, ResumeError, RunError
+from raycl.errors import ConfigError, ResumeError, RunError, some
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class, modifier_class
@@ -350,8 +350,8 @@ def _warmup(config: RunConfig, stream: Stream) -> Iterator[str]:
             short.append(f"'{phase.name}' ({steps})")
     if short:
         yield (
-            f"train.warmup_steps={train.warmup_steps} is not less than the optimizer steps of task {_few(short)}, so "
-            "the learning rate never has its value: lower it, or give a share of the steps with train.warmup_ratio"
+            f"train.warmup_steps={train.warmup_steps} is not less than the optimizer steps of task {some(short, 3)}, "
+            "so the learning rate never has its value: lower it, or give a share of the steps with train.warmup_ratio"
         )
 
 
@@ -370,7 +370,7 @@ def _samples(config: RunConfig, stream: Stream) -> Iterator[str]:
             enough = max(enough, wanted / rows)
     if short:
         yield (
-            f"method.{path}={share:g} keeps a handful of training rows of task {_few(short)}: with fewer than "
+            f"method.{path}={share:g} keeps a handful of training rows of task {some(short, 3)}: with fewer than "
             f"{PER_LABEL} for each label, or {PER_TASK} without labels, little of a task is kept; "
             f"method.{path}={math.ceil(100 * enough) / 100:g} keeps as many of each"
         )
@@ -378,7 +378,3 @@ def _samples(config: RunConfig, stream: Stream) -> Iterator[str]:
 
 def _rows(stream: Stream, task: Task) -> int:
     return len(stream.rows(task, "train")) if stream.has_data(task) else 0
-
-
-def _few(named: Sequence[str]) -> str:
-    return ", ".join(named[:3]) + (f" and {len(named) - 3} others" if len(named) > 3 else "")

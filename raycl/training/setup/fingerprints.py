@@ -15,14 +15,12 @@ from raycl.config import Section
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.source import SourceFile
 from raycl.data.stream import Stream
-from raycl.data.tokens import Split
+from raycl.data.tokens import SPLITS
 from raycl.routing.sentence_encoder import EncoderConfig
 from raycl.storage import Storage
 from raycl.training.definition.inputs import Inputs
 from raycl.training.setup.run_config import RunConfig
 from raycl.types import Task
-
-SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
 
 def inputs_of(config: RunConfig, stream: Stream, fetches: bool = False) -> Inputs:
