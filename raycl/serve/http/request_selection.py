@@ -135,8 +135,8 @@ def _choice(loaded: LoadedSnapshot, model: str, pins: Pins) -> AdapterSelection:
         mine = _own_adapters(loaded, model)
         return AdapterSelection(dict.fromkeys(mine, 1.0 / len(mine)) if mine else None, model)
     raise NotFoundError(
-        f"model '{model}' does not exist: expected auto, base, snapshot:NUMBER, or an adapter of snapshot {number} "
-        f"({_some(loaded.keys)})"
+        f"model '{model}' does not exist: expected auto, base, snapshot:NUMBER, or a task or adapter of snapshot "
+        f"{number} ({_some(dict.fromkeys([*served_tasks(loaded), *loaded.keys]))})"
     )
 
 

@@ -721,6 +721,7 @@ class SnapshotsAnswer(BaseModel):
     active: int
     tasks: list[str]
     kind: str
+    chat: bool = Field(description="a chat template renders conversations")
     data: list[int]
     decision: dict[str, Any] = Field(description="the last one: number, snapshot, why, time")
     decisions: list[dict[str, Any]] = Field(

@@ -225,6 +225,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
                 "active": active.number,
                 "tasks": [task.name for task in active.tasks],
                 "kind": service.kind,
+                "chat": service.reads_chats,
                 "data": snapshot_manager.bank.snapshots(),
                 "decision": snapshot_manager.decision,
                 "decisions": snapshot_manager.decisions,

@@ -116,6 +116,12 @@ class Service:
         """Why the newest snapshot does not answer although it should, or might; "" where nothing is wrong."""
         return self.snapshot_manager.problem or self.gate_problem or self.snapshot_manager.rejection
 
+    @property
+    def reads_chats(self) -> bool:
+        """Return whether a chat template renders conversations: the model's, or that of a learned task."""
+        is_text = self.capabilities.answers == "text"
+        return is_text and (bool(self.engine.codec.chat_template) or self.snapshot_manager.active.has_chats)
+
     # ---- snapshots -------------------------------------------------------------------------------------------
 
     @asynccontextmanager

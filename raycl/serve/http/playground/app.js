@@ -40,6 +40,7 @@ async function refresh() {
   const problem = served.problem ? `The newest decision could not be followed: ${served.problem}` : "";
   show($("problem"), problem);
   switching.update(served);
+  $("chat").hidden = !served.chat;
   if (served.active === known.active && served.data.length === known.snapshots.length) return;
   const adapters = (await json("v1/adapters")).data;
   const moved = known.active && served.active !== known.active;
