@@ -474,6 +474,19 @@ def test_metrics_without_prometheus(page: Page, complete: Complete) -> None:
         assert errors == []
 
 
+def test_labels_of_long_times_are_whole(page: Page, served: Get) -> None:
+    page.goto(f"{served('bert').url}/playground/metrics.html")
+    cut = page.evaluate("""async () => {
+      const { plot } = await import("./plot.js");
+      const box = document.getElementById("times");
+      plot(box, [{ name: "half within", values: [500, 12000] }], [0, 1], { unit: " ms", empty: "" });
+      const left = box.querySelector("svg").getBoundingClientRect().left;
+      const labels = [...box.querySelectorAll("text")].filter((text) => text.textContent.endsWith("ms"));
+      return [labels.length, labels.filter((text) => text.getBoundingClientRect().left < left).length];
+    }""")
+    assert cut[0] > 1 and cut[1] == 0
+
+
 def test_metrics_of_several_replicas_are_summed(page: Page, served: Get) -> None:
     start = int(time.time()) // 10 * 10 - 20
     classes, scores = [0, 0, 4] + [0] * 13, [0] * 9 + [2]

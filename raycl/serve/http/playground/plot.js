@@ -3,6 +3,7 @@
 import { shape, ticks } from "./svg.js";
 
 const MARGIN = { top: 8, right: 8, bottom: 22, left: 46 };
+const LETTER = 7.5; // pixels of one in a label, at most
 const COLOURS = ["one", "two", "three", "four", "five", "six", "seven"].map((name) => `var(--${name})`);
 
 export const MOST_LINES = COLOURS.length;
@@ -20,7 +21,9 @@ export function plot(box, lines, times, { unit = "", top, empty }) {
   const [width, height] = [box.clientWidth, box.clientHeight];
   const values = lines.flatMap((line) => line.values).filter((value) => value !== null);
   const most = top ?? Math.max(1e-3, ...values) * 1.08;
-  const x = (place) => MARGIN.left + (place / Math.max(1, times.length - 1)) * (width - MARGIN.left - MARGIN.right);
+  const longest = Math.max(...ticks(most).map((value) => `${shown(value)}${unit}`.length));
+  const left = Math.max(MARGIN.left, 10 + LETTER * longest);
+  const x = (place) => left + (place / Math.max(1, times.length - 1)) * (width - left - MARGIN.right);
   const y = (value) => height - MARGIN.bottom - (value / most) * (height - MARGIN.top - MARGIN.bottom);
   const now = lines.map((line) => `${line.name} ${shown(line.values.findLast((value) => value !== null) ?? 0)}${unit}`);
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": values.length ? `Newest: ${now.join(", ")}` : empty });
