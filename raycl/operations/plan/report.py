@@ -33,6 +33,16 @@ DISK_NAMES = {
 }
 
 
+WITH_UNITS = {
+    "gpu": "gpu_bytes",
+    "host": "host_bytes",
+    "activations": "activation_bytes",
+    "traffic": "traffic_bytes_per_step",
+    "operations": "operations_per_step",
+}
+"""Attribute of a report -> its name in the tree, where that says the unit."""
+
+
 @dataclass(frozen=True)
 class Report:
     """The resources that a run needs.
@@ -100,27 +110,10 @@ def limits(
 
 def tree(report: Report) -> dict[str, Any]:
     """Return the plan as a JSON-able tree."""
-    model = asdict(report.model)
-    del model["linears"]
-    return {
-        "fits": report.fits,
-        "bottleneck": report.bottleneck,
-        "share": report.share,
-        "model": model,
-        "step": asdict(report.step),
-        "engine": asdict(report.engine),
-        "cluster": asdict(report.cluster),
-        "gpu_bytes": dict(report.gpu),
-        "activation_bytes": dict(report.activations),
-        "host_bytes": dict(report.host),
-        "traffic_bytes_per_step": asdict(report.traffic),
-        "operations_per_step": report.operations,
-        "seconds": asdict(report.seconds),
-        "steps": list(report.run.steps),
-        "extra_passes": report.run.extra,
-        "disk_bytes": dict(report.run.disk),
-        "notes": list(report.notes),
-    }
+    tree = {WITH_UNITS.get(name, name): value for name, value in asdict(report).items()}
+    del tree["model"]["linears"]
+    run = tree.pop("run")
+    return {**tree, "steps": list(run["steps"]), "extra_passes": run["extra"], "disk_bytes": run["disk"]}
 
 
 def text(report: Report) -> str:
