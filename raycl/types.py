@@ -33,6 +33,9 @@ PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "chat", 
 RouterText = Literal["input", "prompt"]
 """The text that a router is fitted on and reads: an input alone, or in its task's prompt."""
 
+UnknownPolicy = Literal["nearest", "bare", "refuse"]
+"""The answer to a text of no learned task: by the adapters of the nearest task, by the backbone alone, or none."""
+
 Objective = Literal["answer", "mlm", "clm"]
 """The objective of learning from a text: its answer, or the text itself, by guessing hidden words (encoder-only
 backbones) or each next word (decoder-only ones)."""
@@ -232,6 +235,8 @@ class Mixture:
         unpruned: the weights before small ones were set to zero, for reports; None: these.
         ood_scores: `[B]` out-of-distribution scores from 0 to 1, of routers of snapshots that have such a score; else
             None.
+        ood_distances: `[B]` the distances behind these scores, which have no upper limit; else None.
+        unknown: `[B]` bool, which texts are of no learned task (`raycl.routing.unknown_texts`); None: not known.
         by_text: how probable each adapter is for a text that is read in no prompt, of routers that read prompts and
             know how texts are without them; else None.
     """
@@ -241,12 +246,22 @@ class Mixture:
     heads: tuple[str, ...] = ()
     unpruned: Mixture | None = None
     ood_scores: Tensor | None = None
+    ood_distances: Tensor | None = None
+    unknown: Tensor | None = None
     by_text: Mixture | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.weights.shape)
         assert len(shape) == 2 and shape[1] == len(self.names), f"weights are {shape} for {len(self.names)} adapters"
         assert len(set(self.names)) == len(self.names), f"an adapter stands twice in {self.names}"
+
+    @property
+    def bare(self) -> list[bool]:
+        """Which texts are of no learned task and therefore have no adapters."""
+        if self.unknown is None:
+            return [False] * len(self.weights)
+        places: list[bool] = (self.unknown & (self.weights == 0).all(1).cpu()).tolist()
+        return places
 
     def over(self, names: Collection[str]) -> Mixture:
         """Return the same without adapters that have none of these names."""

@@ -199,7 +199,7 @@ class Rounds:
         for name in [name for name in self.seen if name.startswith("d ")]:
             ms = sum(sum(item.ms) for item in self.seen[name])
             metrics = {key: sum(item.metrics[key] for item in self.seen[name]) for key in ("retrieval_ms", "batch")}
-            yield Figure(f"({name}) over (c')", _ratio(rates[name], rates["c'"]), "x", 0.9, ">=")
+            yield Figure(f"({name}) over (c')", _ratio(rates[name], rates["c'"]), "x", 0.95, ">=")
             yield Figure(f"({name}) retrieval's share of the latency", 100 * metrics["retrieval_ms"] / ms, "%")
             count = sum(len(item.ms) for item in self.seen[name])
             yield Figure(f"({name}) mean batch", metrics["batch"] / count, "texts")

@@ -10,7 +10,7 @@ from torch import Tensor
 PUBLISHED = "published"
 """Kind of the tensors of the router that a phase has published."""
 
-ROUTERS = ("router", "attention", "selector", PUBLISHED)
+ROUTERS = ("router", "attention", "selector", "texts", PUBLISHED)
 """Kinds of tensors that are named as in `raycl.types.RouterState`."""
 
 WHOLE = "tensor"

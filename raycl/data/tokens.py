@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from raycl.data.sources.cache import CacheEntry, ChunkedRows, RowIndices
@@ -199,3 +200,9 @@ class HeldRows:
     def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:
         """Return zeros, since the rows are in no file."""
         return np.zeros(len(rows), dtype=np.int64)
+
+
+def drawn_rows(table: TokenTable, count: int, draw: torch.Generator) -> list[int]:
+    """Return so many rows of a task, ascending."""
+    places: list[int] = torch.randperm(len(table), generator=draw)[:count].sort().values.tolist()
+    return places

@@ -131,6 +131,8 @@ class ResponseMetadata:
         template: task whose prompt was put around the text, "" for none.
         cut_tokens: tokens cut from the prompt to fit the snapshot's limits in training.
         ood_score: score from 0 to 1, near 1 for a text unlike all learned tasks; None: not computed.
+        ood_distance: the distance behind the score, which has no upper limit. unknown: the text counts as one of no
+            learned task; None: not known.
         queue_ms, retrieval_ms: time in the queue, and of routing (encoder, search, weights; shared by a routed batch).
     """
 
@@ -140,6 +142,8 @@ class ResponseMetadata:
     prompt_tokens: int = 0
     cut_tokens: int = 0
     ood_score: float | None = None
+    ood_distance: float | None = None
+    unknown: bool | None = None
     queue_ms: float = 0.0
     retrieval_ms: float = 0.0
     batch: int = 1

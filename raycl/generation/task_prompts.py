@@ -15,18 +15,26 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
+from raycl.backbone.base import mean_pooled
 from raycl.backbone.markup.chat_templates import check
 from raycl.bank.manifest import Snapshot
-from raycl.data.loader import batch_of
-from raycl.data.prepare import fit_prompts
+from raycl.data.loader import batch_of, batches_of
+from raycl.data.prepare import fit_prompts, fit_sources
 from raycl.data.prompts import Prompt
 from raycl.data.sources.conversation import messages_of, plain_text, text_of, without_tool_turns
 from raycl.errors import BankError
-from raycl.routing.router import Router
+from raycl.routing.router import PromptRouter, Router
 from raycl.routing.routers import READS_STATES, routed_text, router_class
+from raycl.routing.unknown_texts import UnknownRule
 from raycl.types import Batch, Mixture, RouterText, TextCodec
+
+READ_AT_ONCE = 64
+"""Texts embedded together where only their means are wanted."""
 
 
 class PromptReading(NamedTuple):
@@ -64,12 +72,14 @@ class TaskPrompts:
         owners: adapter -> tasks that it was trained on.
         prompts: task -> the prompt of its texts.
         routed_text: the text that the router was fitted on.
+        rule: the rule for texts of no learned task.
     """
 
     router: Router | type[Router]
     owners: Mapping[str, tuple[str, ...]]
     prompts: Mapping[str, Prompt]
     routed_text: RouterText
+    rule: UnknownRule
 
     @cached_property
     def has_chats(self) -> bool:
@@ -133,7 +143,8 @@ class TaskPrompts:
     def route(
         self, readings: Sequence[PromptReading], mixture_of: Callable[[Sequence[str]], Mixture]
     ) -> tuple[Mixture, list[str]]:
-        """Return the mixture of each text, and the task whose prompt it gets; "": none (`needs_task`).
+        """Return the mixture of each text, and the task whose prompt it gets; "": none (`needs_task`, or the text is
+        of no learned task).
 
         Args:
             mixture_of: mixtures of all the texts, each in the prompt of a task ("": in none).
@@ -142,14 +153,16 @@ class TaskPrompts:
         known = [self._known(reading.tasks) for reading in readings]
         mixture = mixture_of(known if reads_prompts else [""] * len(known))
         if self.needs_task:
-            return mixture, known
+            return self.rule.applied(mixture), known
         names = self._largest_of(mixture, readings, known)
         if reads_prompts and not all(known):
             if mixture.by_text is not None:
                 names = self._largest_of(mixture.by_text, readings, names)
             names = [known_task or name for known_task, name in zip(known, names, strict=True)]
             mixture = mixture_of(names)
-        return mixture, names
+        mixture = self.rule.applied(mixture)  # of a text in the prompt that it is read in
+        parts = zip(mixture.bare, readings, names, strict=True)
+        return mixture, ["" if bare and reading.tasks is None else name for bare, reading, name in parts]
 
     def _largest_of(self, mixture: Mixture, readings: Sequence[PromptReading], others: Sequence[str]) -> list[str]:
         """Return the task of each text with the largest weight; that of `others` where none has any."""
@@ -202,7 +215,8 @@ class TaskPrompts:
 
         def mixture_of(names: Sequence[str]) -> Mixture:
             prompts = [self.prompts.get(name, Prompt()) for name in names]
-            texts = tuple(self.seen(reading, name) for reading, name in zip(readings, names, strict=True))
+            pairs = zip(readings, names, strict=True)
+            texts = tuple(reading.routed if self.by_backbone else self.seen(reading, name) for reading, name in pairs)
             seen = within(names, prompts, PromptReading.for_router)
             return route(replace(seen, texts=texts, tasks=("",) * len(batch)))
 
@@ -237,12 +251,12 @@ class TaskPrompts:
         return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
 
-def task_prompts(snapshot: Snapshot) -> TaskPrompts:
-    """Return the prompts of a snapshot whose router is not loaded."""
+def task_prompts(snapshot: Snapshot, rule: UnknownRule) -> TaskPrompts:
+    """Return the prompts of a snapshot whose router is not loaded, with its rule for texts of no learned task."""
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
     prompts = {task.name: Prompt.of(task) for task in snapshot.tasks}
     router = snapshot.router
-    return TaskPrompts(router_class(router), owners, prompts, routed_text(router, router.settings))
+    return TaskPrompts(router_class(router), owners, prompts, routed_text(router, router.settings), rule)
 
 
 def check_templates(snapshot: Snapshot) -> None:
@@ -262,6 +276,29 @@ def check_templates(snapshot: Snapshot) -> None:
             ) from error
 
 
+def bare_ids(texts: Sequence[str], codec: TextCodec, limit: int | None) -> list[list[int]]:
+    """Return ids of texts as they are read that come without their tasks: without prompts and system messages.
+
+    Args:
+        texts: texts, or what stands for conversations. limit: tokens at most; None: those of the codec.
+    """
+    bare = []
+    for text in texts:
+        messages = messages_of(text)
+        has_system = len(messages) > 1 and messages[0].role == "system"
+        bare.append(plain_text(messages[1:] if has_system else messages))
+    return fit_sources(bare, Prompt(), codec, min(limit or codec.max_source_tokens, codec.max_source_tokens))[0]
+
+
+@torch.no_grad()
+def mean_embeddings(backbone: Backbone, sources: Sequence[Sequence[int]]) -> Tensor:
+    """Return `[n, d]`, the mean of the token embeddings of each text, on the model's device; 0 for an empty text."""
+    pad_id = backbone.codec.pad_id
+    batches = batches_of([ids or [pad_id] for ids in sources], READ_AT_ONCE, pad_id, backbone.device)
+    means = [mean_pooled(backbone.embedded(batch.source_ids).float(), batch.source_mask) for batch in batches]
+    return torch.cat(means)
+
+
 def route_batch(
     router: Router, backbone: Backbone, stack: AdapterStack, batch: Batch, tasks: Sequence[str] | None = None
 ) -> Mixture:
@@ -270,7 +307,7 @@ def route_batch(
     Other texts may be decoded under their mixture meanwhile, which must not affect the states that a router reads.
 
     Args:
-        batch: a batch, with its texts for routers that read them.
+        batch: a batch, with its texts for routers that read them; others rate them as texts of no task by them.
         tasks: tasks of the texts where they are known.
 
     Raises:
@@ -281,4 +318,8 @@ def route_batch(
     (ids_BL, mask_BL), is_deep = batch.routed, "hidden_states" in router.needs
     with stack.mixture_aside():
         embeddings = backbone.hidden_states(ids_BL, mask_BL) if is_deep else backbone.embedded(ids_BL)
-    return router.route_embeddings(embeddings, mask_BL, tasks)
+        mixture = router.route_embeddings(embeddings, mask_BL, tasks)
+        is_rated = mixture.ood_distances is not None or not batch.texts
+        if is_rated or not isinstance(router, PromptRouter) or not router.bare:
+            return mixture
+        return router.bare.rated(mixture, mean_embeddings(backbone, bare_ids(batch.texts, backbone.codec, None)))

@@ -149,7 +149,7 @@ def scores_of(
         log.info("snapshot %d, before the task is learned again:", snapshot.number)
     newest = tuple(task for task in context.stream.tasks if task.name == snapshot.tasks[-1].name)
     last = replace(context.phases[-1], name=BEFORE, tasks=newest)
-    router = PublishedRouter.of(context.method, done)
+    router = PublishedRouter.of(context.method, done, context.evaluation)
     is_chosen = context.evaluation.instruction == "chosen"
     evaluation = StreamEvaluation(
         context,

@@ -25,7 +25,11 @@ from raycl.errors import ConfigError
 from raycl.methods.capabilities import Constraint, LocalAdaptation, RouterModule, SampleGenerator, TaskRemoval
 from raycl.methods.context import TaskContext
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
+from raycl.routing.statistics import BareTexts
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState, RouterText, Task
+
+TEXTS = "texts"
+"""Kind of tensors of statistics of texts (`Method.bare`)."""
 
 State = tuple[dict[str, Any], TensorGroups]
 """JSON-able values, and tensors on the CPU."""
@@ -65,6 +69,9 @@ class MethodConfig(Section):
 
     task_id_in_training: ClassVar[bool] = True
     """Whether training must know which task a text belongs to, or where a task ends (MIGU's table 1, not TIFT)."""
+
+    own_statistics: ClassVar[bool] = False
+    """Whether the router's own state holds the statistics of texts that `knows_texts` promises."""
 
     fine_tunes: ClassVar[bool] = True
     """Whether it learns tasks with answers (MIGU's table 1, CIT)."""
@@ -193,6 +200,12 @@ class MethodConfig(Section):
         return False
 
     @property
+    def knows_texts(self) -> bool:
+        """Return whether statistics of the tasks' texts are published with the router, which chooses by the text: texts
+        of no task are found by them."""
+        return self.routed_text is not None and not self.needs_task
+
+    @property
     def needs_dropout(self) -> bool:
         """Return whether passes of the backbone must differ by dropout."""
         return False
@@ -275,6 +288,7 @@ class Method:
         constraint: property that updates of trained parameters must keep, or None.
         task_id_given: evaluation gives the task id of each text (schedule `separate`).
         is_wrapped: a method around it may train it on rows of earlier tasks in addition to those of a task.
+        bare: statistics of the phases' texts without their prompts, where the published router reads prompts.
         local_adaptation: evaluation adapts weights to each text before it is answered; None: it does not.
         allocation: creates the parameters that `begin_task` trains without the phase's data, to estimate their size;
             None: `begin_task` needs none.
@@ -325,6 +339,7 @@ class Method:
         self.task_id_given = False
         self.is_wrapped = False
         self.local_adaptation: LocalAdaptation | None = None
+        self.bare = BareTexts()
         self.allocation: Callable[[Phase], None] | None = None
         self.transforms_gradients: bool = type(self).transform_gradients is not Method.transform_gradients
         self.mixes_gradients: bool = self.transforms_gradients and not self.scales_gradients
@@ -381,10 +396,12 @@ class Method:
 
     def state_dict(self) -> State:
         """Return state beside learned parameters (`trained_names`): values that shape the model, and frozen tensors."""
-        return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}, TensorGroups()
+        texts = {f"{TEXTS}/{name}": tensor for name, tensor in self.bare.tensors().items()}
+        return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}, TensorGroups.of(texts)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Give model and method the shape and tensors of `state_dict`; parameters are filled in afterwards."""
+        self.bare = BareTexts.of(under(f"{TEXTS}/", tensors))
         if self.backbone.head is not None:
             self.backbone.head.clear()
             self.backbone.learn_labels(values["labels"])

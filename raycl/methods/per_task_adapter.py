@@ -20,10 +20,22 @@ from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names, query_of
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import RunError
-from raycl.methods.base import Learned, Method, MethodConfig, RoutedConfig, State, packed, phase_labels, under, unpacked
+from raycl.methods.base import (
+    TEXTS,
+    Learned,
+    Method,
+    MethodConfig,
+    RoutedConfig,
+    State,
+    packed,
+    phase_labels,
+    under,
+    unpacked,
+)
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import InputDropout, TargetModules
 from raycl.methods.trained_adapters import end_training, is_trainable
+from raycl.routing.statistics import KINDS_OF_OUTLINES
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState
 
 PREVIOUS = "previous"
@@ -315,7 +327,8 @@ class PerTaskAdapter(Method, ABC):
     ) -> State:
         """See `raycl.methods.capabilities.TaskRemoval`."""
         own = tuple(f"{kind}/{name}/" for kind in ("slot", PREVIOUS) for name in adapters)
-        left = TensorGroups.of(tensors).select(lambda name: not name.startswith(own))
+        texts = {f"{TEXTS}/{kind}/{task}" for kind in KINDS_OF_OUTLINES}
+        left = TensorGroups.of(tensors).select(lambda name: not name.startswith(own) and name not in texts)
         learned = [pair for pair in values["learned"] if pair[0] not in adapters]
         previous = [pair for pair in values["learned"] if pair[0] in adapters] if keep else []
         for name, _ in previous:

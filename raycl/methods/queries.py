@@ -1,10 +1,18 @@
-"""Inputs of methods with keys: each text's query, and means over a batch's texts that N workers agree on."""
+"""Inputs of methods with keys: each text's query, and means over a batch's texts that N workers agree on.
 
+`bare_queries` are those of a phase's texts without their prompts, of which the published router keeps statistics.
+"""
+
+import torch
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.backbone.base import mean_pooled
+from raycl.data.tokens import Split, drawn_rows
+from raycl.generation.task_prompts import bare_ids, mean_embeddings
+from raycl.methods.context import TaskContext
+from raycl.routing.statistics import sample_rows
 from raycl.types import IGNORE, Batch
 
 
@@ -33,3 +41,23 @@ def mean_by_positions(values_B: Tensor, batch: Batch) -> Tensor:
     count_B = (labels != IGNORE).sum(1).to(values_B.dtype)
     mean: Tensor = (values_B * count_B).sum() / count_B.sum().clamp(min=1)
     return mean
+
+
+SAMPLED = 1000
+"""The number of texts of a task, drawn at random, from which statistics are estimated."""
+
+
+def bare_queries(context: TaskContext, backbone: Backbone, seed: int, split: Split = "train") -> Tensor:
+    """Return `[n, d]`, the mean token embeddings of texts of a phase as they are read that come without their tasks.
+
+    They are the same on all workers; of dev rows as many as are kept of a task.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    texts: list[str] = []
+    for table in context.tables(split):
+        rows = sample_rows(len(table)).tolist() if split == "dev" else drawn_rows(table, SAMPLED, draw)
+        texts += table.texts(rows)
+    sources = [ids for ids in bare_ids(texts, backbone.codec, context.stream.token_limits[0]) if ids]
+    if not sources:
+        return torch.zeros(0, int(backbone.model.get_input_embeddings().weight.shape[1]))
+    return mean_embeddings(backbone, sources)

@@ -36,6 +36,8 @@ class WrapperConfig(MethodConfig):
     publishes_samples: ClassVar[Any] = _of_learner("publishes_samples")
     needs_task: ClassVar[Any] = _of_learner("needs_task")
     chooses_task: ClassVar[Any] = _of_learner("chooses_task")
+    knows_texts: ClassVar[Any] = _of_learner("knows_texts")
+    own_statistics: ClassVar[Any] = _of_learner("own_statistics")
     needs_dropout: ClassVar[Any] = _of_learner("needs_dropout")
     fits_ahead: ClassVar[Any] = _of_learner("fits_ahead")
     generates_samples: ClassVar[Any] = _of_learner("generates_samples")

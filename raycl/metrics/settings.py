@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from raycl.config import PathOrUri, Section
+from raycl.types import UnknownPolicy
 
 
 class EvalConfig(Section):
@@ -32,6 +33,19 @@ class EvalConfig(Section):
         True,
         description="at the end of a run also score the row that `instruction` leaves out, where it can differ: the "
         "tasks' prompts do, or conversations have system messages",
+    )
+    unknown: UnknownPolicy = Field(
+        "nearest",
+        description="texts that lie farther from all learned tasks than false_alarms allows, where a router chooses by "
+        "the text. nearest: the adapters of the nearest task answer, as for all texts; bare: the backbone without "
+        "adapters does; refuse: they get no answer. An endpoint of the run's snapshots does the same",
+    )
+    false_alarms: float = Field(
+        0.05,
+        gt=0,
+        lt=1,
+        description="largest share of texts of the learned tasks that may count as unknown; the threshold follows from "
+        "their dev rows",
     )
     untrained: bool = Field(
         False, description="also evaluate every task, unseen ones too, by the backbone before any training"
@@ -78,6 +92,8 @@ class EvalConfig(Section):
     )
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Yield the setting of dev rows where they choose nothing."""
+        """Yield settings of dev rows where they choose nothing."""
         if self.select == "last":
             yield "select_epochs", "select=last"
+        if self.unknown == "nearest":
+            yield "false_alarms", "unknown=nearest"

@@ -25,7 +25,6 @@ from raycl.config import Section
 from raycl.errors import RetrievalError
 from raycl.routing.router import KeyedRouting, Need, Owners, PromptRouter, uniform
 from raycl.routing.sentence_encoder import SentenceEncoder
-from raycl.routing.statistics import BareTexts
 from raycl.types import Mixture, RouterState
 
 SHARED = ("down", "up", "norm_weight", "norm_bias")
@@ -204,16 +203,14 @@ class AttentionRouter(PromptRouter):
 
     Attributes:
         hard: only the task with the largest weight is active, with weight 1 (the ablation without shared attention).
-        bare: statistics of each task's texts without its prompt.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"embeddings"})
     kind: ClassVar[str] = "attention"
 
-    def __init__(self, attention: Attention, hard: bool = False, bare: BareTexts | None = None) -> None:
+    def __init__(self, attention: Attention, hard: bool = False) -> None:
         self.attention = attention
         self.hard = hard
-        self.bare: BareTexts = bare or BareTexts()
         self.dimensions = attention.dimensions
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
@@ -230,9 +227,7 @@ class AttentionRouter(PromptRouter):
         settings = state.settings
         attention = Attention(settings["dimensions"], AttentionConfig(**settings["attention"]), 0)
         attention.take(settings, state.tensors)
-        bare = BareTexts()
-        bare.take(attention.keys, state.tensors)
-        return AttentionRouter(attention.requires_grad_(False), bool(settings.get("hard")), bare)
+        return AttentionRouter(attention.requires_grad_(False), bool(settings.get("hard")))
 
 
 def max_pooled(embeddings_BLD: Tensor, mask_BL: Tensor, pads: bool = False) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from raycl.backbone.base import mean_pooled
+from raycl.errors import RetrievalError
 from raycl.routing.router import Need, Owners, PromptRouter
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.routing.statistics import OodCalibrator
@@ -111,12 +112,21 @@ class ClassGaussians:
         highest_B = (queries @ directions_KD.T - offsets_K).max(1).values
         return ((queries @ precision_DD) * queries).sum(1) - 2 * highest_B
 
+    def calibrated(self) -> OodCalibrator:
+        """Return the calibrator of out-of-distribution scores.
+
+        Raises:
+            RetrievalError: no dev text of any task was kept.
+        """
+        if not self.samples:
+            raise RetrievalError("this router keeps no dev texts to compare with, since its tasks have none")
+        if self._calibrator is None:
+            self._calibrator = OodCalibrator(self.distances, list(self.samples.values()))
+        return self._calibrator
+
     def ood_scores(self, queries_BD: Tensor) -> Tensor | None:
         """Return `[B]` from 0 to 1: the share of dev texts that are nearer to a class; None: none were kept."""
-        if self._calibrator is None and self.samples:
-            samples = [sample_ND.to(queries_BD.device) for sample_ND in self.samples.values()]
-            self._calibrator = OodCalibrator(self.distances, samples)
-        return None if self._calibrator is None else self._calibrator.scores(self.distances(queries_BD))
+        return self.calibrated().scores(self.distances(queries_BD)) if self.samples else None
 
     def _prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return S^+ mu `[K, D]` and mu^T S^+ mu / 2 `[K]` of all K classes, S^+, and the number of each class's
@@ -185,8 +195,15 @@ class ClassGaussiansRouter(PromptRouter):
 
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:
         queries_BD = mean_pooled(embeddings_BLD, mask_BL)
-        mixture, scores_B = self.gaussians.selected(queries_BD), self.gaussians.ood_scores(queries_BD)
-        return replace(mixture, unpruned=mixture, ood_scores=None if scores_B is None else scores_B.cpu())
+        mixture = self.gaussians.selected(queries_BD)
+        if not self.gaussians.samples:
+            return replace(mixture, unpruned=mixture)
+        distances_B = self.gaussians.distances(queries_BD)
+        scores_B = self.gaussians.calibrated().scores(distances_B).cpu()
+        return replace(mixture, unpruned=mixture, ood_scores=scores_B, ood_distances=distances_B.cpu())
+
+    def unknown_above(self, false_alarms: float) -> float:
+        return self.gaussians.calibrated().threshold(false_alarms)
 
     @classmethod
     def restored(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from raycl.errors import BankError, RetrievalError
 from raycl.routing.sentence_encoder import SentenceEncoder
+from raycl.routing.statistics import BareTexts
 from raycl.types import Mixture, RouterState
 
 Owners = Mapping[str, tuple[str, ...]]
@@ -151,6 +152,19 @@ class Router(ABC):
         """
         raise AssertionError(f"{type(self).__name__} needs {', '.join(sorted(self.needs)) or 'nothing'}: call route")
 
+    def unknown_above(self, false_alarms: float) -> float:
+        """Return the out-of-distribution distance above which a text is of no learned task.
+
+        Args:
+            false_alarms: the largest share of texts of the learned tasks that may be above it.
+
+        Raises:
+            RetrievalError: nothing is kept of the tasks' texts that distances could be compared with, or too little.
+        """
+        raise RetrievalError(
+            "its router keeps no statistics of the tasks' texts, with which a text of none of them would be found"
+        )
+
     @property
     def reads_task(self) -> bool:
         """Return whether the mixture depends on the task of a text, where it is given."""
@@ -204,11 +218,14 @@ class PromptRouter(Router):
     Attributes:
         dimensions: D of the vectors that it has learned on.
 
+        bare: statistics of each task's texts without its prompt.
+
     Class attributes:
         kind: its name in snapshots.
     """
 
     dimensions: int
+    bare: BareTexts = BareTexts()
     kind: ClassVar[str]
     chooses = True
 
@@ -222,6 +239,9 @@ class PromptRouter(Router):
             f"the snapshot's router is '{self.kind}', which reads prompts with the backbone: use it beside the model "
             "(layout=colocated, or the replicas that hold the model)"
         )
+
+    def unknown_above(self, false_alarms: float) -> float:
+        return self.bare.calibrated().threshold(false_alarms)
 
     @abstractmethod
     def mixture(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None) -> Mixture:

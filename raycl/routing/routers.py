@@ -16,9 +16,10 @@ from raycl.routing.attention import AttentionRouter
 from raycl.routing.class_gaussians import ClassGaussiansRouter
 from raycl.routing.gates import GateRouter
 from raycl.routing.pools import ExpertRouter, PromptPoolRouter
-from raycl.routing.router import Need, Owners, Router, columns_of
+from raycl.routing.router import Need, Owners, PromptRouter, Router, columns_of
 from raycl.routing.sentence_encoder import SERVED_TEXTS, EncoderConfig, SentenceEncoder
 from raycl.routing.slots import SlotRouter
+from raycl.routing.statistics import BareTexts
 from raycl.routing.task_keys import GivenTaskKeysRouter, TaskKeysRouter
 from raycl.types import Mixture, RouterState, RouterText
 
@@ -139,6 +140,9 @@ class TextRouter(Router):
         if tasks is not None and self.router.config.task_id:
             only = [self._phases.get(task, task) for task in tasks]
         return self.router.route_scored(queries_BC, only)
+
+    def unknown_above(self, false_alarms: float) -> float:
+        return self.router.calibrated().threshold(false_alarms)
 
     @property
     def reads_task(self) -> bool:
@@ -296,7 +300,10 @@ def make_router(state: RouterState, owners: Owners, encoders: Sequence[SentenceE
     Raises:
         BankError, PluginError: see `router_class`; or adapters that do not fit it. RetrievalError: another encoder.
     """
-    return router_class(state).restored(state, owners, encoders)
+    router = router_class(state).restored(state, owners, encoders)
+    if isinstance(router, PromptRouter):
+        router.bare = BareTexts.of(state.tensors)
+    return router
 
 
 def without(state: RouterState, task: str) -> RouterState:

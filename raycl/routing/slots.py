@@ -198,7 +198,8 @@ class SlotRouter:
             return self.route(queries_BC, only)
         scores_BT = self.discriminant.scores(queries_BC)
         mixture = self.route(queries_BC, only, scores_BT)
-        return replace(mixture, ood_scores=self.ood_score(queries_BC, scores_BT))
+        distances_B = self.discriminant.relative_distances(queries_BC, scores_BT)
+        return replace(mixture, ood_scores=self.calibrated().scores(distances_B), ood_distances=distances_B)
 
     # ---- judging ---------------------------------------------------------------------------------------------
 
@@ -231,17 +232,14 @@ class SlotRouter:
             means = {kind: sum(dev_accuracy[kind].values()) / len(dev_accuracy[kind]) for kind in KINDS}
             self.kind = max(KINDS, key=lambda kind: means[kind])
 
-    def ood_score(self, queries_BC: Tensor, scores_BT: Tensor | None = None) -> Tensor:
+    def ood_score(self, queries_BC: Tensor) -> Tensor:
         """Return `[B]` from 0 to 1: the share of known texts that are nearer to a task; near 1 for texts of no task.
-
-        Args:
-            scores_BT: the discriminant's scores of these queries, where they are known.
 
         Raises:
             RetrievalError: no dev text of any task was kept, or a query does not fit or is not finite.
         """
         split_groups(queries_BC, self.groups)
-        return self.calibrated().scores(self.discriminant.relative_distances(queries_BC, scores_BT))
+        return self.calibrated().scores(self.discriminant.relative_distances(queries_BC))
 
     def calibrated(self) -> OodCalibrator:
         """Return the calibrator of `ood_score`; the first call takes up to half a second at a hundred tasks.

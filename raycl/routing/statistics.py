@@ -7,7 +7,7 @@ tasks, and a task is removed by leaving its sums out.
 Routers that read prompts also have a discriminant over the means of bare texts' token embeddings (`BareTexts`): they
 learn from texts in their tasks' prompts, and distinguish tasks mainly by the instructions. A text that comes without
 one is assigned to a task by its own words, which determines its prompt. On SmolLM2 96 of 100 texts of four tasks find
-theirs, and 92 of ten, with 100 rows a task.
+theirs, and 92 of ten, with 100 rows a task. Texts of no task are found by it too.
 
 An out-of-distribution score is the share of known texts of the tasks that are nearer to a task than a text is. A
 Mahalanobis distance has no meaning by itself; its size depends on the encoder, and on the covariance that every new
@@ -18,8 +18,9 @@ removed, and a removed task leaves no data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -74,6 +75,25 @@ class OodCalibrator:
         """
         self._known = self._known.to(distances_B.device)
         return torch.searchsorted(self._known, distances_B) / len(self._known)
+
+    def threshold(self, false_alarms: float) -> float:
+        """Return the distance above which a text of the tasks lies with at most this probability.
+
+        It is the distance of the known text that has this share of all known texts and the new one behind it.
+
+        Raises:
+            RetrievalError: there are too few known texts for so small a share.
+        """
+        count = len(self._known)
+        place = math.ceil((count + 1) * (1 - false_alarms) - 1e-9)
+        if place > count:
+            least = math.ceil(1 / false_alarms - 1e-9) - 1
+            raise RetrievalError(
+                f"false_alarms={false_alarms:g} takes {least} kept dev texts, and there are {count}: use "
+                f"false_alarms={math.ceil(1e3 / (count + 1)) / 1e3:g} or more, or learn with more dev rows "
+                "(stream.dev_rows, stream.dev_fraction)"
+            )
+        return float(self._known[place - 1])
 
 
 RIDGE = 0.01
@@ -220,22 +240,26 @@ class Outline(NamedTuple):
         number: number of texts, `[1]`. mean: `[c]`.
         factor: `[k, c]`; its product with itself is the scatter in the k directions where the scatter is largest.
         rest: `[1]`, mean over all dimensions of the scatter in the other directions.
+        sample: `[n, c]` queries of a few dev texts, which are not among these texts.
     """
 
     number: Tensor
     mean: Tensor
     factor: Tensor
     rest: Tensor
+    sample: Tensor
 
     @staticmethod
-    def of(queries_NC: Tensor) -> Outline:
-        """Compute the outline of an adapter's texts."""
+    def of(queries_NC: Tensor, sample_nC: Tensor | None = None) -> Outline:
+        """Compute the outline of an adapter's texts, with dev texts of its tasks."""
+        sample_nC = queries_NC[:0] if sample_nC is None else sample_nC
         known = Statistics.of(queries_NC)
         values_C, vectors_CC = torch.linalg.eigh(known.scatter.double())
         values_C = values_C.clamp_min(0)
         factor_KC = (vectors_CC * values_C.sqrt()).T[-DIRECTIONS:]
         rest = values_C[:-DIRECTIONS].sum() / len(values_C)
-        return Outline(torch.tensor([known.count]), known.mean, factor_KC.float().contiguous(), rest.float()[None])
+        number, factor_KC = torch.tensor([known.count]), factor_KC.float().contiguous()
+        return Outline(number, known.mean, factor_KC, rest.float()[None], sample_nC.float().contiguous())
 
     def statistics(self) -> Statistics:
         """Return the statistics for a discriminant."""
@@ -248,20 +272,60 @@ KINDS_OF_OUTLINES = tuple(f"bare_{part}" for part in Outline._fields)
 
 
 class BareTexts:
-    """Outlines of all adapters so far."""
+    """Outlines of the texts of all phases so far, by the names of the phases, which adapters of their own have too."""
 
     def __init__(self) -> None:
         self._outlines: dict[str, Outline] = {}
         self._found: tuple[tuple[str, ...], Discriminant] | None = None
+        self._calibrator: OodCalibrator | None = None
 
-    def add(self, name: str, queries_ND: Tensor) -> None:
-        """Add an adapter's texts.
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> BareTexts:
+        """Restore from `tensors`, among which may be others."""
+        bare, first = BareTexts(), f"{KINDS_OF_OUTLINES[0]}/"
+        names = [name.removeprefix(first) for name in tensors if name.startswith(first)]
+        bare._outlines = {name: Outline(*(tensors[f"{kind}/{name}"] for kind in KINDS_OF_OUTLINES)) for name in names}
+        return bare
+
+    def __bool__(self) -> bool:
+        return bool(self._outlines)
+
+    def add(self, name: str, queries_ND: Tensor, sample_nD: Tensor | None = None) -> None:
+        """Add a phase's texts.
 
         Args:
-            queries_ND: mean of each text's token embeddings.
+            queries_ND: mean of each text's token embeddings. sample_nD: those of a few dev texts.
         """
-        self._outlines[name] = Outline.of(queries_ND[:, :WIDEST].cpu())
-        self._found = None
+        sample_nD = None if sample_nD is None else sample_nD[:, :WIDEST].cpu()
+        self._outlines[name] = Outline.of(queries_ND[:, :WIDEST].cpu(), sample_nD)
+        self._found = self._calibrator = None
+
+    def rated(self, mixture: Mixture, queries_BD: Tensor) -> Mixture:
+        """Return a mixture with out-of-distribution distances and scores of its texts, where dev texts were kept."""
+        if not self._has_samples:
+            return mixture
+        distances_B = self._distances(queries_BD.cpu())
+        return replace(mixture, ood_distances=distances_B, ood_scores=self.calibrated().scores(distances_B))
+
+    def calibrated(self) -> OodCalibrator:
+        """Return the calibrator of the scores.
+
+        Raises:
+            RetrievalError: no dev text of any phase was kept.
+        """
+        if not self._has_samples:
+            raise RetrievalError("this router keeps no dev texts to compare with, since its tasks have none")
+        if self._calibrator is None:
+            samples = [outline.sample for outline in self._outlines.values() if len(outline.sample)]
+            self._calibrator = OodCalibrator(self._distances, samples)
+        return self._calibrator
+
+    @property
+    def _has_samples(self) -> bool:
+        return any(len(outline.sample) for outline in self._outlines.values())
+
+    def _distances(self, queries_BD: Tensor) -> Tensor:
+        return self._over(tuple(self._outlines)).relative_distances(queries_BD[:, :WIDEST])
 
     def means(self) -> dict[str, Tensor]:
         """Return adapter -> mean of its texts, as `mean_of` has it."""
@@ -296,12 +360,3 @@ class BareTexts:
             for name, outline in self._outlines.items()
             for kind, tensor in zip(KINDS_OF_OUTLINES, outline, strict=True)
         }
-
-    def take(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
-        """Restore from `tensors`; adapters without any are left out."""
-        self._outlines = {
-            name: Outline(*(tensors[f"{kind}/{name}"] for kind in KINDS_OF_OUTLINES))
-            for name in names
-            if f"{KINDS_OF_OUTLINES[0]}/{name}" in tensors
-        }
-        self._found = None

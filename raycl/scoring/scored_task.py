@@ -19,7 +19,7 @@ Predictions = list[tuple[int, str]]
 """Pairs of row and answer."""
 
 
-RECORDED = ("labels", "off_task", "max_new_tokens")
+RECORDED = ("labels", "off_task", "max_new_tokens", "unknown", "false_alarms")
 """Settings by which the run that made a snapshot judged answers."""
 
 

@@ -4,6 +4,7 @@ RayclError                    anything else that raycl cannot do now: the bank i
 ├── InvalidRequestError       the request itself is at fault
 │   ├── LimitExceededError    beyond the limits, or nothing in it
 │   ├── PromptTooLongError    a prompt that does not fit
+│   ├── UnknownTextError      a text of no learned task, where such texts are refused
 │   └── NotFoundError         a model, adapter or snapshot that does not exist
 ├── BusyError                 too many answers are being made: retry later
 ├── DeadlineExceededError     an answer took longer than allowed
@@ -28,6 +29,16 @@ class LimitExceededError(InvalidRequestError):
 
 class PromptTooLongError(InvalidRequestError):
     """A prompt longer than the model reads, in a place where it must not be cut."""
+
+
+class UnknownTextError(InvalidRequestError):
+    """A text of no learned task, where such texts are refused."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the text is unlike those of all learned tasks, and this endpoint answers no such text (unknown=refuse): "
+            "ask about what was learned, or name a task as model"
+        )
 
 
 class NotFoundError(InvalidRequestError):
@@ -59,6 +70,7 @@ RETRYABLE = (429, 503)
 """Statuses that a client may meet with the same request a second later: they come with Retry-After."""
 
 _STATUSES: tuple[tuple[type[RayclError], ErrorStatus], ...] = (
+    (UnknownTextError, (422, "invalid_request_error", "unknown_text")),
     (PromptTooLongError, (400, "invalid_request_error", "context_length_exceeded")),
     (NotFoundError, (404, "not_found_error", None)),
     (InvalidRequestError, (400, "invalid_request_error", None)),

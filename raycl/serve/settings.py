@@ -16,6 +16,7 @@ from raycl.config.addresses import announce
 from raycl.config.trust import Permissions
 from raycl.config.unused import refuse, unused_written
 from raycl.training.records.named_bank import bank_and_reference
+from raycl.types import UnknownPolicy
 
 
 class LimitsConfig(Section):
@@ -177,6 +178,18 @@ class ServeConfig(Section):
     )
     wait_for_nodes: bool = Field(
         False, description="wait for replicas that the cluster cannot hold yet, because it grows"
+    )
+    unknown: UnknownPolicy | None = Field(
+        None,
+        description="texts of no learned task. nearest: answered as all others; bare: by the backbone without "
+        "adapters; refuse: with an error, 422; null: as the run that made the snapshot was evaluated (eval.unknown)",
+    )
+    false_alarms: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="largest share of texts of the learned tasks that may count as unknown; the threshold follows from "
+        "their dev rows; null: as that run was evaluated (eval.false_alarms)",
     )
     max_batch: int = Field(32, ge=1, description="rows computed together")
     decoding: Literal["auto", "dynamic", "static"] = Field(

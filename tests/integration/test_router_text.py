@@ -18,6 +18,7 @@ from raycl.errors import ConfigError
 from raycl.generation.requests import Sampling
 from raycl.generation.task_prompts import task_prompts
 from raycl.routing.routers import routed_text
+from raycl.routing.unknown_texts import UnknownRule
 from raycl.storage import Storage
 from raycl.training.setup.run_config import RunConfig
 from raycl.types import Mixture
@@ -49,7 +50,7 @@ def test_a_run_and_its_endpoint_route_by_the_same_text(
     context, router, codec = done.context, evaluated_by(done), done.context.backbone.codec
     bank = bank_of(done, tmp_path)
     snapshot = bank.open(2)
-    assert snapshot.router.settings["router_text"] == text == task_prompts(snapshot).routed_text
+    assert snapshot.router.settings["router_text"] == text == task_prompts(snapshot, UnknownRule()).routed_text
     asked = []
     moves = False
     for task, other in zip(context.stream.tasks, reversed(context.stream.tasks), strict=True):

@@ -54,6 +54,7 @@ class EpiConfig(ModuleSettings, RoutedConfig):
     pre_trains: ClassVar[bool] = False
     needs_texts: ClassVar[bool] = True  # evaluation reports the choices by task
     chooses_task: ClassVar[bool] = True
+    own_statistics: ClassVar[bool] = True
     independent_tasks: ClassVar[bool] = True
 
     def extra_passes(self, epochs: int) -> float:

@@ -38,10 +38,11 @@ from raycl.backbone.codec import HFCodec
 from raycl.backbone.positions import decoder_inputs, logits_at
 from raycl.backbone.roles import linear_names
 from raycl.data.loader import padded
+from raycl.data.tokens import drawn_rows
 from raycl.errors import ConfigError
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import InputDropout, LoraSettings, TargetModules, kaiming
-from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, drawn_rows
+from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume
 from raycl.types import IGNORE, Mixture, Task
 
 log: logging.Logger = logging.getLogger("raycl")

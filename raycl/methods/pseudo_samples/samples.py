@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycl.data.tokens import TokenTable
+from raycl.data.tokens import TokenTable, drawn_rows
 from raycl.methods.base import under
 from raycl.methods.context import TaskContext
 
@@ -138,12 +138,6 @@ def take_real(context: TaskContext, volume: Volume, seed: int, answers: bool = F
             samples.targets.extend(ids.tolist() for ids in columns.target_ids)
             samples.labels.extend(_label(table, code, numbers) for code in columns.labels.tolist())
     return samples
-
-
-def drawn_rows(table: TokenTable, count: int, draw: torch.Generator) -> list[int]:
-    """Return so many rows of a task, ascending."""
-    places: list[int] = torch.randperm(len(table), generator=draw)[:count].sort().values.tolist()
-    return places
 
 
 def _label(table: TokenTable, code: int, numbers: Mapping[str, int]) -> int:

@@ -10,9 +10,8 @@ attention's and reflection's too). Prompts are learned by the run's AdamW like a
 C).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +19,10 @@ from torch import Tensor
 
 from raycl.adapters.soft_prompts import PromptForm
 from raycl.backbone import Backbone, Output
-from raycl.backbone.base import mean_pooled
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.loader import batches_of
-from raycl.data.prepare import fit_sources
-from raycl.data.prompts import Prompt
+from raycl.data.tokens import drawn_rows
 from raycl.errors import ConfigError, RunError
-from raycl.generation.task_prompts import TaskPrompts
 from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
@@ -34,18 +30,15 @@ from raycl.methods.pseudo_samples.samples import (
     PseudoSamples,
     Volume,
     counts_of,
-    drawn_rows,
 )
 from raycl.methods.pseudo_samples.sources import SampleSource
+from raycl.methods.queries import bare_queries
 from raycl.methods.sapt.reflection import PseudoReplay, Reflection, ReplayEntry
 from raycl.methods.sapt.settings import ABLATIONS, Ablation, SaptConfig
 from raycl.methods.trained_adapters import is_trainable
-from raycl.routing.attention import LEAST_WEIGHT, Attention, AttentionRouter, learn_selector, max_pooled, mixture_of
-from raycl.routing.statistics import KINDS_OF_OUTLINES, BareTexts
+from raycl.routing.attention import LEAST_WEIGHT, Attention, learn_selector, max_pooled, mixture_of
+from raycl.routing.statistics import BareTexts
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
-
-Pool = Callable[[Tensor, Tensor], Tensor]
-"""Embeddings `[B, L, d]` and mask `[B, L]` -> `[B, d]`."""
 
 READ_AT_ONCE = 64
 """Prompts embedded together where only their maxima are wanted."""
@@ -83,7 +76,6 @@ class Sapt(PerTaskAdapter):
         self.attention: Attention = Attention(width, config.attention, seed, backbone.device)
         self.router_module = self.attention
         backbone.add_module("attention", self.attention)
-        self.bare: BareTexts = BareTexts()
         self.selector: Attention | None = None
         self.ablation: Ablation = ABLATIONS[config.ablation]
         weight = config.arm.weight_on(backbone.capabilities) if self.ablation.reflects else 0.0
@@ -117,7 +109,7 @@ class Sapt(PerTaskAdapter):
         is_first = not self._learned and not context.resumed
         if self.config.start_from == "nearest" and not context.resumed and self._learned:
             means = {task: mean for task, mean in self.bare.means().items() if task in self._learned}
-            mean_D = BareTexts.mean_of(self._bare_queries(context))
+            mean_D = BareTexts.mean_of(bare_queries(context, self.backbone, self.seed))
             self._start_near(phase.name, mean_D, means, self.config.start_threshold)
         super().begin_task(phase, context)
         if is_first and not self._is_alone and self.config.attention.standardize:
@@ -174,7 +166,7 @@ class Sapt(PerTaskAdapter):
         return None if self.context is None else self.reflection.term(self.attention, self.context.step)
 
     def end_task(self, context: TaskContext) -> Learned:
-        """Adapter and key are frozen; pseudo-samples, mean weights and an outline of the texts are kept."""
+        """Adapter and key are frozen; pseudo-samples and mean weights are kept."""
         task = self._task
         key = {"key": self.attention.key} if self.attention.key is not None else {}
         trained = under("attention.", context.parameters)
@@ -182,9 +174,6 @@ class Sapt(PerTaskAdapter):
         self.attention.end({**self.attention.tensors(), **key, **trained})
         if self.task_id_given:
             return self._published(context, states)
-        queries_ND = self._bare_queries(context)
-        if len(queries_ND):
-            self.bare.add(task, queries_ND)
         samples = self._samples(context)
         self.reflection.entries[task] = ReplayEntry(samples, self._mean_weights(context))
         if self.ablation.selects:
@@ -223,31 +212,14 @@ class Sapt(PerTaskAdapter):
         alpha_BT: Tensor = self.attention(self._pooled(sources)).exp()
         return alpha_BT.mean(0).cpu()
 
-    def _bare_sources(self, context: TaskContext) -> list[list[int]]:
-        """Return ids of texts of the phase as they are read that come without their tasks; the same on all workers."""
-        stream, codec = context.stream, self.backbone.codec
-        limit = min(stream.token_limits[0], codec.max_source_tokens)
-        alone, draw = TaskPrompts(AttentionRouter, {}, {}, "input"), torch.Generator().manual_seed(self.seed)
-        texts = [
-            alone.reading(text, stream.is_chat(table.task)).for_router(Prompt())
-            for table in context.tables("train")
-            for text in table.texts(drawn_rows(table, self.sampled_texts, draw))
-        ]
-        return [ids for ids in fit_sources(texts, Prompt(), codec, limit)[0] if ids]
-
-    def _bare_queries(self, context: TaskContext) -> Tensor:
-        """Return `[n, d]`, the mean token embeddings of texts that come without their tasks."""
-        sources = self._bare_sources(context)
-        if not sources:
-            return torch.zeros(0, self.attention.dimensions)
-        return self._pooled(sources, lambda embedded, mask: mean_pooled(embedded.float(), mask))
-
     @torch.no_grad()
-    def _pooled(self, sources: Sequence[Sequence[int]], pool: Pool | None = None) -> Tensor:
-        """Return `[n, d]` on the model's device; `pool` pools embeddings and mask (None: the attention's function)."""
-        pool = pool or partial(max_pooled, pads=self.config.attention.pool_pads)
-        batches = batches_of(sources, READ_AT_ONCE, self.backbone.codec.pad_id, self.backbone.device)
-        return torch.cat([pool(self.backbone.embedded(batch.source_ids), batch.source_mask) for batch in batches])
+    def _pooled(self, sources: Sequence[Sequence[int]]) -> Tensor:
+        """Return `[n, d]` on the model's device (`max_pooled`)."""
+        pads, pad_id = self.config.attention.pool_pads, self.backbone.codec.pad_id
+        batches = batches_of(sources, READ_AT_ONCE, pad_id, self.backbone.device)
+        return torch.cat(
+            [max_pooled(self.backbone.embedded(batch.source_ids), batch.source_mask, pads) for batch in batches]
+        )
 
     def _router(self) -> RouterState:
         """Return keys and projection; the task's own adapter where the task id is given."""
@@ -255,7 +227,7 @@ class Sapt(PerTaskAdapter):
             return RouterState("task")
         chooser = self.selector or self.attention
         settings = {**chooser.settings(), "head_rule": self.config.head_rule, "hard": self._is_alone}
-        return RouterState("attention", settings, chooser.tensors() | self.bare.tensors())
+        return RouterState("attention", settings, chooser.tensors())
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the mean weights of each task's texts: when it was learned (`train`: abar), and as evaluated now
@@ -271,9 +243,7 @@ class Sapt(PerTaskAdapter):
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
         values |= {"attention": self.attention.settings(), "selector": None}
-        tensors |= {
-            f"attention/{name}": tensor for name, tensor in (self.attention.tensors() | self.bare.tensors()).items()
-        }
+        tensors |= {f"attention/{name}": tensor for name, tensor in self.attention.tensors().items()}
         tensors |= self.reflection.tensors()
         if self.selector is not None:
             values["selector"] = self.selector.settings()
@@ -283,7 +253,6 @@ class Sapt(PerTaskAdapter):
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         attention = under("attention/", tensors)
         self.attention.take(values["attention"], attention)
-        self.bare.take(self.attention.keys, attention)
         self.reflection.take(dict(values["learned"]), tensors)
         if values["selector"] is not None:
             selector = Attention(self.attention.dimensions, self.config.attention, 0, self.backbone.device)
@@ -295,12 +264,7 @@ class Sapt(PerTaskAdapter):
     def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:
         """Remove the task's key and pseudo-samples; the rest shares the mean weights of other tasks."""
         keys = list(values["attention"]["tasks"])
-        own = (
-            f"abar/{task}",
-            f"attention/key/{task}",
-            f"selector/key/{task}",
-            *(f"attention/{kind}/{task}" for kind in KINDS_OF_OUTLINES),
-        )
+        own = (f"abar/{task}", f"attention/key/{task}", f"selector/key/{task}")
         left = left.select(lambda name: name not in own and not name.startswith(f"pseudo/{task}/"))
         for name, abar in under("abar/", left).items():
             if task in keys[: len(abar)]:

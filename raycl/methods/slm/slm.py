@@ -96,6 +96,7 @@ class SlmConfig(StartSettings):
 
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
     needs_texts: ClassVar[bool] = True
+    own_statistics: ClassVar[bool] = True
 
     by_task: ClassVar[tuple[str, ...]] = ("r_by_task", "prompt_length_by_task", "keys.slots_by_task")
 

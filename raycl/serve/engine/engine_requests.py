@@ -60,6 +60,11 @@ class EngineRequest(GenerationRequest):
     ids: tuple[int, ...] | None = None
     template: str = ""
 
+    @property
+    def is_refused(self) -> bool:
+        """Return whether a text of no learned task gets no answer."""
+        return self.loaded.rule.policy == "refuse" and not self.route_only
+
     @cached_property
     def has_tools(self) -> bool:
         """Return whether it offers tools, or its conversation used some: it is never cut."""

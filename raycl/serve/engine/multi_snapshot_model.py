@@ -30,8 +30,10 @@ from raycl.errors import BankError, StorageError
 from raycl.generation.task_prompts import TaskPrompts, check_templates
 from raycl.routing.router import Router, heads_of_tasks
 from raycl.routing.routers import routed_text
+from raycl.routing.unknown_texts import UnknownRule
+from raycl.scoring.scored_task import recorded_settings
 from raycl.serve.errors import UnavailableError
-from raycl.types import Activation, AdapterState, Mixture
+from raycl.types import Activation, AdapterState, Mixture, UnknownPolicy
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -63,14 +65,17 @@ class LoadedSnapshot(TaskPrompts):
     heads: Mapping[str, str]
 
     @staticmethod
-    def of(snapshot: Snapshot, router: Router, source: Source, mark: str = "") -> LoadedSnapshot:
+    def of(
+        snapshot: Snapshot, router: Router, source: Source, mark: str = "", rule: UnknownRule | None = None
+    ) -> LoadedSnapshot:
         """Ready to be added to a model.
 
         Args:
             mark: ends the names on the device, see `mark_of`.
+            rule: the rule for texts of no learned task; None: that of its run's evaluation.
 
         Raises:
-            BankError: a chat template does not work.
+            BankError: a chat template does not work, or the router cannot follow the rule.
         """
         check_templates(snapshot)
         keys = {entry.name: f"{entry}{mark}" for entry in snapshot.adapters}
@@ -80,6 +85,7 @@ class LoadedSnapshot(TaskPrompts):
             owners,
             {task.name: Prompt.of(task) for task in snapshot.tasks},
             routed_text(snapshot.router, snapshot.router.settings),
+            rule or rule_of(snapshot, router),
             snapshot,
             source,
             keys,
@@ -161,7 +167,23 @@ class LoadedSnapshot(TaskPrompts):
             )
         names = tuple(self.keys[mixture.names[column]] for column in chosen)
         by_text = None if mixture.by_text is None else self.named(mixture.by_text)
-        return Mixture(names, mixture.weights[:, chosen], ood_scores=mixture.ood_scores, by_text=by_text)
+        return replace(mixture, names=names, weights=mixture.weights[:, chosen], unpruned=None, by_text=by_text)
+
+
+def rule_of(
+    snapshot: Snapshot, router: Router, policy: UnknownPolicy | None = None, false_alarms: float | None = None
+) -> UnknownRule:
+    """Return the rule for texts of no learned task.
+
+    Args:
+        policy, false_alarms: see `UnknownRule`; None: as the run that made the snapshot was evaluated.
+
+    Raises:
+        BankError: the router cannot follow it.
+    """
+    recorded = recorded_settings(snapshot)
+    policy, false_alarms = policy or recorded.unknown, false_alarms or recorded.false_alarms
+    return UnknownRule.of(router, policy, false_alarms, f"snapshot {snapshot.number}")
 
 
 def mark_of(snapshot: Snapshot, others: Iterable[LoadedSnapshot]) -> str:
@@ -217,6 +239,11 @@ class MultiSnapshotModel:
                 adapters have another activation than those loaded (or than each other).
         """
         snapshot = loaded.snapshot
+        if loaded.rule.policy == "bare" and self.backbone.codec.needs_labels:
+            raise BankError(
+                f"unknown=bare cannot be used with snapshot {snapshot.number}, whose backbone is encoder-only and has "
+                "no labels without adapters: expected nearest or refuse"
+            )
         self._check_bos(snapshot)
         paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
         copied = sorted({path for entry in snapshot.adapters for path in entry.copies})

@@ -14,6 +14,9 @@ from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.errors import InvalidRequestError
 from raycl.types import Mixture
 
+FOUND = ("ood_scores", "ood_distances", "unknown")
+"""Parts of a mixture beside its weights, that answers show."""
+
 RoutePrompts = Callable[[LoadedSnapshot, Sequence[EngineRequest], Sequence[str]], Mixture]
 """Mixtures of the requests' prompts, each with the template of a task ("": none), by a router that reads prompts."""
 
@@ -60,8 +63,9 @@ def _routed(
     for index, (number, weights, template) in enumerate(zip(group, whole.weights, templates, strict=True)):
         requests[number].template = template
         columns = weights.nonzero().flatten().tolist()
-        score = None if whole.ood_scores is None else whole.ood_scores[index : index + 1]
-        mixture = Mixture(tuple(whole.names[column] for column in columns), weights[None, columns], ood_scores=score)
+        names = tuple(whole.names[column] for column in columns)
+        own = {part: found[index : index + 1] for part in FOUND if (found := getattr(whole, part)) is not None}
+        mixture = Mixture(names, weights[None, columns], **own)
         mixtures[number] = _hard(loaded, mixture) if requests[number].selection.hard else mixture
     return mixtures
 
@@ -69,6 +73,8 @@ def _routed(
 def _hard(loaded: LoadedSnapshot, mixture: Mixture) -> Mixture:
     """Return the mixture of the task with the largest weight alone, scaled to a sum of 1."""
     task = loaded.largest(_weights(mixture))
+    if not task:
+        return mixture
     alone = mixture.weights * torch.tensor([[task in loaded.owners[key] for key in mixture.names]])
     return replace(mixture, weights=alone / alone.sum(1, keepdim=True))
 

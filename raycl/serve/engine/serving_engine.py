@@ -35,7 +35,7 @@ from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapsho
 from raycl.serve.engine.request_batch import OVERFLOW, PreparedRequest, RequestBatch
 from raycl.serve.engine.request_mixtures import heads_of, mixtures_of, template_of
 from raycl.serve.engine.truncation import PromptRequest, RoutedPrompt, Truncation
-from raycl.serve.errors import InternalError, InvalidRequestError
+from raycl.serve.errors import InternalError, InvalidRequestError, UnknownTextError
 from raycl.types import Capabilities, Mixture
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -240,7 +240,9 @@ class ServingEngine:
         taken, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
         ready = self._isolated(self._routed, taken, lambda request: request)
         for prepared in ready:
-            if prepared.sampling is not None or prepared.request.route_only:  # a label is sent together with this
+            if prepared.metadata.unknown and prepared.request.is_refused:
+                self._fail(prepared.request, UnknownTextError())
+            elif prepared.sampling is not None or prepared.request.route_only:  # a label is sent together with this
                 self._send(prepared.request, Started(prepared.metadata))
         ready = [prepared for prepared in ready if not prepared.request.over]
         self._texts.joining += [prepared for prepared in ready if prepared.sampling is not None]
@@ -313,6 +315,8 @@ class ServingEngine:
                 retrieval_ms=spent,
                 batch=len(requests),
                 ood_score=None if (scores := mixtures[number].ood_scores) is None else float(scores),
+                ood_distance=None if (distances := mixtures[number].ood_distances) is None else float(distances),
+                unknown=None if (unknown := mixtures[number].unknown) is None else bool(unknown),
             )
             ready.append(PreparedRequest(request, mixtures[number], truncated.ids, sampling, metadata))
         return ready
@@ -349,6 +353,7 @@ class ServingEngine:
             )
         ids = [truncated.ids for truncated in self._truncation.fit(prompts)]
         batch = batch_of(ids, self.model.backbone.codec.pad_id).to(self.model.backbone.device)
+        batch = replace(batch, texts=tuple(request.text for request in requests))
         self._texts.deactivate()  # hidden states are read without the adapters of texts that are being decoded
         given = [own for request in requests if (own := request.selection.task) is not None]  # all give one, or none
         return loaded.named(route_batch(loaded.router, self.model.backbone, self.model.stack, batch, given or None))

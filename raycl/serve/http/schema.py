@@ -531,6 +531,15 @@ class ResponseDetails(BaseModel):
         description="from 0 to 1, near 1 for a text unlike all learned tasks; null: the snapshot's router has no such "
         "score, or the request names its adapters",
     )
+    ood_distance: float | None = Field(
+        None, description="the distance to the learned tasks behind the score, which has no upper limit; null: as there"
+    )
+    ood_threshold: float | None = Field(
+        None, description="the distance above which a text counts as one of no learned task; null: there is none"
+    )
+    unknown: bool | None = Field(
+        None, description="whether the text counts as one of no learned task; null: the router cannot tell"
+    )
     queue_ms: float = 0.0
     retrieval_ms: float = 0.0
     batch: int = 1

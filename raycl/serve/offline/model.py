@@ -25,9 +25,9 @@ from raycl.generation.requests import AllowedTokens, Event, Failed, Sampling
 from raycl.progress import report
 from raycl.scoring.scored_task import ScoredTask
 from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, is_last
-from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, rule_of
 from raycl.serve.engine.serving_engine import ServingEngine
-from raycl.serve.errors import InternalError
+from raycl.serve.errors import InternalError, UnknownTextError
 from raycl.serve.service.opening import open_engine
 from raycl.serve.service.service import ServedAnswer, take
 from raycl.serve.settings import ServeConfig
@@ -59,7 +59,8 @@ class Prediction:
         adapters: Adapter -> weight, the largest first.
         ood_score: Score from 0 to 1, near 1 for a text unlike all learned tasks; None: the router has no such score.
         cut_tokens: Tokens cut from the end of the text, which was longer than in training.
-        error: Why there is no answer; "": there is one.
+        unknown: The text counts as one of no learned task; None: not known.
+        error: Why there is no answer; "": there is one. Texts that are refused as unknown have an error.
 
     Examples:
         >>> for prediction in model.predict(["a cup of tea", "a loaf of bread"]):
@@ -72,6 +73,7 @@ class Prediction:
     adapters: Mapping[str, float] = field(default_factory=dict)
     ood_score: float | None = None
     cut_tokens: int = 0
+    unknown: bool | None = None
     error: str = ""
 
 
@@ -113,7 +115,8 @@ class OfflineModel:
         with ExitStack() as stack:
             stack.callback(engine.close)
             router = router_of(bank, snapshot, config.permissions)
-            loaded = LoadedSnapshot.of(snapshot, router, adapters_of(bank, snapshot))
+            rule = rule_of(snapshot, router, config.unknown, config.false_alarms)
+            loaded = LoadedSnapshot.of(snapshot, router, adapters_of(bank, snapshot), rule=rule)
             engine.load_snapshot(loaded)
             stack.pop_all()  # it stays open
         return cls(engine, loaded)
@@ -237,7 +240,8 @@ class OfflineModel:
             while left:
                 number, event = events.get()
                 if isinstance(event, Failed):
-                    if not (keep_errors and isinstance(event.error, TEXT_ERRORS)):
+                    kept = (*(TEXT_ERRORS if keep_errors else ()), UnknownTextError)
+                    if not isinstance(event.error, kept):
                         raise event.error
                     errors[number] = str(event.error)
                 else:
@@ -263,6 +267,7 @@ class OfflineModel:
             adapters=metadata.weights,
             ood_score=metadata.ood_score,
             cut_tokens=metadata.cut_tokens,
+            unknown=metadata.unknown,
         )
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from raycl.bank.integrity import IntegrityCheck
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import BankError, RayclError
 from raycl.serve.engine.engine_requests import FAILURES
-from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, mark_of
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, mark_of, rule_of
 from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.errors import UnavailableError
 from raycl.serve.settings import ServeConfig
@@ -143,7 +143,8 @@ class SnapshotManager:
         # routers that read texts share one sentence encoder, which is loaded once
         router = router_of(self._cache or self.bank, snapshot, self.config.permissions, encoders)
         source = adapters_of(self.bank, snapshot) if self._cache is None else self._cache.source(snapshot)
-        loaded = LoadedSnapshot.of(snapshot, router, source, mark)
+        rule = rule_of(snapshot, router, self.config.unknown, self.config.false_alarms)
+        loaded = LoadedSnapshot.of(snapshot, router, source, mark, rule)
         self.engine.load_snapshot(loaded)
         with self._lock:
             self._open[snapshot.number] = loaded

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 from raycl.bank import Bank, Snapshot
 from raycl.errors import ConfigError, RayclError, StorageError
 from raycl.routing.routers import READS_STATES, router_class
-from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, rule_of
+from raycl.serve.errors import UnknownTextError
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import adapters_of, router_of
 from raycl.storage import Storage
@@ -82,7 +83,7 @@ class AdapterChoice:
             task: task of all texts, where it is known. is_chat: the texts stand for conversations.
 
         Raises:
-            BankError: the router needs the task, or does not know it.
+            BankError: the router needs the task, or does not know it. UnknownTextError: a text is refused.
         """
         if self.record.fixed is not None or self.loaded is None:
             return [self.record.fixed or "base"] * len(texts)
@@ -93,6 +94,8 @@ class AdapterChoice:
             return loaded.mixture(seen, [task] * len(texts) if task else None)
 
         mixture, _ = loaded.route(readings, mixture_of)
+        if loaded.rule.refuses(mixture):
+            raise UnknownTextError
         if not mixture.names:
             return ["base"] * len(texts)
         largest, columns = mixture.weights.max(1)
@@ -120,7 +123,8 @@ def open_choice(config: ServeConfig) -> AdapterChoice:
     torch.set_num_threads(config.threads)
     _check_router(snapshot)
     router = router_of(bank, snapshot, config.permissions)
-    choice = AdapterChoice(record, LoadedSnapshot.of(snapshot, router, adapters_of(bank, snapshot)))
+    rule = rule_of(snapshot, router, config.unknown, config.false_alarms)
+    choice = AdapterChoice(record, LoadedSnapshot.of(snapshot, router, adapters_of(bank, snapshot), rule=rule))
     with suppress(RayclError):  # a router that needs the task has nothing to load
         choice.adapters(["a warm-up text"])
     return choice

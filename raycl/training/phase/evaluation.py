@@ -138,6 +138,7 @@ class StreamEvaluation:
     def _generated(self, tasks: Sequence[Task]) -> dict[str, Predictions]:
         size, activated = self.context.evaluation.batch_size, partial(activate, self.context.method)
         decoder = AnswerBatch(self.context.backbone, activated, size)
+        unanswered: set[tuple[str, int]] = set()
 
         def prompts() -> Iterator[Prompts]:
             for task in counted_off(tasks, "evaluating tasks"):
@@ -149,11 +150,13 @@ class StreamEvaluation:
                     real = int((batch.rows >= 0).sum())  # the last ones of a worker may be fill-ups, without an answer
                     if real:
                         batch, mixture = self._read(task, batch.first(real).to(self.world.device))
+                        unanswered.update((task.name, int(batch.rows[place])) for place in self._refused(mixture))
                         yield Prompts(task.name, batch, scored.limit, mixture, start, allowed)
 
         shares: dict[str, Predictions] = {task.name: [] for task in tasks}
         for answer in decoder.answers(prompts()):
-            shares[answer.task].append((answer.row, answer.text))
+            refused = (answer.task, answer.row) in unanswered
+            shares[answer.task].append((answer.row, "" if refused else answer.text))
         return shares
 
     def _predicted(self, task: Task) -> Predictions:
@@ -163,7 +166,10 @@ class StreamEvaluation:
         def answer(batch: Batch) -> list[str]:
             batch, mixture = self._read(task, batch)
             with activate(method, mixture):
-                return predict(backbone, batch, scored.limit)
+                texts = predict(backbone, batch, scored.limit)
+            for place in self._refused(mixture):
+                texts[place] = ""
+            return texts
 
         def answers(batch: Batch) -> list[str]:
             batch = batch.to(self.world.device)
@@ -192,8 +198,7 @@ class StreamEvaluation:
     def _batches(self, scored: ScoredTask, size: int) -> Iterator[Batch]:
         """Return this worker's share of a task's rows; those of an unseen task are of no task."""
         context, codec = self.context, self.context.backbone.codec
-        routes_texts = self.router is not None and "text" in self.router.router.needs
-        reads = context.method.needs_texts or self.alone is not None or routes_texts
+        reads = context.method.needs_texts or self.alone is not None or self.router is not None
         objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
         router_texts = context.router_texts if self.alone is None else None
         collate = Collate([scored.table], codec.pad_id, None, reads, objective, router_texts)
@@ -241,13 +246,17 @@ class StreamEvaluation:
         self.observations.add(batch.tasks, mixture)
         return read, mixture
 
+    def _refused(self, mixture: Mixture | None) -> list[int]:
+        """Return the places of the texts of a batch that get no answer."""
+        return [] if self.router is None else self.router.rule.refuses(mixture)
+
     def _route(self, task: Task, batch: Batch) -> Mixture | None:
         """Return the batch's mixture, whose weights are observed; none, for the bare backbone."""
         if self.context.method.stack is None or self.is_bare:
             return None
         if self.router is not None:
             name = None if task in self.context.stream.unseen else task.name
-            mixture: Mixture | None = self.router.mixture(batch, name)
+            mixture: Mixture | None = self.router.rule.applied(self.router.mixture(batch, name))
         else:
             with torch.no_grad():
                 mixture = self.context.method.route(batch)
@@ -306,7 +315,7 @@ def score_phase(
         done: the phase's last checkpoint, with its router.
     """
     began = time.perf_counter()
-    router = PublishedRouter.of(context.method, done)
+    router = PublishedRouter.of(context.method, done, context.evaluation)
     is_last, is_given = phase.index == len(context.phases) - 1, context.evaluation.instruction == "given"
     alone = TextAlone.after(context, storage, done, router) if is_last or not is_given else None
     evaluation = StreamEvaluation(context, world, storage, router, before, None if is_given else alone)

@@ -8,7 +8,7 @@ as at an endpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from raycl.data.sources.conversation import messages_of
 from raycl.errors import RetrievalError
 from raycl.generation.task_prompts import PromptReading, TaskPrompts, route_batch, task_prompts
 from raycl.methods.base import Learned, Method, under
+from raycl.metrics.settings import EvalConfig
 from raycl.routing.router import Owners, Router, heads_of_tasks
 from raycl.routing.routers import make_router
+from raycl.routing.unknown_texts import UnknownRule
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.records.checkpoint import Checkpoint
@@ -36,15 +38,20 @@ class PublishedRouter:
 
     Attributes:
         owners: adapter -> tasks that it was trained on, in the order of learning.
+        rule: the rule for texts of no learned task.
     """
 
     method: Method
     router: Router
     owners: Owners
+    rule: UnknownRule = field(default_factory=UnknownRule)
 
     @staticmethod
-    def of(method: Method, done: Checkpoint) -> PublishedRouter | None:
+    def of(method: Method, done: Checkpoint, settings: EvalConfig | None = None) -> PublishedRouter | None:
         """Return the router of the phase that a checkpoint ends; None: the phase has no adapters.
+
+        Args:
+            settings: settings of evaluation; None: all texts are answered alike.
 
         Raises:
             BankError, RetrievalError: see the opening of a snapshot.
@@ -62,7 +69,10 @@ class PublishedRouter:
                     "has another one: name the original in method.encoder"
                 )
             state = replace(state, encoder=own.config.model_dump(mode="json"))
-        return PublishedRouter(method, make_router(state, owners, () if own is None else (own,)), owners)
+        router, rule = make_router(state, owners, () if own is None else (own,)), UnknownRule()
+        if settings is not None:
+            rule = UnknownRule.of(router, settings.unknown, settings.false_alarms, "this run")
+        return PublishedRouter(method, router, owners, rule)
 
     @torch.no_grad()
     def mixture(self, batch: Batch, task: str | None = None) -> Mixture:
@@ -122,7 +132,7 @@ class TextAlone:
 
         Texts have no answers, each comes with its task's id, or nothing chooses among the tasks' prompts.
         """
-        method, tasks = context.method, task_prompts(snapshot)
+        method, tasks = context.method, task_prompts(snapshot, published.rule)
         gives_task = method.task_id_given or method.config.needs_task or tasks.needs_task
         return None if context.stream.learns_texts or gives_task else TextAlone(context, published, snapshot, tasks)
 

@@ -20,6 +20,7 @@ from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.phase.data import PhaseData, order_of, stable_seed
 from raycl.training.phase.disk_space import growth, plan_of, shortage
 from raycl.training.phase.gradient_check import GradientMaskCheck
+from raycl.training.phase.known_texts import learn_texts
 from raycl.training.phase.routing import router_record
 from raycl.training.phase.selection import Selection
 from raycl.training.phase.step import noted_rows, train_step
@@ -200,6 +201,7 @@ class TaskTrainer:
     def _end(self, phase: Phase, task_context: TaskContext, done: Checkpoint) -> None:
         """End the phase: the method keeps what it learned and publishes it, and the last checkpoint is written."""
         context = self.context
+        learn_texts(context.method, task_context)
         learned: Learned | None = context.method.end_task(task_context)
         done.method, done.frozen_state = context.method.state_dict()
         done.modifiers = context.modifiers.state()
@@ -207,6 +209,8 @@ class TaskTrainer:
         done.parameters = {name: done.parameters[name] for name in kept if name in done.parameters}
         if learned is not None:
             learned.router = with_text(with_package(learned.router), context.method.config.routed_text)
+            if bare := context.method.learner.bare.tensors():
+                learned.router = replace(learned.router, tensors={**learned.router.tensors, **bare})
             seen = [task.name for earlier_phase in context.phases[: phase.index + 1] for task in earlier_phase.tasks]
             done.router, tensors = router_record(learned, seen)
             done.frozen_state = TensorGroups.of(done.frozen_state) | tensors

@@ -43,6 +43,7 @@ from raycl.training.setup.method_checks import (
     check_prompt_positions,
     check_quantized,
     check_roles,
+    check_unknown,
 )
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.setup.snapshot_start import LIMITS
@@ -91,6 +92,7 @@ def check(config: RunConfig) -> Stream:
     check_data(config, stream)
     check_selection(config, stream)
     check_unseen(config, stream, codec)
+    check_unknown(config, stream, codec)
     check_chosen(config, [stream.prompt(task, codec) for task in stream.tasks])
     check_instructions(config, stream, codec)
     for task in (*stream.tasks, *stream.unseen):

@@ -1,6 +1,7 @@
 """Checks before any work that a run's method, engine and backbone work together."""
 
 import logging
+import math
 from collections.abc import Sequence
 
 from raycl import config as configs
@@ -9,13 +10,15 @@ from raycl.backbone.linears import check_quantization
 from raycl.backbone.roles import GROUPS, ROLES, without_role
 from raycl.config.unused import covering, unused_in
 from raycl.data.prompts import Prompt
+from raycl.data.stream import Stream
 from raycl.errors import ConfigError
 from raycl.methods.base import Method
 from raycl.methods.registry import method_class
+from raycl.routing.statistics import KEPT
 from raycl.training.definition.settings import DeepSpeedConfig, FSDPConfig
 from raycl.training.optimizers.registry import optimizer_class, optimizer_names
 from raycl.training.setup.run_config import RunConfig
-from raycl.types import Task
+from raycl.types import Task, TextCodec
 
 log: logging.Logger = logging.getLogger("raycl")
 
@@ -253,6 +256,36 @@ def check_objective(config: RunConfig, tasks: Sequence[Task]) -> None:
                 f"method '{config.method.name}' learns answers, but stream.objective is {task.objective}, and task "
                 f"'{task.name}' has none: set stream.objective to answer, or use another method, such as lora"
             )
+
+
+def check_unknown(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
+    """Check `eval.unknown`, which needs a router that knows its tasks' texts, and dev rows of the first task.
+
+    Raises:
+        ConfigError: it is bare or refuse, and the run cannot follow it.
+    """
+    policy, first = config.eval.unknown, stream.tasks[0]
+    if policy == "nearest":
+        return
+    if policy == "bare" and codec.needs_labels:
+        raise ConfigError(
+            f"eval.unknown=bare: backbone '{config.backbone.name}' is encoder-only and has no labels without adapters: "
+            "use nearest or refuse"
+        )
+    if not config.method.knows_texts or config.stream.schedule == "separate":
+        raise ConfigError(
+            f"eval.unknown={policy}: method '{config.method.name}' under stream.schedule={config.stream.schedule} "
+            "publishes no statistics of its tasks' texts, with which a text of none of them would be found: use "
+            "nearest, or a method whose router chooses by the text, such as slm or sapt"
+        )
+    tasks = stream.tasks if config.stream.schedule == "joint" else (first,)
+    kept = sum(min(KEPT, len(stream.rows(task, "dev"))) for task in tasks if stream.has_data(task))
+    least = math.ceil(1 / config.eval.false_alarms - 1e-9) - 1
+    if kept < least:
+        raise ConfigError(
+            f"eval.false_alarms={config.eval.false_alarms:g} takes {least} dev rows of the first task, and "
+            f"'{first.name}' has {kept}: raise it, or set aside more dev rows (stream.dev_rows, stream.dev_fraction)"
+        )
 
 
 def check_chosen(config: RunConfig, prompts: Sequence[Prompt]) -> None:

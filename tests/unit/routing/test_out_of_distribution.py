@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NoReturn
+from dataclasses import replace
+from typing import NoReturn, get_args
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from raycl.errors import RetrievalError
+from raycl.errors import BankError, RetrievalError
 from raycl.routing import slot_index, statistics
 from raycl.routing.key_maps import newest_rows, similarity
-from raycl.routing.routers import without
+from raycl.routing.routers import SumRouter, without
 from raycl.routing.slot_keys import KeyConfig
 from raycl.routing.slot_weights import RetrievalConfig
 from raycl.routing.slots import Kind, SlotRouter
 from raycl.routing.statistics import KEPT, Discriminant, OodCalibrator, Statistics, sample_rows
-from raycl.types import RouterState
+from raycl.routing.unknown_texts import UnknownRule
+from raycl.types import Mixture, RouterState, UnknownPolicy
 
 TASKS = ("one", "two", "three", "four")
 KEYS = KeyConfig(groups=2, slots=3, rate=5e-3, epochs=2)
@@ -155,6 +157,56 @@ def test_texts_are_compared_with_as_many_of_each_task(monkeypatch: pytest.Monkey
     shares = smaller.scores(router.discriminant.relative_distances(queries))
     assert torch.equal((shares * 64).round(), shares * 64), "16 of each"
     assert 0 < float((shares - whole).abs().max()) < 0.2
+
+
+@pytest.mark.parametrize(("rate", "place"), [(0.05, 18), (0.1, 17), (0.5, 9)])
+def test_the_threshold_keeps_false_alarms_below_their_share(rate: float, place: int) -> None:
+    """Of 19 known texts: a new one is as likely to take each of 20 places."""
+    known = torch.arange(19.0)[torch.randperm(19, generator=torch.Generator().manual_seed(0))][:, None]
+    calibrator = OodCalibrator(lambda queries: queries[:, 0], [known])
+    assert calibrator.threshold(rate) == place
+    with pytest.raises(
+        RetrievalError, match=r"0\.04 takes 24 kept dev texts, and there are 19: use false_alarms=0\.05"
+    ):
+        calibrator.threshold(0.04)
+    assert calibrator.threshold(0.05) == 18
+
+
+def test_texts_of_the_tasks_are_unknown_as_often_as_stated() -> None:
+    router = studied(*TASKS, dev=60)
+    limit = router.calibrated().threshold(0.05)
+    known = torch.cat([texts_of(task, 200, seed=4) for task in TASKS])
+    mixture = router.route_scored(known)
+    assert mixture.ood_distances is not None
+    assert 0.01 < float((mixture.ood_distances > limit).float().mean()) < 0.09
+
+
+def mixture_of(*distances: float) -> Mixture:
+    weights = torch.full((len(distances), 2), 0.5)
+    whole = Mixture(("a", "b"), weights)
+    return replace(whole, ood_distances=torch.tensor(distances), unpruned=whole, by_text=whole)
+
+
+def test_the_rule_for_unknown_texts() -> None:
+    rules = [UnknownRule(policy, 1.0) for policy in get_args(UnknownPolicy)]
+    nearest, bare, refuse = (rule.applied(mixture_of(0.5, 1.5)) for rule in rules)
+    for mixture in (nearest, bare, refuse):
+        assert mixture.unknown is not None and mixture.unknown.tolist() == [False, True]
+    assert nearest.weights.tolist() == refuse.weights.tolist() == [[0.5, 0.5]] * 2 and nearest.bare == [False, False]
+    assert bare.bare == [False, True]
+    for part in (bare, bare.unpruned, bare.by_text):
+        assert part is not None and part.weights.tolist() == [[0.5, 0.5], [0.0, 0.0]]
+    assert [rule.refuses(refuse) for rule in rules] == [[], [], [1]]
+    unable = UnknownRule("bare", None).applied(mixture_of(9.0))
+    assert unable.unknown is None and not unable.bare[0] and not UnknownRule("refuse", 1.0).refuses(unable)
+
+
+def test_a_router_without_statistics_has_no_rule_but_nearest() -> None:
+    router = SumRouter({"a": ("a",)})
+    assert UnknownRule.of(router, "nearest", 0.05, "snapshot 3") == UnknownRule("nearest", None)
+    expected = "unknown=bare cannot be used with snapshot 3: its router keeps no statistics of the tasks' texts"
+    with pytest.raises(BankError, match=expected):
+        UnknownRule.of(router, "bare", 0.05, "snapshot 3")
 
 
 def test_a_sample_is_small_and_depends_on_nothing_but_the_task() -> None:

@@ -23,7 +23,7 @@ from raycl.routing.slot_keys import KeyConfig
 from raycl.routing.slot_weights import RetrievalConfig
 from raycl.routing.slots import Kind, SlotRouter
 from raycl.routing.statistics import DIRECTIONS, WIDEST, BareTexts, Discriminant, Statistics
-from raycl.types import RouterState
+from raycl.types import Mixture, RouterState
 
 TASKS = {"one": 0, "two": 1, "three": 2}
 KEYS = KeyConfig(groups=2, slots=3, rate=5e-3, steps=300)
@@ -120,13 +120,34 @@ def test_outlines_of_bare_texts_find_the_task(width: int) -> None:
     item = bare.weights(names, fresh[1, :1])
     assert item is not None
     torch.testing.assert_close(item.weights, mixture.weights[90:91])
-    again = BareTexts()
-    again.take((*names, "four"), bare.tensors())
+    again = BareTexts.of({**bare.tensors(), "key/one": centres[0]})
     weights = again.weights(names, fresh.flatten(0, 1))
     assert weights is not None and torch.equal(weights.weights, mixture.weights)
     assert again.weights((*names, "four"), fresh[0]) is None, "of a task without an outline nothing is known"
     left = without(RouterState("attention", {}, bare.tensors()), "two").tensors
     assert left.keys() == {name for name in bare.tensors() if not name.endswith("/two")}
+
+
+def test_bare_texts_of_no_task_are_found_by_their_distance() -> None:
+    draw = torch.Generator().manual_seed(0)
+    centres = torch.randn(3, 16, generator=draw)
+    near, dev, other = (centres[:, None] + 0.3 * torch.randn(3, 90, 16, generator=draw) for _ in range(3))
+    bare = BareTexts()
+    for number, name in enumerate(("one", "two")):
+        bare.add(name, near[number], dev[number][:40])
+    queries = torch.cat([other[0], other[2]])
+    rated = bare.rated(Mixture(("one",), torch.ones(180, 1)), queries)
+    assert rated.ood_distances is not None and rated.ood_scores is not None
+    unknown = rated.ood_distances > bare.calibrated().threshold(0.05)
+    assert float(unknown[:90].float().mean()) < 0.15 < 0.95 < float(unknown[90:].float().mean())
+    assert float(rated.ood_scores[90:].mean()) > 0.95
+    again = BareTexts.of(bare.tensors()).rated(Mixture(("one",), torch.ones(180, 1)), queries)
+    assert again.ood_distances is not None and torch.equal(again.ood_distances, rated.ood_distances)
+    bare.add("one", near[0])
+    bare.add("two", near[1])
+    assert bare.rated(rated, queries) is rated, "nothing to compare with"
+    with pytest.raises(RetrievalError, match="keeps no dev texts"):
+        bare.calibrated()
 
 
 def test_texts_of_no_task_are_far_away() -> None:
