@@ -263,6 +263,17 @@ def test_the_out_of_distribution_score_of_an_answer(page: Page, served: Get) -> 
     expect(page.locator("#auto .ood")).to_have_class(re.compile("high"))
 
 
+@pytest.mark.parametrize(("adapters", "end"), [({"one": 1.0}, ""), ({}, ", so the bare model answers")])
+def test_a_text_of_no_task_is_said_to_be_one(page: Page, served: Get, adapters: dict[str, float], end: str) -> None:
+    how = {"tasks": {"colour": 1.0}, "adapters": adapters, "ood_score": 1.0}
+    how |= {"unknown": True, "ood_distance": 312.4, "ood_threshold": 204.6}
+    page.route("**/v1/route", lambda route: route.fulfill(json={"data": [{"raycl": how}]}))
+    opened(page, served("llama"))
+    page.fill("#text", ANIMAL)
+    said = f"of no learned task: distance 312, known texts lie below 205{end}"
+    expect(page.locator("#auto .hint")).to_have_text(said)
+
+
 def requested(line: str) -> Any:
     """Return the answer to the request of a `curl` line; a shell takes it apart, so curl need not be installed."""
     script = f"curl() {{ printf '%s\\0' \"$@\"; }}; {line}"
