@@ -10,6 +10,7 @@ python jobs/benchmark.py step                          memory and time of a deco
 python jobs/benchmark.py bank                          the bank against the disk, the object store against copying
 python jobs/benchmark.py sweep                         a trial above the run alone, ASHA against the full grid
 python jobs/benchmark.py serve                         the endpoint beside the model alone and Ray Serve alone
+python jobs/benchmark.py decode --backbone DIR         tokens of one and of many streams beside Hugging Face's generate
 python jobs/benchmark.py predict                       answers for files beside the model's own batch loop
 python jobs/benchmark.py evaluation --backbone DIR --data DIR  answers to test sets beside Hugging Face's generate
 python jobs/benchmark.py startup                       how long commands and runs take to begin, twelve short runs
@@ -42,6 +43,7 @@ BENCHMARKS = {
     "serve": "benchmarks.serving.serving",
     "sweep": "benchmarks.sweep",
     "predict": "benchmarks.serving.predict",
+    "decode": "benchmarks.serving.decode",
     "evaluation": "benchmarks.streams.evaluation",
     "startup": "benchmarks.startup",
     "memory": "benchmarks.streams.memory",
