@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from raycl.data.sources.conversation import Message, messages_of, plain_text, text_of
@@ -40,6 +40,7 @@ class Prompt:
         system: system message of conversations that have none of their own.
         definition: the task's instruction as the prefix has it; "" where there is none.
         tools: JSON of the tools that a request offers, for the chat template; "": none.
+        shots: examples with their answers, which stand before every input.
     """
 
     prefix: str = ""
@@ -48,6 +49,7 @@ class Prompt:
     system: str = ""
     definition: str = ""
     tools: str = ""
+    shots: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
     def of(record: PromptRecord) -> Prompt:
@@ -69,16 +71,23 @@ class Prompt:
         return f"{self.prefix}{text}{self.suffix}"
 
     def written(self, text: str) -> str:
-        """Return the whole prompt as a text for routers of texts: of a conversation all contents."""
-        return plain_text(self.messages(text)) if self.chat_template else self.around(text)
+        """Return the whole prompt as a text: of a conversation all contents."""
+        if self.chat_template:
+            return plain_text(self.messages(text))
+        return "".join([*(f"{self.around(shot)}{answer}\n\n" for shot, answer in self.shots), self.around(text)])
 
     def messages(self, text: str) -> tuple[Message, ...]:
         """Return the messages that the chat template renders."""
         messages = messages_of(text)
+        first = next((number for number, message in enumerate(messages) if message.role == "user"), len(messages))
         if self.prefix or self.suffix:
-            first = next((number for number, message in enumerate(messages) if message.role == "user"), len(messages))
             asked = [message._replace(content=self.around(message.content)) for message in messages[first : first + 1]]
             messages = (*messages[:first], *asked, *messages[first + 1 :])
+        if self.shots:
+            alone = replace(self, system="", shots=())
+            turns = [(*alone.messages(shot), Message("assistant", answer)) for shot, answer in self.shots]
+            shots = [message for turn in turns for message in turn if message.role != "system"]
+            messages = (*messages[:first], *shots, *messages[first:])
         if self.system and messages[0].role != "system":
             return (Message("system", self.system), *messages)
         return messages
@@ -87,7 +96,7 @@ class Prompt:
         """Return ids of whole prompts, not truncated."""
         if self.chat_template:
             return codec.encode_chat([self.messages(text) for text in texts], self.chat_template, self.tools)
-        return codec.encode_source([self.around(text) for text in texts])
+        return codec.encode_source([self.written(text) for text in texts])
 
     def encode_answers(self, texts: Sequence[str], answers: Sequence[str], codec: TextCodec) -> list[list[int]]:
         """Return ids of the answers to `texts`, ending in the end-of-sequence id, not truncated."""

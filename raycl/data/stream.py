@@ -22,6 +22,7 @@ from raycl.data.resolve import StreamPlan, TaskPlan, resolve
 from raycl.data.selection import carve_dev, carve_test, draw_groups, per_class, pick_reference, sample
 from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import Indices, cache_folder, key_of
+from raycl.data.sources.conversation import messages_of, text_of
 from raycl.data.sources.ingest import RawRows, ingest, ingest_pairs
 from raycl.data.text_objectives import TextObjective, text_objective
 from raycl.data.tokens import Split, TokenTable
@@ -204,13 +205,40 @@ class Stream:
             return prompts.olora(definition, task.labels, plan.group, plan.dataset, self.config.prompt_names)
         return Prompt()
 
-    def scored(self, task: Task, split: Split, codec: TextCodec, subsample: int | None) -> TokenTable:
+    def with_shots(self, task: Task, count: int, codec: TextCodec) -> tuple[Prompt, TokenLimits]:
+        """Return the prompt with so many train rows as examples, drawn by the seed, and the limits of texts in it.
+
+        An example keeps the beginning of its text, a conversation its last message.
+        """
+        prompt, limits = self.prompt(task, codec), self.limits(task, codec)
+        rows = sample(self._seed, task.name, "shots", self.rows(task, "train"), count)
+        raw = self._open[task.name].raws["train"].open()
+        template = len(prompt.encode([""], codec)[0])
+        texts = raw.values("text", rows)
+        if self.is_chat(task):
+            texts = [text_of(messages_of(text)[-1:]) for text in texts]
+        shots = [
+            (codec.clip(text, limits.source - template), references[0])
+            for text, references in zip(texts, raw.values("references", rows), strict=True)
+        ]
+        whole = replace(prompt, shots=tuple(shots))
+        examples = len(whole.encode([""], codec)[0]) - template
+        return whole, replace(limits, source=limits.source + examples)
+
+    def scored(self, task: Task, split: Split, codec: TextCodec, subsample: int | None, shots: int = 0) -> TokenTable:
         """Return the rows that evaluation scores: all of the split, or a sample drawn by the seed.
+
+        Args:
+            shots: examples in front of each text.
 
         Raises:
             DataError: see `table`.
         """
-        table = self.table(task, split, codec)
+        if shots:
+            prompt, limits = self.with_shots(task, shots, codec)
+            table = prepare(task, split, self._chosen(task, split), prompt, codec, limits, self._cache)
+        else:
+            table = self.table(task, split, codec)
         rows = np.arange(len(table))
         drawn = sample(self._seed, task.name, f"{split} scored", rows, subsample)
         return table if len(drawn) == len(rows) else table.part(drawn)

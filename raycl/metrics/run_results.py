@@ -11,7 +11,7 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pyarrow import fs
 from pydantic import Field, field_validator
@@ -230,13 +230,28 @@ def other_row_of(result: Tree) -> tuple[str, list[float | None], float] | None:
     return other_row["instruction"], [cell and cell["value"] for cell in cells], float(other_row["mean"])
 
 
-def untrained_of(result: Tree) -> Tree | None:
+BareKind = Literal["untrained", "in_context"]
+"""Scores of the backbone before any training: of texts alone, or with examples in front of them."""
+
+UNTRAINED: BareKind = "untrained"
+IN_CONTEXT: BareKind = "in_context"
+
+
+def shots_of(result: Tree) -> str:
+    """Return the title of scores with examples."""
+    return f"in context ({result['config'].get('eval', {}).get('shots', 0)})"
+
+
+def untrained_of(result: Tree, kind: BareKind = UNTRAINED) -> Tree | None:
     """Return the run's scores before any training as a result of their own, with `metrics.ap`, `unseen`; None without
     them.
 
     Its matrix has one row.
+
+    Args:
+        kind: in_context: with examples in front of each text.
     """
-    untrained = result.get("untrained")
+    untrained = result.get(kind)
     if not untrained:
         return None
     never = unseen_of(result)
@@ -247,7 +262,7 @@ def untrained_of(result: Tree) -> Tree | None:
         "matrix": [[untrained["cells"].get(task) for task in tasks_of(result)]],
         "metrics": {"ap": untrained["mean"]},
         "unseen": {"cells": cells, **untrained["unseen"]} if untrained["unseen"] else None,
-        **dict.fromkeys(("averages", "revision", "phase_summaries", "untrained", "other_row")),
+        **dict.fromkeys(("averages", "revision", "phase_summaries", "untrained", "in_context", "other_row")),
         **dict.fromkeys(("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")),
     }
 

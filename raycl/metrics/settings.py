@@ -50,6 +50,13 @@ class EvalConfig(Section):
     untrained: bool = Field(
         False, description="also evaluate every task, unseen ones too, by the backbone before any training"
     )
+    shots: int = Field(
+        0,
+        ge=0,
+        description="in-context learning: also evaluate every task by the backbone before any training, with so many "
+        "of its train rows, drawn by the run's seed, in front of each text: as turns of the chat template, or as "
+        "prompts with their answers. 0: not at all",
+    )
     off_task: Literal["wrong", "count"] = Field(
         "wrong",
         description="answers that are a label of another task, and not of their own. wrong: they score 0, as SLM "

@@ -39,6 +39,7 @@ class ScoredTask:
 
     Attributes:
         split: the split; None: the configured one, sampled where `eval.subsample` is set.
+        shots: examples in front of each text.
     """
 
     stream: Stream
@@ -46,13 +47,14 @@ class ScoredTask:
     settings: EvalConfig
     codec: TextCodec
     split: Split | None = None
+    shots: int = 0
 
     @cached_property
     def table(self) -> TokenTable:
         """The tokenised rows."""
         if self.split is not None:
             return self.stream.table(self.task, self.split, self.codec)
-        return self.stream.scored(self.task, self.settings.split, self.codec, self.settings.subsample)
+        return self.stream.scored(self.task, self.settings.split, self.codec, self.settings.subsample, self.shots)
 
     @property
     def texts(self) -> list[str]:
@@ -76,7 +78,9 @@ class ScoredTask:
         return dict(zip(labels, self.stream.answer_ids(self.task, labels, self.codec), strict=True))
 
     def score(self, answers: Sequence[str]) -> Score:
-        """Return the score of an answer to each row."""
+        """Return the score of an answer to each row; behind examples that are no turns, it ends at a blank line."""
+        if self.shots and not self.stream.prompt(self.task, self.codec).chat_template:
+            answers = [answer.partition("\n\n")[0].strip() for answer in answers]
         others = {label for other in self.stream.tasks if other is not self.task for label in other.labels or ()}
         sources = last_contents(self.texts) if metric_of(self.task.metric).needs_sources else ()
         score = score_answers(self.task, answers, self.references, sources, others, self.settings)

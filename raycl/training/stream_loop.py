@@ -18,7 +18,7 @@ from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
 from raycl.training.records.recorder import Listeners, Recorder
 from raycl.training.records.restoration import complete_bank, restore_objects
-from raycl.training.records.results import untrained_cells
+from raycl.training.records.results import BARE, bare_cells
 from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.workers.control import Control
@@ -47,7 +47,7 @@ class StreamLoop:
         self.context, self.storage, self.world = context, storage, world
         self.control = control or Control(storage, world)
         self.recorder = Recorder(context, storage, world, listeners or Listeners(), self.control.driver, shared)
-        self._untrained: dict[str, Any] = {}
+        self._bare: dict[str, dict[str, Any]] = {}
         self.trainer: TaskTrainer = TaskTrainer(context, open_engine, world, self.recorder, self.control)
 
     @property
@@ -64,7 +64,7 @@ class StreamLoop:
         """Continue from the journal, for `stop_after` phases at most (None: to the end)."""
         last = None if stop_after is None else len(self.state.phases) + stop_after
         try:
-            self._evaluate_untrained()
+            self._evaluate_bare()
             pending = self._restore()
             first = len(self.state.phases)
             for phase in self.context.phases[first:last]:
@@ -80,14 +80,19 @@ class StreamLoop:
         finally:
             self.recorder.close()
 
-    def _evaluate_untrained(self) -> None:
-        """Evaluate the untrained backbone for `eval.untrained`, and keep the scores for the next phase's record."""
+    def _evaluate_bare(self) -> None:
+        """Evaluate the backbone before any training (`eval.untrained`, `eval.shots`) for the next phase's record."""
         context = self.context
-        self._untrained = untrained_cells(self.state)
-        if context.evaluation.untrained and len(self.state.phases) < len(context.phases):
-            before = partial(self._pause, "evaluating", context.phases[len(self.state.phases)])
-            untrained = StreamEvaluation(context, self.world, self.storage, before=before).untrained(self._untrained)
-            self._untrained |= {name: asdict(cell) for name, cell in untrained.items()}
+        self._bare = {kind: bare_cells(self.state, kind) for kind in BARE}
+        if len(self.state.phases) == len(context.phases):
+            return
+        before = partial(self._pause, "evaluating", context.phases[len(self.state.phases)])
+        evaluation = StreamEvaluation(context, self.world, self.storage, before=before)
+        ways = {"untrained": (context.evaluation.untrained, evaluation.untrained)}
+        ways["in_context"] = bool(context.evaluation.shots), evaluation.in_context
+        for kind, (wanted, score) in ways.items():
+            if wanted:
+                self._bare[kind] |= {name: asdict(cell) for name, cell in score(self._bare[kind]).items()}
 
     def _pause(self, activity: str, phase: Phase, task: str) -> None:
         """Stop here if it is requested, between two pieces of work other than optimizer steps. Collective."""
@@ -127,9 +132,10 @@ class StreamLoop:
         times = self._times(phase, done, score.eval_s)
         record = {"phase": phase.index, "row": row, "times": times, "bank": done.published, "summary": score.summary}
         record |= {name: cells for name in ("unseen", "other_row") if (cells := getattr(score, name))}
-        known = untrained_cells(self.state)
-        if untrained := {name: cell for name, cell in self._untrained.items() if name not in known}:
-            record["untrained"] = untrained
+        for kind, cells in self._bare.items():
+            known = bare_cells(self.state, kind)
+            if fresh := {name: cell for name, cell in cells.items() if name not in known}:
+                record[kind] = fresh
         return {**record, "ended": time.time()}
 
     def _times(self, phase: Phase, done: Checkpoint, eval_s: float) -> dict[str, Any]:

@@ -16,14 +16,18 @@ from typing import Any
 from raycl.config import Tree, flatten
 from raycl.data.sources.table_cells import spreadsheet
 from raycl.metrics.run_results import (
+    IN_CONTEXT,
     INSTRUCTION,
     METRICS,
     OF_TYPE,
+    UNTRAINED,
+    BareKind,
     averages_of,
     backbone_of,
     method_of,
     metric_of,
     other_row_of,
+    shots_of,
     stream_of,
     tasks_of,
     title_of,
@@ -38,7 +42,7 @@ NOT_COMPARED = frozenset(
 )
 """Config sections and keys that may differ among runs of one line: they do not change what is learned."""
 
-UNSEEN, UNTRAINED = "unseen", "untrained"
+UNSEEN = "unseen"
 
 OPTIONAL = {
     "accuracy": "accuracy",
@@ -98,13 +102,14 @@ class Line:
 def compare(results: Sequence[Tree]) -> list[Line]:
     """Return a line per setting, by stream and backbone, in order of first appearance within them.
 
-    Before those of a stream and backbone stands the untrained backbone, where a run evaluated it.
+    Before those of a stream and backbone stands the untrained backbone, where a run evaluated it, also with examples.
     """
     lines: list[Line] = []
     for settings, group in grouped(results):
-        bare = _untrained(results, group[0])
-        if bare is not None and bare not in lines:
-            lines.append(bare)
+        for kind in (UNTRAINED, IN_CONTEXT):
+            bare = _untrained(results, group[0], kind)
+            if bare is not None and bare not in lines:
+                lines.append(bare)
         lines.append(_line(group, settings))
     return lines
 
@@ -190,13 +195,18 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
     return Line(*title, len(group), numbers, published.get("numbers", {}), published.get("source", ""))
 
 
-def _untrained(results: Sequence[Tree], like: Tree) -> Line | None:
+def _untrained(results: Sequence[Tree], like: Tree, kind: BareKind) -> Line | None:
     """Return the untrained backbone on this run's stream, over the seeds that evaluated it; None: none did."""
     same = [
         result for result in results if (stream_of(result), backbone_of(result)) == (stream_of(like), backbone_of(like))
     ]
-    by_seed = {result["config"].get("seed"): scores for result in same if (scores := untrained_of(result)) is not None}
-    return replace(_line(list(by_seed.values()), ""), method=UNTRAINED, published={}, source="") if by_seed else None
+    by_seed = {
+        result["config"].get("seed"): scores for result in same if (scores := untrained_of(result, kind)) is not None
+    }
+    if not by_seed:
+        return None
+    name = UNTRAINED if kind == UNTRAINED else shots_of(next(iter(by_seed.values())))
+    return replace(_line(list(by_seed.values()), ""), method=name, published={}, source="")
 
 
 def _optional(result: Tree) -> dict[str, float | None]:

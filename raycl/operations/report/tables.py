@@ -9,8 +9,10 @@ from rich.text import Text
 
 from raycl.config import Tree
 from raycl.metrics.run_results import (
+    IN_CONTEXT,
     INSTRUCTION,
     METRICS,
+    UNTRAINED,
     averages_of,
     backbone_of,
     last_accuracies,
@@ -20,6 +22,7 @@ from raycl.metrics.run_results import (
     other_row_of,
     revision_of,
     short_names,
+    shots_of,
     stream_of,
     tasks_of,
     title_of,
@@ -63,9 +66,9 @@ class Page(Group):
 def matrix_table(result: Tree) -> Page:
     """Return the matrix with one decimal, `after <task>` by task, the headline numbers and the stream's notes below."""
     table = grid(["", *_heads(tasks_of(result))])
-    bare = untrained_of(result)
-    if bare is not None:
-        table.add_row("untrained", *map(_number, values_of(bare)[0]))
+    for kind, head in ((UNTRAINED, UNTRAINED), (IN_CONTEXT, shots_of(result))):
+        if (bare := untrained_of(result, kind)) is not None:
+            table.add_row(head, *map(_number, values_of(bare)[0]))
     for phase, row in zip(result["phases"], values_of(result), strict=True):
         table.add_row(f"after {phase}", *("" if value is None else f"{value:.1f}" for value in row))
     measured = [row for row in result["matrix"] if any(row)]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raycl.data.loader import Collate, eval_batches
 from raycl.data.tokens import Split
+from raycl.errors import counted
 from raycl.generation.answer_batch import AnswerBatch, Prompts
 from raycl.generation.batch_answers import answers_continuously, predict
 from raycl.generation.requests import AllowedTokens
@@ -36,8 +37,9 @@ log: logging.Logger = logging.getLogger("raycl")
 OBJECTIVE_SEED = 0
 """Hides the same words of a text in every evaluation of every run, so that scores can be compared."""
 
-UNSEEN, UNTRAINED = "unseen", "untrained"
-"""Folders of the answers to tasks that were never trained, and of the backbone before any training."""
+UNSEEN, UNTRAINED, IN_CONTEXT = "unseen", "untrained", "in_context"
+"""Folders of the answers to tasks that were never trained, and of the backbone before any training, without and with
+examples."""
 
 Before = Callable[[str], None]
 """Takes the name of a task that is evaluated next."""
@@ -79,6 +81,7 @@ class StreamEvaluation:
         folder: folder of the answers; "": the phase's.
         observations: gets the routing weights of all texts.
         split: the split; None: as configured. is_bare: answer by the backbone alone, without adapters.
+        shots: examples in front of each text.
     """
 
     context: TrainingContext
@@ -91,6 +94,7 @@ class StreamEvaluation:
     observations: Observations = field(default_factory=Observations)
     split: Split | None = None
     is_bare: bool = False
+    shots: int = 0
 
     def row(self, phase: Phase) -> dict[str, Score]:
         """Return the task name -> score after `phase`; rank 0 logs each score and keeps the answers."""
@@ -114,6 +118,14 @@ class StreamEvaluation:
         tasks = [*filter(stream.has_data, stream.tasks), *stream.unseen]
         bare = replace(self, is_bare=True)
         return bare._titled("before any training", UNTRAINED, [task for task in tasks if task.name not in known])
+
+    def in_context(self, known: Collection[str]) -> dict[str, Score]:
+        """Return the task name -> score by the backbone before any training with examples, for tasks with train rows;
+        as `untrained`."""
+        stream, shots = self.context.stream, self.context.evaluation.shots
+        tasks = [task for task in stream.tasks if len(stream.rows(task, "train")) and task.name not in known]
+        bare = replace(self, is_bare=True, shots=shots)
+        return bare._titled(f"before any training, {counted(shots, 'example')} in front", IN_CONTEXT, tasks)
 
     def _titled(self, title: str, folder: str, tasks: Sequence[Task]) -> dict[str, Score]:
         if tasks and self.world.is_first:
@@ -182,7 +194,8 @@ class StreamEvaluation:
             backbone.allowed_labels = {}
 
     def _scored(self, task: Task) -> ScoredTask:
-        return ScoredTask(self.context.stream, task, self.context.evaluation, self.context.backbone.codec, self.split)
+        context = self.context
+        return ScoredTask(context.stream, task, context.evaluation, context.backbone.codec, self.split, self.shots)
 
     def _opened(self, task: Task) -> ScoredTask:
         """Return the task's rows, with their sentence embeddings computed by all workers together."""

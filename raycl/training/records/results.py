@@ -18,7 +18,7 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
     """Return the result tree of a run, finished or not, from its journal."""
     tasks, never = stream.tasks, stream.unseen
     types = {task.name: task.type for task in (*tasks, *never) if task.type}
-    untrained = untrained_cells(state)
+    untrained = bare_cells(state, "untrained")
     matrix = matrix_of([task.name for task in tasks], [phase.name for phase in phases], state)
     times = [record["times"] for record in state.phases]
     seconds = sum(entry["train_s"] for entry in times)
@@ -36,7 +36,8 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
         "singles": info.singles,
         "other_row": other_row(info.tree, state),
         "unseen": _unseen(state, types) if finished else None,
-        "untrained": _untrained(untrained, tasks, never, types),
+        "untrained": _bare(untrained, tasks, never, types),
+        "in_context": _bare(bare_cells(state, "in_context"), tasks, (), types),
         "revision": revised and {**revised, "after": state.phases[-1]["row"]} if finished else None,
         "metrics": summary(matrix, info.singles),
         "averages": averages(matrix),
@@ -80,9 +81,13 @@ def metrics_so_far(matrix: AccuracyMatrix, done: int, singles: Mapping[str, floa
     return {name: value for name, value in summary(sofar, singles).items() if isinstance(value, float)}
 
 
-def untrained_cells(state: RunState) -> dict[str, Any]:
-    """Return cells of every task before any training, as far as `eval.untrained` measured them."""
-    return {task: cell for record in state.phases for task, cell in record.get("untrained", {}).items()}
+BARE = ("untrained", "in_context")
+"""Kinds of cells of the backbone before any training: without examples (`eval.untrained`), and with (`eval.shots`)."""
+
+
+def bare_cells(state: RunState, kind: str) -> dict[str, Any]:
+    """Return cells of every task by the backbone before any training, as far as they were measured."""
+    return {task: cell for record in state.phases for task, cell in record.get(kind, {}).items()}
 
 
 def other_row(tree: Mapping[str, Any], state: RunState) -> dict[str, Any] | None:
@@ -102,7 +107,7 @@ def other_row(tree: Mapping[str, Any], state: RunState) -> dict[str, Any] | None
     }
 
 
-def _untrained(
+def _bare(
     cells: Mapping[str, Any], tasks: Sequence[Task], never: Sequence[Task], types: Mapping[str, str]
 ) -> dict[str, Any] | None:
     """Return cells before any training: the mean over the trained tasks, and what `_unseen` has of the others."""

@@ -271,10 +271,16 @@ def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
                 f"encoder-only backbone '{config.backbone.name}' answers with learned labels alone: leave it out of "
                 "stream.unseen, add a task with these labels to the stream, or use a backbone that writes its answers"
             )
-    if config.eval.untrained and codec.needs_labels and not stream.learns_texts:
+    if config.eval.shots and stream.learns_texts:
         raise ConfigError(
-            f"eval.untrained is set and encoder-only backbone '{config.backbone.name}' answers with labels that it has "
-            "learned: leave it at false, or use a backbone that writes its answers"
+            f"eval.shots is {config.eval.shots} and stream.objective is {config.stream.objective}: examples are texts "
+            "with answers, expected shots 0, or objective answer"
+        )
+    bare = [name for name in ("untrained", "shots") if getattr(config.eval, name)]
+    if bare and codec.needs_labels and not stream.learns_texts:
+        raise ConfigError(
+            f"eval.{bare[0]} is set and encoder-only backbone '{config.backbone.name}' answers with labels that it has "
+            "learned: leave it out, or use a backbone that writes its answers"
         )
 
 

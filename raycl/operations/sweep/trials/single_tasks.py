@@ -39,7 +39,7 @@ def separate_tree(config: RunConfig) -> Tree:
     tree["method"] = configs.as_tree(config.method.innermost)
     tree["stream"]["schedule"] = "separate"
     tree["eval"]["singles"] = tree["stream"]["unseen"] = None
-    tree["eval"]["untrained"] = False
+    tree["eval"]["untrained"], tree["eval"]["shots"] = False, 0
     tree["bank"]["publish"] = False
     tree["checkpoint"]["export"] = "none"
     if tree["stream"]["tasks"] is not None and not tree["modifiers"]:  # a modifier may leave the first task out
