@@ -79,7 +79,7 @@ def test_examples_are_turns_of_the_chat_template() -> None:
     ]
     own = chat.messages("<|system|>\nSubtract.\n<|user|>\none minus one")
     assert own[0].content == "Subtract." and own[-1].content == "one minus one" and len(own) == 6
-    assert Prompt("Q: ", "\nA: ", shots=(("a", "b"),)).around("c") == "Q: a\nA: b\n\nQ: c\nA: "
+    assert Prompt("Q: ", "\nA: ", shots=(("a", "b"),)).written("c") == "Q: a\nA: b\n\nQ: c\nA: "
 
 
 @pytest.mark.parametrize(
