@@ -23,22 +23,19 @@ INSTALL = "pip install 'raycl[structured]'"
 class Grammar:
     """A form, for any number of answers."""
 
-    def __init__(self, tokenizer: Any, text: str) -> None:
-        self._tokenizer, self._text = tokenizer, text
+    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+        self._matcher, self._ends = matcher, ends
 
     def started(self) -> GrammarState:
-        """Return the state of an answer that has no token yet."""
-        return GrammarState(self._tokenizer, self._text)
+        """Return the state of an answer that has no token yet; it is copied, since building it takes long."""
+        return GrammarState(self._matcher.deep_copy(), self._ends)
 
 
 class GrammarState:
     """What one answer may continue with."""
 
-    def __init__(self, tokenizer: Any, text: str) -> None:
-        from llguidance import LLMatcher
-
-        self._ends: Sequence[int] = tokenizer.eos_tokens
-        self._matcher, self._read = LLMatcher(tokenizer, text, log_level=0), 0
+    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+        self._matcher, self._ends, self._read = matcher, ends, 0
 
     def after(self, ids: Sequence[int]) -> Sequence[int]:
         """Return tokens that may follow these, which begin with those of the call before; the ends of an answer where
@@ -92,7 +89,7 @@ class Grammars:
             text = LLMatcher.grammar_from_json_schema(json.dumps(form), overrides=WRITTEN)
         else:
             text = grammar_from(kind, form)
-        problem = LLMatcher.validate_grammar(text, tokenizer)
-        if problem:
-            raise ValueError(" ".join(problem.split())[:300])
-        return Grammar(tokenizer, text)
+        matcher = LLMatcher(tokenizer, text, log_level=0)
+        if matcher.is_error():
+            raise ValueError(" ".join(matcher.get_error().split())[:300])
+        return Grammar(matcher, tokenizer.eos_tokens)

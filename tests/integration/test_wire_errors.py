@@ -89,6 +89,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "more chances": (CHAT, chat(top_logprobs=3), 400, "top_logprobs needs logprobs: set it to true"),
     "a tool to call": (CHAT, chat(tool_choice="required"), 400, "tool_choice is 'required' and tools is empty"),
     "the model's own end": (CHAT, chat(ignore_eos=True), 400, "ignore_eos: Input is not supported"),
+    "special tokens": (CHAT, chat(skip_special_tokens=False), 400, "skip_special_tokens: Input is not supported"),
     "beams": (TEXT, {"prompt": "fire", "use_beam_search": True}, 400, "use_beam_search: Input is not supported"),
     "another template": (CHAT, chat(chat_template="{{ 1 }}"), 400, "chat_template: Input is not supported"),
     "speech": (CHAT, chat(modalities=["text", "audio"]), 400, "modalities: Input is not supported"),

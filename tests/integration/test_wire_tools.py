@@ -179,6 +179,22 @@ def test_known_forms_are_read_piece_by_piece(
         assert ([said] if said.strip() else []) + calls == expected, (size, parts)
 
 
+def test_a_tokenizers_own_description_of_answers_goes_first(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form that Transformers documents, with the names that it gives to the parts of a call."""
+    call = {"type": "function", "function": {"name": "{content.tool}", "arguments": "{content.with}"}}
+    marks = {"open": "<do>", "close": "</do>", "content": "json", "transform": call, "repeats": True}
+    own = {"start_anchor": "<|turn|>assistant", "fields": {"content": {"content": "text"}, "tool_calls": marks}}
+    codec = wire.engine.codec
+    monkeypatch.setattr(codec.tokenizer, "response_template", own, raising=False)
+    parser = CallParser(codec, codec.chat_template, frozenset("f"), False)
+    parts = [*parser.feed('a<do>{"tool": "f", "with": {"x": 1}}', False), *parser.feed("</do>", True)]
+    assert parts == ["a", ToolCall("f", '{"x": 1}')]
+    broken = CallParser(codec, codec.chat_template, frozenset("f"), False)
+    assert "".join(map(str, broken.feed("a<do>nothing</do>", True))) == "a<do>nothing</do>"
+    other = CallParser(codec, "a task's template", frozenset("f"), False)
+    assert list(other.feed("<do>{}</do>", True)) == ["<do>{}</do>"]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -239,6 +239,8 @@ class Generation(Request):
     ignore_eos: Unsupported = None
     stop_token_ids: Unsupported = None
     include_stop_str_in_output: Unsupported = None
+    skip_special_tokens: Annotated[Any, Neutral(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Neutral(True)] = None
     allowed_token_ids: Unsupported = None
     bad_words: Unsupported = None
     truncate_prompt_tokens: NullOrFalse = None
