@@ -104,14 +104,14 @@ def shared() -> Path:
 def s3_uri() -> Iterator[Callable[[str], str]]:
     """`name -> URI` of a folder in the bucket "bucket" of an S3-compatible server on a free loopback port."""
     import boto3
-    from moto.server import ThreadedMotoServer
+    from store import MotoServer
 
     with pytest.MonkeyPatch.context() as patch:
         for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(key, "testing")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server = MotoServer()
         server.start()
         host, port = server.get_host_and_port()
         urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"")  # servers of one process share a store

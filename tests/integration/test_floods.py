@@ -43,7 +43,7 @@ class ImpatientProtocol(LimitedProtocol):
     """A protocol that closes connections after short times, so that a test can wait for it."""
 
     head_s = 0.6
-    unread_s = 2.5
+    unread_s = 0.8
 
 
 class Reader:
@@ -179,15 +179,15 @@ def test_answers_that_no_client_reads_are_dropped(server: Server, closing: bytes
         for client in (*clients, slow):
             client.sendall(request)
         size = 0
-        for _ in range(70):
+        for _ in range(120):  # for longer than a client may leave its answer unread
             size += len(slow.recv(50_000))
-            time.sleep(0.05)
+            time.sleep(0.01)
         while size < len(LARGE) and (piece := slow.recv(2**20)):
             size += len(piece)
         assert size >= len(LARGE)
         held, ends = [0], time.monotonic() + 10
         while held and time.monotonic() < ends:
-            time.sleep(0.2)
+            time.sleep(0.05)
             here = psutil.Process().net_connections("tcp")
             held = [item.fd for item in here if item.laddr.port == port and item.raddr and item.fd != -1]
             held = held[1:]  # the one who read may keep its connection

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,13 @@ def store(s3_uri: Callable[[str], str]) -> Iterator[Store]:
     made.stop()
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pause is short."""
+    monkeypatch.setattr(remote, "PAUSE_S", 0.05)
+
+
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("what", ["read", "write", "create", "exists", "list", "files", "delete", "open"])
 def test_every_operation_waits_for_the_store(store: Store, what: str, caplog: pytest.LogCaptureFixture) -> None:
     storage = store.folder(f"every-{what}", 60)
@@ -43,7 +51,7 @@ def test_every_operation_waits_for_the_store(store: Store, what: str, caplog: py
         "open": lambda: _whole(storage, "a"),
     }
     expected = {"read": b"1", "exists": True, "list": ["a"], "files": ["a"], "open": b"1"}
-    with caplog.at_level(logging.WARNING, logger="raycl"), store.away(0.3):
+    with caplog.at_level(logging.WARNING, logger="raycl"), store.away(0.2):
         assert operations[what]() == expected.get(what)
     assert "trying again" in caplog.text
     result = {name: storage.read(name) for name in storage.list()}
@@ -97,6 +105,7 @@ def test_retries_end_with_one_error(store: Store, monkeypatch: pytest.MonkeyPatc
         store.start()
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_run_continues_after_an_outage(complete: Complete, store: Store, tmp_path: Path) -> None:
     """It is away at the first checkpoint, and again while the second task is published."""
     done = complete("bert", "lora", "torch")
@@ -128,7 +137,15 @@ def test_a_run_continues_after_an_outage(complete: Complete, store: Store, tmp_p
     assert verify(Bank(storage.sub("bank"))).problems == []
 
 
-def test_a_run_that_gives_up_can_be_resumed(complete: Complete, store: Store) -> None:
+def test_a_run_that_gives_up_can_be_resumed(complete: Complete, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Storage.at
+    once = store.folder("", 0).filesystem
+
+    def at(uri: str | Path) -> Storage:
+        storage = opened(uri)
+        return storage if storage.is_local else replace(storage, filesystem=once)
+
+    monkeypatch.setattr(Storage, "at", at)
     done = complete("bert", "lora", "torch")
     settings = {"dir": store.uri(""), "name": "given-up", "retry_s": 0.5}
     config = done.config.model_copy(update={"output": done.config.output.model_copy(update=settings)})

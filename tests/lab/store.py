@@ -6,17 +6,32 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.server import MotoRequestHandler, ThreadedMotoServer
 from pyarrow import fs as pafs
+from werkzeug.serving import make_server
 
 from raycl.storage import Storage
+
+
+class MotoServer(ThreadedMotoServer):
+    """A server on a loopback port, 0: a free one, that ends at once: moto's own looks twice a second if it should."""
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__("127.0.0.1", port, verbose=False)
+
+    def _server_entry(self) -> None:
+        app = DomainDispatcherApplication(create_backend_app)
+        self._server = make_server(self._ip_address, self._port, app, True, request_handler=MotoRequestHandler)
+        self._server_ready_event.set()
+        self._server.serve_forever(poll_interval=0.02)
 
 
 class Store:
     """An S3-compatible server on one port that can be stopped; what it holds stays in this process's memory."""
 
     def __init__(self) -> None:
-        self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self.server = MotoServer()
         self.server.start()
         self.port = self.server.get_host_and_port()[1]
 
@@ -34,7 +49,7 @@ class Store:
         self.server.stop()
 
     def start(self) -> None:
-        self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
+        self.server = MotoServer(self.port)
         self.server.start()
 
     @contextmanager
