@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from playwright.sync_api import Browser, Page
@@ -56,6 +57,15 @@ def faults(page: Page, root: str = "body") -> list[str]:
     listed += [f"'{one['words']}' has {one['px']:g} px" for one in found if one["px"] < LEAST_PX]
     pale = [one for one in found if one["contrast"] < LEAST_CONTRAST]
     return listed + [f"'{one['words']}' has a contrast of {one['contrast']:.2f}" for one in pale]
+
+
+def looks(page: Page, *schemes: str) -> Iterator[str]:
+    """Yield a name for each color scheme and width, in which the page is shown then; it is not loaded again."""
+    for scheme in schemes or SCHEMES:
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            yield f"{scheme}, {width} pixels"
 
 
 def window(browser: Browser, width: int, scheme: str) -> Page:
