@@ -26,7 +26,6 @@ HOSTILE = {
     "text times a number": ("{{ 'a' * 10 ** 10 }}", TOO_LARGE),
     "doubled text": (DOUBLED, f"{TOO_LONG}|{TOO_LARGE}"),
     "a format": ("{{ '%10000000000d' % 1 }}", TOO_LARGE),
-    "words": ("{{ lipsum(n=10 ** 6) }}", f"{TOO_LONG}|{TOO_LARGE}"),
     "much text": ("{{ 'a' * 10 ** 6 }}", "it writes 1,000,000 characters, expected at most 262,184"),
     "much text in a loop": ("{% for a in range(99999) %}{{ 'abc' }}{% endfor %}", TOO_MUCH),
     "a division": ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import Call, ForkServer
 from torch import Tensor
 
 from benchmarks.figures import Figure
@@ -31,13 +29,6 @@ from raycl.types import Mixture
 REPO = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 BLOCKED = ("ray", "deepspeed", "faiss", "wandb", "optuna", "fastapi", "starlette", "uvicorn")
-ALONE = """
-import runpy, sys
-for name in {blocked}:
-    sys.modules[name] = None  # importing it fails, and looking for it finds nothing
-sys.argv = ["benchmark.py", "gpu", "--tiny", "--device", "cpu", "--minutes", "60", "--check", "--json", {file!r}]
-runpy.run_path({job!r}, run_name="__main__")
-"""
 
 
 def options(*flags: str) -> argparse.Namespace:
@@ -75,25 +66,16 @@ class Listed(Part):
 # ---- everything, tiny ----------------------------------------------------------------------------------------------
 
 
-def test_every_part_runs_tiny_without_the_heavy_packages(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    script = ALONE.format(blocked=BLOCKED, file=str(file), job=str(REPO / "jobs" / "benchmark.py"))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPO), "RAYCL_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_every_part_runs_tiny_without_the_heavy_packages(fork_server: ForkServer, tmp_path: Path) -> None:
+    file, log, cache = (tmp_path / name for name in ("gpu.json", "log", "cache"))
+    fork_server.run([Call("light_suite:main", (file, BLOCKED), log)], 280, RAYCL_CACHE=str(cache))
     tree = json.loads(file.read_text())
     names = [figure["name"] for figure in tree["figures"]]
     assert list(dict.fromkeys(name.partition(",")[0] for name in names)) == [part.name for part in PARTS]
     assert tree["settings"]["finished"] and tree["missed"] == [] and tree["notes"] == []
     assert all(figure["value"] is not None for figure in tree["figures"])
-    assert all(name in done.stderr for name in names), "each figure is logged when it is known"
-    assert not (tmp_path / "cache").exists(), "nothing is left in the user's cache"
+    assert all(name in log.read_text() for name in names), "each figure is logged when it is known"
+    assert not cache.exists(), "nothing is left in the user's cache"
     page = markdown(tree)
     assert all(f"## {part.name}" in page for part in PARTS) and "Targets missed: none" in page
 
