@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from axes import sampled
 from bitsandbytes.optim import AdamW8bit
 from built import built
 from phases import begin_phase
@@ -164,10 +165,12 @@ def test_a_run_resumes_bit_for_bit(lab: Lab, tmp_path: Path, name: str) -> None:
     assert trace(parts) == trace(whole) and len(trace(whole)) == 8
 
 
-@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "torch"])
-@pytest.mark.parametrize("name", ["adamw", "sgd", "plain sgd"])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    sampled([(name, engine) for name in ("adamw", "sgd", "plain sgd") for engine in ENGINES if engine != "torch"]),
+)
 def test_engines_that_share_out_parameters_run_what_is_elementwise(
-    lab: Lab, tmp_path: Path, engine: str, name: str
+    lab: Lab, tmp_path: Path, name: str, engine: str
 ) -> None:
     """With weight decay, biases are a group of their own."""
     config = lab.config("bert", "lora", ENGINES[engine], train=SETTINGS[name])
