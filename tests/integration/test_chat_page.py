@@ -67,7 +67,8 @@ def say(page: Page, text: str) -> None:
 def canned(page: Page, text: str) -> list[dict[str, Any]]:
     """Answer every request with a text, and return the bodies of requests as they come."""
     bodies: list[dict[str, Any]] = []
-    how = {"tasks": {"colour": 0.75, "animal": 0.25}, "template": "colour", "ood_score": 0.5, "cut_tokens": 0}
+    how: dict[str, Any] = {"tasks": {"colour": 0.75, "animal": 0.25}, "adapters": {}, "template": "colour"}
+    how |= {"ood_score": 0.5, "cut_tokens": 3, "unknown": True}
 
     def answer(route: Route) -> None:
         bodies.append(json.loads(route.request.post_data or ""))
@@ -106,6 +107,13 @@ def test_the_history_system_text_and_retry(page: Page, served: Served) -> None:
     page.fill("#system", " be kind ")
     say(page, "one")
     expect(page.locator(".reply[data-state=done]")).to_have_count(2)
+    expect(page.locator("[data-model=auto] .figures")).to_have_text(
+        re.compile(
+            r"prompted as colour · of no learned task, so the bare model answers · out-of-distribution score 0\.50 · "
+            r"3 tokens cut off · 2 tokens$"
+        )
+    )
+    assert page.locator("[data-model=auto] .bars .value").all_inner_texts() == ["0.75", "0.25"]
     page.uncheck("#beside")
     say(page, "two")
     expect(page.locator(".reply[data-state=done]")).to_have_count(3)

@@ -48,6 +48,7 @@ class EngineRequest(GenerationRequest):
         is_chat: the text stands for the messages of a conversation (`raycl.data.sources.conversation`).
         tools: JSON of the tools that are offered, for the chat template; "": none.
         ids: the prompt's tokens, which `text` stands for; None: those of the text.
+        is_scored: set when the log probabilities of its prompt have been sent.
         template: set by routing: task whose prompt the text gets; "": not known yet, or none.
     """
 
@@ -58,6 +59,7 @@ class EngineRequest(GenerationRequest):
     is_chat: bool = False
     tools: str = ""
     ids: tuple[int, ...] | None = None
+    is_scored: bool = False
     template: str = ""
 
     @property

@@ -147,10 +147,11 @@ class RequestBatch(ContinuousBatch[RequestRow]):
         for prepared in ready:
             sampling = prepared.sampling
             assert sampling is not None, "only texts are decoded"
-            if sampling.prompt_logprobs:
+            if sampling.prompt_logprobs and not prepared.request.is_scored:
                 with self._model.activate(prepared.mixture):
                     found = dynamic_cache.prompt_logprobs(self.backbone, prepared.ids, sampling.logprobs or 0)
                 self._send(prepared.request, PromptLogprobs(prepared.ids[0], tuple(found)))
+                prepared.request.is_scored = True  # where another request fails, this one is begun again
             if not sampling.max_tokens:
                 self._send(prepared.request, TextDelta("", 0, "length"))
 

@@ -113,6 +113,7 @@ async function answer(model, number, signal) {
 function describe(reply, how, figures) {
   if (reply.root.dataset.model === "auto") drawBars(reply.bars, Object.entries(how.tasks).slice(0, 4));
   if (how.template) figures.push(`prompted as ${how.template}`);
+  if (how.unknown) figures.push(`of no learned task${Object.keys(how.adapters).length ? "" : ", so the bare model answers"}`);
   if (how.ood_score != null) figures.push(`out-of-distribution score ${how.ood_score.toFixed(2)}`);
   if (how.cut_tokens) figures.push(`${how.cut_tokens} tokens cut off`);
 }
