@@ -94,8 +94,7 @@ class BackboneConfig(Section):
         "flash-attn, a GPU and bfloat16; auto: sdpa where the model has it, eager in bfloat16 on CPUs",
     )
     chat_template: Annotated[str | None, AfterValidator(template_source)] = Field(
-        None,
-        description="template for conversations: a Jinja file, or chatml; null: that of the tokenizer",
+        None, description="template for conversations: a Jinja file, or chatml; null: that of the tokenizer"
     )
     bos: Bos = Field(
         "tokenizer",
@@ -204,11 +203,7 @@ FOR_INFERENCE = BackboneOptions()
 
 
 def load_backbone(
-    config: BackboneConfig,
-    codec: HFCodec,
-    device: torch.device,
-    seed: int,
-    use: BackboneOptions = FOR_INFERENCE,
+    config: BackboneConfig, codec: HFCodec, device: torch.device, seed: int, use: BackboneOptions = FOR_INFERENCE
 ) -> Backbone:
     """Return weights on `device` in evaluation-ready state; `seed` fixes any weight the checkpoint lacks.
 

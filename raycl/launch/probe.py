@@ -139,10 +139,7 @@ def _last(config: RunConfig, storage: Storage, state: RunState, world: Distribut
 
 
 def _large_outputs(
-    context: TrainingContext,
-    tasks: Sequence[Task],
-    settings: ProbeSettings,
-    router: PublishedRouter | None = None,
+    context: TrainingContext, tasks: Sequence[Task], settings: ProbeSettings, router: PublishedRouter | None = None
 ) -> dict[str, Any]:
     """Return layer -> for each task, the large outputs (`OutputProbe.large`); without `router`, without adapters."""
     backbone = context.backbone

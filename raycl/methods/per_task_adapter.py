@@ -130,13 +130,7 @@ class PerTaskAdapter(Method, ABC):
     starts_anew: ClassVar[bool] = False
     revisable: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        config: MethodConfig,
-        backbone: Backbone,
-        seed: int,
-        form: AdapterForm,
-    ) -> None:
+    def __init__(self, config: MethodConfig, backbone: Backbone, seed: int, form: AdapterForm) -> None:
         """Attach the stack, and where there are any, prompts and label heads.
 
         Raises:

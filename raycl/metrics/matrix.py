@@ -212,7 +212,5 @@ def averages(matrix: AccuracyMatrix) -> dict[str, Averages]:
 def _averages(numbers: list[float | None]) -> Averages:
     few = len(numbers) < 2
     return Averages(
-        all=mean(numbers),
-        first_two=None if few else mean(numbers[:2]),
-        last_two=None if few else mean(numbers[-2:]),
+        all=mean(numbers), first_two=None if few else mean(numbers[:2]), last_two=None if few else mean(numbers[-2:])
     )

@@ -47,9 +47,7 @@ class Variant(NamedTuple):
 
 
 def compute_variants(
-    matrix: AccuracyMatrix,
-    singles: Mapping[str, float] | None = None,
-    untrained: Mapping[str, float] | None = None,
+    matrix: AccuracyMatrix, singles: Mapping[str, float] | None = None, untrained: Mapping[str, float] | None = None
 ) -> dict[str, float | None]:
     """Return every variant of a matrix by name.
 

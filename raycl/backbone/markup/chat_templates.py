@@ -97,10 +97,7 @@ class Around(NamedTuple):
 
 
 def turns(
-    template: str,
-    names: Mapping[str, Any],
-    conversations: Sequence[Conversation],
-    answers: Sequence[str] | None = None,
+    template: str, names: Mapping[str, Any], conversations: Sequence[Conversation], answers: Sequence[str] | None = None
 ) -> Iterator[tuple[Around, str]]:
     """Yield the text around the answer to each conversation, and the answer as the template writes it.
 

@@ -61,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--merged", action="store_true", help="a plain model folder instead of an adapter")
     export.add_argument("--gguf", action="store_true", help="also a GGUF file, by llama.cpp's converter on PATH")
     export.add_argument(
-        "--engine",
-        choices=["vllm"],
-        help="folders that vLLM loads, one an adapter, and a config of ray.serve.llm",
+        "--engine", choices=["vllm"], help="folders that vLLM loads, one an adapter, and a config of ray.serve.llm"
     )
     export.add_argument("--served-from", metavar="URI", help="--engine: where the folder will be copied to (s3://...)")
     export.add_argument("--accelerator", metavar="NAME", help="--engine: Ray's name of the GPU, for example H100")

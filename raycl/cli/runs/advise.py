@@ -47,14 +47,7 @@ def run(options: argparse.Namespace) -> int:
         tasks, rows = tasks or len(counts), rows or sorted(counts)[len(counts) // 2]
         words.append(f"stream.tasks={_specs(options.data)}")
     case = Case(
-        tasks,
-        rows,
-        size,
-        not options.no_kept_data,
-        options.task_known,
-        options.memory,
-        options.serve,
-        tuple(words),
+        tasks, rows, size, not options.no_kept_data, options.task_known, options.memory, options.serve, tuple(words)
     )
     advice = advise(read_study(commands.INSTALLED, kind), case)
     show(options, advice, advice.tree)

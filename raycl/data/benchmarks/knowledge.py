@@ -168,11 +168,7 @@ _LLAMA: Mapping[str, PublishedTask] = {
         columns=Columns(("input", "text"), ("output", "label")),
     ),
     "mmlu": PublishedTask(
-        ("A", "B", "C", "D"),
-        "first_word",
-        ("history",),
-        prompt="llama2_chat",
-        columns=Columns(header=CHOICES_HEADER),
+        ("A", "B", "C", "D"), "first_word", ("history",), prompt="llama2_chat", columns=Columns(header=CHOICES_HEADER)
     ),
     "finance": PublishedTask(
         "auto",

@@ -118,11 +118,7 @@ def locate(
 
 
 def _best(
-    candidates: Mapping[str, list[Storage]],
-    name: str,
-    folders: Collection[str],
-    needed: Sequence[str],
-    one_file: bool,
+    candidates: Mapping[str, list[Storage]], name: str, folders: Collection[str], needed: Sequence[str], one_file: bool
 ) -> TaskFolder | str:
     """Return the first candidate folder with all needed files, or what is lacking."""
     lack = "no folder"

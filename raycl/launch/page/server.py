@@ -101,11 +101,7 @@ class PageServer:
     """The page of one run on one socket."""
 
     def __init__(
-        self,
-        reader: RunReader,
-        listens: socket.socket,
-        host: str,
-        protocol: type[LimitedProtocol] = LimitedProtocol,
+        self, reader: RunReader, listens: socket.socket, host: str, protocol: type[LimitedProtocol] = LimitedProtocol
     ) -> None:
         self._listens = listens
         settings: dict[str, Any] = {"lifespan": "off", "access_log": False, "timeout_graceful_shutdown": CLOSE_S}

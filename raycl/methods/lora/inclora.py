@@ -32,8 +32,7 @@ class IncLoraSettings(LoraSettings, MethodConfig):
         "of its own labels",
     )
     stop_grad_old_blocks: bool = Field(
-        False,
-        description="stop gradients through earlier adapters into the layers below, as GainLoRA's code does",
+        False, description="stop gradients through earlier adapters into the layers below, as GainLoRA's code does"
     )
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("stop_grad_old_blocks",)

@@ -26,11 +26,7 @@ from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
-from raycl.methods.pseudo_samples.samples import (
-    PseudoSamples,
-    Volume,
-    counts_of,
-)
+from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, counts_of
 from raycl.methods.pseudo_samples.sources import SampleSource
 from raycl.methods.queries import bare_queries
 from raycl.methods.sapt.reflection import PseudoReplay, Reflection, ReplayEntry

@@ -173,10 +173,7 @@ def _undecided(study: Study, allowed: list[Measured]) -> list[str]:
 
 
 def _far(study: Study, case: Case, best: Measured) -> list[str]:
-    pairs = {
-        "rows a task": (case.rows, study.rows),
-        "parameters": (case.parameters, study.parameters),
-    }
+    pairs = {"rows a task": (case.rows, study.rows), "parameters": (case.parameters, study.parameters)}
     notes = [
         f"not measured at your size: {short_number(given)} {what}, {short_number(measured)} in the study; the order "
         "may be another, and so may the best rates"

@@ -148,10 +148,6 @@ def evaluate(
     wanted -= {without}
     log.info("snapshot %d:", snapshot.number)
     settings = configs.validate(EvalConfig, tree["eval"])
-    given = {
-        "backbone": sources.backbone or None,
-        "max_batch": settings.batch_size,
-        **asdict(sources.permissions),
-    }
+    given = {"backbone": sources.backbone or None, "max_batch": settings.batch_size, **asdict(sources.permissions)}
     with OfflineModel.open(bank, snapshot, ServeConfig(**settings_here(bank), **given)) as model:
         return score_snapshot(model, stream, [task for task in stream.tasks if task.name in wanted], settings)

@@ -75,12 +75,7 @@ class Report:
 
 
 def report(
-    model: ModelLoad,
-    step: StepLoad,
-    engine: EngineLoad,
-    run: RunLoad,
-    cluster: Cluster,
-    notes: tuple[str, ...] = (),
+    model: ModelLoad, step: StepLoad, engine: EngineLoad, run: RunLoad, cluster: Cluster, notes: tuple[str, ...] = ()
 ) -> Report:
     """Return the plan of a run."""
     gpu = gpu_memory(model, step, engine, run)

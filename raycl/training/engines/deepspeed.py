@@ -82,10 +82,7 @@ class DeepSpeedEngine:
             self._partition(wanted)
         with self._not_sent():
             self.engine, *_ = self.library.initialize(
-                model=backbone,
-                model_parameters=list(self.trained.values()),
-                optimizer=self.optimizer,
-                config=wanted,
+                model=backbone, model_parameters=list(self.trained.values()), optimizer=self.optimizer, config=wanted
             )
         self.schedule = schedule(self.optimizer, train, steps)
         self._pending, self._fresh = False, True

@@ -29,13 +29,7 @@ from raycl.training.optimizers.parameters import (
 )
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.optimizers.settings import TrainConfig
-from raycl.training.workers.distributed import (
-    DistributedContext,
-    Scattered,
-    is_dtensor,
-    load_parameters,
-    whole,
-)
+from raycl.training.workers.distributed import DistributedContext, Scattered, is_dtensor, load_parameters, whole
 from raycl.types import Batch
 
 NONE = Modifiers()

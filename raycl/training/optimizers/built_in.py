@@ -196,9 +196,7 @@ class MuonKind(OptimizerKind):
         train, muon = self.train, _muon()
         settings = {"lr": train.learning_rate, "weight_decay": train.weight_decay, "momentum": self.values["momentum"]}
         return Parts(
-            groups,
-            lambda matrices: muon(matrices, adjust_lr_fn="match_rms_adamw", **settings),
-            AdamWKind(train).build,
+            groups, lambda matrices: muon(matrices, adjust_lr_fn="match_rms_adamw", **settings), AdamWKind(train).build
         )
 
     def state(self, parameter: ParameterSpec) -> dict[str, StateTensor]:

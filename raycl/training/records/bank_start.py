@@ -160,11 +160,7 @@ def read_training_state(
 
 
 def start_from_snapshot(
-    bank: Bank,
-    snapshot: Snapshot,
-    context: TrainingContext,
-    objects: TensorObjects,
-    revision: Revision | None = None,
+    bank: Bank, snapshot: Snapshot, context: TrainingContext, objects: TensorObjects, revision: Revision | None = None
 ) -> None:
     """Start a run that has not started yet where the snapshot's run was when it published it.
 

@@ -197,11 +197,7 @@ def commit_checkpoint(
 
 
 def read_checkpoint(
-    storage: Storage,
-    name: str,
-    objects: TensorObjects | None = None,
-    partial: bool = False,
-    sha256: str | None = None,
+    storage: Storage, name: str, objects: TensorObjects | None = None, partial: bool = False, sha256: str | None = None
 ) -> Checkpoint:
     """Read `checkpoints/<name>`.
 

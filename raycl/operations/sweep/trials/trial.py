@@ -138,11 +138,7 @@ class Trial:
             for done, key in enumerate(keys, 1)
             if key in self.work.shared and done > prepared.done
         }
-        options = replace(
-            self._options,
-            awaits_decision=self.sweep.scheduler.name != "none",
-            fork_points=fork_points,
-        )
+        options = replace(self._options, awaits_decision=self.sweep.scheduler.name != "none", fork_points=fork_points)
         self._fit(prepared, options, report)
 
     def _prepared(self) -> Prepared:
