@@ -56,7 +56,7 @@ def _task(config: RunConfig, stream: Stream, phase: Phase, codec: TextCodec) -> 
     order = GlobalOrder(
         len(tables["train"]),
         train.batch_size,
-        train.epochs,
+        train.epochs_of(phase.name),
         stable_seed(config.seed, "order", phase.index),
         train.max_steps,
     )

@@ -44,6 +44,7 @@ class TaskPlan:
         prompt: meaning of `prompt: auto` for a text backbone.
         recorded: the task has no data; this is what is known of it.
         type: the task's kind.
+        is_own: neither the task nor one that it is like belongs to a named benchmark or to the builtin stream.
     """
 
     name: str
@@ -56,6 +57,7 @@ class TaskPlan:
     prompt: PromptName = "long"
     recorded: RecordedTask | None = None
     type: str = ""
+    is_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
     metric = _metric(spec.metric or (info.metric if spec.like else None), labels, config)
     definition = info.instruction if spec.definition is None else spec.definition
     more: dict[str, Any] = {"dataset": spec.name, "prompt": info.prompt, "type": spec.type or info.type}
-    return TaskPlan(spec.name, files, reading, metric, definition, **more)
+    return TaskPlan(spec.name, files, reading, metric, definition, **more, is_own=spec.like is None)
 
 
 def _like(spec: TaskSpec) -> PublishedTask:

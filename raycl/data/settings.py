@@ -209,9 +209,9 @@ class StreamConfig(Section):
     )
     prompt: PromptName = Field(
         "auto",
-        description="template around the text; auto: the benchmark's, the chat template for conversations, plain for "
-        "encoders; chat: the tokenizer's chat template, with the text as the user's message and the task's definition "
-        "as the system message",
+        description="template around the text; auto: the benchmark's, the chat template for conversations and, where "
+        "the model has one, for tasks of your own, plain for encoders; chat: the model's chat template, with the text "
+        "as the user's message and the task's instruction as the system message",
     )
     instruction_turn: Literal["system", "user"] = Field(
         "system",

@@ -27,7 +27,7 @@ from raycl.data.sources.ingest import RawRows, ingest, ingest_pairs
 from raycl.data.text_objectives import TextObjective, text_objective
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import ConfigError, DataError, counted
-from raycl.types import Task, TextCodec
+from raycl.types import PromptName, Task, TextCodec
 
 __all__ = ["ColumnNames", "Stream", "StreamConfig", "TaskSpec", "open_stream"]
 
@@ -173,6 +173,11 @@ class Stream:
         """Return the instruction in the prompts of `task`; "" where they have none."""
         return "" if self._open[task.name].plan.recorded is not None else self.prompt(task, codec).instruction
 
+    def takes_template(self, task: Task, codec: TextCodec) -> bool:
+        """Return whether a task of the user's own gets the model's chat template, since no setting names a prompt."""
+        is_own = self._open[task.name].plan.is_own and not self.learns_texts
+        return self.config.prompt == "auto" and is_own and bool(codec.chat_template) and not codec.needs_labels
+
     def prompt(self, task: Task, codec: TextCodec, instruction: str | None = None) -> Prompt:
         """Return the template around the inputs of `task`.
 
@@ -184,9 +189,10 @@ class Stream:
         opened = self._open[task.name]
         if opened.plan.recorded is not None:
             return Prompt.of(opened.plan.recorded)
-        name = self.config.prompt
+        name: PromptName = self.config.prompt
         if name == "auto":
-            name = "plain" if codec.needs_labels else "chat" if opened.is_chat else opened.plan.prompt
+            is_chat = opened.is_chat or self.takes_template(task, codec)
+            name = "plain" if codec.needs_labels else "chat" if is_chat else opened.plan.prompt
         definition = opened.definition if instruction is None else instruction
         if name == "chat" and not codec.chat_template:
             raise ConfigError(

@@ -48,7 +48,7 @@ def config(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Return the name of the second task -> a stream of two tasks, the first of conversations, learned by SLM: it reads
     texts."""
     folder = tmp_path_factory.mktemp("chats")
-    specs = {"animal": lab.tasks[1]}
+    specs: dict[str, Any] = {"animal": {**lab.tasks[1], "like": "agnews", "definition": "", "labels": ["cat", "dog"]}}
     for task, answers in WORDS.items():
         (folder / task).mkdir()
         for split, rows in (("train", 12), ("test", 4)):

@@ -428,5 +428,5 @@ def _run(opened: Opened, most: Trained) -> RunLoad:
         "stays_per_task": max(written.stays),
         "growth": growth(written).both,
     }
-    extra = opened.config.method.extra_passes(context.train.epochs)
+    extra = opened.config.method.extra_passes(context.train.epochs_of(""))
     return RunLoad(opened.steps, most.state / most.count, disk, extra)

@@ -16,7 +16,8 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.stream import Stream
 from raycl.methods.base import Learned, Method, State
 from raycl.routing.routers import router_class
-from raycl.types import Phase, RouterState
+from raycl.training.optimizers.settings import TrainConfig
+from raycl.types import Phase, RouterState, TextCodec
 
 NOT_SERVED = (
     "method '{}' routes texts by what it trains, and under stream.schedule=separate each task has a router of its own, "
@@ -109,3 +110,10 @@ class Separate(Schedule):
 
 SCHEDULES: dict[str, type[Schedule]] = {"sequential": Schedule, "joint": Joint, "separate": Separate}
 """Name of `stream.schedule` -> class."""
+
+
+def epochs_of(train: TrainConfig, stream: Stream, phase: Phase, codec: TextCodec) -> int:
+    """Return the epochs of a phase, which of small tasks under the model's chat template may be more than usual."""
+    is_floored = all(stream.takes_template(task, codec) for task in phase.tasks)
+    rows = sum(len(stream.rows(task, "train")) for task in phase.tasks)
+    return train.epochs_of(phase.name, rows if is_floored else 0)

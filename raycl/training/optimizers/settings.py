@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
@@ -50,10 +50,19 @@ arguments. They are written here because `transformers.optimization` imports PEF
 time from a command to its first step. A test compares every rate with that of `transformers.get_scheduler`."""
 
 
+USUAL_EPOCHS, MOST_EPOCHS, LEAST_STEPS = 3, 20, 50
+"""Epochs where no setting says how many, and most epochs and least steps of small tasks under a chat template: format
+and wording of a few dozen conversations are learned in about 50 steps, not in 18."""
+
+
 class TrainConfig(Section):
     """Training of one task. Optimizer, schedule and counters start anew at every task, as in all three papers' code."""
 
-    epochs: int = Field(3, ge=1, description="passes over a task's training rows")
+    epochs: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description=f"passes over a task's training rows; auto: {USUAL_EPOCHS}, and for tasks of your own under a "
+        f"model's chat template as many as give {LEAST_STEPS} optimizer steps, at most {MOST_EPOCHS}",
+    )
     epochs_by_task: dict[str, int] = Field(default_factory=dict, description="task name -> epochs, where it differs")
     max_steps: int | None = Field(None, ge=1, description="optimizer steps per task at most")
     batch_size: int = Field(16, ge=1, description="examples per optimizer step, over all workers")
@@ -164,9 +173,16 @@ class TrainConfig(Section):
         if self.warmup_steps:
             yield "warmup_ratio", f"warmup_steps={self.warmup_steps}"
 
-    def epochs_of(self, task: str) -> int:
-        """Return the epochs of a phase by its name."""
-        return self.epochs_by_task.get(task, self.epochs)
+    def epochs_of(self, phase: str, rows: int = 0) -> int:
+        """Return the epochs of a phase by its name.
+
+        Args:
+            rows: its rows, where `auto` gives them `LEAST_STEPS`; 0: it does not.
+        """
+        if phase in self.epochs_by_task or self.epochs != "auto":
+            return self.epochs_by_task.get(phase, USUAL_EPOCHS if self.epochs == "auto" else self.epochs)
+        wanted = math.ceil(LEAST_STEPS / math.ceil(rows / self.batch_size)) if rows else 0
+        return max(USUAL_EPOCHS, min(wanted, MOST_EPOCHS))
 
     def of_task(self, task: str) -> TrainConfig:
         """Return the settings of a phase by its name, with the learning rate that its optimizer gets."""

@@ -17,6 +17,7 @@ from raycl.data.sources.cache import Indices
 from raycl.data.tokens import Split, TokenRows
 from raycl.methods.base import activate_batch
 from raycl.methods.context import Quantity, TaskContext
+from raycl.training.definition.task_order import epochs_of
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Phase, Task
@@ -212,4 +213,5 @@ def order_of(context: TrainingContext, phase: Phase, rows: int | None = None) ->
     if rows is None:
         rows = sum(len(context.stream.rows(task, "train")) for task in phase.tasks)
     train, seed = context.train, stable_seed(context.info.seed, "order", phase.index)
-    return GlobalOrder(rows, train.batch_size, train.epochs_of(phase.name), seed, train.max_steps)
+    epochs = epochs_of(train, context.stream, phase, context.backbone.codec)
+    return GlobalOrder(rows, train.batch_size, epochs, seed, train.max_steps)

@@ -26,7 +26,8 @@ from raycl.methods.registry import method_class, modifier_class
 from raycl.metrics.per_example import check_labels, check_metric, taken_for_same
 from raycl.metrics.run_results import read_results
 from raycl.training.definition.settings import DeepSpeedConfig
-from raycl.training.definition.task_order import SCHEDULES
+from raycl.training.definition.task_order import SCHEDULES, epochs_of
+from raycl.training.optimizers.settings import USUAL_EPOCHS
 from raycl.training.records.bank_start import check_snapshot_inputs
 from raycl.training.records.named_bank import snapshot_at
 from raycl.training.setup.fingerprints import inputs_of
@@ -118,7 +119,9 @@ def check(config: RunConfig) -> Stream:
         "stream.max_target_tokens_by_task": config.stream.max_target_tokens_by_task,
     }
     _check_names(limits, (*stream.tasks, *stream.unseen))
-    for line in (*_warmup(config, stream), *_samples(config, stream)):
+    for line in _own_tasks(config, stream, codec):
+        log.info("%s", line)
+    for line in (*_warmup(config, stream, codec), *_samples(config, stream)):
         log.warning("%s", line)
     return stream
 
@@ -348,12 +351,29 @@ def make_modifiers(config: RunConfig, method: Method) -> Modifiers:
 # ---- what a run may do and seldom should ------------------------------------------------------------------------
 
 
-def _warmup(config: RunConfig, stream: Stream) -> Iterator[str]:
+def _own_tasks(config: RunConfig, stream: Stream, codec: TextCodec) -> Iterator[str]:
+    """Yield what no setting of tasks of the user's own has named: their prompt, and epochs of small ones."""
+    names = [f"'{task.name}'" for task in stream.tasks if stream.takes_template(task, codec)]
+    if names:
+        yield (
+            f"task {some(names, 3)}: texts are messages under the model's chat template; stream.prompt=plain sends "
+            "them as they are"
+        )
+    for phase in SCHEDULES[config.stream.schedule]().phases(stream):
+        epochs = epochs_of(config.train, stream, phase, codec)
+        if config.train.epochs == "auto" and phase.name not in config.train.epochs_by_task and epochs > USUAL_EPOCHS:
+            yield (
+                f"'{phase.name}' is trained for {epochs} epochs instead of {USUAL_EPOCHS}, since its rows are few; "
+                "train.epochs names another number"
+            )
+
+
+def _warmup(config: RunConfig, stream: Stream, codec: TextCodec) -> Iterator[str]:
     train = config.train
     short = []
     for phase in SCHEDULES[config.stream.schedule]().phases(stream):
         rows = sum(_rows(stream, task) for task in phase.tasks)
-        steps = GlobalOrder(rows, train.batch_size, train.epochs_of(phase.name), 0, train.max_steps).steps
+        steps = GlobalOrder(rows, train.batch_size, epochs_of(train, stream, phase, codec), 0, train.max_steps).steps
         if 0 < steps <= train.warmup(steps):
             short.append(f"'{phase.name}' ({steps})")
     if short:

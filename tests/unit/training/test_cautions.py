@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Lab, tokenizer
+from tiny import TASKS, Lab, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from raycl.backbone import linears
+from raycl import config as configs
+from raycl.backbone import BackboneConfig, linears, load_codec
 from raycl.backbone.load import wrap_model
 from raycl.methods.registry import METHODS, method_class
 from raycl.training.setup.checks import check
 from raycl.training.setup.method_checks import check_roles
+from raycl.training.setup.run_config import RunConfig
 
 
 def said(lab: Lab, caplog: pytest.LogCaptureFixture, method: Any, **sections: Any) -> list[str]:
@@ -92,3 +94,35 @@ def test_linears_that_roles_leave_out(lab: Lab, caplog: pytest.LogCaptureFixture
     assert first.startswith("MixtralForCausalLM has linears that no role names, so attention.query, attention.value ")
     assert "model.layers.*.mlp.experts.gate_up_proj" in first and "so attention, ffn do not" in second
     assert "so attention, ffn do not select them" in third
+
+
+def test_own_tasks_get_a_models_chat_template_and_enough_steps(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """Where neither prompt nor epochs are set; tasks of benchmarks, and all of other models, keep theirs."""
+    template = {"chat_template": "chatml"}
+
+    def lines(backbone: dict[str, Any], **sections: Any) -> list[str]:
+        tree = lab.tree("llama", backbone=backbone, **sections)
+        train = {"batch_size": 4, **sections.get("train", {})}
+        tree["train"] = {name: value for name, value in train.items() if value is not None}
+        tree["stream"]["max_source_tokens"] = 60
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="raycl"):
+            stream = check(configs.validate(RunConfig, tree))
+        (first, *_), codec = stream.tasks, load_codec(BackboneConfig(**tree["backbone"]), 60, 4)
+        assert bool(stream.prompt(first, codec).chat_template) == ("chat template" in caplog.text)
+        said = ("epochs instead", "chat template")
+        return [text for record in caplog.records if any(part in (text := record.getMessage()) for part in said)]
+
+    asked, first, second = lines(template)
+    assert asked.startswith("task 'colour', 'animal': texts are messages under the model's chat template")
+    assert first.startswith("'colour' is trained for 13 epochs instead of 3, since its rows are few; train.epochs ")
+    assert second.startswith("'animal' is trained for 13 epochs")
+    assert len(lines(template, train={"epochs_by_task": {"colour": 3}})) == 2
+    assert lines(template, train={"batch_size": 1}) == [asked, *[line.replace("13", "4") for line in (first, second)]]
+    assert lines(template, train={"batch_size": 16})[1].startswith("'colour' is trained for 20 epochs")
+    assert lines(template, train={"epochs": 3}) == [asked]
+    assert lines({}) == []
+    assert lines(template, stream={"prompt": "plain"}) == []
+    like = [{**task, "like": "agnews", "labels": [label for label, _ in TASKS[task["name"]]]} for task in lab.tasks]
+    assert lines(template, stream={"tasks": like}) == []
+    assert lines(template, stream={"tasks": ["topic"], "train_rows": 4}) == [], "a task of the built-in stream"
