@@ -54,11 +54,13 @@ class SweepPlan:
 
     Attributes:
         trials: trials by number; without planning, those of earlier sessions. tasks: phases of each trial.
+        shared: keys of first phases that several trials have. prefixes: number -> those of a planned trial.
     """
 
     trials: dict[int, Settings]
     tasks: int
     shared: frozenset[str]
+    prefixes: dict[int, list[str]]
     total: int
 
 
@@ -141,7 +143,9 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
     keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(configs_with_settings, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
-    return SweepPlan(trials, max(lengths), shared, total)
+    of_trial = ([key for key in own if key in shared] for own in keys)
+    prefixes = dict(zip(trials, of_trial, strict=True)) if sweep.plans else {}
+    return SweepPlan(trials, max(lengths), shared, prefixes, total)
 
 
 def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPlan) -> None:
@@ -153,7 +157,9 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
         return
     done = collect(sweep, folder, plan.tasks)
     scheduler = AtTaskEnds(folder, rule_of(sweep, plan.tasks), plan.tasks, plan.total, plan.total - todo)
-    searcher: RecordingSearcher = Planned(sweep, folder, left) if sweep.plans else TpeSearcher(sweep, folder, left)
+    searcher: RecordingSearcher = (
+        Planned(sweep, folder, left, plan.prefixes) if sweep.plans else TpeSearcher(sweep, folder, left)
+    )
     for number in over:
         rows = done.row(number)
         scheduler.replay(number, [values[0] for values in rows.curve])

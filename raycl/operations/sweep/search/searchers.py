@@ -19,6 +19,8 @@ from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import FAILED as FAILURES
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder, plain
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
+from raycl.training.records.fork_points import FORK_POINT
+from raycl.training.records.journal import last_attempt
 from raycl.training.records.run_folder import is_stopped
 from raycl.training.setup.run_config import plugins_of
 from raycl.training.workers.stopping import HostStop
@@ -40,16 +42,21 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
         self.numbers: dict[str, int] = {}
         self.stop: HostStop | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Return whether trials are left though none can start now."""
+        return False
+
     @abstractmethod
     def next_trial(self) -> tuple[int, Settings] | None:
-        """Return the number and settings of the next trial; None: there is none."""
+        """Return the number and settings of the next trial; None: there is none, or none can start now."""
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str:
-        """Return the next proposal, for Tune."""
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+        """Return the next proposal, for Tune; None: it is to ask again."""
         stopping = self.stop is not None and self.stop.is_requested
         trial = None if stopping else self.next_trial()
         if trial is None:
-            return str(Searcher.FINISHED)
+            return None if self.waits and not stopping else str(Searcher.FINISHED)
         number, settings = trial
         self.numbers[trial_id] = number
         self.folder.storage.delete(f"{FAILURES}/{number:04d}.json")  # it is tried again
@@ -66,16 +73,54 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
 
 
 class Planned(RecordingSearcher):
-    """Trials of a list, in order."""
+    """Trials of a list, in order, but for those that wait for what a running trial learns for them.
 
-    def __init__(self, sweep: SweepConfig, folder: SweepFolder, trials: Mapping[int, Settings]) -> None:
+    Of trials that have first phases in common one learns these, while the others wait for its fork point. If it ends
+    without one, the next takes the phases up.
+
+    Attributes:
+        prefixes: number -> keys of the trial's first phases that other trials have too, the shortest first.
+    """
+
+    def __init__(
+        self,
+        sweep: SweepConfig,
+        folder: SweepFolder,
+        trials: Mapping[int, Settings],
+        prefixes: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
         super().__init__(sweep, folder)
         self.left: dict[int, Settings] = dict(trials)
+        self.prefixes = prefixes or {}
+        self._running: set[int] = set()
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.left)
 
     def next_trial(self) -> tuple[int, Settings] | None:
-        """Return the first that is left."""
-        number = next(iter(self.left), None)
-        return None if number is None else (number, self.left.pop(number))
+        """Return the first that is left and need not wait."""
+        learned = {key for number in self._running for key in self.prefixes.get(number, ())}
+        for number in self.left:
+            if self._next_key(number) not in learned:
+                self._running.add(number)
+                return number, self.left.pop(number)
+        return None
+
+    def _next_key(self, number: int) -> str:
+        """Return the key of the first shared phases that a trial would have to learn itself; "": none."""
+        if last_attempt(self.folder.run(number)):  # it continues where it was
+            return ""
+        missing = ""
+        for key in reversed(self.prefixes.get(number, ())):
+            if self.folder.prefix(key).exists(FORK_POINT):
+                break
+            missing = key
+        return missing
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Let others take up what the trial did not learn."""
+        self._running.discard(self.numbers.get(trial_id, -1))
 
 
 @dataclass(frozen=True)
