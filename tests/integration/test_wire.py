@@ -178,7 +178,14 @@ def test_null_equals_an_absent_field(wire: Wire) -> None:
     body = {"messages": [{"role": "user", "content": "fire is"}]}
     settings += ("model", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "logit_bias", "tool_choice")
     neutral = {"logit_bias": {}, "presence_penalty": 0.0, "logprobs": False, "response_format": {"type": "text"}}
-    neutral |= {"top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "tool_choice": "none", "length_penalty": 1.0}
+    neutral |= {
+        "top_k": -1,
+        "min_p": 0,
+        "repetition_penalty": 1.0,
+        "tool_choice": "none",
+        "length_penalty": 1.0,
+        "documents": "",
+    }
     bodies = [body, {**body, **dict.fromkeys(settings)}, {**body, **neutral, "tools": [], "user": "somebody"}]
     bodies += [{**body, "raycl": {"mix": None}}]
     answers = [wire.post("/v1/chat/completions", item).json() for item in bodies]

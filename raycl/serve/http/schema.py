@@ -95,7 +95,7 @@ class NullIs:
         return {"anyOf": [handler(schema), {"type": "null"}]}
 
 
-Unsupported = Annotated[Any, Neutral(False, 0, 0.0, [], {})]
+Unsupported = Annotated[Any, Neutral(False, 0, 0.0, "", [], {})]
 NullOrFalse = Annotated[Any, Neutral(False)]
 """The same for what 0 or nothing asks for too: a count of tokens' chances, of which 0 is that of the token taken."""
 NoneOrAuto = Annotated[Any, Neutral("none", "auto")]
