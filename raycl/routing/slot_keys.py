@@ -16,11 +16,15 @@ from torch import Tensor, nn
 
 from raycl.config import Section, Size
 from raycl.errors import RetrievalError
+from raycl.progress import report
 
 log: logging.Logger = logging.getLogger("raycl")
 
 EVERY_S = 5.0
 """Seconds between two log lines about the progress."""
+
+UPDATES = "learning keys, updates"
+"""The name of their bar."""
 
 DECAY, DECAY_EPOCHS = 0.1, 2
 """The decay of the rate in the authors' scripts."""
@@ -142,6 +146,7 @@ def learn_keys(
     began = logged = time.monotonic()
     total = _updates(len(queries_BgH), config)
     for number, (epoch, rows) in enumerate(_batches(len(queries_BgH), config, draw)):
+        report(UPDATES, number, total, has_lines=True)
         if number and (now := time.monotonic()) - logged >= EVERY_S:
             logged = now
             log.info(
@@ -151,6 +156,7 @@ def learn_keys(
         gradient = _gradient(keys, queries_BgH[rows], chosen, config, earlier_NgH)
         # the paper adds `rate * grad cos(q, k)` to each key that a text chose (SLM, eq. 5)
         keys = keys + config.rate * gradient if step is None else step(keys, gradient, chosen, config, epoch)
+    report(UPDATES, total, total, has_lines=True)
     return keys
 
 

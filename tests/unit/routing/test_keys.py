@@ -299,3 +299,21 @@ def test_progress_and_the_time_left_are_logged(
     learn_keys(torch.randn(4, 6), KeyConfig(groups=2, slots=2, steps=3), 1, seed=0)
     said = [record.getMessage() for record in caplog.records]
     assert [line.rpartition(",")[0].strip() for line in said] == [f"keys: {done} of 3 updates" for done in (1, 2)]
+
+
+def test_updates_are_a_bar(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="raycl.progress"):
+        learn_keys(torch.randn(20, 8), KeyConfig(slots=3, groups=2, steps=10), top_k=1, seed=0)
+    bars = [record.bar for record in caplog.records if hasattr(record, "bar")]
+    assert [(bar.done, bar.total) for bar in bars] == [(number, 10) for number in range(11)]
+
+
+def test_a_tasks_own_weights_are_the_mean_over_its_kept_texts_else_those_of_the_mean_one() -> None:
+    router = SlotRouter("keys", 2, RetrievalConfig(top_k=1))
+    for seed, task in enumerate(("one", "two")):
+        router.fit(task, drawn(20, 8, seed=seed), KeyConfig(slots=3, groups=2, steps=10), seed)
+    router.hold_out("one", texts := drawn(6, 8, seed=5))
+    expected = router.route(texts, ["one"] * 6).weights.mean(0)
+    assert router.own_weights("one") == pytest.approx({f"one.{slot}": float(expected[slot]) for slot in range(3)})
+    assert set(router.own_weights("two")) == {"two.0", "two.1", "two.2"}
+    assert sum(router.own_weights("two").values()) == pytest.approx(1)
