@@ -230,7 +230,7 @@ def killed_under_load(url: str, application: str) -> list[httpx.Response]:
     threads = [threading.Thread(target=client) for _ in range(8)]
     for thread in threads:
         thread.start()
-    time.sleep(3)
+    time.sleep(1)
     end, killed = time.monotonic() + 240, 0.0
     while not (any(answer.status_code != 200 for answer in answers) and answers[-1].status_code == 200):
         assert time.monotonic() < end, {answer.status_code for answer in answers}
