@@ -11,6 +11,8 @@ from starlette.testclient import TestClient
 
 from raycl import config as configs
 from raycl.errors import ConfigError
+from raycl.launch.http import connections
+from raycl.launch.http.connections import is_local, is_loopback
 from raycl.serve.http.access import AccessMiddleware, Keys, check_access, guarded
 from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
 
@@ -90,3 +92,12 @@ def test_every_origin_is_allowed_with_keys_only(tmp_path: Path) -> None:
     assert check_access(configs.validate(ServeConfig, {"bank": "b", "auth": with_keys}))
     with pytest.raises(ConfigError, match="allowed_origins"):
         configs.validate(ServeConfig, {"bank": "b", "auth": {"allowed_origins": ["https://a.example/page"]}})
+
+
+def test_a_host_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request asks about its client and its Host header."""
+    hosts = {b"127.0.0.1:8123": True, b"example.org": False, b"[::1]:80": True}
+    assert {host: is_local(host) for host in hosts} == hosts and is_loopback("127.0.0.9")
+    monkeypatch.setattr(connections, "ipaddress", None)
+    monkeypatch.setattr(connections, "urlsplit", None)
+    assert {host: is_local(host) for host in hosts} == hosts and is_loopback("127.0.0.9")
