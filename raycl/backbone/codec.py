@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from raycl.backbone.markup.chat_templates import turns
 from raycl.backbone.markup.rendering import Conversation
@@ -211,6 +210,8 @@ class HFCodec:
             return list(text.encode())
         if byte := BYTE_PIECE.fullmatch(piece):
             return [int(byte[1], 16)]
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # what is refused before does without
+
         bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}
         return [bytes_of[character] for character in piece] if bytes_of.keys() >= set(piece) else None
 
