@@ -14,14 +14,16 @@ from raycl.generation.task_prompts import TaskPrompts
 from raycl.routing.attention import AttentionRouter
 from raycl.routing.router import Router
 from raycl.routing.routers import SingleRouter, TextRouter
-from raycl.types import Mixture, TextCodec
+from raycl.routing.unknown_texts import UnknownRule
+from raycl.types import Mixture, RouterText, TextCodec
 
 CHAT = {name: Prompt(chat_template="any", system=f"Sort {name}.\n") for name in ("news", "food")}
 OWNERS = {name: (name,) for name in CHAT}
 
 
 def tasks(router: type[Router], prompts: dict[str, Prompt] | None = None) -> TaskPrompts:
-    return TaskPrompts(router, OWNERS, prompts or CHAT, "input" if router is TextRouter else "prompt")
+    text: RouterText = "input" if router is TextRouter else "prompt"
+    return TaskPrompts(router, OWNERS, prompts or CHAT, text, UnknownRule())
 
 
 def test_a_system_message_reaches_the_router_only_as_a_tasks_instruction() -> None:
