@@ -56,7 +56,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
 
         Args:
             rule: Tune's scheduler; None: all continue.
-            total: number of all trials, for people. over: those of earlier sessions.
+            total: number of all trials, for people. over: those that earlier sessions ended.
         """
         super().__init__()
         self.folder, self.rule, self.tasks, self.total, self.over = folder, rule, tasks, total, over

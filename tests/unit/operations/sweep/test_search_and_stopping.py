@@ -254,7 +254,7 @@ CURVES = {number: [float(value)] * 4 for number, value in enumerate((50, 40, 60,
 def test_rules_stop_between_tasks(tmp_path: Path, chosen: dict[str, Any], mode: str, expected: list[int]) -> None:
     settings = sweep(scheduler=chosen, mode=mode)
     folder = SweepFolder.of(settings, str(tmp_path))
-    scheduler = AtTaskEnds(folder, rule_of(settings, 4), 4, 6)
+    scheduler = AtTaskEnds(folder, rule_of(settings, 4), 4, 6, 0)
     assert list(decisions(scheduler, CURVES).values()) == expected
     told = read_decision(folder.run(0), 4)
     assert told is (None if chosen["name"] == "none" else True), "the last task is never stopped"
@@ -263,8 +263,8 @@ def test_rules_stop_between_tasks(tmp_path: Path, chosen: dict[str, Any], mode: 
 @pytest.mark.parametrize("chosen", [{"name": "asha", "reduction": 2}, {"name": "median", "least": 2}])
 def test_a_resumed_sweep_decides_as_an_uninterrupted_one(tmp_path: Path, chosen: dict[str, Any]) -> None:
     settings = sweep(scheduler=chosen)
-    whole = decisions(AtTaskEnds(SweepFolder.of(settings, str(tmp_path / "a")), rule_of(settings, 4), 4, 6), CURVES)
-    resumed = AtTaskEnds(SweepFolder.of(settings, str(tmp_path / "b")), rule_of(settings, 4), 4, 6)
+    whole = decisions(AtTaskEnds(SweepFolder.of(settings, str(tmp_path / "a")), rule_of(settings, 4), 4, 6, 0), CURVES)
+    resumed = AtTaskEnds(SweepFolder.of(settings, str(tmp_path / "b")), rule_of(settings, 4), 4, 6, 0)
     for number in range(3):
         resumed.replay(number, CURVES[number][: whole[number]])
     later = decisions(resumed, {number: CURVES[number] for number in range(3, 6)})
@@ -273,7 +273,7 @@ def test_a_resumed_sweep_decides_as_an_uninterrupted_one(tmp_path: Path, chosen:
 
 def test_missing_metrics_stop_no_trial(tmp_path: Path) -> None:
     settings = sweep(scheduler="asha")
-    scheduler = AtTaskEnds(SweepFolder.of(settings, str(tmp_path)), rule_of(settings, 4), 4, 1)
+    scheduler = AtTaskEnds(SweepFolder.of(settings, str(tmp_path)), rule_of(settings, 4), 4, 1, 0)
     trial: Any = type("T", (), {"trial_id": "t", "config": {"number": 0}})()
     scheduler.on_trial_add(None, trial)
     scheduler.on_trial_result(None, trial, {TASKS: 1})
@@ -284,7 +284,7 @@ def test_a_stop_decision_is_kept(tmp_path: Path) -> None:
     """The trial's process died after it, and what it has learned is reported again."""
     settings = sweep(scheduler={"name": "asha", "reduction": 2})
     folder = SweepFolder.of(settings, str(tmp_path))
-    scheduler = AtTaskEnds(folder, rule_of(settings, 4), 4, 2)
+    scheduler = AtTaskEnds(folder, rule_of(settings, 4), 4, 2, 0)
     write_decision(folder.run(1), 1, continues=True)
     assert decisions(scheduler, {0: [50.0] * 4, 1: [40.0] * 4}) == {0: 4, 1: 2}
 
