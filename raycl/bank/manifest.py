@@ -25,7 +25,7 @@ from raycl.types import Activation
 
 R = TypeVar("R", bound=Section)
 
-FORMAT = 4
+FORMAT = 5
 """The number of the rules for both records: it is raised with every change of their fields, which changes hashes."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -158,6 +158,7 @@ class TaskInfo(Section):
     )
     system: str = Field("", description="system message of conversations without one")
     definition: str = Field("", description="instruction in what stood before the texts; empty: none, or `system`")
+    conversations: bool = Field(False, description="inputs were conversations, of any number of turns")
 
 
 class RouterInfo(Section):

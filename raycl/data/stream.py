@@ -56,6 +56,8 @@ class OpenTask:
     @property
     def is_chat(self) -> bool:
         """Return whether its inputs are conversations."""
+        if self.plan.recorded is not None:
+            return self.plan.recorded.conversations
         return any(raw.is_chat for raw in self.raws.values())
 
 

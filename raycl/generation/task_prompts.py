@@ -26,7 +26,7 @@ from raycl.bank.manifest import Snapshot
 from raycl.data.loader import batch_of, batches_of
 from raycl.data.prepare import fit_prompts, fit_sources
 from raycl.data.prompts import Prompt
-from raycl.data.sources.conversation import messages_of, plain_text, text_of, without_tool_turns
+from raycl.data.sources.conversation import last_of_user, messages_of, plain_text, text_of, without_tool_turns
 from raycl.errors import BankError
 from raycl.routing.router import PromptRouter, Router
 from raycl.routing.routers import READS_STATES, routed_text, router_class
@@ -73,6 +73,7 @@ class TaskPrompts:
         prompts: task -> the prompt of its texts.
         routed_text: the text that the router was fitted on.
         rule: the rule for texts of no learned task.
+        conversations: the tasks whose inputs were conversations.
     """
 
     router: Router | type[Router]
@@ -80,6 +81,7 @@ class TaskPrompts:
     prompts: Mapping[str, Prompt]
     routed_text: RouterText
     rule: UnknownRule
+    conversations: frozenset[str]
 
     @cached_property
     def has_chats(self) -> bool:
@@ -114,20 +116,25 @@ class TaskPrompts:
     def reading(self, text: str, is_chat: bool = False, task: str | None = None) -> PromptReading:
         """Return how a text is read.
 
+        The router sees what it saw in training: of a conversation the last message of the user, unless a task that it
+        may select was learned from conversations.
+
         Args:
             is_chat: it stands for a conversation (`raycl.data.sources.conversation`).
             task: the text's, where it is given: then the router sees all that it saw in training.
         """
-        tasks = None if task is None else (task,)
+        tasks: tuple[str, ...] | None = None if task is None else (task,)
         messages = messages_of(text) if is_chat else ()
-        routed = without_tool_turns(text) if is_chat else text
-        if len(messages) < 2 or messages[0].role != "system":
-            return PromptReading(text, routed, tasks, is_chat)
-        others = text_of(messages[1:])
-        named = self._by_instruction.get(messages[0].content.strip(), ())
+        if len(messages) < 2:
+            return PromptReading(text, text, tasks, is_chat)
+        system, others = (messages[0].content, messages[1:]) if messages[0].role == "system" else ("", messages)
+        named = self._by_instruction.get(system.strip(), ())
         if named and task in (None, *named):
-            return PromptReading(others, without_tool_turns(others), tasks or named, is_chat)
-        return PromptReading(text, without_tool_turns(others) if task is None else routed, tasks, is_chat)
+            messages, text, tasks = others, text_of(others), tasks or named
+        routed = without_tool_turns(text_of(others if task is None else messages))
+        if not (self.conversations if task is None else task in self.conversations):
+            routed = last_of_user(messages)
+        return PromptReading(text, routed, tasks, is_chat)
 
     def seen(self, reading: PromptReading, task: str = "") -> str:
         """Return what a router of texts sees: of a conversation all contents, where no task was learned from any.
@@ -256,7 +263,13 @@ def task_prompts(snapshot: Snapshot, rule: UnknownRule) -> TaskPrompts:
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
     prompts = {task.name: Prompt.of(task) for task in snapshot.tasks}
     router = snapshot.router
-    return TaskPrompts(router_class(router), owners, prompts, routed_text(router, router.settings), rule)
+    text, conversations = routed_text(router, router.settings), tasks_of_conversations(snapshot)
+    return TaskPrompts(router_class(router), owners, prompts, text, rule, conversations)
+
+
+def tasks_of_conversations(snapshot: Snapshot) -> frozenset[str]:
+    """Return the tasks of a snapshot whose inputs were conversations."""
+    return frozenset(task.name for task in snapshot.tasks if task.conversations)
 
 
 def check_templates(snapshot: Snapshot) -> None:

@@ -100,4 +100,6 @@ def test_each_text_is_read_with_the_template_of_its_task(
             assert reply.text == same.text
             assert reply.metadata.weights == pytest.approx(same.metadata.weights, abs=1e-5)
         named = client.ask("fire is", task="colour")
-        assert bare.text.strip() == named.text and bare.metadata.weights == pytest.approx(named.metadata.weights, abs=1e-5)
+        assert bare.text.strip() == named.text and bare.metadata.weights == pytest.approx(
+            named.metadata.weights, abs=1e-5
+        )

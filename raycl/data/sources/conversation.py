@@ -72,6 +72,12 @@ def plain_text(messages: Sequence[Message]) -> str:
     return "\n".join(message.content for message in messages if message.content)
 
 
+def last_of_user(messages: Sequence[Message]) -> str:
+    """Return the user's last message as a text; without any, the last message of all."""
+    mine = [message for message in messages if message.role == "user"] or messages[-1:]
+    return text_of([Message("user", mine[-1].content)])
+
+
 def last_contents(texts: Sequence[str]) -> list[str]:
     """Return the content of each conversation's last message, and other texts unchanged."""
     return [messages_of(text)[-1].content for text in texts]

@@ -65,7 +65,10 @@ def publish(
         ]
     router, encoder = put_router(bank, learned.router)
     provenance = {**provenance, "config": context.info.tree, "versions": versions(context.info.plugins)}
-    prompts = {task.name: context.stream.prompt(task, codec).record() for task in seen}
+    prompts = {
+        task.name: {**context.stream.prompt(task, codec).record(), "conversations": context.stream.is_chat(task)}
+        for task in seen
+    }
     snapshot = bank.snapshot(
         NewSnapshot(
             [*fresh, *kept],

@@ -11,9 +11,8 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.states import state_objects
 from raycl.config import Tree
 from raycl.config.addresses import addresses, require_named
-from raycl.data.prompts import Prompt
 from raycl.data.resolve import missing_files
-from raycl.data.settings import StreamConfig
+from raycl.data.settings import RecordedTask, StreamConfig
 from raycl.errors import BankError, ConfigError
 from raycl.methods.base import at
 from raycl.methods.registry import method_class, method_config
@@ -135,7 +134,7 @@ def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any
         info = recorded.get(name_of(spec))
         if info is not None and (why := missing_files(configs.validate(StreamConfig, alone))):
             log.warning("learned task '%s' is not evaluated, since its data is missing: %s", info.name, why)
-            known = {"labels": info.labels, "metric": info.metric, **Prompt.of(info).record()}
+            known = info.model_dump(include=set(RecordedTask.model_fields))
             spec = {**(spec if isinstance(spec, dict) else {"name": info.name}), "recorded": known}
         reachable.append(spec)
     return reachable

@@ -21,9 +21,11 @@ CHAT = {name: Prompt(chat_template="any", system=f"Sort {name}.\n") for name in 
 OWNERS = {name: (name,) for name in CHAT}
 
 
-def tasks(router: type[Router], prompts: dict[str, Prompt] | None = None) -> TaskPrompts:
+def tasks(
+    router: type[Router], prompts: dict[str, Prompt] | None = None, conversations: Sequence[str] = tuple(CHAT)
+) -> TaskPrompts:
     text: RouterText = "input" if router is TextRouter else "prompt"
-    return TaskPrompts(router, OWNERS, prompts or CHAT, text, UnknownRule())
+    return TaskPrompts(router, OWNERS, prompts or CHAT, text, UnknownRule(), frozenset(conversations))
 
 
 def test_a_system_message_reaches_the_router_only_as_a_tasks_instruction() -> None:
@@ -40,6 +42,26 @@ def test_a_system_message_reaches_the_router_only_as_a_tasks_instruction() -> No
     assert prefixed.tasks == ("news",) and prefixed.for_model(plain.prompts["news"]) == "who won?"
     hidden = plain.reading(other.text, is_chat=True)
     assert plain.seen(hidden) == "who won?" and hidden.for_model(Prompt()) == "Be brief.\nwho won?"
+
+
+@pytest.mark.parametrize(
+    ("conversations", "task", "routed"),
+    [
+        ((), None, "and who lost?"),
+        ((), "news", "and who lost?"),
+        (("food",), "news", "and who lost?"),
+        (("food",), "food", "<|system|>\nBe brief.\n<|user|>\nwho won?\n<|assistant|>\nwe\n<|user|>\nand who lost?"),
+        (("food",), None, "<|user|>\nwho won?\n<|assistant|>\nwe\n<|user|>\nand who lost?"),
+    ],
+)
+def test_earlier_turns_reach_the_router_only_where_it_may_know_them(
+    conversations: Sequence[str], task: str | None, routed: str
+) -> None:
+    whole = "<|system|>\nBe brief.\n<|user|>\nwho won?\n<|assistant|>\nwe\n<|user|>\nand who lost?"
+    result = tasks(TextRouter, conversations=conversations).reading(whole, is_chat=True, task=task)
+    assert (result.text, result.routed) == (whole, routed)
+    answered = tasks(TextRouter, conversations=()).reading(f"{whole}\n<|assistant|>\nthey", is_chat=True)
+    assert answered.routed == "and who lost?"
 
 
 @pytest.mark.parametrize(
