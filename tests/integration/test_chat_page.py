@@ -46,9 +46,8 @@ def served(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
     tokenizer.chat_template = TEMPLATES["trims"]
     tokenizer.save_pretrained(folder / "model")
     tiny_model("llama", len(tokenizer), positions=512).save_pretrained(folder / "model")
-    storage = run(
-        lab.config("llama", "slm", backbone={"name": str(folder / "model")}), Storage.at(folder / "run")
-    ).storage
+    changes = {"backbone": {"name": str(folder / "model")}, "stream": {"max_source_tokens": 128}}
+    storage = run(lab.config("llama", "slm", **changes), Storage.at(folder / "run")).storage
     with serving(storage.sub("bank").uri) as endpoint:
         yield endpoint
 

@@ -61,7 +61,8 @@ def wire(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     tiny_model("llama", len(tokenizer), positions=1024).save_pretrained(folder / "model")
-    changes = {"backbone": {"name": str(folder / "model")}, "stream": {"max_source_tokens": 64, "max_target_tokens": 8}}
+    stream = {"prompt": "plain", "max_source_tokens": 64, "max_target_tokens": 8}
+    changes = {"backbone": {"name": str(folder / "model")}, "stream": stream}
     storage = run(lab.config("llama", "slm", **changes), Storage.at(folder / "run")).storage
     with listening(snapshot_at(storage.sub("bank").uri)[0]) as result:
         yield result

@@ -35,7 +35,7 @@ BODIES: dict[str, tuple[str, str | bytes, str]] = {
     "pins": (
         "/chat",
         f'{CHAT}"raycl": {{"adapters": {{{PINNED}}}}}}}',
-        "adapters: Input names 26000 adapters: at most",
+        "adapters: Input has 26000 entries: at most",
     ),
     "fields": ("/chat", f'{CHAT}"raycl": {{{PINNED}}}}}', "raycl: '0' is unknown"),
     "prompts": ("/prompts", f'{{"prompt": [{MANY.replace("[]", "{}")}]}}', "prompt.0: Input should be a valid string"),
