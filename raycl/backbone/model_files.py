@@ -192,7 +192,7 @@ def _bar_class() -> Any:
 
 
 FETCHED = ("files", "bytes")
-"""What its bars count."""
+"""The units that the two progress bars of a download count."""
 
 
 def _unreachable() -> str:

@@ -66,7 +66,7 @@ class ObjectReader(Protocol):
 
 @dataclass(frozen=True)
 class NewSnapshot:
-    """What a new snapshot holds.
+    """The content of a new snapshot.
 
     Attributes:
         adapters: manifests, or entries of an older snapshot with their layouts.

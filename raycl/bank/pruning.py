@@ -1,4 +1,4 @@
-"""What pruning keeps and what it has removed: leases of unfinished runs, and records of prunings.
+"""Leases of unfinished runs, whose objects pruning keeps, and records of prunings.
 
     leases/<hash of the run's address>.json     written again at every checkpoint, deleted at the end of the run
     pruned/<number>.json                        written before anything is removed

@@ -14,7 +14,7 @@ from raycl.types import RouterText, Task, TextCodec
 
 @dataclass(frozen=True)
 class RouterTexts:
-    """What a method's router reads of the rows of a stream.
+    """The texts or ids that a method's router reads of the rows of a stream.
 
     Attributes:
         text: the setting; None: the method has no router that reads texts.

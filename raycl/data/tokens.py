@@ -52,7 +52,7 @@ class TokenRows(Protocol):
 
 @dataclass(frozen=True)
 class Cut:
-    """What was cut of the sources or the targets of a split.
+    """The tokens that were cut from the sources or the targets of a split.
 
     Attributes:
         limit: most tokens of a row. rows: rows that were longer.
@@ -104,7 +104,7 @@ class TokenTable:
 
     @property
     def cuts(self) -> tuple[Cut, Cut]:
-        """What was cut of sources and of targets."""
+        """The tokens that were cut from sources and from targets."""
         return Cut(**self._entry.info["sources"]), Cut(**self._entry.info["targets"])
 
     @property

@@ -32,7 +32,7 @@ class Grammar:
 
 
 class GrammarState:
-    """What one answer may continue with."""
+    """The tokens with which one answer may continue, by its grammar."""
 
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self._matcher, self._ends, self._read = matcher, ends, 0

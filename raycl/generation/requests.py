@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 
 class TokenConstraintState(Protocol):
-    """What one answer may continue with."""
+    """The tokens with which one answer may continue."""
 
     def after(self, ids: Sequence[int]) -> Sequence[int]:
         """Return tokens that may follow these of the answer."""

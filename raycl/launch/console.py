@@ -1,4 +1,4 @@
-"""What a command writes to standard error: lines, bars of work that takes long; and what a thread repeats beside it."""
+"""The lines and progress bars that a command writes to standard error, and calls that a thread repeats beside it."""
 
 import logging
 import os

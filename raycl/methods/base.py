@@ -68,16 +68,16 @@ class MethodConfig(Section):
     """Setting, by dotted path, that says which share of a task's rows is kept for later tasks; "": there is none."""
 
     task_id_in_training: ClassVar[bool] = True
-    """Whether training must know which task a text belongs to, or where a task ends (MIGU's table 1, not TIFT)."""
+    """True if training must know which task a text belongs to, or where a task ends (MIGU's table 1, not TIFT)."""
 
     own_statistics: ClassVar[bool] = False
-    """Whether the router's own state holds the statistics of texts that `knows_texts` promises."""
+    """True if the router's own state holds the statistics of texts that `knows_texts` promises."""
 
     fine_tunes: ClassVar[bool] = True
-    """Whether it learns tasks with answers (MIGU's table 1, CIT)."""
+    """True if it learns tasks with answers (MIGU's table 1, CIT)."""
 
     pre_trains: ClassVar[bool] = True
-    """Whether it learns texts themselves (MIGU's table 1, CPT)."""
+    """True if it learns texts themselves (MIGU's table 1, CPT)."""
 
     def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
         """Yield settings without effect on the run's backbone, as in `Section.unused_settings`: dotted path and reason.

@@ -64,7 +64,7 @@ class TaskContext:
     added: list[TokenRows] = field(default_factory=list, repr=False)
 
     is_trained: ClassVar[bool] = False
-    """Whether there are workers that pass rows through the model; else shapes alone are wanted."""
+    """True if there are workers that pass rows through the model; False: shapes alone are wanted."""
     routed_text: RouterText | None = None
 
     def tables(self, split: Split) -> list[TokenTable]:
@@ -78,7 +78,7 @@ class TaskContext:
 
     @property
     def router_texts(self) -> RouterTexts:
-        """What a router that reads by the backbone reads of rows."""
+        """The ids of rows for a router that reads them by the backbone."""
         return RouterTexts(self.stream, self.codec, self.routed_text)
 
     def routed_ids(self, split: Split) -> list[list[int]]:

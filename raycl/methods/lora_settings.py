@@ -41,7 +41,7 @@ InputDropout = Annotated[
 ]
 
 BY_LINEAR = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights=gaussian", "target_parameters")
-"""What methods take that begin training by `LoraSettings.begin_training` and need no two linears of one rank."""
+"""The settings of methods that begin training by `LoraSettings.begin_training` and need no two linears of one rank."""
 
 OPTIONS = (
     "use_rslora",

@@ -1,4 +1,4 @@
-"""What is kept of trained parameters at the end of a task: adapters with prompts and label rows, and tensors of
+"""The trained parameters that are kept at the end of a task: adapters with prompts and label rows, and tensors of
 parameters while the label head gains rows."""
 
 from collections.abc import Mapping, Sequence

@@ -67,7 +67,7 @@ class Store:
         boto3.client("s3", endpoint_url=f"http://{self.host}:{self.port}").create_bucket(Bucket="bucket")
 
     def uri(self, name: str) -> str:
-        """Of a folder in the bucket."""
+        """Return the URI of a folder in the bucket."""
         return f"s3://bucket/{name}?endpoint_override={self.host}:{self.port}&scheme=http"
 
     def away(self, seconds: float) -> None:
@@ -249,7 +249,7 @@ class Driver:
 
     @property
     def running(self) -> bool:
-        """Whether it does."""
+        """Return whether the process runs."""
         return self.process is not None and self.process.poll() is None
 
     def said(self) -> str:

@@ -95,7 +95,7 @@ def test_prompts_of_shared_models_under_shared_templates(shared: Path, tmp_path:
 def test_labels_are_named_where_the_settings_say(
     template: str, turn: Literal["system", "user"], tmp_path: Path
 ) -> None:
-    """As the template itself writes them; one that refuses system messages is told of the other place."""
+    """They are as the template writes them; the error for one that refuses system messages names the other place."""
     codec = chat_codec("bytes", template)
     for split in ("train", "test"):
         rows = [{"text": f"it is {number}", "label": ["warm", "cold"][number % 2]} for number in range(6)]

@@ -78,7 +78,7 @@ def evaluated(storage: Storage, phase: str) -> list[dict[str, Any]]:
 
 
 def test_the_bare_backbone_gets_the_turns_of_its_own_row(talks: Storage) -> None:
-    """As `base`, by its weights, and beside a task, whichever text is asked."""
+    """The bare backbone by name, by an empty mixture, and with a task named answers as in the untrained row."""
     measured = evaluated(talks, "untrained")
     assert any(row["answer"] for row in measured)
     with serving(talks.sub("bank").uri) as served:

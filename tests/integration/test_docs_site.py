@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
-from page_looks import SCHEMES, faults, looks, window
+from page_looks import SCHEMES, Scheme, faults, looks, window
 from playwright.sync_api import Browser, Page, expect
 
 import raycl
@@ -89,8 +89,8 @@ def test_guides_are_grouped(site: Path) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("path", PAGES)
-def test_pages_can_be_read(page: Page, url: str, path: str, scheme: str) -> None:
-    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+def test_pages_can_be_read(page: Page, url: str, path: str, scheme: Scheme) -> None:
+    page.emulate_media(color_scheme=scheme)
     page.goto(url + path)
     for look in looks(page, scheme):
         assert faults(page, "article") == [], look

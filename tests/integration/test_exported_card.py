@@ -117,7 +117,7 @@ def with_prompts(bank: Bank, prompt_of: Callable[[str], dict[str, Any]]) -> Bank
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", list(TYPES))
 def test_texts_are_answered_as_the_endpoint_does(taught: Taught, cards: Cards, kind: str) -> None:
-    """As an adapter of PEFT's and as a merged model; what the base model's folder recommends acts on neither."""
+    """The export is an adapter of PEFT's or a merged model; what the base model's folder recommends acts on neither."""
     done = taught(kind, "slm")
     config = json.loads((cards.root / f"{kind} peft" / "adapter_config.json").read_text())
     assert (config["task_type"], config["base_model_name_or_path"]) == (TYPES[kind], done.config.backbone.name)

@@ -14,12 +14,14 @@ from raycl.config import validate
 from raycl.errors import ConfigError
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_config
+from raycl.methods.slm.slm import Slm
 from raycl.operations.report.tables import matrix_table
 from raycl.routing.slot_keys import cosines
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.distributed import DistributedContext
+from raycl.types import AdapterState
 
 NEAR = {"start_from": "nearest", "start_threshold": 0.999}
 
@@ -89,7 +91,9 @@ def test_a_task_begins_with_the_adapter_of_the_most_similar_one(lab: Lab, tmp_pa
 def test_slots_begin_with_the_slot_of_the_nearest_key(lab: Lab, tmp_path: Path) -> None:
     config = three(lab, "llama", lab.slots(keys={"groups": 4, "steps": 40, "slots": 3}, retrieval={"top_k": 1}))
     done = run(config, Storage.at(tmp_path))
-    router = done.context.method.router  # type: ignore[attr-defined]
+    learner = done.context.method
+    assert isinstance(learner, Slm)
+    router = learner.router
     keys = router.keys()
     nearest = cosines(keys["animal"], keys["colour"]).mean(1).argmax(1).tolist()
     assert router.nearest_slots("animal", "colour") == [f"colour.{slot}" for slot in nearest]
@@ -113,7 +117,7 @@ def test_a_task_alone_and_a_low_similarity_start_anew(lab: Lab) -> None:
     learner = context.method
     assert isinstance(learner, PerTaskAdapter)
     learner._start_near("late", torch.ones(3), {}, 0.0)
-    learner._learned = {"known": learner._learned.get("known")}  # type: ignore[dict-item]
+    learner._learned = {"known": AdapterState({})}
     learner._start_near("late", torch.tensor([1.0, 0.0]), {"known": torch.tensor([0.6, 0.8])}, 0.7)
     assert learner.nearest == {"late": ("known", pytest.approx(0.6))} and not learner.starts
     learner.task_id_given = True

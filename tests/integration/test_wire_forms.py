@@ -115,7 +115,7 @@ def test_an_answer_is_one_of_the_choices(wire: Wire) -> None:
 
 
 def test_labels_of_the_task_are_the_only_answers_where_the_setting_says_so(bank: Bank, wire: Wire) -> None:
-    """As `eval.labels=task` evaluates; a form that a request names goes before it."""
+    """Answers are those of `eval.labels=task`; a form that a request names goes before it."""
     texts = ("fire is warm very", "it purrs a sleeps")
     free = [wire.chat(text, temperature=2.0, seed=1).choices[0].message.content for text in texts]
     with listening(bank, labels="task") as kept:

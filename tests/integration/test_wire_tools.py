@@ -23,7 +23,7 @@ TEMPLATE = (
     "{% for call in m['tool_calls'] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
-"""As Qwen's and Hermes' ones."""
+"""A template in the form of Qwen's and Hermes'."""
 
 PARAMETERS = {
     "type": "object",

@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 JOB = Path(__file__).resolve().parents[2] / "jobs" / "benchmark.py"
 
@@ -19,7 +20,8 @@ def main(file: Path, missing: Collection[str]) -> None:
     """
     for name in [name for name in sys.modules if name.partition(".")[0] in ("raycl", "benchmarks", *missing)]:
         del sys.modules[name]
-    sys.modules.update(dict.fromkeys(missing))  # type: ignore[arg-type]
+    modules: dict[str, Any] = sys.modules
+    modules.update(dict.fromkeys(missing))
     os.chdir(file.parent)
     sys.argv = ["benchmark.py", "gpu", "--tiny", "--device", "cpu", "--minutes", "60", "--check", "--json", str(file)]
     try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from playwright.sync_api import Browser, Page
 
-WIDTHS, SCHEMES = (390, 1280, 1440), ("light", "dark")
+Scheme = Literal["light", "dark"]
+
+WIDTHS = (390, 1280, 1440)
+SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 LEAST_PX, LEAST_CONTRAST = 12.0, 4.5
 """Pixels of a letter's size, and WCAG's contrast of ordinary text (level AA)."""
 
@@ -59,10 +62,10 @@ def faults(page: Page, root: str = "body") -> list[str]:
     return listed + [f"'{one['words']}' has a contrast of {one['contrast']:.2f}" for one in pale]
 
 
-def looks(page: Page, *schemes: str) -> Iterator[str]:
+def looks(page: Page, *schemes: Scheme) -> Iterator[str]:
     """Yield a name for each color scheme and width, in which the page is shown then; it is not loaded again."""
     for scheme in schemes or SCHEMES:
-        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.emulate_media(color_scheme=scheme)
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
             yield f"{scheme}, {width} pixels"

@@ -1,4 +1,4 @@
-"""What each part of an installation brings: megabytes to download, megabytes on disk, seconds to install.
+"""Measures each part of an installation: megabytes to download, megabytes on disk, seconds to install.
 
     python tests/lab/parts.py dist/raycl-0.1.0-py3-none-any.whl dist/parts
 
@@ -38,7 +38,7 @@ PARTS = {
 }
 """Part -> distributions of pyproject.toml."""
 REST = "Ray Serve's HTTP and metrics, settings, metrics of answers"
-"""What the other distributions of pyproject.toml are for."""
+"""The purpose of the other distributions of pyproject.toml."""
 EXTRAS = [name for name in PROJECT["optional-dependencies"] if name not in ("dev", "docs", "notebook")]
 MB = 1e6
 

@@ -24,7 +24,7 @@ BYTES_FROZEN, BYTES_TRAINED = 2, 16
 
 @dataclass(frozen=True)
 class Case:
-    """What is known of the problem; None: nothing.
+    """The known facts of a problem; None: not known.
 
     Attributes:
         tasks, rows: tasks in all, and training rows of each. parameters: of the backbone.

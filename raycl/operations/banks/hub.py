@@ -62,7 +62,7 @@ Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class CardFields:
-    """What a user says about a pushed bank; None or (): as the repository's card has it.
+    """The fields of a card that a user sets for a pushed bank; None or (): as the repository's card has it.
 
     Attributes:
         language: codes of ISO 639. license: identifier of the hub, such as apache-2.0. datasets: ids on the hub.

@@ -759,7 +759,7 @@ class TasksAnswer(BaseModel):
 
 
 class MetricsInterval(BaseModel):
-    """What happened in one interval; times and scores as numbers of answers in each class."""
+    """The counts of one interval; times and scores as numbers of answers in each class."""
 
     start: int
     statuses: dict[str, int] = Field(description="responses to requests for answers, by the first digit of the status")

@@ -32,7 +32,7 @@ MOST_TASKS, OTHERS = 64, "others"
 
 @dataclass
 class Interval:
-    """What happened in one interval.
+    """The counts of one interval.
 
     Attributes:
         start: seconds since the epoch, a multiple of `INTERVAL_S`.

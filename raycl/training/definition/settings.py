@@ -25,7 +25,7 @@ class EngineConfig(Section):
     name: str
 
     keeps_masters: ClassVar[bool] = True
-    """Whether what was trained stays in float32 in the backbone between tasks, whatever that computes in."""
+    """True if trained weights stay in float32 between tasks, whatever dtype the backbone computes in."""
 
     @property
     def sharding(self) -> str:

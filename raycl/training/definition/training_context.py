@@ -77,7 +77,7 @@ class TrainingContext:
 
     @property
     def router_texts(self) -> RouterTexts:
-        """What the method's router reads of rows."""
+        """The texts or ids that the method's router reads of rows."""
         method = self.method
         return RouterTexts(self.stream, self.backbone.codec, method.config.routed_text, method.encoder is None)
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO is given, and what it leaves behind: its config, and attributes and hooks on modules."""
+"""The config that DeepSpeed's ZeRO gets, and the attributes and hooks that it leaves on modules."""
 
 from collections.abc import Mapping
 from typing import Any

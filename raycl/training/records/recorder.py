@@ -43,7 +43,7 @@ OnPhase = Callable[[dict[str, Any]], bool | None]
 
 @dataclass(frozen=True)
 class Listeners:
-    """What follows a run besides its own records.
+    """Objects that follow a run besides its own records.
 
     Attributes:
         trackers: rank 0's. on_phase: see `OnPhase`. draw: see `TrainingJob`.

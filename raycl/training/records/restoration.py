@@ -1,4 +1,4 @@
-"""What a bank has lost of a run's snapshots, put back from the checkpoints of the run.
+"""Restores what a bank has lost of a run's snapshots from the checkpoints of the run.
 
 A checkpoint holds the same tensors under other names, and an object's hash confirms that a candidate is the object. So
 only the original bytes are written.

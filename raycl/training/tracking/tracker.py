@@ -1,4 +1,4 @@
-"""What a tracker is given, and what it does: numbers, tables and pictures of a run, continued where the run resumes."""
+"""The interface of trackers: numbers, tables and pictures of a run, continued where the run resumes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from raycl.errors import ConfigError
 Cell = str | float | None
 
 Axis = Literal["step", "task"]
-"""What a number is plotted over: optimizer steps of the whole run, or the number of tasks learned."""
+"""The axis of a number: optimizer steps of the whole run, or the number of tasks learned."""
 
 PROJECT = "raycl"
 """The project of runs for which neither a setting nor the environment names one."""

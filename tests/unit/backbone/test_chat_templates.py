@@ -14,7 +14,7 @@ from raycl.backbone.load import BackboneConfig
 from raycl.backbone.markup.chat_templates import CHATML, template_source, with_template_files
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
-from raycl.data.sources.conversation import Message, messages_of, text_of
+from raycl.data.sources.conversation import Message, Role, messages_of, text_of
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.errors import BackboneError, ConfigError, DataError
 from raycl.testing.tiny_models import word_tokenizer
@@ -130,7 +130,7 @@ PERSONA = (
 """It introduces the assistant where no system message does, as many public ones."""
 
 LONG = "the sky is very much blue the sea is cold"
-SHAPES = {
+SHAPES: dict[str, tuple[Role, ...]] = {
     "alternating": ("user", "assistant", "user", "assistant", "user"),
     "without-answers": ("user", "user", "user"),
     "ends-with-assistant": ("user", "assistant", "user", "assistant"),
@@ -147,7 +147,7 @@ SHAPES = {
 def test_any_conversation_can_be_cut_to_any_length(shape: str, system: str) -> None:
     """Turns are left out whole, oldest first, and as few as fit: the template's own tokens count."""
     made = codec(PERSONA, ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
-    turns = [Message(role, f"a cat {LONG}") for role in SHAPES[shape]]  # type: ignore[arg-type]
+    turns = [Message(role, f"a cat {LONG}") for role in SHAPES[shape]]
     head = [Message("system", system)] if system else []
     prompt, text = Prompt(chat_template=PERSONA, system="warm sea " * 3), text_of([*head, *turns])
     whole = len(prompt.encode([text], made)[0])

@@ -252,12 +252,12 @@ def test_deltas_join_to_the_answer_at_any_token_borders(pieces: list[str], stop:
     sent, first = decoded(pieces, stop=tuple(stop), eos=eos, max_tokens=max(1, len(pieces)))
     whole = "".join(pieces)
     ends = [whole.find(first) for first in stop if first in whole]
-    told = "".join(sent)
+    text = "".join(sent)
     if first.finish:
-        assert told == whole[: min(ends, default=len(whole))].strip()
+        assert text == whole[: min(ends, default=len(whole))].strip()
     else:
         assert not pieces, "max_tokens ends it"
-    assert not any(first in told for first in stop)
+    assert not any(first in text for first in stop)
 
 
 def test_what_a_tokenizer_tidies_up_is_not_sent_before() -> None:

@@ -109,7 +109,7 @@ def test_serve_prints_one_document_where_it_answers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ready = {"bank": "b", "url": "http://127.0.0.1:8000", "metrics": ["http://127.0.0.1:9000"]}
-    monkeypatch.setattr(endpoint, "serve_forever", lambda config, told: told(ready))
+    monkeypatch.setattr(endpoint, "serve_forever", lambda config, report: report(ready))
     monkeypatch.setattr(settings, "at_bank", lambda config: config)
     assert run("serve", [str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == ready

@@ -161,7 +161,7 @@ def test_texts_are_compared_with_as_many_of_each_task(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("rate", "place"), [(0.05, 18), (0.1, 17), (0.5, 9)])
 def test_the_threshold_keeps_false_alarms_below_their_share(rate: float, place: int) -> None:
-    """Of 19 known texts: a new one is as likely to take each of 20 places."""
+    """Beside 19 known texts a new one is as likely to take each of 20 places."""
     known = torch.arange(19.0)[torch.randperm(19, generator=torch.Generator().manual_seed(0))][:, None]
     calibrator = OodCalibrator(lambda queries: queries[:, 0], [known])
     assert calibrator.threshold(rate) == place

@@ -97,7 +97,7 @@ def test_linears_that_roles_leave_out(lab: Lab, caplog: pytest.LogCaptureFixture
 
 
 def test_own_tasks_get_a_models_chat_template_and_enough_steps(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
-    """Where neither prompt nor epochs are set; tasks of benchmarks, and all of other models, keep theirs."""
+    """They hold where neither prompt nor epochs are set; tasks of benchmarks and other models keep theirs."""
     template = {"chat_template": "chatml"}
 
     def lines(backbone: dict[str, Any], **sections: Any) -> list[str]:
